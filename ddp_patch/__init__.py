@@ -1,0 +1,37 @@
+"""One line turns a finished ``DataLoader`` into one distributed rank's correct share of it."""
+
+from ddp_patch.errors import (
+    AlreadyPatchedError,
+    DDPPatchError,
+    InvalidOptionError,
+    NotALoaderError,
+    NotDistributedWarning,
+    NotPatchedError,
+    RanksFailedError,
+    StreamLengthError,
+    UnsupportedLoaderError,
+    WorldError,
+)
+from ddp_patch.loader import extract_loader_parameters
+from ddp_patch.patching import assert_loaders_patched, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
+
+__all__ = [
+    "AlreadyPatchedError",
+    "DDPBatchSamplerWrapper",
+    "DDPPatchError",
+    "DDPSamplerWrapper",
+    "InvalidOptionError",
+    "NotALoaderError",
+    "NotDistributedWarning",
+    "NotPatchedError",
+    "RanksFailedError",
+    "StreamLengthError",
+    "UnsupportedLoaderError",
+    "WorldError",
+    "assert_loaders_patched",
+    "check_loaders_is_patched",
+    "extract_loader_parameters",
+    "patch_dataloader_to_ddp",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,71 @@
+"""Everything that ddp_patch raises or warns of.
+
+::
+
+    Exception
+    └── DDPPatchError                    every error of this package
+        ├── InvalidOptionError           also a ValueError: an option that means nothing
+        ├── UnsupportedLoaderError       also a TypeError: a loader that cannot be sharded correctly
+        ├── NotALoaderError              also a TypeError: something that is no DataLoader
+        ├── WorldError                   also a RuntimeError: which rank of how many is unclear
+        ├── AlreadyPatchedError          also a RuntimeError: sharded already, for another world
+        ├── NotPatchedError              also an AssertionError: the guard found unsharded loaders
+        ├── StreamLengthError            also a RuntimeError: a sampler gave another number of items than it said
+        └── RanksFailedError             also a RuntimeError: ``run_ranks`` did not get every rank's result
+    Warning
+    └── UserWarning
+        └── NotDistributedWarning        there is one process, so nothing was changed
+"""
+
+__all__ = [
+    "AlreadyPatchedError",
+    "DDPPatchError",
+    "InvalidOptionError",
+    "NotALoaderError",
+    "NotDistributedWarning",
+    "NotPatchedError",
+    "RanksFailedError",
+    "StreamLengthError",
+    "UnsupportedLoaderError",
+    "WorldError",
+]
+
+
+class DDPPatchError(Exception):
+    """Base class of every error that ddp_patch raises."""
+
+
+class InvalidOptionError(DDPPatchError, ValueError):
+    """An option has a value that means nothing, or two options exclude each other."""
+
+
+class NotALoaderError(DDPPatchError, TypeError):
+    """A ``torch.utils.data.DataLoader`` was needed and something else was given."""
+
+
+class UnsupportedLoaderError(DDPPatchError, TypeError):
+    """A loader of a kind that cannot be sharded correctly, so it is not sharded at all."""
+
+
+class WorldError(DDPPatchError, RuntimeError):
+    """It cannot be told which rank of how many this process is."""
+
+
+class AlreadyPatchedError(DDPPatchError, RuntimeError):
+    """The loader is sharded already, for another world than the one asked for."""
+
+
+class NotPatchedError(DDPPatchError, AssertionError):
+    """The guard found loaders that would give every rank the same data."""
+
+
+class StreamLengthError(DDPPatchError, RuntimeError):
+    """A sampler gave another number of items than its ``__len__`` said, and the shares rest on that number."""
+
+
+class RanksFailedError(DDPPatchError, RuntimeError):
+    """At least one rank of ``run_ranks`` raised, died or did not end in time."""
+
+
+class NotDistributedWarning(UserWarning):
+    """There is only one process, so the loader came back as it was."""

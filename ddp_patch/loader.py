@@ -1,0 +1,147 @@
+"""A DataLoader inspected and copied: what it is, what it was made from, which samplers it holds."""
+
+import copy
+import inspect
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from ddp_patch.errors import NotALoaderError, UnsupportedLoaderError
+
+__all__ = [
+    "Level",
+    "copy_loader",
+    "distributed_sampler",
+    "extract_loader_parameters",
+    "generators",
+    "level",
+    "nested_samplers",
+    "require_loader",
+    "samplers_in_use",
+]
+
+_DATA_RELATED = frozenset({"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"})
+
+
+class Level(Enum):
+    """Which of a loader's samplers is wrapped."""
+
+    SAMPLE = "sample"  # indices, which torch's own BatchSampler puts into batches on each rank
+    BATCH = "batch"  # whole batches of any other batch sampler
+    UNBATCHED = "unbatched"  # the sampler of a loader without automatic batching: batch_size=None
+
+
+def require_loader(operation: str, loader: object) -> None:
+    """Raise NotALoaderError unless it is a DataLoader."""
+    if not isinstance(loader, DataLoader):
+        raise NotALoaderError(
+            f"{operation} needs a torch.utils.data.DataLoader and got {loader!r} ({type(loader).__name__}): only a "
+            "loader knows its dataset, sampler and batches. Pass the finished loader itself."
+        )
+
+
+def level(loader: DataLoader[Any]) -> Level:
+    """Decide which of the loader's samplers is wrapped.
+
+    Raises:
+        UnsupportedLoaderError: The dataset is iterable, so that no sampler decides what a rank gets.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        raise UnsupportedLoaderError(
+            f"The loader's dataset is an IterableDataset ({type(loader.dataset).__name__}), which yields its items "
+            "without a sampler, so wrapping one would not share them. Use a map-style dataset, or split the stream "
+            "by rank in the dataset's __iter__."
+        )
+    if loader.batch_sampler is None:
+        return Level.UNBATCHED
+    # Exactly torch's class: a subclass may form its batches in another way.
+    return Level.SAMPLE if type(loader.batch_sampler) is BatchSampler else Level.BATCH
+
+
+def extract_loader_parameters(loader: DataLoader[Any], ignore_data_related_parameters: bool = False) -> dict[str, Any]:
+    """Return every argument of the loader's own signature that the loader still knows.
+
+    The signature is read, not listed here, so an argument that a newer torch or a subclass adds comes along by
+    itself. ``shuffle`` is not kept by a DataLoader (it became a sampler) and so is not among them.
+
+    Args:
+        loader: Any DataLoader or subclass.
+        ignore_data_related_parameters: Leave out ``dataset``, ``batch_size``, ``shuffle``, ``sampler``,
+            ``batch_sampler`` and ``drop_last``: what is left can be passed on to a loader of other data.
+
+    Returns:
+        Names and values, in the order of the signature.
+
+    Raises:
+        NotALoaderError: ``loader`` is no DataLoader.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> loader = DataLoader(range(10), batch_size=4, timeout=0, pin_memory=True)
+        >>> parameters = extract_loader_parameters(loader, ignore_data_related_parameters=True)
+        >>> parameters["pin_memory"], "batch_size" in parameters
+        (True, False)
+        >>> other = DataLoader(range(20), batch_size=2, **parameters)
+    """
+    require_loader("extract_loader_parameters", loader)
+    left_out = _DATA_RELATED if ignore_data_related_parameters else frozenset()
+    names = [name for name in _signature(type(loader)) if name not in left_out]
+    return {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+
+
+def _signature(loader_type: type) -> list[str]:
+    """The names of the constructor's arguments, with those that ``*args`` or ``**kwargs`` hand on."""
+    names: dict[str, None] = {}
+    for base in loader_type.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        _, *parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        variadic = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        names |= dict.fromkeys(p.name for p in parameters if p not in variadic)
+        if not variadic:
+            break
+    return list(names)
+
+
+def copy_loader(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
+    """Return a copy of the loader, of the same class and with every attribute, but for those replaced.
+
+    A shallow copy: dataset, samplers and functions are the given loader's own. A running iterator (that of
+    ``persistent_workers``) stays with the given loader.
+    """
+    clone = copy.copy(loader)
+    # Past DataLoader.__setattr__, which refuses to change a sampler after construction.
+    vars(clone).update(replaced, _iterator=None)
+    return clone
+
+
+def nested_samplers(sampler: object) -> Iterator[object]:
+    """Yield a sampler and all that it holds as ``.sampler`` or ``.batch_sampler``, from the outside in."""
+    waiting, seen = [sampler], set[int]()
+    while waiting:
+        found = waiting.pop(0)
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        yield found
+        waiting += [getattr(found, name, None) for name in ("batch_sampler", "sampler")]
+
+
+def samplers_in_use(loader: DataLoader[Any]) -> Iterator[object]:
+    """Yield the samplers that the loader draws from, from the outside in."""
+    # With a batch sampler of the user's, `loader.sampler` is a default that torch never draws from.
+    return nested_samplers(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+
+
+def distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
+    """Return the sampler in use that shards already, or None."""
+    return next((s for s in samplers_in_use(loader) if isinstance(s, DistributedSampler)), None)
+
+
+def generators(holders: Iterable[object]) -> list[torch.Generator]:
+    """Return the ``torch.Generator`` objects that are attributes of the holders, each once."""
+    values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
+    return list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())

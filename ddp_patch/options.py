@@ -1,0 +1,68 @@
+"""What a user may choose about sharing, checked in one place."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from ddp_patch.errors import InvalidOptionError
+
+__all__ = ["Agreement", "Layout", "Options", "Uneven", "check_layout", "check_uneven"]
+
+Uneven: TypeAlias = Literal["pad", "drop", "keep"]
+Layout: TypeAlias = Literal["interleaved", "contiguous"]
+Agreement: TypeAlias = Literal["auto", "seeded", "ambient"]
+
+_UNEVEN = {
+    "pad": "repeats the stream's first items to fill the last round",
+    "drop": "leaves the last, incomplete round out",
+    "keep": "gives some ranks one item less",
+}
+_LAYOUT = {
+    "interleaved": "gives rank r every num_replicas-th item",
+    "contiguous": "gives rank r the r-th run of items",
+}
+_AGREEMENT = {
+    "auto": "is 'seeded'",
+    "seeded": "derives every epoch's order from (seed, epoch)",
+    "ambient": "uses the global random states as they are, for ranks that are seeded alike",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a stream is shared.
+
+    Raises:
+        InvalidOptionError: A value is none of those that exist.
+    """
+
+    uneven: Uneven
+    layout: Layout
+    agreement: Agreement
+    seed: int | None
+
+    def __post_init__(self) -> None:
+        check_uneven(self.uneven)
+        check_layout(self.layout)
+        _check("agreement", self.agreement, _AGREEMENT)
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
+            raise InvalidOptionError(
+                f"seed={self.seed!r} is not a whole number of at least 0, and orders are derived from one. "
+                "Pass such an int, or None for rank 0's torch.initial_seed()."
+            )
+
+
+def check_uneven(uneven: object) -> None:
+    """Raise InvalidOptionError unless ``uneven`` is a value that exists."""
+    _check("uneven", uneven, _UNEVEN)
+
+
+def check_layout(layout: object) -> None:
+    """Raise InvalidOptionError unless ``layout`` is a value that exists."""
+    _check("layout", layout, _LAYOUT)
+
+
+def _check(name: str, value: object, meanings: Mapping[str, str]) -> None:
+    if not (isinstance(value, str) and value in meanings):
+        listed = ", ".join(f"{choice!r} {meaning}" for choice, meaning in meanings.items())
+        raise InvalidOptionError(f"{name}={value!r} does not exist. Pass one of these: {listed}.")

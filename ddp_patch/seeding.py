@@ -1,0 +1,168 @@
+"""Randomness from (seed, epoch): the only module that touches a random number generator.
+
+The three *global* generators (torch's on the CPU, numpy's, Python's) are called ambient. Samplers draw from them,
+and so does training; here one is kept from disturbing the other.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+__all__ = ["EpochCounter", "PrivateRNG", "WorkerSeeding", "distributed_permutation", "epoch_seed"]
+
+# What a seed is used for, so that no two uses draw the same numbers.
+_ORDER, _WORKER = 0, 1
+
+
+def _derive(seed: int, *key: int) -> np.random.SeedSequence:
+    return np.random.SeedSequence(seed, spawn_key=key)
+
+
+def _torch_seed(sequence: np.random.SeedSequence) -> int:
+    # 63 bits: DataLoader's own worker seeds are int64, and users hand them on to other libraries.
+    return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Return the seed of torch's global generator while epoch ``epoch`` is drawn.
+
+    Example:
+        >>> sampler = torch.utils.data.RandomSampler(range(5))
+        >>> _ = torch.manual_seed(epoch_seed(seed=7, epoch=2))
+        >>> in_one_process = list(sampler)
+        >>> from ddp_patch import DDPSamplerWrapper
+        >>> patched = DDPSamplerWrapper(sampler, False, num_replicas=1, rank=0, seed=7)
+        >>> patched.set_epoch(2)
+        >>> list(patched) == in_one_process
+        True
+    """
+    return _torch_seed(_derive(seed, _ORDER, epoch))
+
+
+class EpochCounter:
+    """Which epoch a sampler is in; it moves on when the next pass draws its first item.
+
+    An iterator that is made and never drawn from, as a ``DataLoader`` with workers does, does not count.
+    """
+
+    def __init__(self) -> None:
+        self.current = 0
+        self._begun = False
+
+    @property
+    def upcoming(self) -> int:
+        """The epoch that the next pass will draw."""
+        return self.current + self._begun
+
+    def begin(self, epoch: int) -> None:
+        """Record that a pass over ``epoch`` has drawn."""
+        self.current, self._begun = epoch, True
+
+    def set(self, epoch: int) -> None:
+        """Make ``epoch`` the upcoming one."""
+        self.current, self._begun = epoch, False
+
+
+@dataclass(slots=True)
+class _GlobalState:
+    """A state of the three global generators."""
+
+    torch: torch.Tensor
+    numpy: np.random.BitGenerator
+    numpy_gauss: dict[str, Any] | None  # the legacy state, where it holds a second normal draw
+    python: tuple[Any, ...]
+
+    @classmethod
+    def capture(cls) -> "_GlobalState":
+        # numpy keeps a normal draw beside the bit generator, which a swap of bit generators would lose.
+        numpy = np.random.get_state(legacy=False)
+        gauss = numpy if numpy["has_gauss"] and numpy["bit_generator"] == "MT19937" else None
+        bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
+        return cls(torch.get_rng_state(), bit_generator, gauss, random.getstate())
+
+    def install(self) -> None:
+        torch.set_rng_state(self.torch)
+        np.random.set_bit_generator(self.numpy)  # type: ignore[attr-defined]  # as get_bit_generator
+        if self.numpy_gauss is not None:
+            np.random.set_state(self.numpy_gauss)
+        random.setstate(self.python)
+
+
+class PrivateRNG:
+    """While entered, the global generators continue a private stream of (seed, epoch); after it, their own.
+
+    It can be entered again and again: what it draws goes on where it stopped.
+
+    Example:
+        >>> with PrivateRNG(seed=7, epoch=0):
+        ...     first = torch.rand(1)
+        >>> with PrivateRNG(seed=7, epoch=0):
+        ...     again = torch.rand(1)
+        >>> bool(first == again)
+        True
+    """
+
+    def __init__(self, seed: int, epoch: int) -> None:
+        sequence = _derive(seed, _ORDER, epoch)
+        self._private = _GlobalState(
+            torch.Generator().manual_seed(_torch_seed(sequence)).get_state(),
+            np.random.MT19937(sequence),
+            None,
+            random.Random(_python_seed(sequence)).getstate(),
+        )
+
+    def __enter__(self) -> None:
+        self._ambient = _GlobalState.capture()
+        self._private.install()
+
+    def __exit__(self, *exc: object) -> None:
+        self._private = _GlobalState.capture()
+        self._ambient.install()
+
+
+def _python_seed(sequence: np.random.SeedSequence) -> int:
+    return int.from_bytes(sequence.generate_state(4).tobytes(), "little")
+
+
+def distributed_permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
+    """The order in which ``torch.utils.data.DistributedSampler(shuffle=True)`` visits n items.
+
+    Source: ``DistributedSampler.__iter__``: a generator seeded ``seed + epoch`` and one ``torch.randperm``.
+    """
+    generator = torch.Generator().manual_seed((seed + epoch) % 2**64)
+    return torch.randperm(n, generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSeeding:
+    """A ``worker_init_fn`` that seeds each worker by (seed, epoch, rank, worker), then calls the user's.
+
+    torch seeds a worker from one number of the main process, which ranks that are seeded alike, or that share a
+    generator, draw alike: all would augment alike. ``get_worker_info().seed`` is replaced too, because datasets
+    seed their own generators from it.
+
+    Attributes:
+        worker_init_fn: The user's function, or None.
+    """
+
+    worker_init_fn: Callable[[int], object] | None
+    seed: int
+    rank: int
+    epochs: EpochCounter
+
+    def __call__(self, worker_id: int) -> None:
+        """Seed torch, numpy and ``random`` in worker ``worker_id``."""
+        sequence = _derive(self.seed, _WORKER, self.epochs.upcoming, self.rank, worker_id)
+        seed = _torch_seed(sequence)
+        torch.manual_seed(seed)
+        np.random.seed(sequence.generate_state(4))
+        random.seed(_python_seed(sequence))
+        # WorkerInfo is frozen, and get_worker_info() has no other place to read the seed from.
+        object.__setattr__(get_worker_info(), "seed", seed)
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)

@@ -1,0 +1,296 @@
+"""The two samplers that give one rank its share of another sampler's stream."""
+
+import operator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, SupportsIndex, TypeVar, cast
+
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+from ddp_patch.agreement import agree
+from ddp_patch.errors import InvalidOptionError, StreamLengthError, WorldError
+from ddp_patch.loader import generators, nested_samplers
+from ddp_patch.options import Agreement, Layout, Options, Uneven
+from ddp_patch.plan import Plan
+from ddp_patch.seeding import EpochCounter, PrivateRNG, distributed_permutation
+from ddp_patch.streams import draw
+from ddp_patch.world import find_world
+
+__all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper"]
+
+T = TypeVar("T")
+
+
+class _ShardedSampler(DistributedSampler[T]):
+    """One rank's share of the items that another sampler yields.
+
+    A ``DistributedSampler``, because every framework recognises a sharded loader by that class.
+
+    Attributes:
+        sampler: The wrapped sampler.
+        plan: Which positions are this rank's.
+        seed: What every epoch's order is derived from; the same on every rank.
+        epochs: Which epoch comes next.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[T],
+        shuffle_samples_between_gpus: bool,
+        pad_data_to_num_gpus: bool,
+        *,
+        num_replicas: SupportsIndex | None,
+        rank: SupportsIndex | None,
+        process_group: dist.ProcessGroup | None,
+        uneven: Uneven | None,
+        layout: Layout,
+        agreement: Agreement,
+        seed: int | None,
+    ) -> None:
+        # DistributedSampler.__init__ is not called: it fixes the length, once, and so needs one.
+        if uneven is None:
+            uneven = "pad" if pad_data_to_num_gpus else "drop"
+        options = Options(uneven, layout, agreement, seed)
+        world = find_world(rank, num_replicas, process_group)
+        if world is None:
+            raise WorldError(
+                f"{type(self).__name__} does not know which rank of how many it is: there is no process group. "
+                "Call torch.distributed.init_process_group() first, or pass rank= and num_replicas=."
+            )
+        self.plan = Plan(world.rank, world.num_replicas, options.uneven, options.layout)
+        self.seed = agree(world, seed, generators(nested_samplers(sampler)))
+        self.agreement = agreement
+        self.epochs = EpochCounter()
+        self.sampler = sampler
+        # The names by which DistributedSampler's users know these.
+        self.dataset = cast(Any, sampler)
+        self.num_replicas, self.rank = world.num_replicas, world.rank
+        self.shuffle = shuffle_samples_between_gpus
+
+    @property
+    def epoch(self) -> int:
+        """The epoch being drawn, or before the first pass the one that will be."""
+        return self.epochs.current
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]  # torch fixes it at construction; here it is computed
+        """How many items all ranks take together in an epoch, padding included."""
+        return self.plan.total(self._stream_length())
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]  # as total_size
+        """How many items this rank takes in an epoch."""
+        return len(self.plan.share(self._stream_length()))
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def _stream_length(self) -> int:
+        return len(cast(Any, self.sampler))  # TypeError where the sampler has no length, as from the sampler itself
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one to be drawn; every nested sampler that has a ``set_epoch`` is told too.
+
+        Calling it is optional: each pass that draws anything is followed by the next epoch.
+        """
+        try:
+            number = operator.index(epoch)
+        except TypeError:
+            number = -1
+        if number < 0:
+            raise InvalidOptionError(
+                f"set_epoch({epoch!r}): an epoch is a whole number of at least 0, because its order is derived "
+                "from it. Pass the number of the epoch that comes next."
+            )
+        self.epochs.set(number)
+        self._tell_nested(number)
+
+    def _tell_nested(self, epoch: int) -> None:
+        for nested in nested_samplers(self.sampler):
+            if callable(tell := getattr(nested, "set_epoch", None)):
+                tell(epoch)
+
+    def __iter__(self) -> Iterator[T]:
+        epoch = self.epochs.upcoming
+        self._tell_nested(epoch)
+        rng = nullcontext() if self.agreement == "ambient" else PrivateRNG(self.seed, epoch)
+        # Begun at once, as a DataLoader does before it draws its workers' seed: where both draw from the same
+        # torch.Generator, the order of their draws is part of the stream.
+        with rng:
+            stream = iter(self.sampler)
+        return self._pass(stream, rng, epoch)
+
+    def _pass(self, stream: Iterator[T], rng: AbstractContextManager[None], epoch: int) -> Iterator[T]:
+        self.epochs.begin(epoch)
+        chunks = draw(stream, rng, round_size=self.plan.num_replicas, ahead=self.agreement != "ambient")
+        if self.shuffle:
+            yield from _shuffled_share(self.plan, chunks, self.seed, epoch)
+        else:
+            length = self._stream_length() if self.plan.layout == "contiguous" else None
+            yield from _share(self.plan, chunks, length)
+
+
+def _share(plan: Plan, chunks: Iterable[list[T]], length: int | None) -> Iterator[T]:
+    """Yield this rank's items of a stream that comes in chunks of whole rounds, then its padding."""
+    first: list[T] = []  # padding repeats the stream's first items, and never more than these
+    drawn = 0
+    for chunk in chunks:
+        first += chunk[: plan.num_replicas - 1 - len(first)]
+        yield from chunk[plan.part(drawn, len(chunk), length)]
+        drawn += len(chunk)
+    if length is not None and drawn != length:
+        raise StreamLengthError(
+            f"The sampler yielded {drawn} items and its len() said {length}. With layout='contiguous' each rank's run "
+            "was cut from that length, so this epoch's shares are wrong. Correct the sampler's __len__, or use "
+            "layout='interleaved', which needs none."
+        )
+    for position in plan.padding(drawn):
+        yield first[position % drawn]
+
+
+def _shuffled_share(plan: Plan, chunks: Iterable[list[T]], seed: int, epoch: int) -> Iterator[T]:
+    """Yield this rank's items of the stream in ``DistributedSampler(shuffle=True)``'s order, which needs all of it."""
+    items = [item for chunk in chunks for item in chunk]
+    order = distributed_permutation(len(items), seed, epoch)
+    for position in plan.share(len(items)):
+        yield items[int(order[position % len(items)])]
+
+
+class DDPSamplerWrapper(_ShardedSampler[T]):
+    """One rank's share of any sampler: a ``DistributedSampler`` for samplers, not only for datasets.
+
+    Every rank draws the whole stream of ``sampler``, a few thousand items at a time, and keeps its own. The ranks'
+    streams are the same although the ranks may be seeded differently, because the global random states are replaced,
+    while the sampler is drawn, by ones derived from (seed, epoch). Epochs differ with and without ``set_epoch``.
+
+    Args:
+        sampler: A sampler, or any iterable of indices.
+        shuffle_samples_between_gpus: Permute the whole epoch once more, as
+            ``torch.utils.data.DistributedSampler(shuffle=True)`` does with a dataset. This holds one epoch's items
+            in memory.
+        pad_data_to_num_gpus: True means ``uneven="pad"`` and False ``uneven="drop"``.
+        num_replicas: How many ranks share the stream; together with ``rank``, and then nothing communicates.
+        rank: This rank, in ``range(num_replicas)``.
+        process_group: The group whose ranks share, where ``rank`` and ``num_replicas`` are not given; default: all.
+        uneven: What happens to the last round when the stream's length is no multiple of ``num_replicas``:
+            ``"pad"`` repeats the first items, ``"drop"`` leaves that round out, ``"keep"`` gives some ranks one item
+            less. Outranks ``pad_data_to_num_gpus``.
+        layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` the r-th run of
+            items, for which the sampler must know its length.
+        agreement: ``"auto"`` and ``"seeded"`` derive every epoch's order from (seed, epoch); ``"ambient"`` lets the
+            sampler use the global random states as they are, for ranks that are seeded alike.
+        seed: A whole number of at least 0. Default: rank 0's ``torch.initial_seed()``, sent once, now; with an
+            explicit world, where nothing is sent, 0.
+
+    Raises:
+        InvalidOptionError: An option has no meaning.
+        WorldError: Neither a world nor a process group is there.
+        StreamLengthError: While iterating with ``layout="contiguous"``, if the sampler's length was wrong.
+
+    Example:
+        >>> sampler = torch.utils.data.WeightedRandomSampler([1.0, 1.0, 8.0], num_samples=6)
+        >>> ranks = [DDPSamplerWrapper(sampler, False, num_replicas=2, rank=rank) for rank in range(2)]
+        >>> [len(rank) for rank in ranks], [len(list(rank)) for rank in ranks]
+        ([3, 3], [3, 3])
+
+    Source:
+        The first three arguments mean what they mean in open-metric-learning's ``DDPSamplerWrapper``.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[T],
+        shuffle_samples_between_gpus: bool = True,
+        pad_data_to_num_gpus: bool = True,
+        *,
+        num_replicas: SupportsIndex | None = None,
+        rank: SupportsIndex | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        uneven: Uneven | None = None,
+        layout: Layout = "interleaved",
+        agreement: Agreement = "auto",
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            sampler,
+            shuffle_samples_between_gpus,
+            pad_data_to_num_gpus,
+            num_replicas=num_replicas,
+            rank=rank,
+            process_group=process_group,
+            uneven=uneven,
+            layout=layout,
+            agreement=agreement,
+            seed=seed,
+        )
+        # As DistributedSampler has it. A batch sampler's means something else, so only this class sets it.
+        self.drop_last = self.plan.uneven == "drop"
+
+
+class DDPBatchSamplerWrapper(_ShardedSampler[T]):
+    """One rank's share of any batch sampler: whole batches, never torn apart or refilled.
+
+    Args:
+        batch_sampler: A batch sampler, or any iterable of batches; ``batch_size`` and ``drop_last`` are read from it.
+        shuffle_samples_between_gpus: As in ``DDPSamplerWrapper``, with batches for items; so all that follow.
+        pad_data_to_num_gpus: See there.
+        num_replicas: See there.
+        rank: See there.
+        process_group: See there.
+        uneven: See there.
+        layout: See there.
+        agreement: See there.
+        seed: See there.
+
+    Raises:
+        DDPPatchError: As in ``DDPSamplerWrapper``.
+
+    Example:
+        >>> batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9]]
+        >>> list(DDPBatchSamplerWrapper(batches, False, num_replicas=2, rank=1))
+        [[3], [6, 7, 8, 9]]
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Iterable[T],
+        shuffle_samples_between_gpus: bool = True,
+        pad_data_to_num_gpus: bool = True,
+        *,
+        num_replicas: SupportsIndex | None = None,
+        rank: SupportsIndex | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        uneven: Uneven | None = None,
+        layout: Layout = "interleaved",
+        agreement: Agreement = "auto",
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            batch_sampler,
+            shuffle_samples_between_gpus,
+            pad_data_to_num_gpus,
+            num_replicas=num_replicas,
+            rank=rank,
+            process_group=process_group,
+            uneven=uneven,
+            layout=layout,
+            agreement=agreement,
+            seed=seed,
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """The wrapped batch sampler's; AttributeError where it has none."""
+        batch_size: int = cast(Any, self.sampler).batch_size
+        return batch_size
+
+    @property
+    def drop_last(self) -> bool:  # type: ignore[override]  # torch's is an attribute; here the wrapped one's counts
+        """The wrapped batch sampler's; AttributeError where it has none."""
+        drop_last: bool = cast(Any, self.sampler).drop_last
+        return drop_last

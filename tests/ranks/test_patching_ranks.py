@@ -1,0 +1,148 @@
+"""Real gloo ranks, each seeded differently, over every kind of loader: the patch as users call it."""
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+from zoo import BY_NAME, KINDS, Indices, Kind, draw_ambient, loader, seed_ambient, seeded_generator, units
+
+from ddp_patch import DDPSamplerWrapper, WorldError, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch.plan import Plan
+from ddp_patch.testing import run_ranks
+
+EPOCHS = 3
+SEED = 100
+
+
+def epochs_on_rank(kind: Kind, rank: int) -> list[list[Any]]:
+    """Three epochs with an all-reduce at every step, so that uneven steps would hang."""
+    seed_ambient(SEED + rank)
+    patched = patch_dataloader_to_ddp(kind.make())
+    draw_ambient(rank)
+    return [units(kind, InStep(patched, rank)) for _ in range(EPOCHS)]
+
+
+class InStep:
+    """A loader whose every step meets all ranks and draws other random numbers on each."""
+
+    def __init__(self, loader: DataLoader[Any], rank: int) -> None:
+        self.loader, self.rank = loader, rank
+        self.batch_sampler = loader.batch_sampler
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Any:
+        for step, batch in enumerate(self.loader):
+            draw_ambient(self.rank + step)
+            ranks = torch.ones(())
+            dist.all_reduce(ranks)
+            assert ranks == dist.get_world_size()
+            yield batch
+
+
+def every_kind(rank: int, world_size: int) -> dict[str, list[list[Any]]]:
+    return {kind.name: epochs_on_rank(kind, rank) for kind in KINDS if not kind.make().drop_last}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_kind_is_shared_exactly(world_size: int) -> None:
+    ranks = run_ranks(every_kind, world_size, timeout=180)
+    for name in ranks[0]:
+        kind = BY_NAME[name]
+        seed_ambient(SEED)  # the seed that rank 0 sent
+        alone = patch_dataloader_to_ddp(kind.make(), rank=0, num_replicas=1, seed=SEED)
+        streams = [units(kind, alone) for _ in range(EPOCHS)]
+        for epoch, stream in enumerate(streams):
+            for rank in range(world_size):
+                share = [stream[p % len(stream)] for p in Plan(rank, world_size).share(len(stream))]
+                assert ranks[rank][name][epoch] == share, (name, epoch, rank)
+        assert (streams[0] != streams[1]) == kind.shuffles, name
+
+
+def with_workers(rank: int, world_size: int) -> list[list[Any]]:
+    seed_ambient(SEED + rank)
+    given = loader(shuffle=True, num_workers=2, persistent_workers=True, multiprocessing_context="spawn")
+    patched = patch_dataloader_to_ddp(given)
+    assert isinstance(patched.sampler, DDPSamplerWrapper)
+    return [[item for batch in InStep(patched, rank) for item in batch] for _ in range(2)]
+
+
+def test_spawned_persistent_workers() -> None:
+    ranks = run_ranks(with_workers, 2)
+    for epoch in range(2):
+        together = Counter(ranks[0][epoch] + ranks[1][epoch])
+        assert set(together) == set(range(23))
+        assert together.total() == 24
+    assert ranks[0][0] != ranks[0][1]
+
+
+def with_generators_of_their_own(rank: int, world_size: int) -> list[list[Any]]:
+    """The user seeds a generator by rank and hands it to a loader whose stream must be rank 0's."""
+    generator = torch.Generator().manual_seed(11 + rank)
+    patched = patch_dataloader_to_ddp(loader(shuffle=True, generator=generator))
+    return [[item for batch in patched for item in batch] for _ in range(3)]
+
+
+def test_a_generator_gives_rank_0s_stream_bit_for_bit() -> None:
+    first, second = run_ranks(with_generators_of_their_own, 2)
+    unpatched = loader(shuffle=True, generator=seeded_generator())
+    for epoch in range(3):
+        stream = [item for batch in unpatched for item in batch]
+        together = [item for pair in zip(first[epoch], second[epoch], strict=True) for item in pair]
+        assert together == [*stream, stream[0]]
+
+
+def in_two_groups(rank: int, world_size: int) -> Any:
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    mine, other = groups[rank % 2], groups[1 - rank % 2]
+    torch.manual_seed(rank)
+    with pytest.raises(WorldError) as caught:
+        patch_dataloader_to_ddp(loader(), process_group=other)
+    patched = patch_dataloader_to_ddp(loader(shuffle=True), process_group=mine, uneven="drop")
+    return [item for batch in patched for item in batch], str(caught.value)
+
+
+def test_a_process_group_is_a_world_of_its_own() -> None:
+    (first, said), (alone, _), (second, _) = run_ranks(in_two_groups, 3)
+    assert not set(first) & set(second)
+    assert (len(first), len(second), len(set(alone))) == (11, 11, 23)
+    assert said == (
+        "This process (global rank 0 of 3) is not in the given process_group, so it has no share. Call this only on "
+        "the group's ranks, or pass the group that this rank belongs to."
+    )
+
+
+def standing_alone(rank: int, world_size: int) -> Any:
+    seed_ambient(SEED + rank)
+    wrapper = DDPSamplerWrapper(BY_NAME["numpy, lazily"].make().sampler)
+    torchs: Any = DistributedSampler(Indices(), shuffle=False)
+    plain = DDPSamplerWrapper(range(23), shuffle_samples_between_gpus=False)
+    assert list(plain) == list(torchs)
+    return list(wrapper), list(wrapper), wrapper.seed
+
+
+def test_wrappers_find_the_group_and_agree_on_the_seed() -> None:
+    first, second = run_ranks(standing_alone, 2)
+    assert first[2] == second[2] == SEED
+    alone = DDPSamplerWrapper(BY_NAME["numpy, lazily"].make().sampler, num_replicas=1, rank=0, seed=SEED)
+    for epoch in range(2):
+        together = [item for pair in zip(first[epoch], second[epoch], strict=True) for item in pair]
+        assert together[:23] == list(alone)
+
+
+def world_of_one(rank: int, world_size: int) -> bool:
+    return check_loaders_is_patched(patch_dataloader_to_ddp(loader()))
+
+
+def test_a_group_of_one_rank_is_patched() -> None:
+    assert run_ranks(world_of_one, 1) == [True]
+
+
+def test_nothing_is_left_in_this_process() -> None:
+    assert not dist.is_initialized()
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"} & os.environ.keys()

@@ -1,0 +1,137 @@
+"""``run_ranks`` itself: results, each rank's traceback, and nothing left behind whatever the ranks do."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from zoo import Indices
+
+from ddp_patch import RanksFailedError
+from ddp_patch.testing import run_ranks
+
+
+def note_pid(folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+
+
+def alive(folder: Path) -> list[str]:
+    """The processes that noted themselves and still run."""
+    pids = [path.name for path in folder.iterdir()]
+    return [pid for pid in pids if Path("/proc", pid).exists() and "\nState:\tZ" not in status(pid)]
+
+
+def status(pid: str) -> str:
+    try:
+        return Path("/proc", pid, "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "\nState:\tZ"
+
+
+def until_none_is_alive(folder: Path) -> bool:
+    deadline = time.monotonic() + 20
+    while alive(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(folder)
+
+
+def add_up(rank: int, world_size: int, offset: int) -> tuple[torch.Tensor, str, str]:
+    total = torch.tensor(rank + offset)
+    dist.all_reduce(total)
+    return total, os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]
+
+
+def test_every_ranks_return_value_comes_back() -> None:
+    results = run_ranks(add_up, 3, 10)
+    assert results == [(torch.tensor(33), str(rank), "3") for rank in range(3)]
+
+
+def start_workers(folder: str) -> Any:
+    note_pid(folder)
+    loader: DataLoader[Any] = DataLoader(Indices(), num_workers=1, worker_init_fn=lambda _: note_pid(folder))
+    iterator = iter(loader)
+    next(iterator)
+    return iterator
+
+
+def one_raises(rank: int, world_size: int, folder: str) -> None:
+    workers = start_workers(folder)
+    if rank == 1:
+        raise LookupError("rank 1 found nothing")
+    dist.barrier()
+    del workers
+
+
+def one_dies(rank: int, world_size: int, folder: str) -> None:
+    workers = start_workers(folder)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    del workers
+
+
+def one_hangs(rank: int, world_size: int, folder: str) -> None:
+    workers = start_workers(folder)
+    if rank == 1:
+        time.sleep(1000)
+    del workers
+
+
+def one_exits(rank: int, world_size: int, folder: str) -> None:
+    start_workers(folder)
+    if rank == 1:
+        os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("fn", "timeout", "said"),
+    [
+        (one_raises, 60, ["rank 1 raised", "LookupError: rank 1 found nothing", "Connection"]),
+        (one_dies, 60, ["rank 1 died ---\nkilled by SIGKILL"]),
+        (one_exits, 60, ["rank 1 died ---\nexit code 3", "rank 0 returned"]),
+        (one_hangs, 12, ["rank 1 did not end", "in one_hangs", "within 12 s"]),
+    ],
+)
+def test_a_rank_that_fails(fn: Any, timeout: float, said: list[str], tmp_path: Path) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(fn, 2, str(tmp_path), timeout=timeout)
+    message = str(caught.value)
+    assert message.startswith(f"{fn.__name__} did not return on every one of 2 ranks within {timeout} s: rank 0 ")
+    assert "All were ended. Mend what the ranks say below, or pass a longer timeout= if they were only slow." in message
+    assert [part for part in said if part not in message] == []
+    assert len(list(tmp_path.iterdir())) == 4  # both ranks and their workers noted themselves
+    assert until_none_is_alive(tmp_path)
+
+
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    script = f"import test_run_ranks as t; t.run_ranks(t.one_hangs, 2, {str(tmp_path)!r})"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", script], env=environment)  # noqa: S603 - our own script
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    assert len(list(tmp_path.iterdir())) == 4
+    assert until_none_is_alive(tmp_path)
+
+
+def not_picklable(rank: int, world_size: int) -> Any:
+    return lambda: rank
+
+
+def test_a_result_that_cannot_be_sent_is_the_ranks_error() -> None:
+    with pytest.raises(RanksFailedError, match=r"rank 0 raised(.|\n)*pickle"):
+        run_ranks(not_picklable, 1)
+
+
+def test_a_function_that_cannot_be_sent_starts_nothing() -> None:
+    with pytest.raises(Exception, match="pickle"):
+        run_ranks(lambda rank, world_size: rank, 2)

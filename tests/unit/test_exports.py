@@ -1,0 +1,84 @@
+"""The public names, and what importing them costs."""
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ddp_patch
+
+MODULES = ["ddp_patch", *(f"ddp_patch.{module.name}" for module in pkgutil.iter_modules(ddp_patch.__path__))]
+
+# Floor by floor: nothing imports upwards, or sideways but for what is listed here.
+FLOORS = {
+    "errors": 1,
+    "options": 1,
+    "seeding": 1,
+    "plan": 2,
+    "streams": 2,
+    "loader": 2,
+    "world": 2,
+    "agreement": 3,
+    "wrappers": 4,
+    "patching": 5,
+    "testing": 6,
+    "__init__": 7,
+}
+SIDEWAYS = {("options", "errors")}
+
+
+def test_the_public_names_are_these() -> None:
+    assert ddp_patch.__all__ == [
+        "AlreadyPatchedError",
+        "DDPBatchSamplerWrapper",
+        "DDPPatchError",
+        "DDPSamplerWrapper",
+        "InvalidOptionError",
+        "NotALoaderError",
+        "NotDistributedWarning",
+        "NotPatchedError",
+        "RanksFailedError",
+        "StreamLengthError",
+        "UnsupportedLoaderError",
+        "WorldError",
+        "assert_loaders_patched",
+        "check_loaders_is_patched",
+        "extract_loader_parameters",
+        "patch_dataloader_to_ddp",
+    ]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_lists_what_it_exports_sorted(name: str) -> None:
+    module = importlib.import_module(name)
+    assert list(module.__all__) == sorted(module.__all__)
+    assert all(hasattr(module, public) for public in module.__all__)
+
+
+def imported_by(code: str) -> set[str]:
+    script = f"import sys; before = set(sys.modules); {code}; print(*{{m.split('.')[0] for m in sys.modules}})"
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603 - our own script
+    return set(output.stdout.split())
+
+
+def test_importing_it_imports_no_framework() -> None:
+    torchs = imported_by("import torch.distributed, torch.utils.data, numpy.random")
+    assert imported_by("import ddp_patch") - torchs == {"ddp_patch"}
+
+
+def test_the_check_above_can_fail() -> None:
+    torchs = imported_by("import torch.distributed, torch.utils.data, numpy.random")
+    assert imported_by("import ddp_patch, hypothesis") - torchs > {"ddp_patch", "hypothesis"}
+
+
+def test_nothing_imports_upwards() -> None:
+    for path in Path(ddp_patch.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ddp_patch."):
+                imported = str(node.module).split(".")[1]
+                below = FLOORS[imported] < FLOORS[path.stem]
+                assert below or (path.stem, imported) in SIDEWAYS, f"{path.stem} imports {imported}"

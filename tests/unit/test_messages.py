@@ -1,0 +1,240 @@
+"""Bad input: each message word for word, with the operation, the values, the reason and the remedy."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from zoo import loader
+
+from ddp_patch import (
+    AlreadyPatchedError,
+    DDPPatchError,
+    DDPSamplerWrapper,
+    InvalidOptionError,
+    NotALoaderError,
+    NotPatchedError,
+    StreamLengthError,
+    UnsupportedLoaderError,
+    WorldError,
+    assert_loaders_patched,
+    check_loaders_is_patched,
+    extract_loader_parameters,
+    patch_dataloader_to_ddp,
+)
+from ddp_patch.testing import run_ranks
+
+EXPLICIT: dict[str, Any] = {"rank": 0, "num_replicas": 2}
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"uneven": "padd"},
+        "uneven='padd' does not exist. Pass one of these: 'pad' repeats the stream's first items to fill the last "
+        "round, 'drop' leaves the last, incomplete round out, 'keep' gives some ranks one item less.",
+    ),
+    (
+        {"layout": None},
+        "layout=None does not exist. Pass one of these: 'interleaved' gives rank r every num_replicas-th item, "
+        "'contiguous' gives rank r the r-th run of items.",
+    ),
+    (
+        {"agreement": ["seeded"]},
+        "agreement=['seeded'] does not exist. Pass one of these: 'auto' is 'seeded', 'seeded' derives every epoch's "
+        "order from (seed, epoch), 'ambient' uses the global random states as they are, for ranks that are seeded "
+        "alike.",
+    ),
+    (
+        {"seed": -1},
+        "seed=-1 is not a whole number of at least 0, and orders are derived from one. Pass such an int, or None for "
+        "rank 0's torch.initial_seed().",
+    ),
+    (
+        {"seed": True},
+        "seed=True is not a whole number of at least 0, and orders are derived from one. Pass such an int, or None "
+        "for rank 0's torch.initial_seed().",
+    ),
+    (
+        {"rank": 1, "num_replicas": None},
+        "rank=1 was given without num_replicas: an explicit world needs both. Pass num_replicas too, or neither to "
+        "read the process group.",
+    ),
+    (
+        {"rank": None, "num_replicas": 2},
+        "num_replicas=2 was given without rank: an explicit world needs both. Pass rank too, or neither to read the "
+        "process group.",
+    ),
+    (
+        {"rank": 2, "num_replicas": 2},
+        "rank=2 is out of range for num_replicas=2: ranks count from 0 to 1. Pass this process's rank within the "
+        "group.",
+    ),
+    (
+        {"rank": -1, "num_replicas": 2},
+        "rank=-1 is out of range for num_replicas=2: ranks count from 0 to 1. Pass this process's rank within the "
+        "group.",
+    ),
+    (
+        {"rank": 0, "num_replicas": 0},
+        "num_replicas=0 leaves no rank to share with: pass the number of ranks, at least 1.",
+    ),
+    ({"rank": 0.0, "num_replicas": 2}, "rank=0.0 is a float, not an int. Pass a whole number."),
+    ({"rank": 0, "num_replicas": "2"}, "num_replicas='2' is a str, not an int. Pass a whole number."),
+    ({"rank": False, "num_replicas": 2}, "rank=False is a bool, not an int. Pass a whole number."),
+    (
+        {"process_group": "dp"},
+        "rank=0 and num_replicas=2 were given together with process_group: an explicit world communicates with "
+        "nobody. Pass one or the other.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS, ids=lambda value: str(value)[:30])
+def test_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidOptionError) as caught:
+        patch_dataloader_to_ddp(loader(), **(EXPLICIT | options))
+    assert str(caught.value) == message
+    with pytest.raises(InvalidOptionError) as caught:
+        DDPSamplerWrapper(range(3), **(EXPLICIT | options))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, None])
+def test_epochs(epoch: Any) -> None:
+    with pytest.raises(InvalidOptionError) as caught:
+        DDPSamplerWrapper(range(3), **EXPLICIT).set_epoch(epoch)
+    assert str(caught.value) == (
+        f"set_epoch({epoch!r}): an epoch is a whole number of at least 0, because its order is derived from it. Pass "
+        "the number of the epoch that comes next."
+    )
+
+
+@pytest.mark.parametrize("operation", [patch_dataloader_to_ddp, extract_loader_parameters])
+def test_not_a_loader(operation: Any) -> None:
+    with pytest.raises(NotALoaderError) as caught:
+        operation([1, 2])
+    assert str(caught.value) == (
+        f"{operation.__name__} needs a torch.utils.data.DataLoader and got [1, 2] (list): only a loader knows its "
+        "dataset, sampler and batches. Pass the finished loader itself."
+    )
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def test_an_iterable_dataset() -> None:
+    with pytest.raises(UnsupportedLoaderError) as caught:
+        patch_dataloader_to_ddp(DataLoader(Stream()), **EXPLICIT)
+    assert str(caught.value) == (
+        "The loader's dataset is an IterableDataset (Stream), which yields its items without a sampler, so wrapping "
+        "one would not share them. Use a map-style dataset, or split the stream by rank in the dataset's __iter__."
+    )
+
+
+def test_a_group_that_was_announced_and_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(WorldError) as caught:
+        patch_dataloader_to_ddp(loader())
+    assert str(caught.value) == (
+        "The environment says WORLD_SIZE=4, but no process group exists, so every rank would train on all data. Call "
+        "torch.distributed.init_process_group() first (or what does so: Fabric.launch(), Accelerator()), or pass "
+        "rank= and num_replicas=."
+    )
+
+
+def test_a_wrapper_without_a_world() -> None:
+    with pytest.raises(WorldError) as caught:
+        DDPSamplerWrapper(range(3))
+    assert str(caught.value) == (
+        "DDPSamplerWrapper does not know which rank of how many it is: there is no process group. Call "
+        "torch.distributed.init_process_group() first, or pass rank= and num_replicas=."
+    )
+
+
+def test_patched_for_another_world() -> None:
+    patched = patch_dataloader_to_ddp(loader(), **EXPLICIT)
+    with pytest.raises(AlreadyPatchedError) as caught:
+        patch_dataloader_to_ddp(patched, rank=0, num_replicas=3)
+    assert str(caught.value) == (
+        "The loader was patched for rank 0 of 2 and cannot be patched again for rank 0 of 3: it would share a share. "
+        "Patch the original loader instead."
+    )
+
+
+def test_the_guard_names_each_offender_by_its_place() -> None:
+    patched = patch_dataloader_to_ddp(loader(), **EXPLICIT)
+    nest: Any = {"train": patched, "val": [patched, loader()], "test": {"clean": loader(), 3: (loader(),)}}
+    assert not check_loaders_is_patched(nest)
+    with pytest.raises(NotPatchedError) as caught:
+        assert_loaders_patched(nest)
+    assert str(caught.value) == (
+        "Every rank would get all data from 3 of 5 loaders: val[1], test.clean, test.3[0]. Pass each through "
+        "patch_dataloader_to_ddp() on every rank."
+    )
+    with pytest.raises(NotPatchedError, match="from 1 of 1 loaders: the loader"):
+        assert_loaders_patched(loader())
+
+
+@pytest.mark.parametrize("guard", [check_loaders_is_patched, assert_loaders_patched])
+def test_the_guard_wants_loaders(guard: Any) -> None:
+    with pytest.raises(NotALoaderError) as caught:
+        guard({"train": [None]})
+    assert str(caught.value) == (
+        "Found None (NoneType) at train[0] where a DataLoader or a list, tuple or dict of them was expected. Leave it "
+        "out, or pass the loader itself."
+    )
+    with pytest.raises(NotALoaderError, match=r"Found 'loader' \(str\) at the top where"):
+        guard("loader")
+
+
+class Liar(list[int]):
+    """Ten items that say they are twelve."""
+
+    def __len__(self) -> int:
+        return 12
+
+
+def test_a_wrong_length_with_contiguous_runs() -> None:
+    sampler = DDPSamplerWrapper(Liar(range(10)), False, layout="contiguous", **EXPLICIT)
+    with pytest.raises(StreamLengthError) as caught:
+        list(sampler)
+    assert str(caught.value) == (
+        "The sampler yielded 10 items and its len() said 12. With layout='contiguous' each rank's run was cut from "
+        "that length, so this epoch's shares are wrong. Correct the sampler's __len__, or use layout='interleaved', "
+        "which needs none."
+    )
+
+
+def test_run_ranks_that_can_start_nothing() -> None:
+    for world_size, timeout in ((0, 1.0), (1, 0.0)):
+        with pytest.raises(InvalidOptionError) as caught:
+            run_ranks(print, world_size, timeout=timeout)
+        assert str(caught.value) == (
+            f"run_ranks with world_size={world_size} and timeout={timeout} can start nothing: pass at least 1 rank "
+            "and a positive number of seconds."
+        )
+
+
+def test_every_error_is_this_packages_and_the_builtin_that_users_catch() -> None:
+    pairs: dict[type[DDPPatchError], type[Exception]] = {
+        AlreadyPatchedError: RuntimeError,
+        InvalidOptionError: ValueError,
+        NotALoaderError: TypeError,
+        NotPatchedError: AssertionError,
+        StreamLengthError: RuntimeError,
+        UnsupportedLoaderError: TypeError,
+        WorldError: RuntimeError,
+    }
+    for error, builtin in pairs.items():
+        assert issubclass(error, DDPPatchError)
+        assert issubclass(error, builtin)
+
+
+def test_nothing_is_drawn_or_changed_when_an_option_is_refused() -> None:
+    given = loader(shuffle=True)
+    before, state = dict(vars(given)), torch.get_rng_state()
+    with pytest.raises(InvalidOptionError):
+        patch_dataloader_to_ddp(given, uneven="no", **EXPLICIT)  # type: ignore[arg-type]
+    assert vars(given) == before
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,250 @@
+"""The one call and the guard: what is wrapped, what is kept, what comes back."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from zoo import Drawn, EpochSeeded, Indices, N, PKBatches, Reversed, as_it_is, by_torch, loader, seeded_generator
+
+import ddp_patch
+from ddp_patch import (
+    DDPBatchSamplerWrapper,
+    DDPSamplerWrapper,
+    assert_loaders_patched,
+    check_loaders_is_patched,
+    extract_loader_parameters,
+    patch_dataloader_to_ddp,
+)
+from ddp_patch.seeding import WorkerSeeding, epoch_seed
+
+WORLD: dict[str, Any] = {"rank": 1, "num_replicas": 3}
+
+
+def test_torchs_batch_sampler_is_rebuilt_over_the_wrapped_sampler() -> None:
+    given = loader(shuffle=True, drop_last=True)
+    patched = patch_dataloader_to_ddp(given, **WORLD)
+    assert type(patched.batch_sampler) is BatchSampler
+    assert isinstance(patched.sampler, DDPSamplerWrapper)
+    assert patched.sampler.sampler is given.sampler
+    assert patched.batch_sampler.sampler is patched.sampler
+    assert (patched.batch_size, patched.drop_last) == (4, True)
+    assert (patched.batch_sampler.batch_size, patched.batch_sampler.drop_last) == (4, True)
+
+
+def test_a_torch_batch_sampler_that_was_given_gives_its_own_sampler_and_size() -> None:
+    inner = RandomSampler(Indices())
+    patched = patch_dataloader_to_ddp(loader(batch_sampler=BatchSampler(inner, 5, drop_last=True)), **WORLD)
+    assert isinstance(patched.sampler, DDPSamplerWrapper)
+    assert patched.sampler.sampler is inner
+    assert (patched.batch_size, patched.drop_last) == (5, True)
+
+
+class LastFirst(BatchSampler):
+    def __iter__(self) -> Any:
+        return reversed(list(super().__iter__()))
+
+
+def test_any_other_batch_sampler_is_wrapped_whole() -> None:
+    given = loader(batch_sampler=LastFirst(SequentialSampler(Indices()), 4, drop_last=False))
+    patched = patch_dataloader_to_ddp(given, **WORLD)
+    assert isinstance(patched.batch_sampler, DDPBatchSamplerWrapper)
+    assert patched.batch_sampler.sampler is given.batch_sampler
+    assert list(patched) == [[16, 17, 18, 19], [4, 5, 6, 7]]
+    assert (patched.batch_sampler.batch_size, patched.batch_sampler.drop_last) == (4, False)
+
+
+def test_a_batch_sampler_without_batch_size_lends_none() -> None:
+    wrapper = DDPBatchSamplerWrapper(PKBatches(), **WORLD)
+    assert not hasattr(wrapper, "batch_size")
+    assert not hasattr(wrapper, "drop_last")
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_everything_else_is_kept(batch_size: int | None) -> None:
+    context = torch.multiprocessing.get_context("spawn")
+
+    def init(worker_id: int) -> None: ...
+
+    given = DataLoader(
+        Indices(),
+        batch_size=batch_size,
+        num_workers=2,
+        collate_fn=as_it_is,
+        pin_memory=True,
+        timeout=3.0,
+        worker_init_fn=init,
+        multiprocessing_context=context,
+        generator=seeded_generator(),
+        prefetch_factor=5,
+        persistent_workers=True,
+        pin_memory_device="cuda",
+        in_order=False,
+    )
+    before = dict(vars(given))
+    kept = extract_loader_parameters(given, ignore_data_related_parameters=True)
+    patched = patch_dataloader_to_ddp(given, **WORLD)
+    assert vars(given) == before
+    new = extract_loader_parameters(patched, ignore_data_related_parameters=True)
+    assert isinstance(new["worker_init_fn"], WorkerSeeding)
+    assert new.pop("worker_init_fn").worker_init_fn is kept.pop("worker_init_fn")
+    assert new == kept
+    assert patched.dataset is given.dataset
+    assert (type(patched), patched.batch_size) == (DataLoader, batch_size)
+
+
+def test_a_loader_without_workers_keeps_its_worker_init_fn() -> None:
+    patched = patch_dataloader_to_ddp(loader(worker_init_fn=as_it_is), **WORLD)
+    assert patched.worker_init_fn is as_it_is
+
+
+def test_attributes_that_the_user_set_and_iterators_that_run() -> None:
+    given = loader(num_workers=1, persistent_workers=True)
+    vars(given)["name"] = "train"
+    iterator = iter(given)
+    patched = patch_dataloader_to_ddp(given, **WORLD)
+    assert vars(patched)["name"] == "train"
+    assert next(iter(patched)) == [1, 4, 7, 10]
+    assert next(iterator) == [0, 1, 2, 3]
+
+
+def test_shuffle_is_torchs_own_order_under_the_epochs_seed() -> None:
+    given = loader(shuffle=True)
+    patched = patch_dataloader_to_ddp(given, rank=0, num_replicas=1, seed=5)
+    for epoch in range(3):
+        torch.manual_seed(epoch_seed(5, epoch))
+        in_one_process = list(given.sampler)
+        assert [i for batch in patched for i in batch] == in_one_process
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", ["sample", "batch, lazily", "batch, at once", "unbatched"])
+def test_a_generator_gives_what_it_gives_in_one_process(kind: str, workers: int, persistent: bool) -> None:
+    """The loader draws its workers' base seed from the same generator, in a fixed order with the sampler."""
+
+    def build() -> DataLoader[Any]:
+        generator = seeded_generator()
+        sampler = RandomSampler(Indices(), generator=generator)
+        by_kind: dict[str, dict[str, Any]] = {
+            "sample": {"shuffle": True},
+            "batch, lazily": {"batch_sampler": LazyBatches(sampler)},
+            "batch, at once": {"batch_sampler": Reversed(BatchSampler(sampler, 4, drop_last=False))},
+            "unbatched": {"batch_size": None, "sampler": sampler},
+        }
+        keep = persistent and workers > 0
+        return loader(generator=generator, num_workers=workers, persistent_workers=keep, **by_kind[kind])
+
+    given, ranks = build(), [patch_dataloader_to_ddp(build(), rank=rank, num_replicas=2) for rank in range(2)]
+    shared = list if kind.startswith("batch") else flat
+    for _ in range(3):
+        stream = shared(given)
+        rounds = zip(*map(shared, ranks), strict=True)
+        assert [unit for one_round in rounds for unit in one_round][: len(stream)] == stream
+
+
+class LazyBatches:
+    def __init__(self, sampler: RandomSampler) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Any:
+        yield from BatchSampler(self.sampler, 4, drop_last=False)
+
+
+def flat(loader: DataLoader[Any]) -> list[Any]:
+    return [item for batch in loader for item in (batch if isinstance(batch, list) else [batch])]
+
+
+def test_set_epoch_reaches_every_nested_sampler() -> None:
+    inner = EpochSeeded()
+    patched: Any = patch_dataloader_to_ddp(loader(batch_sampler=Reversed(BatchSampler(inner, 4, False))), **WORLD)
+    patched.batch_sampler.set_epoch(5)
+    assert inner.epoch == 5
+    list(patched)
+    assert (patched.batch_sampler.epoch, inner.epoch) == (5, 5)
+    list(patched)
+    assert (patched.batch_sampler.epoch, inner.epoch) == (6, 6)
+
+
+def test_an_error_in_the_sampler_comes_through_after_what_was_drawn_and_restores_the_states() -> None:
+    class Broken(Drawn):
+        def __iter__(self) -> Any:
+            yield from (torch.randint(N, ()).item() for _ in range(9))
+            raise error
+
+    error = KeyError("the user's own")
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    share = iter(DDPSamplerWrapper(Broken(by_torch, lazily=True), False, rank=0, num_replicas=2))
+    assert len([next(share) for _ in range(5)]) == 5  # positions 0, 2, 4, 6, 8
+    with pytest.raises(KeyError) as caught:
+        next(share)
+    assert caught.value is error
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_ambient_uses_the_states_as_they_are_and_never_draws_beyond_a_round() -> None:
+    drawn = 0
+
+    def draw() -> int:
+        nonlocal drawn
+        drawn += 1
+        return by_torch()
+
+    sampler = DDPSamplerWrapper(Drawn(draw, lazily=True), False, rank=1, num_replicas=3, agreement="ambient")
+    torch.manual_seed(4)
+    expected = [int(torch.randint(N, ())) for _ in range(N)]
+    torch.manual_seed(4)
+    for step, item in enumerate(sampler):
+        assert drawn == min(N, 3 * (step + 1))
+        assert item == expected[(3 * step + 1) % N]
+
+
+def test_patching_twice_returns_the_same_loader() -> None:
+    patched = patch_dataloader_to_ddp(loader(), **WORLD)
+    assert patch_dataloader_to_ddp(patched, **WORLD) is patched
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_distributed_sampler_anywhere_is_left_as_it_is(empty: bool) -> None:
+    sampler: Any = DistributedSampler(Indices(0 if empty else N), num_replicas=3, rank=1)
+    for given in (
+        loader(sampler=sampler),
+        loader(batch_size=None, sampler=sampler),
+        loader(batch_sampler=Reversed(BatchSampler(sampler, 4, drop_last=False))),
+    ):
+        assert check_loaders_is_patched(given)
+        assert patch_dataloader_to_ddp(given, **WORLD) is given
+
+
+def test_the_guard_walks_nests() -> None:
+    patched = patch_dataloader_to_ddp(loader(), **WORLD)
+    assert check_loaders_is_patched({"train": patched, "val": [patched, (patched,)]})
+    assert not check_loaders_is_patched({"train": patched, "val": [patched, (loader(),)]})
+    assert_loaders_patched([patched, {"val": patched}])
+
+
+def test_one_process_gets_its_loader_back_with_one_warning() -> None:
+    given = loader()
+    with pytest.warns(ddp_patch.NotDistributedWarning) as caught:
+        assert patch_dataloader_to_ddp(given) is given
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert str(caught[0].message) == (
+        "patch_dataloader_to_ddp changed nothing: there is no process group and the environment announces no other "
+        "rank, so this process takes all data. Call torch.distributed.init_process_group() first if there are to be "
+        "several."
+    )
+
+
+def test_an_explicit_world_of_one_is_a_world() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patched = patch_dataloader_to_ddp(loader(), rank=0, num_replicas=1)
+    assert check_loaders_is_patched(patched)
