@@ -10,22 +10,26 @@
         ├── WorldError                   also a RuntimeError: which rank of how many is unclear
         ├── AlreadyPatchedError          also a RuntimeError: sharded already, for another world
         ├── NotPatchedError              also an AssertionError: the guard found unsharded loaders
+        ├── ExhaustedSamplerError        also a RuntimeError: an iterator was given as sampler and has nothing left
         ├── StreamLengthError            also a RuntimeError: a sampler gave another number of items than it said
         └── RanksFailedError             also a RuntimeError: ``run_ranks`` did not get every rank's result
     Warning
     └── UserWarning
-        └── NotDistributedWarning        there is one process, so nothing was changed
+        ├── NotDistributedWarning        there is one process, so nothing was changed
+        └── StreamLengthWarning          a sampler gave another number of items than its len() said
 """
 
 __all__ = [
     "AlreadyPatchedError",
     "DDPPatchError",
+    "ExhaustedSamplerError",
     "InvalidOptionError",
     "NotALoaderError",
     "NotDistributedWarning",
     "NotPatchedError",
     "RanksFailedError",
     "StreamLengthError",
+    "StreamLengthWarning",
     "UnsupportedLoaderError",
     "WorldError",
 ]
@@ -65,6 +69,14 @@ class StreamLengthError(DDPPatchError, RuntimeError):
 
 class RanksFailedError(DDPPatchError, RuntimeError):
     """At least one rank of ``run_ranks`` raised, died or did not end in time."""
+
+
+class ExhaustedSamplerError(DDPPatchError, RuntimeError):
+    """The sampler is an iterator, which gives its items once, and an epoch found none left."""
+
+
+class StreamLengthWarning(UserWarning):
+    """A sampler gave another number of items than its ``__len__`` says; all of them were shared."""
 
 
 class NotDistributedWarning(UserWarning):

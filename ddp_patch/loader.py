@@ -7,31 +7,39 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddp_patch.errors import NotALoaderError, UnsupportedLoaderError
 
 __all__ = [
     "Level",
     "copy_loader",
-    "distributed_sampler",
     "extract_loader_parameters",
     "generators",
     "level",
     "nested_samplers",
+    "require_copyable",
     "require_loader",
     "samplers_in_use",
+    "sharding",
 ]
 
+# torchdata's is torch's in all but name; it is named, not imported.
+_TORCHS_BATCH_SAMPLERS = {
+    "torch.utils.data.sampler.BatchSampler",
+    "torchdata.stateful_dataloader.sampler.BatchSampler",
+}
 _DATA_RELATED = frozenset({"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"})
 
 
 class Level(Enum):
-    """Which of a loader's samplers is wrapped."""
+    """What of a loader is wrapped."""
 
     SAMPLE = "sample"  # indices, which torch's own BatchSampler puts into batches on each rank
     BATCH = "batch"  # whole batches of any other batch sampler
     UNBATCHED = "unbatched"  # the sampler of a loader without automatic batching: batch_size=None
+    ITERABLE = "iterable"  # an IterableDataset, which no sampler chooses from
 
 
 def require_loader(operation: str, loader: object) -> None:
@@ -44,21 +52,15 @@ def require_loader(operation: str, loader: object) -> None:
 
 
 def level(loader: DataLoader[Any]) -> Level:
-    """Decide which of the loader's samplers is wrapped.
-
-    Raises:
-        UnsupportedLoaderError: The dataset is iterable, so that no sampler decides what a rank gets.
-    """
+    """Decide what of the loader is wrapped."""
     if isinstance(loader.dataset, IterableDataset):
-        raise UnsupportedLoaderError(
-            f"The loader's dataset is an IterableDataset ({type(loader.dataset).__name__}), which yields its items "
-            "without a sampler, so wrapping one would not share them. Use a map-style dataset, or split the stream "
-            "by rank in the dataset's __iter__."
-        )
+        return Level.ITERABLE
     if loader.batch_sampler is None:
         return Level.UNBATCHED
-    # Exactly torch's class: a subclass may form its batches in another way.
-    return Level.SAMPLE if type(loader.batch_sampler) is BatchSampler else Level.BATCH
+    # Exactly these classes: a subclass may form its batches in another way.
+    batch_sampler = type(loader.batch_sampler)
+    is_torchs = f"{batch_sampler.__module__}.{batch_sampler.__qualname__}" in _TORCHS_BATCH_SAMPLERS
+    return Level.SAMPLE if is_torchs else Level.BATCH
 
 
 def extract_loader_parameters(loader: DataLoader[Any], ignore_data_related_parameters: bool = False) -> dict[str, Any]:
@@ -106,15 +108,45 @@ def _signature(loader_type: type) -> list[str]:
     return list(names)
 
 
+def require_copyable(loader: DataLoader[Any]) -> None:
+    """Raise UnsupportedLoaderError if the loader runs an iterator of its own, which a copy would go on sharing."""
+    for name, value in vars(loader).items():
+        # torch's own `_iterator`, kept by persistent workers, is begun anew for each epoch.
+        if isinstance(value, _BaseDataLoaderIter) and name != "_iterator":
+            raise UnsupportedLoaderError(
+                f"{type(loader).__name__} cannot be patched: it started an iterator in its constructor (attribute "
+                f"{name!r}), which would go on yielding unsharded data. Build it with a sampler that is sharded "
+                f"already, {type(loader).__name__}(dataset, sampler=DDPSamplerWrapper(sampler, False), ...), or use a "
+                "DataLoader with persistent_workers=True."
+            )
+
+
 def copy_loader(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
     """Return a copy of the loader, of the same class and with every attribute, but for those replaced.
 
     A shallow copy: dataset, samplers and functions are the given loader's own. A running iterator (that of
     ``persistent_workers``) stays with the given loader.
+
+    Raises:
+        UnsupportedLoaderError: The loader's class forbids copying, or does not let an attribute be replaced.
     """
-    clone = copy.copy(loader)
+    name = type(loader).__name__
+    try:
+        clone = copy.copy(loader)
+    except Exception as error:
+        raise UnsupportedLoaderError(
+            f"{name} cannot be patched: copying it raised {type(error).__name__}: {error}. Let its __copy__ or "
+            "__reduce_ex__ make a shallow copy, or build the loader with a DDPSamplerWrapper as its sampler."
+        ) from error
     # Past DataLoader.__setattr__, which refuses to change a sampler after construction.
     vars(clone).update(replaced, _iterator=None)
+    for attribute, value in replaced.items():
+        if getattr(clone, attribute) is not value:
+            raise UnsupportedLoaderError(
+                f"{name} cannot be patched: its attribute {attribute!r} is computed by the class, so a sharded one "
+                "cannot take its place. Store it as DataLoader does, or build the loader with a DDPSamplerWrapper as "
+                "its sampler."
+            )
     return clone
 
 
@@ -136,9 +168,14 @@ def samplers_in_use(loader: DataLoader[Any]) -> Iterator[object]:
     return nested_samplers(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
 
 
-def distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
-    """Return the sampler in use that shards already, or None."""
-    return next((s for s in samplers_in_use(loader) if isinstance(s, DistributedSampler)), None)
+def sharding(loader: DataLoader[Any]) -> object | None:
+    """Return what shards the loader already, or None: a ``DistributedSampler``, or whatever says ``is_ddp_aware``."""
+    holders = [*samplers_in_use(loader), loader.dataset]
+    return next((holder for holder in holders if _is_ddp_aware(holder)), None)
+
+
+def _is_ddp_aware(holder: object) -> bool:
+    return isinstance(holder, DistributedSampler) or getattr(holder, "is_ddp_aware", False) is True
 
 
 def generators(holders: Iterable[object]) -> list[torch.Generator]:

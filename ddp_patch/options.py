@@ -6,11 +6,21 @@ from typing import Literal, TypeAlias
 
 from ddp_patch.errors import InvalidOptionError
 
-__all__ = ["Agreement", "Layout", "Options", "Uneven", "check_layout", "check_uneven"]
+__all__ = [
+    "Agreement",
+    "IterableSharding",
+    "Layout",
+    "Options",
+    "Uneven",
+    "check_iterable_sharding",
+    "check_layout",
+    "check_uneven",
+]
 
 Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 Layout: TypeAlias = Literal["interleaved", "contiguous"]
 Agreement: TypeAlias = Literal["auto", "seeded", "ambient"]
+IterableSharding: TypeAlias = Literal["exact", "by_worker"]
 
 _UNEVEN = {
     "pad": "repeats the stream's first items to fill the last round",
@@ -25,6 +35,10 @@ _AGREEMENT = {
     "auto": "is 'seeded'",
     "seeded": "derives every epoch's order from (seed, epoch)",
     "ambient": "uses the global random states as they are, for ranks that are seeded alike",
+}
+_ITERABLE_SHARDING = {
+    "exact": "has every rank read the whole stream and keep its share",
+    "by_worker": "has the dataset split itself by get_worker_info(), over the workers of all ranks",
 }
 
 
@@ -60,6 +74,11 @@ def check_uneven(uneven: object) -> None:
 def check_layout(layout: object) -> None:
     """Raise InvalidOptionError unless ``layout`` is a value that exists."""
     _check("layout", layout, _LAYOUT)
+
+
+def check_iterable_sharding(sharding: object) -> None:
+    """Raise InvalidOptionError unless ``iterable_sharding`` has a value that exists."""
+    _check("iterable_sharding", sharding, _ITERABLE_SHARDING)
 
 
 def _check(name: str, value: object, meanings: Mapping[str, str]) -> None:

@@ -3,26 +3,35 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Any, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
 
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_patch.agreement import agree
-from ddp_patch.errors import AlreadyPatchedError, NotALoaderError, NotDistributedWarning, NotPatchedError
+from ddp_patch.errors import (
+    AlreadyPatchedError,
+    InvalidOptionError,
+    NotALoaderError,
+    NotDistributedWarning,
+    NotPatchedError,
+)
+from ddp_patch.iterable import ShardedIterable, StreamSampler
 from ddp_patch.loader import (
     Level,
     copy_loader,
-    distributed_sampler,
     generators,
     level,
+    require_copyable,
     require_loader,
     samplers_in_use,
+    sharding,
 )
-from ddp_patch.options import Agreement, Layout, Options, Uneven
+from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Uneven, check_iterable_sharding
+from ddp_patch.plan import Plan
 from ddp_patch.seeding import WorkerSeeding
 from ddp_patch.world import World, find_world
-from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
+from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, EpochSampler
 
 __all__ = ["assert_loaders_patched", "check_loaders_is_patched", "patch_dataloader_to_ddp"]
 
@@ -38,6 +47,7 @@ def patch_dataloader_to_ddp(
     layout: Layout = "interleaved",
     agreement: Agreement = "auto",
     seed: int | None = None,
+    iterable_sharding: IterableSharding = "exact",
     process_group: dist.ProcessGroup | None = None,
     rank: SupportsIndex | None = None,
     num_replicas: SupportsIndex | None = None,
@@ -46,11 +56,12 @@ def patch_dataloader_to_ddp(
 
     Call it on every rank of the group, after ``torch.distributed.init_process_group()``. A sampler is shared
     item by item and torch's own ``BatchSampler`` then makes batches on each rank, so ``batch_size`` stays per rank;
-    any other batch sampler is shared in whole batches. Interleaving the ranks' shares gives one stream, which
-    is the same for every number of ranks. Nothing communicates after this call.
+    any other batch sampler is shared in whole batches, and an iterable dataset's items are shared as they come.
+    Interleaving the ranks' shares gives one stream, which is the same for every number of ranks. Nothing communicates
+    after this call.
 
     Args:
-        loader: A finished loader of a map-style dataset. It is not changed.
+        loader: A finished loader. It is not changed.
         uneven: What happens to the last round when the stream's length is no multiple of the number of ranks:
             ``"pad"`` repeats the stream's first items (equal steps, nothing lost), ``"drop"`` leaves the round out
             (equal steps, nothing repeated), ``"keep"`` gives some ranks one item less (nothing lost or
@@ -63,6 +74,10 @@ def patch_dataloader_to_ddp(
             once, and then gives what it would give in one process.
         seed: A whole number of at least 0; rank 0's is sent to all. Default: rank 0's ``torch.initial_seed()``,
             or 0 in an explicit world.
+        iterable_sharding: For iterable datasets. ``"exact"``: every rank reads the whole stream and keeps its share,
+            which is right for any dataset. ``"by_worker"``: the dataset splits itself by ``get_worker_info()``, told
+            that all ranks' workers are workers of one loader, so that nothing is read twice; whether ranks then make
+            the same number of steps is up to the dataset, and ``uneven`` has no say.
         process_group: The group whose ranks share the data; default: all ranks.
         rank: This rank, in ``range(num_replicas)``, for an explicit world: nothing communicates at all.
         num_replicas: The number of ranks of an explicit world.
@@ -89,6 +104,7 @@ def patch_dataloader_to_ddp(
     """
     require_loader("patch_dataloader_to_ddp", loader)
     options = Options(uneven, layout, agreement, seed)
+    check_iterable_sharding(iterable_sharding)
     world = find_world(rank, num_replicas, process_group)
     if world is None:
         warnings.warn(
@@ -101,14 +117,17 @@ def patch_dataloader_to_ddp(
         return loader
     if _is_sharded_for(world, loader):
         return loader
+    require_copyable(loader)
+    if level(loader) is Level.ITERABLE:
+        _check_iterable(loader, options, iterable_sharding)
     agreed_seed = agree(world, seed, generators([loader, *samplers_in_use(loader)]))
-    return _shard(loader, world, replace(options, seed=agreed_seed))
+    return _shard(loader, world, replace(options, seed=agreed_seed), iterable_sharding)
 
 
 def _is_sharded_for(world: World, loader: DataLoader[Any]) -> bool:
     """Tell whether the loader is sharded already; raise if that was done here, for another world."""
-    found = distributed_sampler(loader)
-    ours = found if isinstance(found, DDPSamplerWrapper | DDPBatchSamplerWrapper) else None
+    found = sharding(loader)
+    ours = found if isinstance(found, EpochSampler) else None
     if ours is not None and (ours.rank, ours.num_replicas) != (world.rank, world.num_replicas):
         raise AlreadyPatchedError(
             f"The loader was patched for rank {ours.rank} of {ours.num_replicas} and cannot be patched again for "
@@ -117,25 +136,57 @@ def _is_sharded_for(world: World, loader: DataLoader[Any]) -> bool:
     return found is not None
 
 
-def _shard(loader: DataLoader[T], world: World, options: Options) -> DataLoader[T]:
-    """Copy the loader with its sampler wrapped and its workers seeded by rank."""
+def _check_iterable(loader: DataLoader[Any], options: Options, iterable_sharding: IterableSharding) -> None:
+    """Refuse what cannot hold for a dataset whose items come without indices."""
+    name = type(loader.dataset).__name__
+    if options.layout == "contiguous" and iterable_sharding == "by_worker":
+        raise InvalidOptionError(
+            f"layout='contiguous' cannot hold with iterable_sharding='by_worker': {name} itself decides what each "
+            "worker reads. Use one or the other."
+        )
+    if options.layout == "contiguous" and not hasattr(loader.dataset, "__len__"):
+        raise InvalidOptionError(
+            f"layout='contiguous' cuts a stream into one run for each rank, for which its length must be known, and "
+            f"{name} has no len(). Give it a __len__, or use layout='interleaved', which needs none."
+        )
+    if options.agreement == "ambient" and loader.num_workers > 0:
+        raise InvalidOptionError(
+            f"agreement='ambient' cannot hold for {name} with num_workers={loader.num_workers}: the stream is made "
+            "inside the workers, whose random states differ by rank so that augmentations do. Use agreement='seeded'."
+        )
+
+
+def _shard(loader: DataLoader[T], world: World, options: Options, iterable_sharding: IterableSharding) -> DataLoader[T]:
+    """Copy the loader with what chooses its samples sharded, and its workers seeded by rank."""
 
     def wrapped(wrapper: type[Wrapper], sampler: Any) -> Wrapper:
         # All is agreed by now, so the wrapper is given an explicit world, in which it sends nothing.
         return wrapper(sampler, False, rank=world.rank, num_replicas=world.num_replicas, **asdict(options))
 
     new: dict[str, Any] = {}
-    sharded: DDPSamplerWrapper[Any] | DDPBatchSamplerWrapper[Any]
+    sharded: EpochSampler[Any]
+    batches: Any = loader.batch_sampler
     match level(loader):
         case Level.SAMPLE:
-            batches: Any = loader.batch_sampler
             sharded = new["sampler"] = wrapped(DDPSamplerWrapper, batches.sampler)
             new["batch_size"], new["drop_last"] = batches.batch_size, batches.drop_last
-            new["batch_sampler"] = BatchSampler(sharded, batches.batch_size, batches.drop_last)
+            new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
         case Level.BATCH:
-            sharded = new["batch_sampler"] = wrapped(DDPBatchSamplerWrapper, loader.batch_sampler)
+            sharded = new["batch_sampler"] = wrapped(DDPBatchSamplerWrapper, batches)
         case Level.UNBATCHED:
             sharded = new["sampler"] = wrapped(DDPSamplerWrapper, loader.sampler)
+        case Level.ITERABLE:
+            new["dataset"] = ShardedIterable(
+                cast(IterableDataset[T], loader.dataset),
+                Plan(world.rank, world.num_replicas, options.uneven, options.layout),
+                seed=cast(int, options.seed),
+                agreement=options.agreement,
+                sharding=iterable_sharding,
+                batch_size=loader.batch_size or 1,
+            )
+            sharded = new["sampler"] = StreamSampler(new["dataset"])
+            if batches is not None:
+                new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
     if loader.num_workers > 0:
         new["worker_init_fn"] = WorkerSeeding(loader.worker_init_fn, sharded.seed, world.rank, sharded.epochs)
     return copy_loader(loader, **new)
@@ -157,7 +208,7 @@ def check_loaders_is_patched(loaders: Loaders) -> bool:
         >>> check_loaders_is_patched(patched), check_loaders_is_patched({"train": patched, "val": [loader]})
         (True, False)
     """
-    return all(distributed_sampler(loader) is not None for _, loader in _leaves(loaders, ""))
+    return all(sharding(loader) is not None for _, loader in _leaves(loaders, ""))
 
 
 def assert_loaders_patched(loaders: Loaders) -> None:
@@ -180,7 +231,7 @@ def assert_loaders_patched(loaders: Loaders) -> None:
 Pass each through patch_dataloader_to_ddp() on every rank.
     """
     leaves = list(_leaves(loaders, ""))
-    offenders = [place or "the loader" for place, loader in leaves if distributed_sampler(loader) is None]
+    offenders = [place or "the loader" for place, loader in leaves if sharding(loader) is None]
     if offenders:
         raise NotPatchedError(
             f"Every rank would get all data from {len(offenders)} of {len(leaves)} loaders: {', '.join(offenders)}. "

@@ -74,19 +74,14 @@ class Plan:
         real = len(range(share.start, min(share.stop, n), share.step))
         return share[real:]
 
-    def part(self, start: int, size: int, n: int | None) -> slice:
+    def part(self, start: int, size: int, n: int) -> slice:
         """Where this rank's items lie in a chunk of ``size`` items from position ``start`` of the stream.
 
-        ``start`` is a multiple of ``num_replicas``. The stream's length ``n`` is needed for ``"contiguous"``
-        only: interleaved, a round is shared in the same way wherever it stands.
+        ``start`` is a multiple of ``num_replicas``. The stream's length ``n`` counts for ``"contiguous"`` only:
+        interleaved, a round is shared in the same way wherever it stands.
         """
         if self.layout == "interleaved":
             share = self.share(size)
             return slice(share.start, share.stop, share.step)
-        if n is None:
-            raise InvalidOptionError(
-                "layout='contiguous' cuts a stream into as many runs as there are ranks, for which its length must "
-                "be known, and it has none. Give the sampler a __len__, or use layout='interleaved'."
-            )
         share = self.share(n)
         return slice(max(0, share.start - start), max(0, share.stop - start))

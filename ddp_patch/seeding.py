@@ -52,6 +52,7 @@ class EpochCounter:
 
     def __init__(self) -> None:
         self.current = 0
+        self.passes = 0
         self._begun = False
 
     @property
@@ -62,6 +63,7 @@ class EpochCounter:
     def begin(self, epoch: int) -> None:
         """Record that a pass over ``epoch`` has drawn."""
         self.current, self._begun = epoch, True
+        self.passes += 1
 
     def set(self, epoch: int) -> None:
         """Make ``epoch`` the upcoming one."""

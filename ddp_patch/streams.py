@@ -1,11 +1,16 @@
 """Drawing a sampler: a stream of items in chunks of whole rounds, never a whole epoch."""
 
+import copy
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["draw"]
+import numpy as np
+import torch
+
+__all__ = ["MOST_AHEAD", "draw", "own"]
 
 T = TypeVar("T")
 
@@ -13,30 +18,40 @@ T = TypeVar("T")
 # per chunk, and a sampler that adapts while training runs must not be drawn far ahead.
 MOST_AHEAD = 4096
 
+_IMMUTABLE = (int, float, str, bytes, np.generic)
+_MUTABLE = (list, dict, set, bytearray, deque, np.ndarray)
+
 
 def draw(
-    iterator: Iterator[T], rng: AbstractContextManager[None], *, round_size: int, ahead: bool
+    iterator: Iterator[T],
+    rng: AbstractContextManager[None],
+    *,
+    round_size: int,
+    most: int = MOST_AHEAD,
+    copies: bool = True,
 ) -> Iterator[list[T]]:
     """Yield the iterator's items in chunks, entering ``rng`` while each is drawn.
 
     Every chunk is a multiple of ``round_size`` items long but the last, which may be shorter and is never empty.
-    Chunks begin with one round, so that the first batch comes at once, and double up to ``MOST_AHEAD`` items.
+    Chunks begin with one round, so that the first batch comes at once, and double up to ``most`` items.
     They depend on nothing but the position in the stream: every rank draws the same ones at the same step.
 
     Args:
         iterator: What to draw from. An exception that it raises is raised unchanged, after what it gave before.
         rng: Entered for each chunk.
         round_size: Items in a round: one for each rank.
-        ahead: Whether more than one round may be drawn at once.
+        most: How many items may be drawn at once, where a round is smaller.
+        copies: Whether an item that its source may change afterwards is copied.
     """
-    most = max(1, MOST_AHEAD // round_size) * round_size if ahead else round_size
+    largest = max(1, most // round_size) * round_size
     size = round_size
+    items = map(own, iterator) if copies else iterator
     while True:
         chunk: list[T] = []
         failure: Exception | None = None
         with rng:
             try:
-                chunk.extend(islice(iterator, size))  # what came before an exception stays in the list
+                chunk.extend(islice(items, size))  # what came before an exception stays in the list
             except Exception as error:  # noqa: BLE001 - the user's own, raised again below
                 failure = error
         if chunk:
@@ -45,4 +60,18 @@ def draw(
             raise failure
         if len(chunk) < size:
             return
-        size = min(2 * size, most)
+        if isinstance(chunk[0], _IMMUTABLE):
+            items = iterator  # a stream of indices needs no copies
+        size = min(2 * size, largest)
+
+
+def own(item: Any) -> Any:
+    """Return a batch or key as it is now, out of reach of a sampler that uses the same object for the next one.
+
+    Containers are copied, a tensor is cloned, an iterator is read into a list; anything else is the object itself.
+    """
+    if isinstance(item, torch.Tensor):
+        return item.clone()
+    if isinstance(item, Iterator):
+        return list(item)
+    return copy.copy(item) if isinstance(item, _MUTABLE) else item

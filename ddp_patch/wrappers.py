@@ -1,37 +1,89 @@
 """The two samplers that give one rank its share of another sampler's stream."""
 
 import operator
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import length_hint
 from typing import Any, SupportsIndex, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 from ddp_patch.agreement import agree
-from ddp_patch.errors import InvalidOptionError, StreamLengthError, WorldError
+from ddp_patch.errors import (
+    ExhaustedSamplerError,
+    InvalidOptionError,
+    StreamLengthError,
+    StreamLengthWarning,
+    WorldError,
+)
 from ddp_patch.loader import generators, nested_samplers
 from ddp_patch.options import Agreement, Layout, Options, Uneven
 from ddp_patch.plan import Plan
 from ddp_patch.seeding import EpochCounter, PrivateRNG, distributed_permutation
-from ddp_patch.streams import draw
+from ddp_patch.sharing import share
+from ddp_patch.streams import MOST_AHEAD, draw
 from ddp_patch.world import find_world
 
-__all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper"]
+__all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "EpochSampler"]
 
 T = TypeVar("T")
 
 
-class _ShardedSampler(DistributedSampler[T]):
-    """One rank's share of the items that another sampler yields.
+class EpochSampler(DistributedSampler[T]):
+    """What every sampler that this package puts into a loader has: a plan, a seed and a count of epochs.
 
     A ``DistributedSampler``, because every framework recognises a sharded loader by that class.
 
     Attributes:
-        sampler: The wrapped sampler.
         plan: Which positions are this rank's.
         seed: What every epoch's order is derived from; the same on every rank.
         epochs: Which epoch comes next.
+    """
+
+    def __init__(self, plan: Plan, seed: int) -> None:
+        # DistributedSampler.__init__ is not called: it fixes the length, once, and so needs one.
+        self.plan = plan
+        self.seed = seed
+        self.epochs = EpochCounter()
+        # The names by which DistributedSampler's users know these.
+        self.num_replicas, self.rank = plan.num_replicas, plan.rank
+
+    @property
+    def epoch(self) -> int:
+        """The epoch being drawn, or before the first pass the one that will be."""
+        return self.epochs.current
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one to be drawn.
+
+        Calling it is optional: each pass that draws anything is followed by the next epoch.
+        """
+        try:
+            number = operator.index(epoch)
+        except TypeError:
+            number = -1
+        if number < 0:
+            raise InvalidOptionError(
+                f"set_epoch({epoch!r}): an epoch is a whole number of at least 0, because its order is derived "
+                "from it. Pass the number of the epoch that comes next."
+            )
+        self.epochs.set(number)
+
+
+class _ShardedSampler(EpochSampler[T]):
+    """One rank's share of the items that another sampler yields.
+
+    Attributes:
+        sampler: The wrapped sampler.
     """
 
     def __init__(
@@ -48,7 +100,6 @@ class _ShardedSampler(DistributedSampler[T]):
         agreement: Agreement,
         seed: int | None,
     ) -> None:
-        # DistributedSampler.__init__ is not called: it fixes the length, once, and so needs one.
         if uneven is None:
             uneven = "pad" if pad_data_to_num_gpus else "drop"
         options = Options(uneven, layout, agreement, seed)
@@ -58,57 +109,60 @@ class _ShardedSampler(DistributedSampler[T]):
                 f"{type(self).__name__} does not know which rank of how many it is: there is no process group. "
                 "Call torch.distributed.init_process_group() first, or pass rank= and num_replicas=."
             )
-        self.plan = Plan(world.rank, world.num_replicas, options.uneven, options.layout)
-        self.seed = agree(world, seed, generators(nested_samplers(sampler)))
+        plan = Plan(world.rank, world.num_replicas, options.uneven, options.layout)
+        super().__init__(plan, agree(world, seed, generators(nested_samplers(sampler))))
         self.agreement = agreement
-        self.epochs = EpochCounter()
         self.sampler = sampler
-        # The names by which DistributedSampler's users know these.
-        self.dataset = cast(Any, sampler)
-        self.num_replicas, self.rank = world.num_replicas, world.rank
+        self.dataset = cast(Any, sampler)  # DistributedSampler's name for it
         self.shuffle = shuffle_samples_between_gpus
-
-    @property
-    def epoch(self) -> int:
-        """The epoch being drawn, or before the first pass the one that will be."""
-        return self.epochs.current
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self.set_epoch(epoch)
+        self._warned_of_length = False
+        self._progress: _Progress | None = None
+        self._skip = 0
+        if layout == "contiguous" and self._length_if_any(epoch=0) is None:
+            raise InvalidOptionError(
+                f"layout='contiguous' cuts a stream into one run for each of {world.num_replicas} ranks, for which its "
+                f"length must be known, and {type(sampler).__name__} has no len(). Give it a __len__, or use "
+                "layout='interleaved', which needs none."
+            )
 
     @property
     def total_size(self) -> int:  # type: ignore[override]  # torch fixes it at construction; here it is computed
         """How many items all ranks take together in an epoch, padding included."""
-        return self.plan.total(self._stream_length())
+        return self.plan.total(self._stream_length(self.epochs.current))
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # as total_size
         """How many items this rank takes in an epoch."""
-        return len(self.plan.share(self._stream_length()))
+        return len(self.plan.share(self._stream_length(self.epochs.current)))
 
     def __len__(self) -> int:
         return self.num_samples
 
-    def _stream_length(self) -> int:
-        return len(cast(Any, self.sampler))  # TypeError where the sampler has no length, as from the sampler itself
+    def _stream_length(self, epoch: int) -> int:
+        """The wrapped sampler's length, or its own TypeError; some samplers draw to tell it."""
+        with self._rng(epoch):
+            return len(cast(Any, self.sampler))
+
+    def _length_if_any(self, epoch: int) -> int | None:
+        try:
+            return self._stream_length(epoch)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def _rng(self, epoch: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.agreement == "ambient" else PrivateRNG(self.seed, epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be drawn; every nested sampler that has a ``set_epoch`` is told too.
 
         Calling it is optional: each pass that draws anything is followed by the next epoch.
         """
-        try:
-            number = operator.index(epoch)
-        except TypeError:
-            number = -1
-        if number < 0:
-            raise InvalidOptionError(
-                f"set_epoch({epoch!r}): an epoch is a whole number of at least 0, because its order is derived "
-                "from it. Pass the number of the epoch that comes next."
-            )
-        self.epochs.set(number)
-        self._tell_nested(number)
+        before = self.epochs.upcoming
+        super().set_epoch(epoch)
+        if self.epochs.upcoming != before:
+            self._skip = 0  # a resume was for the other epoch
+        self._progress = None
+        self._tell_nested(self.epochs.upcoming)
 
     def _tell_nested(self, epoch: int) -> None:
         for nested in nested_samplers(self.sampler):
@@ -118,47 +172,117 @@ class _ShardedSampler(DistributedSampler[T]):
     def __iter__(self) -> Iterator[T]:
         epoch = self.epochs.upcoming
         self._tell_nested(epoch)
-        rng = nullcontext() if self.agreement == "ambient" else PrivateRNG(self.seed, epoch)
+        progress = self._progress = _Progress(epoch, self._generator_states(), self._skip)
+        rng = self._rng(epoch)
         # Begun at once, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
         with rng:
             stream = iter(self.sampler)
-        return self._pass(stream, rng, epoch)
+        return chain.from_iterable(self._pass(stream, rng, progress))
 
-    def _pass(self, stream: Iterator[T], rng: AbstractContextManager[None], epoch: int) -> Iterator[T]:
-        self.epochs.begin(epoch)
-        chunks = draw(stream, rng, round_size=self.plan.num_replicas, ahead=self.agreement != "ambient")
+    def _pass(
+        self, stream: Iterator[T], rng: AbstractContextManager[None], progress: "_Progress"
+    ) -> Iterator[Iterator[T]]:
+        """Yield this rank's items in runs, from when the first is asked for."""
+        again = self.epochs.passes > 0
+        self.epochs.begin(progress.epoch)
+        self._progress, self._skip = progress, 0
+        one_shot = stream is self.sampler  # an iterator, which no pass begins anew
+        # Of an iterator nothing is drawn ahead: after a break the next pass goes on where this one stopped.
+        most = 1 if one_shot or self.agreement == "ambient" else MOST_AHEAD
+        chunks = draw(stream, rng, round_size=self.plan.num_replicas, most=most)
+        if one_shot and again:
+            chunks = _not_empty(chunks, progress.epoch)
+        for part in self._parts(chunks, progress.epoch):
+            yield progress.begin(part)
+        progress.ended = True
+
+    def _parts(self, chunks: Iterable[list[T]], epoch: int) -> Iterator[list[T]]:
         if self.shuffle:
-            yield from _shuffled_share(self.plan, chunks, self.seed, epoch)
-        else:
-            length = self._stream_length() if self.plan.layout == "contiguous" else None
-            yield from _share(self.plan, chunks, length)
+            return _shuffled_share(self.plan, chunks, self.seed, epoch)
+        length = self._stream_length(epoch) if self.plan.layout == "contiguous" else 0
+        return share(self.plan, chunks, length, lambda drawn: self._compare_length(drawn, length, epoch))
+
+    def _generator_states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in generators(nested_samplers(self.sampler))]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this rank stands: the epoch, how many of its items it took, and its generators' states then.
+
+        torch's Stateful protocol, by which ``torchdata``'s ``StatefulDataLoader`` resumes in the middle of an epoch.
+        """
+        progress = self._progress
+        if progress is None or progress.ended:
+            return {"epoch": self.epochs.upcoming, "taken": self._skip, "generators": self._generator_states()}
+        return {"epoch": progress.epoch, "taken": progress.taken, "generators": progress.generators}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next pass go on where a ``state_dict`` was taken."""
+        self.set_epoch(state_dict["epoch"])
+        for generator, state in zip(generators(nested_samplers(self.sampler)), state_dict["generators"], strict=True):
+            generator.set_state(state)
+        self._skip = state_dict["taken"]
+        self._progress = None
+
+    def _compare_length(self, drawn: int, assumed: int, epoch: int) -> None:
+        """Refuse runs that were cut from a wrong length; else warn, once, that a wrong one is told."""
+        if self.plan.layout == "contiguous" and assumed != drawn:
+            raise StreamLengthError(
+                f"The sampler yielded {drawn} items and its len() said {assumed}. With layout='contiguous' each rank's "
+                "run was cut from that length, so this epoch's shares are wrong. Correct the sampler's __len__, or use "
+                "layout='interleaved', which needs none."
+            )
+        told = self._length_if_any(epoch)
+        if told is not None and told != drawn and not self._warned_of_length:
+            self._warned_of_length = True
+            warnings.warn(
+                f"{type(self.sampler).__name__} yielded {drawn} items and its len() says {told}. All {drawn} were "
+                "shared, and every rank makes the same number of steps, but len() of this loader and whatever is "
+                "planned from it (schedules, progress bars) is wrong. Correct the sampler's __len__.",
+                StreamLengthWarning,
+                stacklevel=2,
+            )
 
 
-def _share(plan: Plan, chunks: Iterable[list[T]], length: int | None) -> Iterator[T]:
-    """Yield this rank's items of a stream that comes in chunks of whole rounds, then its padding."""
-    first: list[T] = []  # padding repeats the stream's first items, and never more than these
-    drawn = 0
-    for chunk in chunks:
-        first += chunk[: plan.num_replicas - 1 - len(first)]
-        yield from chunk[plan.part(drawn, len(chunk), length)]
-        drawn += len(chunk)
-    if length is not None and drawn != length:
-        raise StreamLengthError(
-            f"The sampler yielded {drawn} items and its len() said {length}. With layout='contiguous' each rank's run "
-            "was cut from that length, so this epoch's shares are wrong. Correct the sampler's __len__, or use "
-            "layout='interleaved', which needs none."
+def _not_empty(chunks: Iterator[list[T]], epoch: int) -> Iterator[list[T]]:
+    """Pass chunks on; raise if there is none."""
+    first = next(chunks, None)
+    if first is None:
+        raise ExhaustedSamplerError(
+            f"Nothing is left for epoch {epoch}: the sampler is an iterator, which gives its items once. Give the "
+            "loader something that can be iterated again (a list, or a sampler whose __iter__ begins anew)."
         )
-    for position in plan.padding(drawn):
-        yield first[position % drawn]
+    return chain([first], chunks)
 
 
-def _shuffled_share(plan: Plan, chunks: Iterable[list[T]], seed: int, epoch: int) -> Iterator[T]:
+def _shuffled_share(plan: Plan, chunks: Iterable[list[T]], seed: int, epoch: int) -> Iterator[list[T]]:
     """Yield this rank's items of the stream in ``DistributedSampler(shuffle=True)``'s order, which needs all of it."""
     items = [item for chunk in chunks for item in chunk]
     order = distributed_permutation(len(items), seed, epoch)
-    for position in plan.share(len(items)):
-        yield items[int(order[position % len(items)])]
+    yield [items[int(order[position % len(items)])] for position in plan.share(len(items))]
+
+
+@dataclass
+class _Progress:
+    """How far a pass has come."""
+
+    epoch: int
+    generators: list[torch.Tensor]  # the states of the sampler's generators before the pass
+    skip: int  # how many of this rank's items were taken before, in a pass that this one resumes
+    given: int = 0
+    part: Iterator[Any] = field(default_factory=lambda: iter(()))
+    ended: bool = False
+
+    @property
+    def taken(self) -> int:
+        """How many of this rank's items were taken, those before a resume included."""
+        return max(self.skip, self.given - length_hint(self.part))
+
+    def begin(self, part: list[T]) -> Iterator[T]:
+        """Return an iterator over the part of this rank's items that comes next."""
+        self.part = iter(part[max(0, self.skip - self.given) :])
+        self.given += len(part)
+        return self.part
 
 
 class DDPSamplerWrapper(_ShardedSampler[T]):

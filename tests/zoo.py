@@ -4,8 +4,10 @@ A kind's ``make`` builds the loader as a user would, from ambient randomness tha
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,13 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 N = 23  # a prime: no world size but 1 divides it
@@ -130,63 +134,340 @@ def drawn(draw: Callable[[], int], lazily: bool) -> Callable[[], DataLoader[Any]
     return lambda: loader(sampler=Drawn(draw, lazily))
 
 
+class TokenBatches(Sampler[list[int]]):
+    """Batches under a token budget: how many there are is known when they have been made."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        tokens = 0
+        for index in torch.randperm(N).tolist():
+            length = 1 + index % 7
+            if tokens + length > 12:
+                yield batch
+                batch, tokens = [], 0
+            batch.append(index)
+            tokens += length
+        yield batch
+
+
+class Forever(Sampler[int]):
+    """Shuffles again and again."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(N).tolist()
+
+
+class Says(Sampler[int]):
+    """Yields N indices and says that there are more or fewer."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(N).tolist())
+
+
+class Varying(Sampler[int]):
+    """As long as it likes, anew each epoch."""
+
+    length = N
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        self.length = 10 + random.randrange(20)
+        yield from range(self.length)
+
+
+class Rotating(Sampler[int]):
+    """Begins each pass one later: its state is its own."""
+
+    def __init__(self) -> None:
+        self.start = 0
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        self.start += 1
+        return (i % N for i in range(self.start, self.start + N))
+
+
+class Own(Sampler[int]):
+    """Shuffles by a generator of its own, which goes on from epoch to epoch."""
+
+    def __init__(self, permutation: Callable[[], Iterable[int]]) -> None:
+        self.permutation = permutation
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([int(i) for i in self.permutation()])
+
+
+def shuffled_by(generator: random.Random) -> list[int]:
+    items = list(range(N))
+    generator.shuffle(items)
+    return items
+
+
+class ByAspect(BatchSampler):
+    """A BatchSampler with a constructor of its own: batches of wide or of high pictures."""
+
+    def __init__(self, sampler: Sampler[int], wide: set[int], size: int) -> None:
+        self.sampler, self.wide, self.batch_size, self.drop_last = sampler, wide, size, False
+
+    def __len__(self) -> int:
+        return -(-len(self.wide) // self.batch_size) + -(-(N - len(self.wide)) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        groups: dict[bool, list[int]] = {True: [], False: []}
+        for index in self.sampler:
+            group = groups[index in self.wide]
+            group.append(index)
+            if len(group) == self.batch_size:
+                yield group[:]
+                group.clear()
+        yield from (group for group in groups.values() if group)
+
+
+class Reused(Sampler[list[int]]):
+    """Yields one list again and again, with other items in it, and empties it afterwards."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for start in torch.randperm(7).tolist():
+            batch[:] = range(start * 3, start * 3 + 1 + start % 3)
+            yield batch
+        batch.clear()
+
+
+class Bare:
+    """An iterable that has nothing but ``__iter__``."""
+
+    def __init__(self, items: Iterable[int]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[int]:
+        return (item for item in self.items if item is not None)
+
+
+class Source(IterableDataset[int]):
+    """A stream of n items, which splits itself over workers or not, and shuffles with the global states or not."""
+
+    def __init__(self, n: float = N, splits: bool = False, shuffles: bool = False) -> None:
+        self.n, self.splits, self.shuffles = n, splits, shuffles
+
+    def __iter__(self) -> Iterator[int]:
+        items: Iterable[int] = count() if self.n == float("inf") else range(int(self.n))
+        if self.shuffles:
+            items = list(items)
+            random.shuffle(items)
+        info = get_worker_info()
+        return islice(items, info.id, None, info.num_workers) if self.splits and info else iter(items)
+
+
+class EpochSource(IterableDataset[int]):
+    """A stream that shuffles by its own set_epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng(self.epoch).permutation(N).tolist())
+
+
+class Logged(DataLoader[Any]):
+    """A subclass with required arguments of its own, stored under other names, and a property."""
+
+    def __init__(self, source: Dataset[Any], log: list[str]) -> None:
+        super().__init__(source, batch_size=4, shuffle=True, collate_fn=as_it_is)
+        self.journal = log
+
+    @property
+    def entries(self) -> int:
+        return len(self.journal)
+
+
+def stream(workers: int = 0, persistent: bool = False, **source: Any) -> Callable[[], DataLoader[Any]]:
+    return lambda: DataLoader(
+        Source(**source),
+        batch_size=3,
+        num_workers=workers,
+        persistent_workers=persistent,
+        collate_fn=as_it_is,
+    )
+
+
 @dataclass(frozen=True)
 class Kind:
-    """One kind of loader."""
+    """One kind of loader.
+
+    Attributes:
+        name: As in docs/loaders.md.
+        make: Builds the loader.
+        shuffles: Epochs differ.
+        batches: Whole batches are shared.
+        sized: It has a length, which is right.
+        stateful: What an epoch holds depends on what was drawn before, not on its number.
+        endless: There is no end; the first ``STEPS`` steps of each epoch are looked at.
+        epochs: How many epochs it lasts.
+        warning: What is warned of.
+    """
 
     name: str
     make: Callable[[], DataLoader[Any]]
     shuffles: bool = True
-    batches: bool = False  # whole batches are shared
+    batches: bool = False
+    sized: bool = True
+    stateful: bool = False
+    endless: bool = False
+    epochs: int = 3
+    warning: str | None = None
 
+
+STEPS = 5  # of an endless loader
 
 KINDS = [
+    # Samplers of torch's.
     Kind("sequential", loader, shuffles=False),
     Kind("sequential, drop_last", lambda: loader(drop_last=True), shuffles=False),
-    Kind("shuffle", lambda: loader(shuffle=True)),
-    Kind("shuffle, generator", lambda: loader(shuffle=True, generator=seeded_generator())),
+    Kind("shuffle=True", lambda: loader(shuffle=True)),
+    Kind("shuffle=True, generator", lambda: loader(shuffle=True, generator=seeded_generator()), stateful=True),
     Kind("random with replacement", lambda: loader(sampler=RandomSampler(Indices(), replacement=True, num_samples=70))),
     Kind("random, num_samples", lambda: loader(sampler=RandomSampler(Indices(), num_samples=N + 6))),
     Kind("subset", lambda: loader(sampler=SubsetRandomSampler(range(3, 20)))),
     Kind("weighted", lambda: loader(sampler=WeightedRandomSampler(range(1, N + 1), num_samples=31))),
     Kind(
-        "weighted, sampler's generator",
+        "weighted, generator",
         lambda: loader(sampler=WeightedRandomSampler(range(1, N + 1), 31, generator=seeded_generator())),
+        stateful=True,
     ),
-    Kind("torch, lazily", drawn(by_torch, lazily=True)),
-    Kind("torch, at once", drawn(by_torch, lazily=False)),
-    Kind("numpy, lazily", drawn(by_numpy, lazily=True)),
-    Kind("numpy, at once", drawn(by_numpy, lazily=False)),
-    Kind("numpy normals, lazily", drawn(by_numpy_normal, lazily=True)),
-    Kind("random, lazily", drawn(by_python, lazily=True)),
-    Kind("random, at once", drawn(by_python, lazily=False)),
-    Kind("all three, lazily", drawn(by_all, lazily=True)),
+    # Samplers of the user's, by the randomness that they use.
+    Kind("torch's global state, lazily", drawn(by_torch, lazily=True)),
+    Kind("torch's global state, at once", drawn(by_torch, lazily=False)),
+    Kind("numpy's global state, lazily", drawn(by_numpy, lazily=True)),
+    Kind("numpy's global state, at once", drawn(by_numpy, lazily=False)),
+    Kind("numpy's normals, lazily", drawn(by_numpy_normal, lazily=True)),
+    Kind("random's global state, lazily", drawn(by_python, lazily=True)),
+    Kind("random's global state, at once", drawn(by_python, lazily=False)),
+    Kind("all three global states, lazily", drawn(by_all, lazily=True)),
     Kind("own set_epoch", lambda: loader(sampler=EpochSeeded())),
-    Kind("batch sampler of torch's", lambda: loader(batch_sampler=BatchSampler(RandomSampler(Indices()), 4, False))),
+    Kind(
+        "own torch.Generator",
+        lambda: loader(sampler=Own(partial(torch.randperm, N, generator=seeded_generator()))),
+        stateful=True,
+    ),
+    Kind(
+        "own numpy Generator",
+        lambda: loader(sampler=Own(partial(np.random.default_rng(5).permutation, N))),
+        stateful=True,
+    ),
+    Kind(
+        "own numpy RandomState",
+        lambda: loader(sampler=Own(partial(np.random.RandomState(5).permutation, N))),
+        stateful=True,
+    ),
+    Kind("own random.Random", lambda: loader(sampler=Own(partial(shuffled_by, random.Random(5)))), stateful=True),
+    # Samplers of any shape.
+    Kind("a list", lambda: loader(sampler=list(range(N))), shuffles=False),
+    Kind("a range", lambda: loader(sampler=range(5, 40, 2)), shuffles=False),
+    Kind("an iterator, once", lambda: loader(sampler=iter(range(N))), sized=False, shuffles=False, epochs=1),
+    Kind("a sampler without len", lambda: loader(sampler=Bare(range(N))), sized=False, shuffles=False),
+    Kind("endless: itertools.count", lambda: loader(sampler=count()), sized=False, endless=True),
+    Kind("endless: shuffling for ever", lambda: loader(sampler=Forever()), sized=False, endless=True),
+    Kind("len too long", lambda: loader(sampler=Says(N + 9)), sized=False, warning="yielded 23 items and its len"),
+    Kind("len too short", lambda: loader(sampler=Says(N - 9)), sized=False, warning="yielded 23 items and its len"),
+    Kind("a length that changes", lambda: loader(sampler=Varying()), sized=False),
+    Kind("a state that __iter__ changes", lambda: loader(sampler=Rotating()), stateful=True),
+    Kind("fewer items than ranks", lambda: loader(sampler=[0, 1]), shuffles=False),
+    Kind("one item", lambda: loader(sampler=[7]), shuffles=False),
+    Kind("no item", lambda: loader(sampler=[]), shuffles=False),
+    # Keys of any type.
+    Kind("tuple keys", lambda: loader(sampler=[(i, str(i)) for i in range(N)]), shuffles=False),
+    Kind("string keys", lambda: loader(sampler=[f"{i}.jpg" for i in range(N)]), shuffles=False),
+    Kind("dict keys", lambda: loader(sampler=[{"at": i} for i in range(N)]), shuffles=False),
+    Kind("tensor keys", lambda: loader(sampler=torch.arange(N)), shuffles=False),
+    Kind("numpy keys", lambda: loader(sampler=np.arange(N)), shuffles=False),
+    Kind("None among the keys", lambda: loader(sampler=[None if i % 5 else [i] for i in range(N)]), shuffles=False),
+    # Batch samplers.
+    Kind("torch's batch sampler", lambda: loader(batch_sampler=BatchSampler(RandomSampler(Indices()), 4, False))),
     Kind("P x K batches", lambda: loader(batch_sampler=PKBatches()), batches=True),
     Kind(
         "nested batch samplers",
         lambda: loader(batch_sampler=Reversed(BatchSampler(EpochSeeded(), 4, drop_last=True))),
         batches=True,
     ),
-    Kind("no batches", lambda: loader(batch_size=None, sampler=RandomSampler(Indices()))),
     Kind(
-        "batches as samples",
+        "aspect-ratio batches",
+        lambda: loader(batch_sampler=ByAspect(RandomSampler(Indices()), set(range(9)), 4)),
+        batches=True,
+    ),
+    Kind("token-budget batches without len", lambda: loader(batch_sampler=TokenBatches()), batches=True, sized=False),
+    Kind("a list of lists", lambda: loader(batch_sampler=[[1, 2], [3], [4, 5, 6]]), batches=True, shuffles=False),
+    Kind("a batch that is used again", lambda: loader(batch_sampler=Reused()), batches=True),
+    Kind("batch_size=None", lambda: loader(batch_size=None, sampler=RandomSampler(Indices()))),
+    Kind(
+        "batch_size=None, batches",
         lambda: loader(batch_size=None, sampler=BatchSampler(SequentialSampler(Indices()), 4, False)),
         shuffles=False,
         batches=True,
     ),
+    # Loaders.
+    Kind("a loader subclass", lambda: Logged(Indices(), ["made"])),
+    Kind("persistent workers", lambda: loader(shuffle=True, num_workers=2, persistent_workers=True)),
+    Kind("pin_memory", lambda: loader(shuffle=True, pin_memory=True)),
+    # Iterable datasets.
+    Kind("iterable", stream(), shuffles=False, sized=False),
+    Kind("iterable, 2 workers", stream(2), shuffles=False, sized=False),
+    Kind("iterable, splits itself, 2 workers", stream(2, splits=True), shuffles=False, sized=False),
+    Kind("iterable, splits itself, 4 workers", stream(4, splits=True), shuffles=False, sized=False),
+    Kind("iterable, global random states, 2 workers", stream(2, shuffles=True), sized=False),
+    Kind("iterable, persistent workers", stream(2, persistent=True, splits=True, shuffles=True), sized=False),
+    Kind("iterable, shorter than ranks x workers x batch", stream(4, n=5), shuffles=False, sized=False),
+    Kind("iterable, empty", stream(2, n=0), shuffles=False, sized=False),
+    Kind("iterable, endless", stream(2, n=float("inf")), shuffles=False, sized=False, endless=True),
+    Kind("iterable with len and set_epoch", lambda: DataLoader(EpochSource(), batch_size=3, collate_fn=as_it_is)),
+    Kind(
+        "iterable with set_epoch, persistent workers",
+        lambda: DataLoader(EpochSource(), 3, collate_fn=as_it_is, num_workers=2, persistent_workers=True),
+    ),
+    Kind("iterable, batch_size=None", lambda: DataLoader(Source(), batch_size=None), shuffles=False, sized=False),
 ]
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 
-def units(kind: Kind, loader: Any) -> list[Any]:
-    """One epoch as what was shared: items, or whole batches; after checking that len() told the number of steps."""
-    steps = [tuple(batch) if isinstance(batch, list) else batch for batch in loader]
-    assert len(loader) == len(steps)
-    if kind.batches or loader.batch_sampler is None:
-        return steps
-    return [item for batch in steps for item in batch]
+def units(kind: Kind, loader: Any, steps: int = STEPS) -> list[Any]:
+    """One epoch as what was shared: items, or whole batches; after checking that len() told the number of steps.
+
+    Of an endless loader, the first ``steps`` steps.
+    """
+    batches = list(islice(loader, steps) if kind.endless else loader)
+    if kind.sized:
+        assert len(loader) == len(batches)
+    if kind.batches:
+        return [tuple(map(comparable, batch)) for batch in batches]
+    items = batches if loader.batch_sampler is None else [item for batch in batches for item in batch]
+    return [comparable(item) for item in items]
+
+
+def comparable(item: Any) -> Any:
+    """The item with its type, where its value alone would compare equal to another type's or not at all."""
+    return (type(item), item.tolist()) if isinstance(item, torch.Tensor | np.generic) else item
 
 
 def seed_ambient(seed: int) -> None:

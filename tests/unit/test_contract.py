@@ -1,30 +1,59 @@
 """One contract over every kind of loader: equal steps, shares disjoint and complete, new epochs, no trace."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, DistributedSampler
-from zoo import KINDS, Kind, draw_ambient, seed_ambient, units
+from zoo import BY_NAME, KINDS, STEPS, Kind, N, draw_ambient, loader, seed_ambient, units
 
-from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch import (
+    ExhaustedSamplerError,
+    InvalidOptionError,
+    StreamLengthWarning,
+    check_loaders_is_patched,
+    patch_dataloader_to_ddp,
+)
 from ddp_patch.options import Uneven
 from ddp_patch.plan import Plan
 
-EPOCHS = 3
 SEED = 7
 
+FINITE = [kind for kind in KINDS if not kind.endless]
+# A rank's own drop_last takes items off its share, so that shares of such a loader say nothing of the stream.
+WHOLE = [kind for kind in FINITE if not kind.make().drop_last]
 
-def epochs_of(kind: Kind, rank: int, num_replicas: int, **options: Any) -> list[list[Any]]:
-    """Three epochs of one rank, seeded like no other, with other draws before and between."""
+
+def over(kinds: list[Kind]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: kind.name)
+
+
+@contextmanager
+def warned(kind: Kind) -> Iterator[None]:
+    """Hold a kind to the one warning that it has, or to none."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", StreamLengthWarning)
+        yield
+    messages = [str(warning.message) for warning in caught if warning.category is StreamLengthWarning]
+    assert len(messages) == (kind.warning is not None)
+    assert all(str(kind.warning) in message for message in messages)
+
+
+def epochs_of(kind: Kind, rank: int, num_replicas: int, steps: int = STEPS, **options: Any) -> list[list[Any]]:
+    """The epochs of one rank, seeded like no other, with other draws before and between."""
     seed_ambient(1000 * num_replicas + rank)
-    loader = kind.make()
-    assert not check_loaders_is_patched(loader)
-    patched = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=num_replicas, seed=SEED, **options)
+    given = kind.make()
+    assert not check_loaders_is_patched(given)
+    patched = patch_dataloader_to_ddp(given, rank=rank, num_replicas=num_replicas, seed=SEED, **options)
     assert check_loaders_is_patched(patched)
     epochs = []
-    for _ in range(EPOCHS):
-        draw_ambient(rank)
-        epochs.append(units(kind, patched))
+    with warned(kind):
+        for _ in range(kind.epochs):
+            draw_ambient(rank)
+            epochs.append(units(kind, patched, steps))
     return epochs
 
 
@@ -32,29 +61,26 @@ def expected(stream: list[Any], plan: Plan) -> list[Any]:
     return [stream[p % len(stream)] for p in plan.share(len(stream))]
 
 
-# A rank's own drop_last takes items off its share, so that shares of such a loader say nothing of the stream.
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-whole_kinds = pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if not kind.make().drop_last], ids=lambda kind: kind.name
-)
-# The user's torch.Generator is drawn from in sequence, as in one process; all else follows from (seed, epoch).
-seeded_kinds = pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if "generator" not in kind.name], ids=lambda kind: kind.name
-)
-
-
-@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
-@whole_kinds
-def test_every_rank_takes_its_share_of_the_one_stream(kind: Kind, uneven: Uneven) -> None:
+@over(WHOLE)
+def test_every_rank_takes_its_share_of_the_one_stream(kind: Kind) -> None:
     streams = epochs_of(kind, 0, 1)
     for num_replicas in range(1, 6):
         for rank in range(num_replicas):
-            plan = Plan(rank, num_replicas, uneven)
+            shares = epochs_of(kind, rank, num_replicas)
+            assert shares == [expected(stream, Plan(rank, num_replicas)) for stream in streams]
+
+
+@pytest.mark.parametrize("uneven", ["drop", "keep"])
+@over([kind for kind in WHOLE if kind.make().num_workers < 2])
+def test_the_last_round_is_dropped_or_kept(kind: Kind, uneven: Uneven) -> None:
+    streams = epochs_of(kind, 0, 1)
+    for num_replicas in (2, 5):
+        for rank in range(num_replicas):
             shares = epochs_of(kind, rank, num_replicas, uneven=uneven)
-            assert shares == [expected(stream, plan) for stream in streams]
+            assert shares == [expected(stream, Plan(rank, num_replicas, uneven)) for stream in streams]
 
 
-@whole_kinds
+@over([kind for kind in WHOLE if kind.sized])
 def test_contiguous_shares_are_runs_of_the_same_stream(kind: Kind) -> None:
     streams = epochs_of(kind, 0, 1)
     for rank in range(3):
@@ -63,13 +89,48 @@ def test_contiguous_shares_are_runs_of_the_same_stream(kind: Kind) -> None:
         assert shares == [expected(stream, plan) for stream in streams]
 
 
-@every_kind
+@over([BY_NAME[name] for name in ("a sampler without len", "token-budget batches without len", "iterable")])
+def test_contiguous_shares_of_an_unknown_length_are_refused_at_the_patch(kind: Kind) -> None:
+    with pytest.raises(InvalidOptionError, match="no len"):
+        patch_dataloader_to_ddp(kind.make(), rank=0, num_replicas=2, layout="contiguous")
+
+
+@over([kind for kind in KINDS if kind.endless])
+def test_an_endless_stream_is_shared_from_its_beginning(kind: Kind) -> None:
+    """And its length is the usual TypeError."""
+    ranks = [epochs_of(kind, rank, 3) for rank in range(3)]
+    stream = epochs_of(kind, 0, 1, steps=3 * STEPS)[0]
+    assert list(chain.from_iterable(zip(*(epochs[0] for epochs in ranks), strict=True))) == stream
+    for epoch in range(3):
+        assert len({len(epochs[epoch]) for epochs in ranks}) == 1
+    with pytest.raises(TypeError, match="has no len"):
+        len(patch_dataloader_to_ddp(kind.make(), rank=0, num_replicas=2))
+
+
+def test_an_endless_iterator_goes_on_after_a_break_with_nothing_lost() -> None:
+    ranks = [epochs_of(BY_NAME["endless: itertools.count"], rank, 3) for rank in range(3)]
+    together = sorted(item for epochs in ranks for epoch in epochs for item in epoch)
+    assert together == list(range(3 * 3 * STEPS * 4))  # epochs x ranks x steps x batch
+
+
+@over([kind for kind in FINITE if kind.epochs == 3])
 def test_epochs_differ_if_and_only_if_the_loader_shuffles(kind: Kind) -> None:
     first, second, third = epochs_of(kind, 0, 2)
     assert (first != second and second != third and first != third) == kind.shuffles
 
 
-@every_kind
+def test_an_iterator_says_that_nothing_is_left() -> None:
+    patched = patch_dataloader_to_ddp(loader(sampler=iter(range(N))), rank=0, num_replicas=2)
+    assert len(list(patched)) == 3
+    with pytest.raises(ExhaustedSamplerError) as caught:
+        list(patched)
+    assert str(caught.value) == (
+        "Nothing is left for epoch 1: the sampler is an iterator, which gives its items once. Give the loader "
+        "something that can be iterated again (a list, or a sampler whose __iter__ begins anew)."
+    )
+
+
+@over([kind for kind in KINDS if "iterable" not in kind.name and kind.warning is None])
 def test_drawing_leaves_no_trace_in_the_ambient_states(kind: Kind) -> None:
     seed_ambient(3)
     sampler = sharded(patch_dataloader_to_ddp(kind.make(), rank=0, num_replicas=2))
@@ -79,8 +140,8 @@ def test_drawing_leaves_no_trace_in_the_ambient_states(kind: Kind) -> None:
     seed_ambient(3)
     draw_ambient()
     iterator = iter(sampler)
-    next(iterator)
-    list(iterator)
+    next(iterator, None)
+    list(islice(iterator, 100))
     assert draw_ambient(5) == without
 
 
@@ -89,7 +150,7 @@ def sharded(loader: DataLoader[Any]) -> Any:
     return next(s for s in (loader.sampler, loader.batch_sampler) if isinstance(s, DistributedSampler))
 
 
-@seeded_kinds
+@over([kind for kind in FINITE if kind.epochs == 3 and not kind.stateful and kind.warning is None])
 def test_a_break_does_not_repeat_or_shift_what_follows(kind: Kind) -> None:
     whole = epochs_of(kind, 1, 2)
     seed_ambient(5)
@@ -97,13 +158,26 @@ def test_a_break_does_not_repeat_or_shift_what_follows(kind: Kind) -> None:
     for _ in patched:
         break
     iter(sharded(patched))  # made and never drawn from: no epoch
-    assert units(kind, patched) == whole[1]
+    assert units(kind, patched) == (whole[1] if whole[0] else whole[0])
 
 
-@seeded_kinds
+@over([kind for kind in FINITE if kind.epochs == 3 and not kind.stateful and kind.warning is None])
 def test_any_epoch_is_drawn_without_those_before(kind: Kind) -> None:
     whole = epochs_of(kind, 1, 2)
     patched = patch_dataloader_to_ddp(kind.make(), rank=1, num_replicas=2, seed=SEED)
     for epoch in (2, 0, 0, 1):
         sharded(patched).set_epoch(epoch)
         assert units(kind, patched) == whole[epoch]
+
+
+@over([kind for kind in KINDS if kind.stateful and "weighted" not in kind.name])
+def test_ranks_stay_together_after_a_break_where_the_sampler_has_a_state(kind: Kind) -> None:
+    shares = []
+    for rank in range(2):
+        seed_ambient(rank)
+        patched = patch_dataloader_to_ddp(kind.make(), rank=rank, num_replicas=2)
+        for _ in patched:
+            break
+        shares.append(units(kind, patched))
+    assert set(shares[0]) | set(shares[1]) == set(range(N))
+    assert len(shares[0]) == len(shares[1]) == 12

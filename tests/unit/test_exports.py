@@ -20,15 +20,17 @@ FLOORS = {
     "seeding": 1,
     "plan": 2,
     "streams": 2,
+    "sharing": 3,
     "loader": 2,
     "world": 2,
     "agreement": 3,
     "wrappers": 4,
+    "iterable": 4,
     "patching": 5,
     "testing": 6,
     "__init__": 7,
 }
-SIDEWAYS = {("options", "errors")}
+SIDEWAYS = {("options", "errors"), ("iterable", "wrappers")}
 
 
 def test_the_public_names_are_these() -> None:
@@ -37,12 +39,14 @@ def test_the_public_names_are_these() -> None:
         "DDPBatchSamplerWrapper",
         "DDPPatchError",
         "DDPSamplerWrapper",
+        "ExhaustedSamplerError",
         "InvalidOptionError",
         "NotALoaderError",
         "NotDistributedWarning",
         "NotPatchedError",
         "RanksFailedError",
         "StreamLengthError",
+        "StreamLengthWarning",
         "UnsupportedLoaderError",
         "WorldError",
         "assert_loaders_patched",

@@ -40,12 +40,3 @@ def test_shares_of_three_ranks(n: int, uneven: Uneven, layout: Layout, shares: l
 def test_a_rank_that_does_not_exist(rank: int, num_replicas: int) -> None:
     with pytest.raises(InvalidOptionError, match=f"rank={rank} of num_replicas={num_replicas} does not exist"):
         Plan(rank, num_replicas)
-
-
-def test_contiguous_needs_a_length() -> None:
-    with pytest.raises(InvalidOptionError) as caught:
-        Plan(0, 2, layout="contiguous").part(0, 2, None)
-    assert str(caught.value) == (
-        "layout='contiguous' cuts a stream into as many runs as there are ranks, for which its length must be known, "
-        "and it has none. Give the sampler a __len__, or use layout='interleaved'."
-    )

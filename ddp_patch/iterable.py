@@ -1,0 +1,150 @@
+"""One rank's share of an iterable dataset, whose stream is made inside the loader's workers."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import chain
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from ddp_patch.errors import StreamLengthError
+from ddp_patch.options import Agreement, IterableSharding
+from ddp_patch.plan import Plan
+from ddp_patch.seeding import PrivateRNG
+from ddp_patch.sharing import share
+from ddp_patch.streams import draw
+from ddp_patch.wrappers import EpochSampler
+
+__all__ = ["ShardedIterable", "StreamSampler"]
+
+T = TypeVar("T")
+
+
+class ShardedIterable(IterableDataset[T]):
+    """One rank's share of another iterable dataset's stream.
+
+    ``sharding="exact"``: every worker reads the whole stream, told that it is the only reader so that a dataset which
+    splits itself over workers does not, and keeps this rank's items. Of the batches that these make, worker j of k
+    takes the j-th and every k-th after it, so the loader yields the same batches for every number of workers.
+
+    ``sharding="by_worker"``: the dataset is told that all ranks' workers are workers of one loader, and splits itself.
+
+    Attributes:
+        dataset: The dataset that the user gave.
+        epoch: The epoch of the running pass, in memory shared with the workers.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[T],
+        plan: Plan,
+        *,
+        seed: int,
+        agreement: Agreement,
+        sharding: IterableSharding,
+        batch_size: int,
+    ) -> None:
+        self.dataset = dataset
+        self.plan = plan
+        self.seed = seed
+        self.agreement = agreement
+        self.sharding = sharding
+        self.batch_size = batch_size
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+
+    def __len__(self) -> int:
+        return len(self.plan.share(self._stream_length()))
+
+    def _stream_length(self) -> int:
+        return len(cast(Any, self.dataset))  # TypeError where the dataset has no length, as from the dataset itself
+
+    def __getattr__(self, name: str) -> Any:
+        # The user's own attributes stay within reach; but a position in the whole stream is none in this share, so
+        # the dataset's state is not this one's.
+        if name.startswith("__") or name in {"dataset", "state_dict", "load_state_dict"}:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.dataset, name)
+
+    def __iter__(self) -> Iterator[T]:
+        # A generator: its first item is asked for after the main process has begun the epoch.
+        epoch = int(self.epoch)
+        if callable(tell := getattr(self.dataset, "set_epoch", None)):
+            tell(epoch)
+        yield from self._exact(epoch) if self.sharding == "exact" else self._by_worker()
+
+    def _exact(self, epoch: int) -> Iterator[T]:
+        rng = nullcontext() if self.agreement == "ambient" else PrivateRNG(self.seed, epoch)
+        stream = _read_as(None, self.dataset)
+        # One round at a time, and no copies: these are samples, not indices, and most are other ranks'.
+        chunks = draw(stream, rng, round_size=self.plan.num_replicas, most=1, copies=False)
+        length = self._stream_length() if self.plan.layout == "contiguous" else 0
+        parts = share(self.plan, chunks, length, lambda drawn: self._check_runs(drawn, length))
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        for place, item in enumerate(chain.from_iterable(parts)):
+            if place // self.batch_size % workers == worker:
+                yield item
+
+    def _by_worker(self) -> Iterator[T]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        everywhere = torch_worker.WorkerInfo(
+            id=self.plan.rank * workers + worker,
+            num_workers=self.plan.num_replicas * workers,
+            seed=info.seed if info else torch.initial_seed(),
+            dataset=self.dataset,
+        )
+        yield from _read_as(everywhere, self.dataset)
+
+    def _check_runs(self, drawn: int, length: int) -> None:
+        if self.plan.layout == "contiguous" and drawn != length:
+            raise StreamLengthError(
+                f"{type(self.dataset).__name__} yielded {drawn} items and its len() said {length}. With "
+                "layout='contiguous' each rank's run was cut from that length, so this epoch's shares are wrong. "
+                "Correct the dataset's __len__, or use layout='interleaved', which needs none."
+            )
+
+
+class StreamSampler(EpochSampler[None]):
+    """The index sampler of a sharded iterable dataset: it yields None for ever and says which epoch it is.
+
+    torch puts such a sampler into a loader of an iterable dataset; this one begins the epoch when the loader asks for
+    its first batch, and has the ``set_epoch`` that training loops and frameworks call.
+    """
+
+    def __init__(self, dataset: ShardedIterable[Any]) -> None:
+        super().__init__(dataset.plan, dataset.seed)
+        self.dataset: ShardedIterable[Any] = dataset
+
+    def __iter__(self) -> Iterator[None]:
+        epoch = self.epochs.upcoming
+        self.epochs.begin(epoch)
+        self.dataset.epoch.fill_(epoch)
+        while True:
+            yield None
+
+
+def _read_as(info: Any, dataset: Iterable[T]) -> Iterator[T]:
+    """Iterate the dataset while ``get_worker_info()`` tells it ``info``."""
+    with _worker_info(info):
+        iterator = iter(dataset)
+    while True:
+        with _worker_info(info):
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+        yield item
+
+
+@contextmanager
+def _worker_info(info: Any) -> Iterator[None]:
+    # torch has no public way to say which worker this is; get_worker_info() reads this one variable.
+    before = torch_worker._worker_info
+    torch_worker._worker_info = info
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before
