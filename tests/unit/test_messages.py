@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
-from zoo import loader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from zoo import Indices, N, as_it_is, loader
 
 from ddp_patch import (
     AlreadyPatchedError,
@@ -123,12 +123,143 @@ class Stream(IterableDataset[int]):
         return iter(())
 
 
-def test_an_iterable_dataset() -> None:
-    with pytest.raises(UnsupportedLoaderError) as caught:
-        patch_dataloader_to_ddp(DataLoader(Stream()), **EXPLICIT)
+@pytest.mark.parametrize(
+    ("workers", "options", "message"),
+    [
+        (
+            0,
+            {"layout": "contiguous"},
+            "layout='contiguous' cuts a stream into one run for each rank, for which its length must be known, and Stream "
+            "has no len(). Give it a __len__, or use layout='interleaved', which needs none.",
+        ),
+        (
+            0,
+            {"layout": "contiguous", "iterable_sharding": "by_worker"},
+            "layout='contiguous' cannot hold with iterable_sharding='by_worker': Stream itself decides what each worker "
+            "reads. Use one or the other.",
+        ),
+        (
+            2,
+            {"agreement": "ambient"},
+            "agreement='ambient' cannot hold for Stream with num_workers=2: the stream is made inside the workers, whose "
+            "random states differ by rank so that augmentations do. Use agreement='seeded'.",
+        ),
+        (
+            0,
+            {"iterable_sharding": "by_node"},
+            "iterable_sharding='by_node' does not exist. Pass one of these: 'exact' has every rank read the whole stream "
+            "and keep its share, 'by_worker' has the dataset split itself by get_worker_info(), over the workers of all "
+            "ranks.",
+        ),
+    ],
+)
+def test_an_iterable_dataset_with_an_option_that_cannot_hold(
+    workers: int, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidOptionError) as caught:
+        patch_dataloader_to_ddp(DataLoader(Stream(), num_workers=workers), **EXPLICIT, **options)
+    assert str(caught.value) == message
+
+
+class LyingStream(Stream):
+    def __len__(self) -> int:
+        return 5
+
+
+def test_a_wrong_length_of_an_iterable_dataset_with_contiguous_runs() -> None:
+    patched = patch_dataloader_to_ddp(DataLoader(LyingStream()), layout="contiguous", **EXPLICIT)
+    with pytest.raises(StreamLengthError) as caught:
+        list(patched)
     assert str(caught.value) == (
-        "The loader's dataset is an IterableDataset (Stream), which yields its items without a sampler, so wrapping "
-        "one would not share them. Use a map-style dataset, or split the stream by rank in the dataset's __iter__."
+        "LyingStream yielded 0 items and its len() said 5. With layout='contiguous' each rank's run was cut from that "
+        "length, so this epoch's shares are wrong. Correct the dataset's __len__, or use layout='interleaved', which "
+        "needs none."
+    )
+
+
+def test_a_sampler_without_length_cut_into_runs() -> None:
+    with pytest.raises(InvalidOptionError) as caught:
+        DDPSamplerWrapper(iter([1, 2]), False, layout="contiguous", **EXPLICIT)
+    assert str(caught.value) == (
+        "layout='contiguous' cuts a stream into one run for each of 2 ranks, for which its length must be known, and "
+        "list_iterator has no len(). Give it a __len__, or use layout='interleaved', which needs none."
+    )
+
+
+class MultiEpochsDataLoader(DataLoader[Any]):
+    """As timm has it: one iterator, begun by the constructor, over a batch sampler that is repeated for ever."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vars(self)["batch_sampler"] = Repeated(self.batch_sampler)
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr,arg-type]  # the repeated one
+
+    def __iter__(self) -> Any:
+        return (next(self.iterator) for _ in range(len(self)))
+
+
+class Repeated:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from self.sampler
+
+
+def test_a_loader_that_runs_an_iterator_of_its_own() -> None:
+    with pytest.raises(UnsupportedLoaderError) as caught:
+        patch_dataloader_to_ddp(MultiEpochsDataLoader(Indices(), 4), **EXPLICIT)
+    assert str(caught.value) == (
+        "MultiEpochsDataLoader cannot be patched: it started an iterator in its constructor (attribute 'iterator'), which "
+        "would go on yielding unsharded data. Build it with a sampler that is sharded already, "
+        "MultiEpochsDataLoader(dataset, sampler=DDPSamplerWrapper(sampler, False), ...), or use a DataLoader with "
+        "persistent_workers=True."
+    )
+
+
+def test_the_remedy_for_it_works() -> None:
+    epochs = []
+    for rank in range(2):
+        sampler = DDPSamplerWrapper(RandomSampler(Indices()), False, rank=rank, num_replicas=2, seed=3)
+        sharded = MultiEpochsDataLoader(Indices(), 4, sampler=sampler, collate_fn=as_it_is)
+        assert check_loaders_is_patched(sharded)
+        epochs.append([[item for batch in sharded for item in batch] for _ in range(2)])
+    for first, second in zip(*epochs, strict=True):
+        assert set(first) | set(second) == set(range(N))
+        assert len(first) == len(second) == 12
+    assert epochs[0][0] != epochs[0][1]
+
+
+class Uncopyable(DataLoader[Any]):
+    def __copy__(self) -> Any:
+        raise TypeError("there is one of each")
+
+
+class Computed(DataLoader[Any]):
+    @property
+    def batch_sampler(self) -> Any:
+        return BatchSampler(SequentialSampler(Indices()), 3, drop_last=False)
+
+    @batch_sampler.setter
+    def batch_sampler(self, value: Any) -> None: ...
+
+
+def test_a_loader_that_forbids_copying() -> None:
+    with pytest.raises(UnsupportedLoaderError) as caught:
+        patch_dataloader_to_ddp(Uncopyable(Indices()), **EXPLICIT)
+    assert str(caught.value) == (
+        "Uncopyable cannot be patched: copying it raised TypeError: there is one of each. Let its __copy__ or "
+        "__reduce_ex__ make a shallow copy, or build the loader with a DDPSamplerWrapper as its sampler."
+    )
+    with pytest.raises(UnsupportedLoaderError) as caught:
+        patch_dataloader_to_ddp(Computed(Indices()), **EXPLICIT)
+    assert str(caught.value) == (
+        "Computed cannot be patched: its attribute 'batch_sampler' is computed by the class, so a sharded one cannot take "
+        "its place. Store it as DataLoader does, or build the loader with a DDPSamplerWrapper as its sampler."
     )
 
 

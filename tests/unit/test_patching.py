@@ -248,3 +248,50 @@ def test_an_explicit_world_of_one_is_a_world() -> None:
         warnings.simplefilter("error")
         patched = patch_dataloader_to_ddp(loader(), rank=0, num_replicas=1)
     assert check_loaders_is_patched(patched)
+
+
+class ShardsItself(Drawn):
+    is_ddp_aware = True
+
+
+def test_a_sampler_that_shards_by_itself_says_so() -> None:
+    for given in (
+        loader(sampler=ShardsItself(by_torch, lazily=True)),
+        loader(batch_sampler=Reversed(BatchSampler(ShardsItself(by_torch, lazily=True), 4, drop_last=False))),
+    ):
+        assert check_loaders_is_patched(given)
+        assert patch_dataloader_to_ddp(given, **WORLD) is given
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_of_any_start_method(method: str) -> None:
+    ranks = []
+    for rank in range(2):
+        given = loader(shuffle=True, num_workers=1, multiprocessing_context=method)
+        ranks.append(flat(patch_dataloader_to_ddp(given, rank=rank, num_replicas=2)))
+    assert set(ranks[0]) | set(ranks[1]) == set(range(N))
+
+
+def test_a_generator_that_two_loaders_share() -> None:
+    """Each loader draws from it in turn, as in one process."""
+    streams = []
+    for num_replicas in (None, 1):
+        generator = seeded_generator()
+        loaders = [loader(shuffle=True, generator=generator) for _ in range(2)]
+        if num_replicas:
+            loaders = [patch_dataloader_to_ddp(one, rank=0, num_replicas=1) for one in loaders]
+        streams.append([flat(one) for _ in range(2) for one in loaders])
+    assert streams[0] == streams[1]
+
+
+def test_batches_that_are_used_again_are_the_users_own_and_unchanged() -> None:
+    given = [[0, 1], [2], [3, 4]]
+    for rank in range(2):
+        for batch in DDPBatchSamplerWrapper(given, False, rank=rank, num_replicas=2):
+            batch.clear()
+    assert given == [[0, 1], [2], [3, 4]]
+
+
+def test_a_batch_that_is_an_iterator_is_read_when_it_comes() -> None:
+    groups = (iter(range(start, start + 2)) for start in range(0, 8, 2))
+    assert list(DDPBatchSamplerWrapper(groups, False, rank=1, num_replicas=2)) == [[2, 3], [6, 7]]

@@ -1,0 +1,121 @@
+"""Iterable datasets: the same batches for any number of workers, and who reads what."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from zoo import EpochSource, N, Source, as_it_is, seed_ambient
+
+from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
+
+
+def batches(dataset: IterableDataset[Any], rank: int, workers: int, **options: Any) -> list[Any]:
+    seed_ambient(rank)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=3, num_workers=workers, collate_fn=as_it_is)
+    return list(patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2, seed=1, **options))
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_batches_are_the_same_for_any_number_of_workers(rank: int, uneven: str, splits: bool) -> None:
+    alone = batches(Source(splits=splits, shuffles=True), rank, 0, uneven=uneven)
+    for workers in (1, 2, 4):
+        assert batches(Source(splits=splits, shuffles=True), rank, workers, uneven=uneven) == alone
+
+
+class Counted(Source):
+    """Notes each item that is read, by appending to a file of the reader's."""
+
+    def __init__(self, folder: Path, splits: bool) -> None:
+        super().__init__(splits=splits)
+        self.folder = folder
+
+    def __iter__(self) -> Iterator[int]:
+        for item in super().__iter__():
+            info = get_worker_info()
+            with (self.folder / f"{torch.initial_seed()}-{info.id if info else 0}").open("a") as file:
+                file.write(f"{item}\n")
+            yield item
+
+
+def read(folder: Path) -> Counter[int]:
+    return Counter(int(line) for path in folder.iterdir() for line in path.read_text().split())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_exact_has_every_reader_read_all(workers: int, tmp_path: Path) -> None:
+    items = list(chain.from_iterable(chain.from_iterable(batches(Counted(tmp_path, True), r, workers) for r in (0, 1))))
+    assert Counter(items) == Counter([*range(N), 0])
+    assert read(tmp_path) == Counter({item: 2 * max(1, workers) for item in range(N)})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_by_worker_has_nobody_read_what_they_drop(workers: int, tmp_path: Path) -> None:
+    options = {"iterable_sharding": "by_worker"}
+    ranks = [batches(Counted(tmp_path, True), rank, workers, **options) for rank in (0, 1)]
+    assert Counter(item for batch in chain(*ranks) for item in batch) == Counter(range(N))
+    assert read(tmp_path) == Counter(range(N))
+
+
+class WhoAmI(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        yield (info.id, info.num_workers) if info else None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_by_worker_counts_the_workers_of_all_ranks(workers: int) -> None:
+    together = [batches(WhoAmI(), rank, workers, iterable_sharding="by_worker") for rank in (0, 1)]
+    readers = 2 * max(1, workers)
+    assert sorted(chain.from_iterable(chain(*together))) == [(reader, readers) for reader in range(readers)]
+
+
+def test_exact_tells_the_dataset_that_it_is_read_once_and_the_rest_who_they_are() -> None:
+    assert batches(WhoAmI(), 0, 2) == [[None]]
+    loader: DataLoader[Any] = DataLoader(Source(), num_workers=2, collate_fn=worker_id)
+    assert set(patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)) == {0, 1}
+
+
+def worker_id(batch: Any) -> int | None:
+    info = get_worker_info()
+    return info.id if info else None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_set_epoch_reaches_the_dataset_in_workers_that_persist(workers: int) -> None:
+    loader: DataLoader[Any] = DataLoader(
+        EpochSource(), num_workers=workers, persistent_workers=workers > 0, collate_fn=as_it_is
+    )
+    patched: Any = patch_dataloader_to_ddp(loader, rank=0, num_replicas=1)
+    first, second = list(patched), list(patched)
+    patched.sampler.set_epoch(0)
+    assert list(patched) == first != second
+    assert list(patched) == second
+    for _ in patched:  # epoch 2, left early
+        break
+    patched.sampler.set_epoch(1)
+    assert list(patched) == second
+
+
+def test_the_users_attributes_and_length_stay_within_reach() -> None:
+    source: Any = EpochSource()
+    source.name = "shards"
+    patched: Any = patch_dataloader_to_ddp(DataLoader(source, batch_size=4), rank=0, num_replicas=2)
+    assert patched.dataset.dataset is source
+    assert patched.dataset.name == "shards"
+    assert (len(patched.dataset), len(patched)) == (12, 3)
+    assert not hasattr(patched.dataset, "state_dict")
+
+
+def test_a_dataset_that_shards_itself_says_so() -> None:
+    source: Any = Source()
+    source.is_ddp_aware = True
+    loader: DataLoader[Any] = DataLoader(source)
+    assert check_loaders_is_patched(loader)
+    assert patch_dataloader_to_ddp(loader, rank=0, num_replicas=2) is loader
