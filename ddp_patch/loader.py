@@ -80,7 +80,7 @@ def extract_loader_parameters(loader: DataLoader[Any], ignore_data_related_param
     Raises:
         NotALoaderError: ``loader`` is no DataLoader.
 
-    Example:
+    Examples:
         >>> from torch.utils.data import DataLoader
         >>> loader = DataLoader(range(10), batch_size=4, timeout=0, pin_memory=True)
         >>> parameters = extract_loader_parameters(loader, ignore_data_related_parameters=True)

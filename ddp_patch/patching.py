@@ -93,7 +93,7 @@ def patch_dataloader_to_ddp(
             not in ``process_group``.
         AlreadyPatchedError: The loader was patched for another world.
 
-    Example:
+    Examples:
         >>> from torch.utils.data import DataLoader
         >>> loader = DataLoader(range(10), batch_size=2)
         >>> for rank in range(2):
@@ -201,7 +201,7 @@ def check_loaders_is_patched(loaders: Loaders) -> bool:
     Raises:
         NotALoaderError: Something in the nest is neither a nest nor a loader.
 
-    Example:
+    Examples:
         >>> from torch.utils.data import DataLoader
         >>> loader = DataLoader(range(10))
         >>> patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
@@ -221,7 +221,7 @@ def assert_loaders_patched(loaders: Loaders) -> None:
         NotPatchedError: At least one loader is not sharded; an ``AssertionError`` too.
         NotALoaderError: Something in the nest is neither a nest nor a loader.
 
-    Example:
+    Examples:
         >>> from torch.utils.data import DataLoader
         >>> patched = patch_dataloader_to_ddp(DataLoader(range(10)), rank=0, num_replicas=2)
         >>> assert_loaders_patched({"train": patched, "val": [patched, DataLoader(range(3))]})

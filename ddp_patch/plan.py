@@ -27,7 +27,7 @@ class Plan:
     Raises:
         InvalidOptionError: A value is none of those above.
 
-    Example:
+    Examples:
         >>> [list(Plan(rank, 3).share(7)) for rank in range(3)]
         [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
         >>> [list(Plan(rank, 3, uneven="keep", layout="contiguous").share(7)) for rank in range(3)]

@@ -31,7 +31,7 @@ def _torch_seed(sequence: np.random.SeedSequence) -> int:
 def epoch_seed(seed: int, epoch: int) -> int:
     """Return the seed of torch's global generator while epoch ``epoch`` is drawn.
 
-    Example:
+    Examples:
         >>> sampler = torch.utils.data.RandomSampler(range(5))
         >>> _ = torch.manual_seed(epoch_seed(seed=7, epoch=2))
         >>> in_one_process = list(sampler)
@@ -100,7 +100,7 @@ class PrivateRNG:
 
     It can be entered again and again: what it draws goes on where it stopped.
 
-    Example:
+    Examples:
         >>> with PrivateRNG(seed=7, epoch=0):
         ...     first = torch.rand(1)
         >>> with PrivateRNG(seed=7, epoch=0):

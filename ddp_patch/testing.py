@@ -54,7 +54,7 @@ def run_ranks(fn: Callable[..., R], world_size: int, *args: Any, timeout: float 
         RanksFailedError: A rank raised, died or did not return in time; with each rank's traceback (a rank that hung:
             where it was).
 
-    Example:
+    Examples:
         >>> import operator
         >>> run_ranks(operator.add, 2)  # rank + world_size
         [2, 3]

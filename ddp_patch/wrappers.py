@@ -316,7 +316,7 @@ class DDPSamplerWrapper(_ShardedSampler[T]):
         WorldError: Neither a world nor a process group is there.
         StreamLengthError: While iterating with ``layout="contiguous"``, if the sampler's length was wrong.
 
-    Example:
+    Examples:
         >>> sampler = torch.utils.data.WeightedRandomSampler([1.0, 1.0, 8.0], num_samples=6)
         >>> ranks = [DDPSamplerWrapper(sampler, False, num_replicas=2, rank=rank) for rank in range(2)]
         >>> [len(rank) for rank in ranks], [len(list(rank)) for rank in ranks]
@@ -374,7 +374,7 @@ class DDPBatchSamplerWrapper(_ShardedSampler[T]):
     Raises:
         DDPPatchError: As in ``DDPSamplerWrapper``.
 
-    Example:
+    Examples:
         >>> batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9]]
         >>> list(DDPBatchSamplerWrapper(batches, False, num_replicas=2, rank=1))
         [[3], [6, 7, 8, 9]]
