@@ -1,7 +1,7 @@
 """The one call that shards a finished DataLoader, and the guard that finds those that are not."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
 
@@ -37,7 +37,7 @@ __all__ = ["assert_loaders_patched", "check_loaders_is_patched", "patch_dataload
 
 T = TypeVar("T")
 Wrapper = TypeVar("Wrapper", DDPSamplerWrapper[Any], DDPBatchSamplerWrapper[Any])
-Loaders: TypeAlias = "DataLoader[Any] | Mapping[str, Loaders] | list[Loaders] | tuple[Loaders, ...]"
+Loaders: TypeAlias = "DataLoader[Any] | Mapping[str, Loaders] | Sequence[Loaders]"
 
 
 def patch_dataloader_to_ddp(

@@ -1,5 +1,6 @@
 """Real gloo ranks, each seeded differently, over every kind of loader: the patch as users call it."""
 
+import multiprocessing
 import os
 import warnings
 from collections import Counter
@@ -53,6 +54,8 @@ def meet() -> None:
 
 def every_kind(rank: int, world_size: int) -> dict[str, list[list[Any]]]:
     warnings.simplefilter("ignore")  # what is warned of is tested in process
+    # Workers forked right after a collective may inherit a lock that a thread of gloo's holds.
+    multiprocessing.set_start_method("forkserver", force=True)
     shares = {kind.name: epochs_on_rank(kind, rank) for kind in WHOLE}
     for batch in InStep(patch_dataloader_to_ddp(loader(drop_last=True)), rank):
         assert len(batch) == 4

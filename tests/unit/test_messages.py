@@ -195,7 +195,7 @@ class MultiEpochsDataLoader(DataLoader[Any]):
         self.iterator = super().__iter__()
 
     def __len__(self) -> int:
-        return len(self.batch_sampler.sampler)  # type: ignore[union-attr,arg-type]  # the repeated one
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]  # the repeated one
 
     def __iter__(self) -> Any:
         return (next(self.iterator) for _ in range(len(self)))

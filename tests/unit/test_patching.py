@@ -293,5 +293,5 @@ def test_batches_that_are_used_again_are_the_users_own_and_unchanged() -> None:
 
 
 def test_a_batch_that_is_an_iterator_is_read_when_it_comes() -> None:
-    groups = (iter(range(start, start + 2)) for start in range(0, 8, 2))
+    groups: Any = (iter(range(start, start + 2)) for start in range(0, 8, 2))
     assert list(DDPBatchSamplerWrapper(groups, False, rank=1, num_replicas=2)) == [[2, 3], [6, 7]]
