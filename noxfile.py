@@ -20,9 +20,16 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run every test on the built package; arguments after ``--`` go to pytest."""
+    """Run every test that needs no third-party loader; arguments after ``--`` go to pytest."""
     install(session, ".[test]")
-    session.run("pytest", "-n", "auto", *session.posargs)
+    session.run("pytest", "-n", "auto", "--ignore", "tests/integrations", *session.posargs)
+
+
+@nox.session
+def integrations(session: nox.Session) -> None:
+    """Run the tests with torchdata, PyTorch Geometric and Hugging Face datasets; arguments go to pytest."""
+    install(session, ".[integrations]")
+    session.run("pytest", "-n", "auto", "tests/integrations", *session.posargs)
 
 
 @nox.session

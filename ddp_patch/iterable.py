@@ -117,13 +117,29 @@ class StreamSampler(EpochSampler[None]):
     def __init__(self, dataset: ShardedIterable[Any]) -> None:
         super().__init__(dataset.plan, dataset.seed)
         self.dataset: ShardedIterable[Any] = dataset
+        self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def __iter__(self) -> Iterator[None]:
-        epoch = self.epochs.upcoming
+        self._iterated = self.epochs.upcoming
+        return self._pass(self._iterated)
+
+    def _pass(self, epoch: int) -> Iterator[None]:
         self.epochs.begin(epoch)
         self.dataset.epoch.fill_(epoch)
+        # Told here too: where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
+        # then only confirm it. Two workers that change it at once could leave it wrong.
+        if callable(tell := getattr(self.dataset.dataset, "set_epoch", None)):
+            tell(epoch)
         while True:
             yield None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch; ``torchdata``'s loader finds the place in it by reading it again."""
+        return {"epoch": self._iterated}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the epoch in which a ``state_dict`` was taken the next one."""
+        self.set_epoch(state_dict["epoch"])
 
 
 def _read_as(info: Any, dataset: Iterable[T]) -> Iterator[T]:

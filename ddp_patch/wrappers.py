@@ -117,7 +117,7 @@ class _ShardedSampler(EpochSampler[T]):
         self.shuffle = shuffle_samples_between_gpus
         self._warned_of_length = False
         self._progress: _Progress | None = None
-        self._skip = 0
+        self._resumed: dict[str, Any] | None = None
         if layout == "contiguous" and self._length_if_any(epoch=0) is None:
             raise InvalidOptionError(
                 f"layout='contiguous' cuts a stream into one run for each of {world.num_replicas} ranks, for which its "
@@ -160,7 +160,7 @@ class _ShardedSampler(EpochSampler[T]):
         before = self.epochs.upcoming
         super().set_epoch(epoch)
         if self.epochs.upcoming != before:
-            self._skip = 0  # a resume was for the other epoch
+            self._resumed = None  # a resume was for the other epoch
         self._progress = None
         self._tell_nested(self.epochs.upcoming)
 
@@ -172,7 +172,15 @@ class _ShardedSampler(EpochSampler[T]):
     def __iter__(self) -> Iterator[T]:
         epoch = self.epochs.upcoming
         self._tell_nested(epoch)
-        progress = self._progress = _Progress(epoch, self._generator_states(), self._skip)
+        resumed = self._resumed
+        if resumed is not None:
+            self._set_generators(resumed["now" if resumed["ended"] else "generators"])
+        progress = self._progress = _Progress(epoch, self._generator_states(), resumed)
+        if progress.ended:
+            # Nothing of this epoch is left; the next pass, even if this one is never drawn from, is the next epoch's.
+            self.epochs.begin(epoch)
+            self._resumed = None
+            return iter(())
         rng = self._rng(epoch)
         # Begun at once, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
@@ -186,16 +194,33 @@ class _ShardedSampler(EpochSampler[T]):
         """Yield this rank's items in runs, from when the first is asked for."""
         again = self.epochs.passes > 0
         self.epochs.begin(progress.epoch)
-        self._progress, self._skip = progress, 0
+        self._progress, self._resumed = progress, None
         one_shot = stream is self.sampler  # an iterator, which no pass begins anew
         # Of an iterator nothing is drawn ahead: after a break the next pass goes on where this one stopped.
         most = 1 if one_shot or self.agreement == "ambient" else MOST_AHEAD
         chunks = draw(stream, rng, round_size=self.plan.num_replicas, most=most)
         if one_shot and again:
             chunks = _not_empty(chunks, progress.epoch)
+        self._catch_up(progress)
         for part in self._parts(chunks, progress.epoch):
-            yield progress.begin(part)
+            run = progress.begin(part)
+            self._catch_up(progress)
+            yield run
         progress.ended = True
+
+    def _catch_up(self, progress: "_Progress") -> None:
+        """Once as much is drawn as when a resumed state was taken, give the generators their states of then.
+
+        Others draw from them too: a DataLoader its workers' seed.
+        """
+        resumed = progress.resumed
+        if resumed is not None and progress.given >= resumed["given"]:
+            self._set_generators(resumed["now"])
+            progress.resumed = None
+
+    def _set_generators(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(generators(nested_samplers(self.sampler)), states, strict=True):
+            generator.set_state(state)
 
     def _parts(self, chunks: Iterable[list[T]], epoch: int) -> Iterator[list[T]]:
         if self.shuffle:
@@ -211,17 +236,25 @@ class _ShardedSampler(EpochSampler[T]):
 
         torch's Stateful protocol, by which ``torchdata``'s ``StatefulDataLoader`` resumes in the middle of an epoch.
         """
-        progress = self._progress
-        if progress is None or progress.ended:
-            return {"epoch": self.epochs.upcoming, "taken": self._skip, "generators": self._generator_states()}
-        return {"epoch": progress.epoch, "taken": progress.taken, "generators": progress.generators}
+        progress, now = self._progress, self._generator_states()
+        if progress is None:
+            if self._resumed is not None:
+                return self._resumed
+            progress = _Progress(self.epochs.upcoming, now)
+        return {
+            "epoch": progress.epoch,
+            "taken": progress.taken,
+            "given": progress.given,
+            "ended": progress.ended,
+            "generators": progress.generators,
+            "now": now,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next pass go on where a ``state_dict`` was taken."""
         self.set_epoch(state_dict["epoch"])
-        for generator, state in zip(generators(nested_samplers(self.sampler)), state_dict["generators"], strict=True):
-            generator.set_state(state)
-        self._skip = state_dict["taken"]
+        self._set_generators(state_dict["generators"])
+        self._resumed = state_dict
         self._progress = None
 
     def _compare_length(self, drawn: int, assumed: int, epoch: int) -> None:
@@ -268,10 +301,13 @@ class _Progress:
 
     epoch: int
     generators: list[torch.Tensor]  # the states of the sampler's generators before the pass
-    skip: int  # how many of this rank's items were taken before, in a pass that this one resumes
+    resumed: dict[str, Any] | None = None  # the state that this pass goes on from, until it is reached
     given: int = 0
     part: Iterator[Any] = field(default_factory=lambda: iter(()))
-    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.skip = self.resumed["taken"] if self.resumed else 0
+        self.ended = self.resumed["ended"] if self.resumed else False
 
     @property
     def taken(self) -> int:

@@ -1,0 +1,136 @@
+"""Hugging Face's datasets: map-style and streamed ones, which split themselves over a loader's workers."""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
+from zoo import N, seed_ambient
+
+from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch.testing import run_ranks
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
+
+import datasets
+
+SHARDS = [range(6), range(6, 12), range(12, 18), range(18, N)]
+
+
+def map_style() -> Any:
+    return datasets.Dataset.from_dict({"number": range(N)})
+
+
+def streamed() -> Any:
+    return map_style().to_iterable_dataset(num_shards=len(SHARDS))
+
+
+def generated(reads: Path | None = None) -> Any:
+    return datasets.IterableDataset.from_generator(read, gen_kwargs={"shards": SHARDS, "reads": reads})
+
+
+def read(shards: list[range], reads: Path | None) -> Iterator[dict[str, int]]:
+    """Yield the shards' numbers, noting each in a file that all processes append to."""
+    for shard in shards:
+        for number in shard:
+            if reads is not None:
+                with reads.open("a") as file:
+                    file.write(f"{number}\n")
+            yield {"number": number}
+
+
+def loader(dataset: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=3, **options)
+
+
+def numbers(batch: Any) -> list[int]:
+    listed: list[int] = batch["number"].tolist()
+    return listed
+
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "no workers": {},
+    "2 workers": {"num_workers": 2},
+    "2 persistent workers": {"num_workers": 2, "persistent_workers": True},
+}
+with_and_without_workers = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
+both_sources = pytest.mark.parametrize("make", [streamed, generated])
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_a_map_style_dataset_is_shared_exactly(num_replicas: int) -> None:
+    assert_shared_exactly(epoch_of(ranks_of(lambda: loader(map_style()), num_replicas), numbers), N)
+    shuffled = ranks_of(lambda: loader(map_style(), shuffle=True), num_replicas)
+    assert_epochs_differ_and_are_shared_exactly(shuffled, numbers, N)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@both_sources
+@with_and_without_workers
+def test_a_streamed_dataset_is_shared_exactly(make: Any, workers: dict[str, Any], num_replicas: int) -> None:
+    loaders = ranks_of(lambda: loader(make(), **workers), num_replicas)
+    assert check_loaders_is_patched([*loaders])
+    assert_shared_exactly(epoch_of(loaders, numbers), N)
+
+
+@both_sources
+@with_and_without_workers
+def test_its_own_shuffling_follows_the_epoch(make: Any, workers: dict[str, Any]) -> None:
+    """``set_epoch`` of the dataset is called by every pass and by the sampler's, also in workers that live on."""
+    loaders = ranks_of(lambda: loader(make().shuffle(seed=1, buffer_size=5), **workers), 2)
+    assert_epochs_differ_and_are_shared_exactly(loaders, numbers, N)
+
+
+def set_epoch_slowly(self: Any, epoch: int) -> None:
+    """As that of datasets 5.2, which adds a difference to a number in memory shared by all workers; but slower."""
+    difference = epoch - self._epoch
+    time.sleep(0.1)
+    self._epoch += difference
+
+
+def test_workers_do_not_set_the_epoch_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.IterableDataset, "set_epoch", set_epoch_slowly)
+    # Forked workers have the slow one as well.
+    workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+    sources = [streamed().shuffle(seed=1, buffer_size=5) for _ in range(2)]
+    unused = iter(sources)
+    loaders = ranks_of(lambda: loader(next(unused), **workers), 2)
+    for epoch in range(2):
+        assert_shared_exactly(epoch_of(loaders, numbers), N)
+        assert {source.epoch for source in sources} == {epoch}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("sharding", ["exact", "by_worker"])
+def test_who_reads_what(sharding: Any, workers: int, tmp_path: Path) -> None:
+    """Split by worker nothing is read to be dropped; exact shares cost that every reader reads all."""
+    reads = tmp_path / "reads"
+    loaders = ranks_of(
+        lambda: loader(generated(reads), num_workers=workers), num_replicas=2, iterable_sharding=sharding
+    )
+    taken = Counter(number for patched in loaders for batch in patched for number in numbers(batch))
+    read = Counter(map(int, reads.read_text().split()))
+    assert set(taken) == set(range(N))
+    if sharding == "by_worker":
+        assert read == taken == Counter(range(N))
+    else:
+        assert read == Counter({number: 2 * max(workers, 1) for number in range(N)})
+
+
+def on_rank(rank: int, world_size: int, persistent: bool) -> list[list[int]]:
+    seed_ambient(100 + rank)
+    dataset = streamed().shuffle(seed=1, buffer_size=5)
+    patched = patch_dataloader_to_ddp(loader(dataset, num_workers=2, persistent_workers=persistent))
+    return [[number for batch in patched for number in numbers(batch)] for _ in range(3)]
+
+
+def test_real_ranks() -> None:
+    first, second = run_ranks(on_rank, 2, True)
+    for shares in zip(first, second, strict=True):
+        assert_shared_exactly(list(shares), N)
+    assert first[0] != first[1] != first[2]

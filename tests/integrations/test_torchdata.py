@@ -1,0 +1,200 @@
+"""torchdata's StatefulDataLoader: shared like any loader, and resumed in the middle of an epoch."""
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+import torchdata.stateful_dataloader.sampler as torchdata_samplers
+from torchdata.stateful_dataloader import StatefulDataLoader
+from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
+from zoo import Drawn, Indices, N, PKBatches, Source, as_it_is, by_numpy, seed_ambient, seeded_generator
+
+from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch.testing import run_ranks
+
+# torchdata 0.11 calls it in the constructor of every loader.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+Make = Callable[..., Any]
+
+loader = partial(StatefulDataLoader, Indices(), collate_fn=as_it_is)
+
+
+def shuffled(**options: Any) -> Any:
+    # Ranks of an explicit world send nothing, so that they must be given alike generators.
+    return loader(shuffle=True, generator=seeded_generator(), **options)
+
+
+def shuffled_by_its_sampler(**options: Any) -> Any:
+    """The workers' seeds do not come from the sampler's generator here."""
+    return loader(sampler=torchdata_samplers.RandomSampler(Indices(), generator=seeded_generator()), **options)
+
+
+def drawn_with_numpy(**options: Any) -> Any:
+    return loader(sampler=Drawn(by_numpy, lazily=True), **options)
+
+
+def pk_batches(**options: Any) -> Any:
+    return loader(batch_sampler=PKBatches(), **options)
+
+
+# A rank of two has 12 of 23 items: batches of 4 are full, of batches of 5 the last is not, so that the sampler's end
+# is found with the last batch and not after it.
+LOADERS: dict[str, Make] = {
+    f"{make.__name__}, batches of {batch_size}": partial(make, batch_size=batch_size)
+    for make in (shuffled, shuffled_by_its_sampler, drawn_with_numpy)
+    for batch_size in (4, 5)
+}
+LOADERS |= {
+    "sequential, batches of 4": partial(loader, batch_size=4),
+    "sequential, batches of 5": partial(loader, batch_size=5),
+    "P x K batches": pk_batches,
+}
+every_loader = pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+with_and_without_workers = pytest.mark.parametrize("num_workers", [0, 2])
+
+
+@dataclass(frozen=True)
+class Run:
+    """Trainings that all go over one rank's share, each from a loader of its own, seeded like no other."""
+
+    make: Make
+
+    def start(self, ambient_seed: int, state: dict[str, Any] | None = None) -> Any:
+        seed_ambient(ambient_seed)
+        patched: Any = patch_dataloader_to_ddp(self.make(), rank=1, num_replicas=2)
+        if state is not None:
+            patched.load_state_dict(pickle.loads(pickle.dumps(state)))  # noqa: S301 - our own
+        return patched
+
+    def uninterrupted(self) -> list[list[Any]]:
+        patched = self.start(1)
+        return [list(patched) for _ in range(4)]
+
+
+def test_what_is_wrapped() -> None:
+    """The sampler, below torchdata's own batch sampler, which keeps the place in a batch."""
+    given = loader(batch_size=4, shuffle=True)
+    patched: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=2)
+    assert type(patched) is StatefulDataLoader
+    assert check_loaders_is_patched(patched)
+    assert type(patched.batch_sampler) is torchdata_samplers.BatchSampler
+    assert type(patched.sampler) is type(patched.batch_sampler.sampler) is DDPSamplerWrapper
+    assert type(patched.sampler.sampler) is torchdata_samplers.RandomSampler
+    assert type(given.sampler) is torchdata_samplers.RandomSampler
+    batches: Any = patch_dataloader_to_ddp(pk_batches(), rank=0, num_replicas=2).batch_sampler
+    assert type(batches) is DDPBatchSamplerWrapper
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@with_and_without_workers
+def test_shared_exactly(num_replicas: int, num_workers: int) -> None:
+    sequential = ranks_of(partial(loader, batch_size=4, num_workers=num_workers), num_replicas)
+    shares = epoch_of(sequential, as_it_is)
+    assert_shared_exactly(shares, N)
+    assert epoch_of(sequential, as_it_is) == shares
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@with_and_without_workers
+def test_epochs_differ_where_it_shuffles(num_replicas: int, num_workers: int) -> None:
+    loaders = ranks_of(partial(shuffled, batch_size=4, num_workers=num_workers), num_replicas)
+    epochs = [epoch_of(loaders, as_it_is) for _ in range(3)]
+    for epoch in epochs:
+        assert_shared_exactly(epoch, N)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+@with_and_without_workers
+def test_an_iterable_dataset_is_shared_exactly(num_workers: int) -> None:
+    def make() -> Any:
+        return StatefulDataLoader(Source(shuffles=True), 3, collate_fn=as_it_is, num_workers=num_workers)
+
+    assert_epochs_differ_and_are_shared_exactly(ranks_of(make, 2), as_it_is, N)
+
+
+def assert_resumes_anywhere(run: Run) -> None:
+    """In the second epoch, from states that are taken within the loop, as checkpoints are; and between epochs."""
+    first, second, third, fourth = run.uninterrupted()
+    stopped = run.start(2)
+    continuations = [(stopped.state_dict(), [first, second])]
+    list(stopped)
+    continuations.append((stopped.state_dict(), [second, third]))
+    iterator = iter(stopped)
+    for step in range(len(second) + 1):
+        continuations.append((stopped.state_dict(), [second[step:], third]))
+        assert next(iterator, None) == (second[step] if step < len(second) else None)
+    continuations.append((stopped.state_dict(), [third, fourth]))
+    for state, expected in continuations:
+        resumed = run.start(3, state)
+        assert [list(resumed), list(resumed)] == expected
+
+
+@every_loader
+@with_and_without_workers
+def test_resumed_anywhere(make: Make, num_workers: int) -> None:
+    assert_resumes_anywhere(Run(partial(make, num_workers=num_workers)))
+
+
+@pytest.mark.parametrize("make", [shuffled, drawn_with_numpy])
+def test_resumed_anywhere_with_persistent_workers(make: Make) -> None:
+    assert_resumes_anywhere(Run(partial(make, batch_size=5, num_workers=2, persistent_workers=True)))
+
+
+def test_resumed_anywhere_from_seldom_snapshots() -> None:
+    """torchdata then counts the steps since the last one."""
+    assert_resumes_anywhere(Run(partial(shuffled, batch_size=4, num_workers=2, snapshot_every_n_steps=2)))
+
+
+@every_loader
+def test_resumed_twice(make: Make) -> None:
+    run = Run(make)
+    first, second, third, _ = run.uninterrupted()
+    stopped = run.start(2)
+    assert list(islice(stopped, 1)) == first[:1]
+    stopped_again = run.start(3, stopped.state_dict())
+    assert list(islice(stopped_again, 1)) == first[1:2]
+    resumed = run.start(4, stopped_again.state_dict())
+    assert [list(resumed), list(resumed), list(resumed)] == [first[2:], second, third]
+
+
+@pytest.mark.parametrize("make", [partial(shuffled, batch_size=4), pk_batches], ids=["shuffled", "P x K batches"])
+def test_resumed_twice_with_workers(make: Make) -> None:
+    test_resumed_twice(partial(make, num_workers=2))
+
+
+@with_and_without_workers
+def test_an_iterable_dataset_is_resumed_in_its_epoch(num_workers: int) -> None:
+    run = Run(lambda: StatefulDataLoader(Source(shuffles=True), 3, collate_fn=as_it_is, num_workers=num_workers))
+    assert_resumes_anywhere(run)
+
+
+def on_rank(rank: int, world_size: int) -> Any:
+    """torchdata's RandomSampler seeds itself from a state that is another on each rank: rank 0's must be sent."""
+
+    def start(ambient_seed: int) -> Any:
+        seed_ambient(ambient_seed)
+        return patch_dataloader_to_ddp(loader(batch_size=4, shuffle=True, num_workers=2))
+
+    patched = start(100 + rank)
+    epochs = [list(patched) for _ in range(3)]
+    stopped = start(100 + rank)
+    list(stopped)
+    list(islice(stopped, 1))
+    resumed = start(200 + rank)
+    resumed.load_state_dict(stopped.state_dict())
+    assert [list(resumed), list(resumed)] == [epochs[1][1:], epochs[2]]
+    return [[item for batch in epoch for item in batch] for epoch in epochs]
+
+
+def test_real_ranks_share_and_resume() -> None:
+    first, second = run_ranks(on_rank, 2)
+    for shares in zip(first, second, strict=True):
+        assert_shared_exactly(list(shares), N)
+    assert first[0] != first[1] != first[2]
+    assert not torch.distributed.is_initialized()

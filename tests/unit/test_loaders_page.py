@@ -1,0 +1,23 @@
+"""The page of loader kinds lists every kind that the tests try, each handled here."""
+
+from pathlib import Path
+
+from zoo import KINDS
+
+PAGE = Path(__file__).parents[2] / "docs" / "loaders.md"
+
+
+def rows() -> list[list[str]]:
+    """The cells of the first table, without its head and its totals."""
+    _, _, generated = PAGE.read_text().partition("<!-- peers: begin -->")
+    table, _, _ = generated.strip().partition("\n\n")
+    _, _, *lines, _ = table.splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_every_kind_has_its_row_in_order() -> None:
+    assert [name for name, *_ in rows()] == [kind.name for kind in KINDS]
+
+
+def test_every_kind_is_handled_here() -> None:
+    assert [name for name, ours, *_ in rows() if ours != "yes"] == []
