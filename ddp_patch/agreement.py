@@ -1,29 +1,274 @@
-"""Why every rank sees the same stream: what rank 0 sends to all. The only module that communicates."""
+"""Why every rank sees the same stream: compared at the patch, and every epoch where the user asks for it."""
 
-from collections.abc import Sequence
+import copy
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
+from ddp_patch.exchange import exchange, ranks_text
+from ddp_patch.fingerprint import fingerprint
+from ddp_patch.leader import Leader
+from ddp_patch.loader import generators, nested_samplers
+from ddp_patch.options import Agreement, Options
+from ddp_patch.plan import Plan
+from ddp_patch.seeding import PrivateRNG
+from ddp_patch.streams import own
 from ddp_patch.world import World
 
-__all__ = ["agree"]
+__all__ = ["Agreed", "agree", "describe", "length_of", "require_same", "sample_order"]
+
+logger = logging.getLogger("ddp_patch")
+
+# How many of a stream's first items are compared at the patch.
+COMPARED = 256
+
+_AGREEING = "Agreeing on how data is shared"
 
 
-def agree(world: World, seed: int | None, generators: Sequence[torch.Generator]) -> int:
-    """Return rank 0's seed on every rank, with the given generators in rank 0's state.
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks agreed on.
 
-    One broadcast. In a world that was given explicitly nothing is sent: the generators stay as they are, and the
-    seed is 0 unless one is given, as in ``torch.utils.data.DistributedSampler``.
+    Attributes:
+        world: The ranks that share.
+        options: The options, with rank 0's seed and with what ``agreement="auto"`` came to.
+        leader: How rank 0 sends every rank its share, where it draws for all.
     """
-    if world.group is None:
-        return 0 if seed is None else seed
-    own_seed = torch.initial_seed() if seed is None else seed
-    record: list[Any] = [own_seed, *(generator.get_state() for generator in generators)]
-    dist.broadcast_object_list(record, group=world.group, group_src=0)
-    agreed_seed: int
-    agreed_seed, *states = record
-    for generator, state in zip(generators, states, strict=True):
+
+    world: World
+    options: Options
+    leader: Leader | None = None
+
+    @property
+    def seed(self) -> int:
+        """The seed that every epoch's order is derived from."""
+        return self.options.seed or 0
+
+    def plan(self, rank: int) -> Plan:
+        """The share of a rank."""
+        return Plan(rank, self.world.num_replicas, self.options.uneven, self.options.layout)
+
+    def check(self, doing: str, **facts: object) -> None:
+        """With ``verify=True``, compare facts between the ranks: RankMismatchError on every rank if they differ."""
+        if self.options.verify:
+            said = {"meeting": doing, **facts}
+            members = list(self.world.members or ())
+            exchange(members, doing, said, lambda records: require_same(doing, records), self.options.timeout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What each rank says of itself."""
+
+    facts: Mapping[str, object]
+    order: str | None  # a fingerprint of the stream's first items, or None where there is none
+    seed: int
+    generators: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What rank 0 makes of the records."""
+
+    seed: int
+    generators: Sequence[torch.Tensor]
+    disagreement: str  # which ranks would draw different orders; empty where none would
+
+
+def agree(
+    world: World,
+    options: Options,
+    facts: Mapping[str, object],
+    *,
+    sampler: object,
+    holders: Sequence[object],
+    dataset: object = None,
+) -> Agreed:
+    """Compare the ranks, and return what they agreed on.
+
+    Every rank sends one small record, and gets rank 0's seed and the states of its generators. In a world that was
+    given explicitly nothing is sent: the generators stay as they are, and the seed is 0 unless one is given, as in
+    ``torch.utils.data.DistributedSampler``.
+
+    Args:
+        world: The ranks that share.
+        options: What the user chose.
+        facts: What must be the same on every rank, by name.
+        sampler: What the stream comes from, or None where that cannot be drawn twice.
+        holders: What may hold a ``torch.Generator`` of the user's.
+        dataset: The dataset, which is never copied.
+
+    Raises:
+        RankMismatchError: The facts or options differ.
+        MissingRanksError: A rank did not come in time.
+        InvalidOptionError: An option needs ranks that communicate.
+    """
+    if world.members is None:
+        _refuse_communication(options)
+        return Agreed(world, replace(options, seed=options.seed or 0, agreement=_settled(options, "")))
+    found = generators(holders)
+    record = _Record(
+        facts={**facts, **_facts(options), "generators": len(found)},
+        order=sample_order(sampler, dataset) if options.agreement == "auto" else None,
+        seed=torch.initial_seed() if options.seed is None else options.seed,
+        generators=[generator.get_state() for generator in found],
+    )
+    verdict: _Verdict = exchange(list(world.members), _AGREEING, record, _judge, options.timeout)
+    for generator, state in zip(found, verdict.generators, strict=True):
         generator.set_state(state)
-    return agreed_seed
+    if verdict.disagreement and dist.get_rank() == next(iter(world.members)):
+        warnings.warn(verdict.disagreement, LeaderWarning, stacklevel=4)
+    options = replace(options, seed=verdict.seed, agreement=_settled(options, verdict.disagreement))
+    leader = Leader(world, options.timeout) if options.agreement == "leader" else None
+    return Agreed(world, options, leader)
+
+
+def _settled(options: Options, disagreement: str) -> Agreement:
+    """What "auto" comes to."""
+    if options.agreement != "auto":
+        return options.agreement
+    return "leader" if disagreement else "seeded"
+
+
+def _refuse_communication(options: Options) -> None:
+    asked = "agreement='leader'" if options.agreement == "leader" else "verify=True" if options.verify else None
+    if asked is not None:
+        raise InvalidOptionError(
+            f"{asked} has the ranks communicate, and in a world given by rank= and num_replicas= nothing is sent. "
+            "Leave these out, after torch.distributed.init_process_group(), or leave that out."
+        )
+
+
+def _facts(options: Options) -> dict[str, object]:
+    given = {name: getattr(options, name) for name in ("uneven", "layout", "agreement", "verify", "iterable_sharding")}
+    return given | {"seed": "default" if options.seed is None else options.seed}
+
+
+def describe(sampler: object) -> dict[str, object]:
+    """Return what can be told of a sampler and all nested in it without drawing: their classes and its length."""
+    kinds = " over ".join(type(nested).__qualname__ for nested in nested_samplers(sampler))
+    return {"sampler": kinds, "stream length": length_of(sampler)}
+
+
+def length_of(source: object) -> int | str:
+    """Return the length of a sampler or dataset, or "unknown"."""
+    try:
+        with PrivateRNG(seed=0, epoch=0):  # some samplers draw to tell it
+            return len(source)  # type: ignore[arg-type]  # TypeError where it has none
+    except (TypeError, NotImplementedError):
+        return "unknown"
+
+
+def _judge(records: Mapping[int, _Record]) -> _Verdict:
+    require_same(_AGREEING, {rank: record.facts for rank, record in records.items()})
+    first = next(iter(records.values()))
+    return _Verdict(first.seed, first.generators, _disagreement({rank: r.order for rank, r in records.items()}))
+
+
+def require_same(doing: str, records: Mapping[int, Mapping[str, object]]) -> None:
+    """Raise RankMismatchError unless every rank's facts are the same; with a table of who has what."""
+    names = dict.fromkeys(name for record in records.values() for name in record)
+    rows = []
+    for name in names:
+        holders = _by_value({rank: record.get(name, "nothing") for rank, record in records.items()})
+        if len(holders) > 1:
+            rows.append(
+                f"  {name}: " + "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in holders.items())
+            )
+    if rows:
+        raise RankMismatchError(
+            f"{doing}: the ranks differ, so their shares would overlap or their steps would not be equal.\n"
+            + "\n".join(rows)
+            + "\nMake these the same on every rank."
+        )
+
+
+def _disagreement(orders: Mapping[int, str | None]) -> str:
+    parties = _by_value(orders)
+    if None in parties or len(parties) == 1:
+        return ""
+    listed = " and ".join(ranks_text(ranks) for ranks in parties.values()).capitalize()
+    return (
+        f"{listed} would draw different orders, whatever the global random states: the sampler has "
+        "a random generator of its own that is seeded by rank, or follows the order of a set or of files. From now on "
+        "rank 0 draws each epoch and sends every rank its share, about 1 / num_replicas of the indices, at the "
+        "epoch's start. Make the sampler's order the same on every rank to do without."
+    )
+
+
+def _by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
+    """Return which ranks have each value."""
+    holders: dict[Any, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        holders[value].append(rank)
+    return holders
+
+
+def sample_order(sampler: object, dataset: object = None) -> str | None:
+    """Return a fingerprint of the first items that the sampler would give, or None where that cannot be told.
+
+    They are drawn from a copy, which shares datasets and modules with the original, under the same random states on
+    every rank; torch's own samplers are told by their parameters.
+    """
+    if sampler is None:
+        logger.info("The order of an iterable dataset is not compared between ranks: reading it would use it up.")
+        return None
+    if (parameters := _parameters(sampler)) is not None:
+        return fingerprint(parameters)
+    try:
+        with PrivateRNG(seed=0, epoch=0):
+            drawn = copy.deepcopy(sampler, _kept(sampler, dataset))
+            for generator in generators(nested_samplers(drawn)):
+                generator.manual_seed(0)
+            return fingerprint(islice(map(own, drawn), COMPARED))  # type: ignore[call-overload]  # an iterable
+    except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
+        logger.info(
+            "The order of %s is not compared between ranks: drawing a copy of it raised %s: %s",
+            type(sampler).__name__,
+            type(error).__name__,
+            error,
+        )
+        return None
+
+
+def _kept(sampler: object, dataset: object) -> dict[int, object]:
+    """What a copy of the sampler shares with it, as ``copy.deepcopy`` wants it."""
+    held = [value for nested in nested_samplers(sampler) for value in getattr(nested, "__dict__", {}).values()]
+    return {id(kept): kept for kept in [dataset, *held] if isinstance(kept, Dataset | nn.Module | DataLoader)} | {
+        id(dataset): dataset
+    }
+
+
+def _parameters(sampler: Any) -> list[object] | None:
+    """What the order of torch's own samplers follows from, given the same random states; None for any other."""
+    if type(sampler) is SequentialSampler:
+        return ["sequential"]
+    if type(sampler) is RandomSampler:
+        return ["random", sampler.replacement, sampler.num_samples, sampler.generator is None]
+    if type(sampler) is SubsetRandomSampler:
+        return ["subset", *_spread(sampler.indices)]
+    if type(sampler) is WeightedRandomSampler:
+        return ["weighted", sampler.replacement, sampler.num_samples, *_spread(sampler.weights)]
+    return None
+
+
+def _spread(values: Any) -> list[Any]:
+    """Some of the values, from all over the sequence."""
+    return [values[position] for position in range(0, len(values), max(1, len(values) // COMPARED))]

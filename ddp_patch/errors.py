@@ -8,6 +8,9 @@
         ├── UnsupportedLoaderError       also a TypeError: a loader that cannot be sharded correctly
         ├── NotALoaderError              also a TypeError: something that is no DataLoader
         ├── WorldError                   also a RuntimeError: which rank of how many is unclear
+        │   └── MissingRanksError        not every rank came to where all must agree
+        ├── RankMismatchError            also a RuntimeError: the ranks' loaders, options or epochs differ
+        ├── LeaderError                  also a RuntimeError: rank 0 could not draw what it was to send
         ├── AlreadyPatchedError          also a RuntimeError: sharded already, for another world
         ├── NotPatchedError              also an AssertionError: the guard found unsharded loaders
         ├── ExhaustedSamplerError        also a RuntimeError: an iterator was given as sampler and has nothing left
@@ -15,6 +18,7 @@
         └── RanksFailedError             also a RuntimeError: ``run_ranks`` did not get every rank's result
     Warning
     └── UserWarning
+        ├── LeaderWarning                ranks would draw different orders, so rank 0 draws for all
         ├── NotDistributedWarning        there is one process, so nothing was changed
         └── StreamLengthWarning          a sampler gave another number of items than its len() said
 """
@@ -24,9 +28,13 @@ __all__ = [
     "DDPPatchError",
     "ExhaustedSamplerError",
     "InvalidOptionError",
+    "LeaderError",
+    "LeaderWarning",
+    "MissingRanksError",
     "NotALoaderError",
     "NotDistributedWarning",
     "NotPatchedError",
+    "RankMismatchError",
     "RanksFailedError",
     "StreamLengthError",
     "StreamLengthWarning",
@@ -55,6 +63,18 @@ class WorldError(DDPPatchError, RuntimeError):
     """It cannot be told which rank of how many this process is."""
 
 
+class MissingRanksError(WorldError):
+    """Not every rank came, in time, to where all ranks must agree."""
+
+
+class RankMismatchError(DDPPatchError, RuntimeError):
+    """The ranks' loaders, options, epochs or orders are not the same."""
+
+
+class LeaderError(DDPPatchError, RuntimeError):
+    """Rank 0 could not draw the stream that the other ranks wait for."""
+
+
 class AlreadyPatchedError(DDPPatchError, RuntimeError):
     """The loader is sharded already, for another world than the one asked for."""
 
@@ -77,6 +97,10 @@ class ExhaustedSamplerError(DDPPatchError, RuntimeError):
 
 class StreamLengthWarning(UserWarning):
     """A sampler gave another number of items than its ``__len__`` says; all of them were shared."""
+
+
+class LeaderWarning(UserWarning):
+    """The ranks would draw different orders, so rank 0 draws for all."""
 
 
 class NotDistributedWarning(UserWarning):

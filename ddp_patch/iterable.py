@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from ddp_patch.agreement import Agreed
 from ddp_patch.errors import StreamLengthError
-from ddp_patch.options import Agreement, IterableSharding
+from ddp_patch.options import Options
 from ddp_patch.plan import Plan
 from ddp_patch.seeding import PrivateRNG
 from ddp_patch.sharing import share
@@ -25,34 +25,25 @@ T = TypeVar("T")
 class ShardedIterable(IterableDataset[T]):
     """One rank's share of another iterable dataset's stream.
 
-    ``sharding="exact"``: every worker reads the whole stream, told that it is the only reader so that a dataset which
-    splits itself over workers does not, and keeps this rank's items. Of the batches that these make, worker j of k
-    takes the j-th and every k-th after it, so the loader yields the same batches for every number of workers.
+    ``iterable_sharding="exact"``: every worker reads the whole stream, told that it is the only reader so that a
+    dataset which splits itself over workers does not, and keeps this rank's items. Of the batches that these make,
+    worker j of k takes the j-th and every k-th after it, so the loader yields the same batches for every number of
+    workers.
 
-    ``sharding="by_worker"``: the dataset is told that all ranks' workers are workers of one loader, and splits itself.
+    ``iterable_sharding="by_worker"``: the dataset is told that all ranks' workers are workers of one loader, and
+    splits itself.
 
     Attributes:
         dataset: The dataset that the user gave.
         epoch: The epoch of the running pass, in memory shared with the workers.
     """
 
-    def __init__(
-        self,
-        dataset: IterableDataset[T],
-        plan: Plan,
-        *,
-        seed: int,
-        agreement: Agreement,
-        sharding: IterableSharding,
-        batch_size: int,
-    ) -> None:
+    def __init__(self, dataset: IterableDataset[T], plan: Plan, options: Options, batch_size: int) -> None:
         self.dataset = dataset
         self.plan = plan
-        self.seed = seed
-        self.agreement = agreement
-        self.sharding = sharding
+        self.options = options
         self.batch_size = batch_size
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # torch's
 
     def __len__(self) -> int:
         return len(self.plan.share(self._stream_length()))
@@ -72,18 +63,19 @@ class ShardedIterable(IterableDataset[T]):
         epoch = int(self.epoch)
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
-        yield from self._exact(epoch) if self.sharding == "exact" else self._by_worker()
+        yield from self._exact(epoch) if self.options.iterable_sharding == "exact" else self._by_worker()
 
     def _exact(self, epoch: int) -> Iterator[T]:
-        rng = nullcontext() if self.agreement == "ambient" else PrivateRNG(self.seed, epoch)
+        is_ambient = self.options.agreement == "ambient"
+        rng = nullcontext() if is_ambient else PrivateRNG(self.options.seed or 0, epoch)
         stream = _read_as(None, self.dataset)
         # One round at a time, and no copies: these are samples, not indices, and most are other ranks'.
         chunks = draw(stream, rng, round_size=self.plan.num_replicas, most=1, copies=False)
         length = self._stream_length() if self.plan.layout == "contiguous" else 0
-        parts = share(self.plan, chunks, length, lambda drawn: self._check_runs(drawn, length))
+        parts = share([self.plan], chunks, length, lambda drawn: self._check_runs(drawn, length))
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        for place, item in enumerate(chain.from_iterable(parts)):
+        for place, item in enumerate(item for (part,) in parts for item in part):
             if place // self.batch_size % workers == worker:
                 yield item
 
@@ -114,8 +106,8 @@ class StreamSampler(EpochSampler[None]):
     its first batch, and has the ``set_epoch`` that training loops and frameworks call.
     """
 
-    def __init__(self, dataset: ShardedIterable[Any]) -> None:
-        super().__init__(dataset.plan, dataset.seed)
+    def __init__(self, dataset: ShardedIterable[Any], agreed: Agreed) -> None:
+        super().__init__(agreed)
         self.dataset: ShardedIterable[Any] = dataset
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
@@ -124,7 +116,7 @@ class StreamSampler(EpochSampler[None]):
         return self._pass(self._iterated)
 
     def _pass(self, epoch: int) -> Iterator[None]:
-        self.epochs.begin(epoch)
+        self._begin(epoch)
         self.dataset.epoch.fill_(epoch)
         # Told here too: where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it. Two workers that change it at once could leave it wrong.

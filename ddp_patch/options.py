@@ -6,20 +6,11 @@ from typing import Literal, TypeAlias
 
 from ddp_patch.errors import InvalidOptionError
 
-__all__ = [
-    "Agreement",
-    "IterableSharding",
-    "Layout",
-    "Options",
-    "Uneven",
-    "check_iterable_sharding",
-    "check_layout",
-    "check_uneven",
-]
+__all__ = ["Agreement", "IterableSharding", "Layout", "Options", "Uneven", "check_layout", "check_uneven"]
 
 Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 Layout: TypeAlias = Literal["interleaved", "contiguous"]
-Agreement: TypeAlias = Literal["auto", "seeded", "ambient"]
+Agreement: TypeAlias = Literal["auto", "seeded", "ambient", "leader"]
 IterableSharding: TypeAlias = Literal["exact", "by_worker"]
 
 _UNEVEN = {
@@ -32,9 +23,10 @@ _LAYOUT = {
     "contiguous": "gives rank r the r-th run of items",
 }
 _AGREEMENT = {
-    "auto": "is 'seeded'",
+    "auto": "is 'seeded', and 'leader' where the ranks are found to draw different orders",
     "seeded": "derives every epoch's order from (seed, epoch)",
     "ambient": "uses the global random states as they are, for ranks that are seeded alike",
+    "leader": "has rank 0 draw and send every rank its share",
 }
 _ITERABLE_SHARDING = {
     "exact": "has every rank read the whole stream and keep its share",
@@ -46,23 +38,35 @@ _ITERABLE_SHARDING = {
 class Options:
     """How a stream is shared.
 
+    Attributes:
+        timeout: How many seconds ranks wait for each other wherever they meet.
+
     Raises:
         InvalidOptionError: A value is none of those that exist.
     """
 
-    uneven: Uneven
-    layout: Layout
-    agreement: Agreement
-    seed: int | None
+    uneven: Uneven = "pad"
+    layout: Layout = "interleaved"
+    agreement: Agreement = "auto"
+    seed: int | None = None
+    verify: bool = False
+    timeout: float = 300.0
+    iterable_sharding: IterableSharding = "exact"
 
     def __post_init__(self) -> None:
         check_uneven(self.uneven)
         check_layout(self.layout)
         _check("agreement", self.agreement, _AGREEMENT)
+        _check("iterable_sharding", self.iterable_sharding, _ITERABLE_SHARDING)
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
             raise InvalidOptionError(
                 f"seed={self.seed!r} is not a whole number of at least 0, and orders are derived from one. "
                 "Pass such an int, or None for rank 0's torch.initial_seed()."
+            )
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not self.timeout > 0:
+            raise InvalidOptionError(
+                f"timeout={self.timeout!r} is not a positive number of seconds, and ranks that wait for each other "
+                "need an end to it. Pass one."
             )
 
 
@@ -74,11 +78,6 @@ def check_uneven(uneven: object) -> None:
 def check_layout(layout: object) -> None:
     """Raise InvalidOptionError unless ``layout`` is a value that exists."""
     _check("layout", layout, _LAYOUT)
-
-
-def check_iterable_sharding(sharding: object) -> None:
-    """Raise InvalidOptionError unless ``iterable_sharding`` has a value that exists."""
-    _check("iterable_sharding", sharding, _ITERABLE_SHARDING)
 
 
 def _check(name: str, value: object, meanings: Mapping[str, str]) -> None:

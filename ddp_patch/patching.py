@@ -2,41 +2,39 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
 from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.agreement import agree
+from ddp_patch.agreement import Agreed, agree, describe, length_of
 from ddp_patch.errors import (
     AlreadyPatchedError,
     InvalidOptionError,
     NotALoaderError,
     NotDistributedWarning,
     NotPatchedError,
+    UnsupportedLoaderError,
 )
 from ddp_patch.iterable import ShardedIterable, StreamSampler
 from ddp_patch.loader import (
     Level,
     copy_loader,
-    generators,
     level,
     require_copyable,
     require_loader,
     samplers_in_use,
     sharding,
 )
-from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Uneven, check_iterable_sharding
-from ddp_patch.plan import Plan
+from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Uneven
 from ddp_patch.seeding import WorkerSeeding
 from ddp_patch.world import World, find_world
-from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, EpochSampler
+from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, EpochSampler, require_length
 
 __all__ = ["assert_loaders_patched", "check_loaders_is_patched", "patch_dataloader_to_ddp"]
 
 T = TypeVar("T")
-Wrapper = TypeVar("Wrapper", DDPSamplerWrapper[Any], DDPBatchSamplerWrapper[Any])
 Loaders: TypeAlias = "DataLoader[Any] | Mapping[str, Loaders] | Sequence[Loaders]"
 
 
@@ -49,16 +47,20 @@ def patch_dataloader_to_ddp(
     seed: int | None = None,
     iterable_sharding: IterableSharding = "exact",
     process_group: dist.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
+    data_parallel_dimensions: Sequence[str] | None = None,
     rank: SupportsIndex | None = None,
     num_replicas: SupportsIndex | None = None,
+    verify: bool = False,
+    timeout: float = 300.0,
 ) -> DataLoader[T]:
     """Return a copy of a finished loader that gives this rank its correct share of the data.
 
     Call it on every rank of the group, after ``torch.distributed.init_process_group()``. A sampler is shared
     item by item and torch's own ``BatchSampler`` then makes batches on each rank, so ``batch_size`` stays per rank;
     any other batch sampler is shared in whole batches, and an iterable dataset's items are shared as they come.
-    Interleaving the ranks' shares gives one stream, which is the same for every number of ranks. Nothing communicates
-    after this call.
+    Interleaving the ranks' shares gives one stream, which is the same for every number of ranks. Nothing
+    communicates after this call, but with ``verify=True`` and under a leader.
 
     Args:
         loader: A finished loader. It is not changed.
@@ -68,10 +70,12 @@ def patch_dataloader_to_ddp(
             repeated, but steps may differ by one).
         layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` the r-th run of
             items, for which the sampler must know its length.
-        agreement: ``"auto"`` and ``"seeded"`` derive every epoch's order from (seed, epoch), whatever the
-            ranks' own seeds; ``"ambient"`` lets samplers use the global random states as they are, for ranks that
-            are seeded alike. A ``torch.Generator`` of the loader or its samplers is put into rank 0's state
-            once, and then gives what it would give in one process.
+        agreement: Why every rank sees the same stream. ``"seeded"``: every epoch's order is derived from (seed, epoch),
+            whatever the ranks' own seeds. ``"auto"``: the same; but the ranks compare the order of a copy's first
+            items, here, and where these differ it is ``"leader"``. ``"leader"``: rank 0 draws each epoch and sends
+            every rank its share. ``"ambient"``: samplers use the global random states as they are, for ranks that are
+            seeded alike. A ``torch.Generator`` of the loader or its samplers is put into rank 0's state once, and
+            then gives what it would give in one process.
         seed: A whole number of at least 0; rank 0's is sent to all. Default: rank 0's ``torch.initial_seed()``,
             or 0 in an explicit world.
         iterable_sharding: For iterable datasets. ``"exact"``: every rank reads the whole stream and keeps its share,
@@ -79,8 +83,15 @@ def patch_dataloader_to_ddp(
             that all ranks' workers are workers of one loader, so that nothing is read twice; whether ranks then make
             the same number of steps is up to the dataset, and ``uneven`` has no say.
         process_group: The group whose ranks share the data; default: all ranks.
+        device_mesh: A mesh over whose data-parallel dimensions the data is shared: those named ``dp``,
+            ``dp_replicate``, ``dp_shard``, ``fsdp`` and the like. Ranks that differ in its other dimensions only
+            (tensor, context or pipeline parallelism) get the same batches.
+        data_parallel_dimensions: The names of those dimensions, where they have others.
         rank: This rank, in ``range(num_replicas)``, for an explicit world: nothing communicates at all.
         num_replicas: The number of ranks of an explicit world.
+        verify: Compare epoch, seed and position between the ranks at the beginning of each epoch, and what was drawn at
+            its end.
+        timeout: How many seconds the ranks wait for each other, here and wherever they meet later.
 
     Returns:
         A loader of the same class. The same loader where it is sharded already (by this function, or by any other
@@ -92,6 +103,9 @@ def patch_dataloader_to_ddp(
         WorldError: The environment announces several ranks and no process group exists, or this process is
             not in ``process_group``.
         AlreadyPatchedError: The loader was patched for another world.
+        UnsupportedLoaderError: The loader cannot be copied correctly.
+        RankMismatchError: The ranks' loaders or options differ; on every rank.
+        MissingRanksError: A rank did not come here in time.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -103,9 +117,8 @@ def patch_dataloader_to_ddp(
         3 [[1, 3], [5, 7], [9]]
     """
     require_loader("patch_dataloader_to_ddp", loader)
-    options = Options(uneven, layout, agreement, seed)
-    check_iterable_sharding(iterable_sharding)
-    world = find_world(rank, num_replicas, process_group)
+    options = Options(uneven, layout, agreement, seed, verify, timeout, iterable_sharding)
+    world = find_world(rank, num_replicas, process_group, device_mesh, data_parallel_dimensions)
     if world is None:
         warnings.warn(
             "patch_dataloader_to_ddp changed nothing: there is no process group and the environment announces no "
@@ -118,10 +131,39 @@ def patch_dataloader_to_ddp(
     if _is_sharded_for(world, loader):
         return loader
     require_copyable(loader)
-    if level(loader) is Level.ITERABLE:
-        _check_iterable(loader, options, iterable_sharding)
-    agreed_seed = agree(world, seed, generators([loader, *samplers_in_use(loader)]))
-    return _shard(loader, world, replace(options, seed=agreed_seed), iterable_sharding)
+    return _shard(loader, _agree(loader, world, options))
+
+
+def _agree(loader: DataLoader[Any], world: World, options: Options) -> Agreed:
+    """Have all ranks agree on the loader and its options, after refusing what cannot hold."""
+    at = level(loader)
+    if at is Level.ITERABLE:
+        _check_iterable(loader, options)
+    stream: Any = {
+        Level.SAMPLE: getattr(loader.batch_sampler, "sampler", None),
+        Level.BATCH: loader.batch_sampler,
+        Level.UNBATCHED: loader.sampler,
+        Level.ITERABLE: loader.dataset,
+    }[at]
+    told = describe(stream)
+    require_length(options, world, type(stream).__name__, told["stream length"])
+    facts = {
+        "loader": type(loader).__qualname__,
+        "dataset": type(loader.dataset).__qualname__,
+        "dataset length": length_of(loader.dataset),
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        "shared by": at.value,
+        **told,
+    }
+    return agree(
+        world,
+        options,
+        facts,
+        sampler=None if at is Level.ITERABLE else stream,
+        holders=[loader, *samplers_in_use(loader)],
+        dataset=loader.dataset,
+    )
 
 
 def _is_sharded_for(world: World, loader: DataLoader[Any]) -> bool:
@@ -136,18 +178,23 @@ def _is_sharded_for(world: World, loader: DataLoader[Any]) -> bool:
     return found is not None
 
 
-def _check_iterable(loader: DataLoader[Any], options: Options, iterable_sharding: IterableSharding) -> None:
+def _check_iterable(loader: DataLoader[Any], options: Options) -> None:
     """Refuse what cannot hold for a dataset whose items come without indices."""
     name = type(loader.dataset).__name__
-    if options.layout == "contiguous" and iterable_sharding == "by_worker":
+    if getattr(loader.dataset, "_distributed", None) is not None:  # Hugging Face's; it has no public name
+        raise UnsupportedLoaderError(
+            f"{name} was split by split_dataset_by_node() already, and sharing a share again would lose the rest of "
+            "it. Patch a loader of the whole dataset, without that call."
+        )
+    if options.layout == "contiguous" and options.iterable_sharding == "by_worker":
         raise InvalidOptionError(
             f"layout='contiguous' cannot hold with iterable_sharding='by_worker': {name} itself decides what each "
             "worker reads. Use one or the other."
         )
-    if options.layout == "contiguous" and not hasattr(loader.dataset, "__len__"):
+    if options.agreement == "leader":
         raise InvalidOptionError(
-            f"layout='contiguous' cuts a stream into one run for each rank, for which its length must be known, and "
-            f"{name} has no len(). Give it a __len__, or use layout='interleaved', which needs none."
+            f"agreement='leader' cannot hold for {name}: rank 0 sends indices, and an iterable dataset has none. Use "
+            "agreement='seeded'."
         )
     if options.agreement == "ambient" and loader.num_workers > 0:
         raise InvalidOptionError(
@@ -156,39 +203,29 @@ def _check_iterable(loader: DataLoader[Any], options: Options, iterable_sharding
         )
 
 
-def _shard(loader: DataLoader[T], world: World, options: Options, iterable_sharding: IterableSharding) -> DataLoader[T]:
+def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
     """Copy the loader with what chooses its samples sharded, and its workers seeded by rank."""
-
-    def wrapped(wrapper: type[Wrapper], sampler: Any) -> Wrapper:
-        # All is agreed by now, so the wrapper is given an explicit world, in which it sends nothing.
-        return wrapper(sampler, False, rank=world.rank, num_replicas=world.num_replicas, **asdict(options))
-
     new: dict[str, Any] = {}
     sharded: EpochSampler[Any]
     batches: Any = loader.batch_sampler
     match level(loader):
         case Level.SAMPLE:
-            sharded = new["sampler"] = wrapped(DDPSamplerWrapper, batches.sampler)
+            sharded = new["sampler"] = DDPSamplerWrapper.of(batches.sampler, agreed)
             new["batch_size"], new["drop_last"] = batches.batch_size, batches.drop_last
             new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
         case Level.BATCH:
-            sharded = new["batch_sampler"] = wrapped(DDPBatchSamplerWrapper, batches)
+            sharded = new["batch_sampler"] = DDPBatchSamplerWrapper.of(batches, agreed)
         case Level.UNBATCHED:
-            sharded = new["sampler"] = wrapped(DDPSamplerWrapper, loader.sampler)
+            sharded = new["sampler"] = DDPSamplerWrapper.of(loader.sampler, agreed)
         case Level.ITERABLE:
-            new["dataset"] = ShardedIterable(
-                cast(IterableDataset[T], loader.dataset),
-                Plan(world.rank, world.num_replicas, options.uneven, options.layout),
-                seed=cast(int, options.seed),
-                agreement=options.agreement,
-                sharding=iterable_sharding,
-                batch_size=loader.batch_size or 1,
-            )
-            sharded = new["sampler"] = StreamSampler(new["dataset"])
+            dataset = cast(IterableDataset[T], loader.dataset)
+            plan = agreed.plan(agreed.world.rank)
+            new["dataset"] = ShardedIterable(dataset, plan, agreed.options, loader.batch_size or 1)
+            sharded = new["sampler"] = StreamSampler(new["dataset"], agreed)
             if batches is not None:
                 new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
     if loader.num_workers > 0:
-        new["worker_init_fn"] = WorkerSeeding(loader.worker_init_fn, sharded.seed, world.rank, sharded.epochs)
+        new["worker_init_fn"] = WorkerSeeding(loader.worker_init_fn, agreed.seed, agreed.world.rank, sharded.epochs)
     return copy_loader(loader, **new)
 
 

@@ -1,6 +1,6 @@
-"""One rank's share of a stream that comes in chunks: the plan applied to what was drawn."""
+"""A stream that comes in chunks, cut into the shares of one rank or of several: the plan applied to what was drawn."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from ddp_patch.plan import Plan
@@ -10,20 +10,23 @@ __all__ = ["share"]
 T = TypeVar("T")
 
 
-def share(plan: Plan, chunks: Iterable[list[T]], length: int, at_end: Callable[[int], None]) -> Iterator[list[T]]:
-    """Yield this rank's items of a stream, chunk by chunk, then its padding.
+def share(
+    plans: Sequence[Plan], chunks: Iterable[list[T]], length: int, at_end: Callable[[int], None]
+) -> Iterator[list[list[T]]]:
+    """Yield each plan's items of a stream, chunk by chunk, then their padding.
 
     Args:
-        plan: Which positions are this rank's.
+        plans: Which positions are whose; of one world.
         chunks: The stream, in chunks of whole rounds; only the last may be shorter.
         length: The stream's length, for ``layout="contiguous"``; interleaved, its end is found and not predicted.
         at_end: Called with the number of items that came, before any padding.
     """
-    first: list[T] = []  # padding repeats the stream's first items, and never more than these
+    kept = plans[0].num_replicas - 1  # padding repeats the stream's first items, and never more than these
+    first: list[T] = []
     drawn = 0
     for chunk in chunks:
-        first += chunk[: plan.num_replicas - 1 - len(first)]
-        yield chunk[plan.part(drawn, len(chunk), length)]
+        first += chunk[: kept - len(first)]
+        yield [chunk[plan.part(drawn, len(chunk), length)] for plan in plans]
         drawn += len(chunk)
     at_end(drawn)
-    yield [first[position % drawn] for position in plan.padding(drawn)]
+    yield [[first[position % drawn] for position in plan.padding(drawn)] for plan in plans]

@@ -28,11 +28,8 @@ __all__ = ["run_ranks"]
 
 R = TypeVar("R")
 
-# How long the other ranks may go on after one has failed: their own errors help to find the cause.
-GRACE_S = 5.0
 
-
-def run_ranks(fn: Callable[..., R], world_size: int, *args: Any, timeout: float = 120.0) -> list[R]:
+def run_ranks(fn: Callable[..., R], world_size: int, *args: Any, timeout: float = 120.0, grace: float = 5.0) -> list[R]:
     """Call ``fn(rank, world_size, *args)`` on every rank of a new gloo group and return what each rank returned.
 
     Every rank is a process of its own (started by ``spawn``, one torch thread) with an initialised default process
@@ -45,6 +42,7 @@ def run_ranks(fn: Callable[..., R], world_size: int, *args: Any, timeout: float 
         world_size: The number of ranks, at least 1.
         args: Further arguments, picklable.
         timeout: Seconds until every rank must have returned; also the collectives' time-out.
+        grace: Seconds that the others may go on after one has failed: their own errors help to find the cause.
 
     Returns:
         The ranks' return values, by rank; they must be picklable.
@@ -69,7 +67,7 @@ def run_ranks(fn: Callable[..., R], world_size: int, *args: Any, timeout: float 
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder, contextlib.ExitStack() as processes:
         tasks = [_Task(fn, args, rank, world_size, timeout, Path(folder), start_method) for rank in range(world_size)]
         ranks = [processes.enter_context(_started(task)) for task in tasks]
-        _collect(ranks, deadline)
+        _collect(ranks, deadline, grace)
     if all(rank.fate == "returned" for rank in ranks):
         return [rank.result for rank in ranks]
     raise RanksFailedError(_describe(getattr(fn, "__qualname__", repr(fn)), ranks, timeout))
@@ -132,7 +130,7 @@ def _kill(process: SpawnProcess) -> None:
     process.close()
 
 
-def _collect(ranks: Sequence[_Rank], deadline: float) -> None:
+def _collect(ranks: Sequence[_Rank], deadline: float, grace: float) -> None:
     """Wait until every rank has ended, a failed one's peers had their grace, or time is up."""
     while running := {rank.connection: rank for rank in ranks if rank.fate == "running"}:
         for connection in (ready := wait(list(running), max(0.0, deadline - time.monotonic()))):
@@ -140,7 +138,7 @@ def _collect(ranks: Sequence[_Rank], deadline: float) -> None:
         if not ready:
             break
         if any(running[connection].fate != "returned" for connection in ready):  # type: ignore[index]  # as above
-            deadline = min(deadline, time.monotonic() + GRACE_S)
+            deadline = min(deadline, time.monotonic() + grace)
     for rank in ranks:
         if rank.fate == "running":
             rank.ask_where()

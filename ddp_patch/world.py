@@ -1,24 +1,48 @@
 """Which rank of how many this process is: given, read from a process group, or not distributed at all."""
 
+import math
 import operator
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_patch.errors import InvalidOptionError, WorldError
 
-__all__ = ["World", "find_world"]
+__all__ = ["DATA_PARALLEL_DIMENSIONS", "World", "find_world"]
+
+
+# The names in use for mesh dimensions over which data is split; all others replicate it.
+DATA_PARALLEL_DIMENSIONS = (
+    "dp",
+    "dp_replicate",
+    "dp_shard",
+    "ddp",
+    "fsdp",
+    "hsdp",
+    "replicate",
+    "shard",
+    "data_parallel",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """``rank`` of ``num_replicas``; ``group`` is None where the world was given and nothing may communicate."""
+    """``rank`` of ``num_replicas``, which share the data.
+
+    Attributes:
+        rank: This rank's place among those that share.
+        num_replicas: How many share.
+        members: Which global rank takes which share, for all that must agree; several take the same one where they
+            differ in another kind of parallelism only. None where the world was given and nothing may communicate.
+    """
 
     rank: int
     num_replicas: int
-    group: dist.ProcessGroup | None = None
+    members: Mapping[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
@@ -33,39 +57,56 @@ class World:
 
 
 def find_world(
-    rank: SupportsIndex | None, num_replicas: SupportsIndex | None, process_group: dist.ProcessGroup | None
+    rank: SupportsIndex | None = None,
+    num_replicas: SupportsIndex | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
+    data_parallel_dimensions: Sequence[str] | None = None,
 ) -> World | None:
     """Return the world asked for, or that of the process group, or None where there is one process only.
 
+    Args:
+        rank: This rank, in an explicit world.
+        num_replicas: The number of ranks of an explicit world.
+        process_group: The group whose ranks share.
+        device_mesh: A mesh whose data-parallel dimensions share; ranks that differ in others only get the same data.
+        data_parallel_dimensions: The names of those dimensions; default: those among ``DATA_PARALLEL_DIMENSIONS``.
+
     Raises:
-        InvalidOptionError: ``rank`` and ``num_replicas`` are no valid pair.
-        WorldError: This process is not in ``process_group``, or the environment announces several processes
-            and no process group exists yet.
+        InvalidOptionError: What was given is no valid world, or is given in two ways.
+        WorldError: This process is not in ``process_group`` or ``device_mesh``, or the environment announces several
+            processes and no process group exists yet.
     """
-    if rank is not None or num_replicas is not None:
-        return _given_world(rank, num_replicas, process_group)
-    if process_group is not None:
+    explicit = rank is not None or num_replicas is not None
+    ways = {"rank=": explicit, "process_group=": process_group is not None, "device_mesh=": device_mesh is not None}
+    given = [name for name, is_given in ways.items() if is_given]
+    if len(given) > 1:
+        raise InvalidOptionError(
+            f"The world was given in {len(given)} ways, by {' and '.join(given)}, which may contradict each other. "
+            "Pass one of them."
+        )
+    if data_parallel_dimensions is not None and device_mesh is None:
+        raise InvalidOptionError(
+            f"data_parallel_dimensions={data_parallel_dimensions!r} names dimensions of a device_mesh, and none was "
+            "given. Pass device_mesh= too."
+        )
+    if explicit:
+        return _given_world(rank, num_replicas)
+    if device_mesh is not None:
+        return _mesh_world(device_mesh, data_parallel_dimensions)
+    if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return _group_world(process_group)
-    if dist.is_available() and dist.is_initialized():
-        return _group_world(dist.group.WORLD)
     _refuse_announced_world()
     return None
 
 
-def _given_world(
-    rank: SupportsIndex | None, num_replicas: SupportsIndex | None, process_group: dist.ProcessGroup | None
-) -> World:
+def _given_world(rank: SupportsIndex | None, num_replicas: SupportsIndex | None) -> World:
     if rank is None or num_replicas is None:
         given, missing = ("num_replicas", "rank") if rank is None else ("rank", "num_replicas")
         value = num_replicas if rank is None else rank
         raise InvalidOptionError(
             f"{given}={value!r} was given without {missing}: an explicit world needs both. "
             f"Pass {missing} too, or neither to read the process group."
-        )
-    if process_group is not None:
-        raise InvalidOptionError(
-            f"rank={rank!r} and num_replicas={num_replicas!r} were given together with process_group: "
-            "an explicit world communicates with nobody. Pass one or the other."
         )
     return World(_integer("rank", rank), _integer("num_replicas", num_replicas))
 
@@ -87,7 +128,32 @@ def _group_world(group: dist.ProcessGroup | None) -> World:
             "process_group, so it has no share. Call this only on the group's ranks, or pass the group that "
             "this rank belongs to."
         )
-    return World(rank, dist.get_world_size(group), group)
+    members = {member: place for place, member in enumerate(dist.get_process_group_ranks(group))}
+    return World(rank, len(members), members)
+
+
+def _mesh_world(mesh: DeviceMesh, dimensions: Sequence[str] | None) -> World:
+    names = tuple(mesh.mesh_dim_names or ())
+    chosen = [name for name in names if name in (DATA_PARALLEL_DIMENSIONS if dimensions is None else dimensions)]
+    unknown = sorted(set(dimensions or ()) - set(names))
+    if unknown or not chosen:
+        raise InvalidOptionError(
+            f"The device_mesh has the dimensions {names}, "
+            + (f"but not {unknown}. " if unknown else "and none of them is known to split the data. ")
+            + "Pass those that do as data_parallel_dimensions=[...]."
+        )
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise WorldError(
+            f"This process (global rank {dist.get_rank()} of {dist.get_world_size()}) is not in the given device_mesh, "
+            "so it has no share. Call this only on the mesh's ranks."
+        )
+    # With the dimensions that split the data first, the place in them alone, row by row, is the share.
+    first = sorted(range(len(names)), key=lambda dimension: names[dimension] not in chosen)
+    num_replicas = math.prod(mesh.mesh.shape[names.index(name)] for name in chosen)
+    rows = mesh.mesh.permute(first).reshape(num_replicas, -1).tolist()
+    members = {member: share for share, row in enumerate(rows) for member in row}
+    return World(members[dist.get_rank()], num_replicas, members)
 
 
 def _refuse_announced_world() -> None:

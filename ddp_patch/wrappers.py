@@ -2,18 +2,19 @@
 
 import operator
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import length_hint
-from typing import Any, SupportsIndex, TypeVar, cast
+from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DistributedSampler
 
-from ddp_patch.agreement import agree
+from ddp_patch.agreement import Agreed, agree, describe
 from ddp_patch.errors import (
     ExhaustedSamplerError,
     InvalidOptionError,
@@ -21,37 +22,61 @@ from ddp_patch.errors import (
     StreamLengthWarning,
     WorldError,
 )
+from ddp_patch.fingerprint import Fingerprint
 from ddp_patch.loader import generators, nested_samplers
 from ddp_patch.options import Agreement, Layout, Options, Uneven
 from ddp_patch.plan import Plan
 from ddp_patch.seeding import EpochCounter, PrivateRNG, distributed_permutation
 from ddp_patch.sharing import share
 from ddp_patch.streams import MOST_AHEAD, draw
-from ddp_patch.world import find_world
+from ddp_patch.world import World, find_world
 
-__all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "EpochSampler"]
+__all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "EpochSampler", "SharingOptions", "require_length"]
 
 T = TypeVar("T")
 
 
+class SharingOptions(TypedDict, total=False):
+    """What both wrappers take as keywords; described at ``DDPSamplerWrapper``."""
+
+    num_replicas: SupportsIndex | None
+    rank: SupportsIndex | None
+    process_group: dist.ProcessGroup | None
+    device_mesh: DeviceMesh | None
+    data_parallel_dimensions: Sequence[str] | None
+    uneven: Uneven
+    layout: Layout
+    agreement: Agreement
+    seed: int | None
+    verify: bool
+    timeout: float
+
+
 class EpochSampler(DistributedSampler[T]):
-    """What every sampler that this package puts into a loader has: a plan, a seed and a count of epochs.
+    """What every sampler that this package puts into a loader has: a plan, an agreement and a count of epochs.
 
     A ``DistributedSampler``, because every framework recognises a sharded loader by that class.
 
     Attributes:
+        agreed: What the ranks agreed on.
         plan: Which positions are this rank's.
         seed: What every epoch's order is derived from; the same on every rank.
         epochs: Which epoch comes next.
     """
 
-    def __init__(self, plan: Plan, seed: int) -> None:
+    def __init__(self, agreed: Agreed) -> None:
         # DistributedSampler.__init__ is not called: it fixes the length, once, and so needs one.
-        self.plan = plan
-        self.seed = seed
+        self.agreed = agreed
+        self.plan = agreed.plan(agreed.world.rank)
+        self.seed = agreed.seed
         self.epochs = EpochCounter()
         # The names by which DistributedSampler's users know these.
-        self.num_replicas, self.rank = plan.num_replicas, plan.rank
+        self.num_replicas, self.rank = agreed.world.num_replicas, agreed.world.rank
+
+    def _begin(self, epoch: int, taken: int = 0) -> None:
+        """Begin an epoch, in step with the other ranks where the user wants that checked."""
+        self.agreed.check("Beginning an epoch", epoch=epoch, seed=self.seed, taken=taken)
+        self.epochs.begin(epoch)
 
     @property
     def epoch(self) -> int:
@@ -86,44 +111,21 @@ class _ShardedSampler(EpochSampler[T]):
         sampler: The wrapped sampler.
     """
 
-    def __init__(
-        self,
-        sampler: Iterable[T],
-        shuffle_samples_between_gpus: bool,
-        pad_data_to_num_gpus: bool,
-        *,
-        num_replicas: SupportsIndex | None,
-        rank: SupportsIndex | None,
-        process_group: dist.ProcessGroup | None,
-        uneven: Uneven | None,
-        layout: Layout,
-        agreement: Agreement,
-        seed: int | None,
-    ) -> None:
-        if uneven is None:
-            uneven = "pad" if pad_data_to_num_gpus else "drop"
-        options = Options(uneven, layout, agreement, seed)
-        world = find_world(rank, num_replicas, process_group)
-        if world is None:
-            raise WorldError(
-                f"{type(self).__name__} does not know which rank of how many it is: there is no process group. "
-                "Call torch.distributed.init_process_group() first, or pass rank= and num_replicas=."
-            )
-        plan = Plan(world.rank, world.num_replicas, options.uneven, options.layout)
-        super().__init__(plan, agree(world, seed, generators(nested_samplers(sampler))))
-        self.agreement = agreement
+    def __init__(self, sampler: Iterable[T], shuffle: bool, agreed: Agreed) -> None:
+        super().__init__(agreed)
         self.sampler = sampler
         self.dataset = cast(Any, sampler)  # DistributedSampler's name for it
-        self.shuffle = shuffle_samples_between_gpus
+        self.shuffle = shuffle
         self._warned_of_length = False
         self._progress: _Progress | None = None
         self._resumed: dict[str, Any] | None = None
-        if layout == "contiguous" and self._length_if_any(epoch=0) is None:
-            raise InvalidOptionError(
-                f"layout='contiguous' cuts a stream into one run for each of {world.num_replicas} ranks, for which its "
-                f"length must be known, and {type(sampler).__name__} has no len(). Give it a __len__, or use "
-                "layout='interleaved', which needs none."
-            )
+
+    @classmethod
+    def of(cls, sampler: Iterable[T], agreed: Agreed) -> Self:
+        """Wrap a sampler on whose sharing the ranks have agreed already."""
+        wrapper = cls.__new__(cls)
+        _ShardedSampler.__init__(wrapper, sampler, shuffle=False, agreed=agreed)
+        return wrapper
 
     @property
     def total_size(self) -> int:  # type: ignore[override]  # torch fixes it at construction; here it is computed
@@ -149,8 +151,14 @@ class _ShardedSampler(EpochSampler[T]):
         except (TypeError, NotImplementedError):
             return None
 
+    @property
+    def _draws(self) -> bool:
+        """Whether this rank draws the sampler, or is sent its share."""
+        leader = self.agreed.leader
+        return leader is None or leader.rank == leader.first
+
     def _rng(self, epoch: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.agreement == "ambient" else PrivateRNG(self.seed, epoch)
+        return nullcontext() if self.agreed.options.agreement == "ambient" else PrivateRNG(self.seed, epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be drawn; every nested sampler that has a ``set_epoch`` is told too.
@@ -185,7 +193,7 @@ class _ShardedSampler(EpochSampler[T]):
         # Begun at once, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
         with rng:
-            stream = iter(self.sampler)
+            stream = iter(self.sampler) if self._draws else iter(())
         return chain.from_iterable(self._pass(stream, rng, progress))
 
     def _pass(
@@ -193,11 +201,11 @@ class _ShardedSampler(EpochSampler[T]):
     ) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
         again = self.epochs.passes > 0
-        self.epochs.begin(progress.epoch)
+        self._begin(progress.epoch, progress.skip)
         self._progress, self._resumed = progress, None
         one_shot = stream is self.sampler  # an iterator, which no pass begins anew
         # Of an iterator nothing is drawn ahead: after a break the next pass goes on where this one stopped.
-        most = 1 if one_shot or self.agreement == "ambient" else MOST_AHEAD
+        most = 1 if one_shot or self.agreed.options.agreement == "ambient" else MOST_AHEAD
         chunks = draw(stream, rng, round_size=self.plan.num_replicas, most=most)
         if one_shot and again:
             chunks = _not_empty(chunks, progress.epoch)
@@ -222,11 +230,34 @@ class _ShardedSampler(EpochSampler[T]):
         for generator, state in zip(generators(nested_samplers(self.sampler)), states, strict=True):
             generator.set_state(state)
 
-    def _parts(self, chunks: Iterable[list[T]], epoch: int) -> Iterator[list[T]]:
+    def _parts(self, chunks: Iterator[list[T]], epoch: int) -> Iterator[list[T]]:
+        """Yield this rank's items: cut from what it draws, or as rank 0 sends them."""
+        leader = self.agreed.leader
+        if leader is None:
+            return (part for (part,) in self._shares(self._verified(chunks, epoch), [self.plan], epoch))
+        turn = f"pass {self.epochs.passes} over epoch {epoch}"
+        if not self._draws:
+            return leader.receive(turn)
+        plans = [self.agreed.plan(rank) for rank in (self.agreed.world.members or {}).values()]
+        return leader.send(self._shares(chunks, plans, epoch), turn, self._length_if_any(epoch) is not None)
+
+    def _shares(self, chunks: Iterator[list[T]], plans: Sequence[Plan], epoch: int) -> Iterator[list[list[T]]]:
         if self.shuffle:
-            return _shuffled_share(self.plan, chunks, self.seed, epoch)
+            return _shuffled_shares(plans, chunks, self.seed, epoch)
         length = self._stream_length(epoch) if self.plan.layout == "contiguous" else 0
-        return share(self.plan, chunks, length, lambda drawn: self._compare_length(drawn, length, epoch))
+        return share(plans, chunks, length, lambda drawn: self._compare_length(drawn, length, epoch))
+
+    def _verified(self, chunks: Iterator[list[T]], epoch: int) -> Iterator[list[T]]:
+        """Pass chunks on; where the user wants it, compare at the end what the ranks have drawn."""
+        if not self.agreed.options.verify:
+            yield from chunks
+            return
+        drawn, running = 0, Fingerprint()
+        for chunk in chunks:
+            drawn += len(chunk)
+            running.add(chunk)
+            yield chunk
+        self.agreed.check("Ending an epoch", epoch=epoch, drawn=drawn, order=running.hexdigest())
 
     def _generator_states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in generators(nested_samplers(self.sampler))]
@@ -288,11 +319,13 @@ def _not_empty(chunks: Iterator[list[T]], epoch: int) -> Iterator[list[T]]:
     return chain([first], chunks)
 
 
-def _shuffled_share(plan: Plan, chunks: Iterable[list[T]], seed: int, epoch: int) -> Iterator[list[T]]:
-    """Yield this rank's items of the stream in ``DistributedSampler(shuffle=True)``'s order, which needs all of it."""
+def _shuffled_shares(
+    plans: Sequence[Plan], chunks: Iterable[list[T]], seed: int, epoch: int
+) -> Iterator[list[list[T]]]:
+    """Yield each plan's items of the stream in ``DistributedSampler(shuffle=True)``'s order, which needs all of it."""
     items = [item for chunk in chunks for item in chunk]
     order = distributed_permutation(len(items), seed, epoch)
-    yield [items[int(order[position % len(items)])] for position in plan.share(len(items))]
+    yield [[items[int(order[position % len(items)])] for position in plan.share(len(items))] for plan in plans]
 
 
 @dataclass
@@ -334,18 +367,9 @@ class DDPSamplerWrapper(_ShardedSampler[T]):
             ``torch.utils.data.DistributedSampler(shuffle=True)`` does with a dataset. This holds one epoch's items
             in memory.
         pad_data_to_num_gpus: True means ``uneven="pad"`` and False ``uneven="drop"``.
-        num_replicas: How many ranks share the stream; together with ``rank``, and then nothing communicates.
-        rank: This rank, in ``range(num_replicas)``.
-        process_group: The group whose ranks share, where ``rank`` and ``num_replicas`` are not given; default: all.
-        uneven: What happens to the last round when the stream's length is no multiple of ``num_replicas``:
-            ``"pad"`` repeats the first items, ``"drop"`` leaves that round out, ``"keep"`` gives some ranks one item
-            less. Outranks ``pad_data_to_num_gpus``.
-        layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` the r-th run of
-            items, for which the sampler must know its length.
-        agreement: ``"auto"`` and ``"seeded"`` derive every epoch's order from (seed, epoch); ``"ambient"`` lets the
-            sampler use the global random states as they are, for ranks that are seeded alike.
-        seed: A whole number of at least 0. Default: rank 0's ``torch.initial_seed()``, sent once, now; with an
-            explicit world, where nothing is sent, 0.
+        options: As keywords, each meaning what it means in ``patch_dataloader_to_ddp``: ``num_replicas`` and ``rank``,
+            ``process_group``, ``device_mesh``, ``data_parallel_dimensions``, ``uneven`` (outranks
+            ``pad_data_to_num_gpus``), ``layout``, ``agreement``, ``seed``, ``verify`` and ``timeout``.
 
     Raises:
         InvalidOptionError: An option has no meaning.
@@ -367,29 +391,15 @@ class DDPSamplerWrapper(_ShardedSampler[T]):
         sampler: Iterable[T],
         shuffle_samples_between_gpus: bool = True,
         pad_data_to_num_gpus: bool = True,
-        *,
-        num_replicas: SupportsIndex | None = None,
-        rank: SupportsIndex | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        uneven: Uneven | None = None,
-        layout: Layout = "interleaved",
-        agreement: Agreement = "auto",
-        seed: int | None = None,
+        **options: Unpack[SharingOptions],
     ) -> None:
-        super().__init__(
-            sampler,
-            shuffle_samples_between_gpus,
-            pad_data_to_num_gpus,
-            num_replicas=num_replicas,
-            rank=rank,
-            process_group=process_group,
-            uneven=uneven,
-            layout=layout,
-            agreement=agreement,
-            seed=seed,
-        )
-        # As DistributedSampler has it. A batch sampler's means something else, so only this class sets it.
-        self.drop_last = self.plan.uneven == "drop"
+        agreed = _agree_alone(type(self).__name__, sampler, pad_data_to_num_gpus, options)
+        super().__init__(sampler, shuffle_samples_between_gpus, agreed)
+
+    @property
+    def drop_last(self) -> bool:  # type: ignore[override]  # torch's is an attribute
+        """Whether the last, incomplete round is left out, as ``DistributedSampler`` has it."""
+        return self.plan.uneven == "drop"
 
 
 class DDPBatchSamplerWrapper(_ShardedSampler[T]):
@@ -399,13 +409,7 @@ class DDPBatchSamplerWrapper(_ShardedSampler[T]):
         batch_sampler: A batch sampler, or any iterable of batches; ``batch_size`` and ``drop_last`` are read from it.
         shuffle_samples_between_gpus: As in ``DDPSamplerWrapper``, with batches for items; so all that follow.
         pad_data_to_num_gpus: See there.
-        num_replicas: See there.
-        rank: See there.
-        process_group: See there.
-        uneven: See there.
-        layout: See there.
-        agreement: See there.
-        seed: See there.
+        options: See there.
 
     Raises:
         DDPPatchError: As in ``DDPSamplerWrapper``.
@@ -421,27 +425,10 @@ class DDPBatchSamplerWrapper(_ShardedSampler[T]):
         batch_sampler: Iterable[T],
         shuffle_samples_between_gpus: bool = True,
         pad_data_to_num_gpus: bool = True,
-        *,
-        num_replicas: SupportsIndex | None = None,
-        rank: SupportsIndex | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        uneven: Uneven | None = None,
-        layout: Layout = "interleaved",
-        agreement: Agreement = "auto",
-        seed: int | None = None,
+        **options: Unpack[SharingOptions],
     ) -> None:
-        super().__init__(
-            batch_sampler,
-            shuffle_samples_between_gpus,
-            pad_data_to_num_gpus,
-            num_replicas=num_replicas,
-            rank=rank,
-            process_group=process_group,
-            uneven=uneven,
-            layout=layout,
-            agreement=agreement,
-            seed=seed,
-        )
+        agreed = _agree_alone(type(self).__name__, batch_sampler, pad_data_to_num_gpus, options)
+        super().__init__(batch_sampler, shuffle_samples_between_gpus, agreed)
 
     @property
     def batch_size(self) -> int:
@@ -454,3 +441,30 @@ class DDPBatchSamplerWrapper(_ShardedSampler[T]):
         """The wrapped batch sampler's; AttributeError where it has none."""
         drop_last: bool = cast(Any, self.sampler).drop_last
         return drop_last
+
+
+def _agree_alone(wrapper: str, sampler: Iterable[Any], pads: bool, given: SharingOptions) -> Agreed:
+    """Agree with the other ranks on a sampler that is wrapped by hand."""
+    names = ("rank", "num_replicas", "process_group", "device_mesh", "data_parallel_dimensions")
+    where: dict[str, Any] = {name: given[name] for name in names if name in given}  # type: ignore[literal-required]
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if name not in names}
+    options = Options(**{"uneven": "pad" if pads else "drop"} | chosen)
+    world = find_world(**where)
+    if world is None:
+        raise WorldError(
+            f"{wrapper} does not know which rank of how many it is: there is no process group. Call "
+            "torch.distributed.init_process_group() first, or pass rank= and num_replicas=."
+        )
+    facts = describe(sampler)
+    require_length(options, world, type(sampler).__name__, facts["stream length"])
+    return agree(world, options, facts, sampler=sampler, holders=list(nested_samplers(sampler)))
+
+
+def require_length(options: Options, world: World, name: str, length: object) -> None:
+    """Refuse to cut a stream of unknown length into runs."""
+    if options.layout == "contiguous" and not isinstance(length, int):
+        raise InvalidOptionError(
+            f"layout='contiguous' cuts a stream into one run for each of {world.num_replicas} ranks, for which its "
+            f"length must be known, and {name} has no len(). Give it a __len__, or use layout='interleaved', which "
+            "needs none."
+        )

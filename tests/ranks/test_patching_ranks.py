@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 import warnings
 from collections import Counter
 from typing import Any
@@ -54,8 +55,11 @@ def meet() -> None:
 
 def every_kind(rank: int, world_size: int) -> dict[str, list[list[Any]]]:
     warnings.simplefilter("ignore")  # what is warned of is tested in process
-    # Workers forked right after a collective may inherit a lock that a thread of gloo's holds.
+    # Workers forked right after a collective may inherit a lock that a thread of gloo's holds; so they come from a
+    # process without such threads, which imports what they need once.
     multiprocessing.set_start_method("forkserver", force=True)
+    multiprocessing.set_forkserver_preload(["torch", "zoo"])
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     shares = {kind.name: epochs_on_rank(kind, rank) for kind in WHOLE}
     for batch in InStep(patch_dataloader_to_ddp(loader(drop_last=True)), rank):
         assert len(batch) == 4

@@ -39,9 +39,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"agreement": ["seeded"]},
-        "agreement=['seeded'] does not exist. Pass one of these: 'auto' is 'seeded', 'seeded' derives every epoch's "
-        "order from (seed, epoch), 'ambient' uses the global random states as they are, for ranks that are seeded "
-        "alike.",
+        "agreement=['seeded'] does not exist. Pass one of these: 'auto' is 'seeded', and 'leader' where the ranks are "
+        "found to draw different orders, 'seeded' derives every epoch's order from (seed, epoch), 'ambient' uses the "
+        "global random states as they are, for ranks that are seeded alike, 'leader' has rank 0 draw and send every "
+        "rank its share.",
     ),
     (
         {"seed": -1},
@@ -82,8 +83,26 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rank": False, "num_replicas": 2}, "rank=False is a bool, not an int. Pass a whole number."),
     (
         {"process_group": "dp"},
-        "rank=0 and num_replicas=2 were given together with process_group: an explicit world communicates with "
-        "nobody. Pass one or the other.",
+        "The world was given in 2 ways, by rank= and process_group=, which may contradict each other. Pass one of "
+        "them.",
+    ),
+    (
+        {"data_parallel_dimensions": ["dp"]},
+        "data_parallel_dimensions=['dp'] names dimensions of a device_mesh, and none was given. Pass device_mesh= too.",
+    ),
+    (
+        {"agreement": "leader"},
+        "agreement='leader' has the ranks communicate, and in a world given by rank= and num_replicas= nothing is sent. "
+        "Leave these out, after torch.distributed.init_process_group(), or leave that out.",
+    ),
+    (
+        {"verify": True},
+        "verify=True has the ranks communicate, and in a world given by rank= and num_replicas= nothing is sent. Leave "
+        "these out, after torch.distributed.init_process_group(), or leave that out.",
+    ),
+    (
+        {"timeout": 0},
+        "timeout=0 is not a positive number of seconds, and ranks that wait for each other need an end to it. Pass one.",
     ),
 ]
 
@@ -129,7 +148,7 @@ class Stream(IterableDataset[int]):
         (
             0,
             {"layout": "contiguous"},
-            "layout='contiguous' cuts a stream into one run for each rank, for which its length must be known, and Stream "
+            "layout='contiguous' cuts a stream into one run for each of 2 ranks, for which its length must be known, and Stream "
             "has no len(). Give it a __len__, or use layout='interleaved', which needs none.",
         ),
         (
@@ -137,6 +156,12 @@ class Stream(IterableDataset[int]):
             {"layout": "contiguous", "iterable_sharding": "by_worker"},
             "layout='contiguous' cannot hold with iterable_sharding='by_worker': Stream itself decides what each worker "
             "reads. Use one or the other.",
+        ),
+        (
+            0,
+            {"agreement": "leader"},
+            "agreement='leader' cannot hold for Stream: rank 0 sends indices, and an iterable dataset has none. Use "
+            "agreement='seeded'.",
         ),
         (
             2,
@@ -159,6 +184,19 @@ def test_an_iterable_dataset_with_an_option_that_cannot_hold(
     with pytest.raises(InvalidOptionError) as caught:
         patch_dataloader_to_ddp(DataLoader(Stream(), num_workers=workers), **EXPLICIT, **options)
     assert str(caught.value) == message
+
+
+class SplitStream(Stream):
+    _distributed = "rank 0 of 2"
+
+
+def test_a_dataset_that_was_split_by_node() -> None:
+    with pytest.raises(UnsupportedLoaderError) as caught:
+        patch_dataloader_to_ddp(DataLoader(SplitStream()), **EXPLICIT)
+    assert str(caught.value) == (
+        "SplitStream was split by split_dataset_by_node() already, and sharing a share again would lose the rest of it. "
+        "Patch a loader of the whole dataset, without that call."
+    )
 
 
 class LyingStream(Stream):

@@ -1,0 +1,169 @@
+"""Ranks that die, fail or stop, as real processes: what every other rank is told, and that it is told in time."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+from zoo import N, Own, loader
+
+from ddp_patch import RanksFailedError, agreement, patch_dataloader_to_ddp
+from ddp_patch.testing import run_ranks
+
+WORLD = 3
+TIMEOUT = 4.0  # seconds that ranks wait for each other here
+
+
+def killed_before_the_patch(rank: int) -> None:
+    if rank == 1:
+        die()
+    patch_dataloader_to_ddp(loader(), timeout=TIMEOUT)
+
+
+def killed_after_its_record(rank: int) -> None:
+    """Rank 1 leaves its record, so that all agree; whoever needs it afterwards finds it gone."""
+    if rank == 1:
+        agreement.Agreed.__init__ = lambda *_: die()  # type: ignore[method-assign]  # after the verdict
+    patched = patch_dataloader_to_ddp(loader(), timeout=TIMEOUT, verify=True)
+    list(patched)
+
+
+def first_rank_killed_while_it_judges(rank: int) -> None:
+    if rank == 0:
+        agreement._judge = lambda _: die()  # type: ignore[assignment]
+    patch_dataloader_to_ddp(loader(), timeout=TIMEOUT)
+
+
+def killed_in_an_epoch_under_the_leader(rank: int) -> None:
+    epochs_with_a_death(rank, dying=1)
+
+
+def leader_killed_in_an_epoch(rank: int) -> None:
+    epochs_with_a_death(rank, dying=0)
+
+
+def epochs_with_a_death(rank: int, dying: int) -> None:
+    patched = patch_dataloader_to_ddp(loader(sampler=Own(lambda: range(N))), agreement="leader", timeout=TIMEOUT)
+    for epoch in range(2):
+        for step, _ in enumerate(patched):
+            if rank == dying and epoch == 0 and step == 1:
+                die()
+
+
+class RaisesOnRank1(Sampler[int]):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(1000):
+            if self.rank == 1 and index == 900:
+                raise LookupError("shard 900 is missing")
+            yield index
+
+
+def raises_in_its_sampler(rank: int) -> None:
+    for _ in patch_dataloader_to_ddp(loader(sampler=RaisesOnRank1(rank)), timeout=TIMEOUT, verify=True):
+        pass
+
+
+def stops_early(rank: int) -> None:
+    patched = patch_dataloader_to_ddp(loader(shuffle=True), timeout=TIMEOUT, verify=True)
+    for step, _ in enumerate(patched):
+        if rank == 1 and step == 0:
+            return
+
+
+def die() -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+MISSING = "did not come within"
+# What every rank says: "killed", an error with a part of its message, or nothing.
+CASES: list[tuple[Callable[[int], None], list[str]]] = [
+    (
+        killed_before_the_patch,
+        [f"MissingRanksError: rank 1 of 3 {MISSING}", "killed", f"MissingRanksError: rank 1 of 3 {MISSING}"],
+    ),
+    (
+        killed_after_its_record,
+        [f"MissingRanksError: rank 1 of 3 {MISSING}", "killed", f"MissingRanksError: rank 1 of 3 {MISSING}"],
+    ),
+    (
+        first_rank_killed_while_it_judges,
+        ["killed", f"MissingRanksError: rank 0 of 3 {MISSING}", f"MissingRanksError: rank 0 of 3 {MISSING}"],
+    ),
+    (killed_in_an_epoch_under_the_leader, ["MissingRanksError: is gone", "killed", "MissingRanksError: is gone"]),
+    (leader_killed_in_an_epoch, ["killed", "MissingRanksError: is gone", "MissingRanksError: is gone"]),
+    (
+        raises_in_its_sampler,
+        [
+            f"MissingRanksError: rank 1 of 3 {MISSING}",
+            "LookupError: shard 900 is missing",
+            f"MissingRanksError: rank 1 of 3 {MISSING}",
+        ],
+    ),
+    (
+        stops_early,
+        [f"MissingRanksError: rank 1 of 3 {MISSING}", "nothing", f"MissingRanksError: rank 1 of 3 {MISSING}"],
+    ),
+]
+
+
+def tell(rank: int, world_size: int, case: Callable[[int], None], folder: str) -> None:
+    """Run a case and leave word of how it ended, and after how long."""
+    start = time.monotonic()
+    try:
+        case(rank)
+    except Exception as error:  # noqa: BLE001 - whatever the rank says is what is looked at
+        word = f"{type(error).__name__}: {error}"
+    else:
+        word = "nothing"
+    Path(folder, str(rank)).write_text(f"{time.monotonic() - start}\n{word}")
+    time.sleep(2 * TIMEOUT)  # nobody learns of anything by this process's end
+
+
+def fresh_start(rank: int, world_size: int) -> list[int]:
+    torch.manual_seed(rank)
+    shares = [item for batch in patch_dataloader_to_ddp(loader(shuffle=True)) for item in batch]
+    dist.barrier()
+    return shares
+
+
+@pytest.mark.parametrize(("case", "expected"), CASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_every_surviving_rank_is_told_in_time(case: Callable[[int], None], expected: list[str], tmp_path: Path) -> None:
+    if "killed" in expected:
+        with pytest.raises(RanksFailedError, match="killed by SIGKILL"):
+            run_ranks(tell, WORLD, case, str(tmp_path), timeout=90, grace=30)
+    else:
+        run_ranks(tell, WORLD, case, str(tmp_path), timeout=90, grace=30)
+    for rank, word in enumerate(expected):
+        if word == "killed":
+            assert not (tmp_path / str(rank)).exists()
+            continue
+        elapsed, said = (tmp_path / str(rank)).read_text().split("\n", 1)
+        error, _, part = word.partition(": ")
+        assert said.startswith(error), (rank, said)
+        assert part in said, (rank, said)
+        assert float(elapsed) < 60, rank
+
+
+def test_a_fresh_start_works() -> None:
+    shares = run_ranks(fresh_start, WORLD)
+    assert {item for share in shares for item in share} == set(range(N))
+
+
+def test_the_page_lists_every_case() -> None:
+    """docs/reliability.md has a row for each case, with what every rank says."""
+    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
+    for case, expected in CASES:
+        cells = [case.__name__.replace("_", " "), *(word.split(":")[0] for word in expected)]
+        assert "| " + " | ".join(cells) + " |" in page

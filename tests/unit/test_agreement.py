@@ -1,0 +1,133 @@
+"""What is told of a sampler before it is shared: nothing is used up, copied in vain or moved."""
+
+import logging
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from zoo import KINDS, Forever, Indices, Kind, N, Own, draw_ambient, seed_ambient, seeded_generator, units
+
+from ddp_patch import RankMismatchError, patch_dataloader_to_ddp
+from ddp_patch.agreement import require_same, sample_order
+
+
+def stream_of(kind: Kind) -> Any:
+    loader = kind.make()
+    return loader.batch_sampler if kind.batches and loader.batch_sampler is not None else loader.sampler
+
+
+SAMPLED = [kind for kind in KINDS if "iterable" not in kind.name]
+
+
+@pytest.mark.parametrize("kind", SAMPLED, ids=lambda kind: kind.name)
+def test_ranks_that_agree_have_one_fingerprint_and_nothing_moves(kind: Kind) -> None:
+    orders = set()
+    for rank in range(3):
+        seed_ambient(rank)
+        draw_ambient()
+        stream = stream_of(kind)
+        expected = draw_ambient(3)
+        seed_ambient(rank)
+        draw_ambient()
+        stream = stream_of(kind)
+        orders.add(sample_order(stream))
+        assert draw_ambient(3) == expected
+    assert len(orders) == 1
+    assert None not in orders
+
+
+def test_a_private_generator_seeded_by_rank_shows() -> None:
+    orders = {sample_order(Own(lambda rank=rank: np.random.default_rng(rank).permutation(N))) for rank in range(3)}  # type: ignore[misc]
+    assert len(orders) == 3
+
+
+def test_a_torch_generator_seeded_by_rank_does_not_show_for_its_state_is_sent() -> None:
+    one = RandomSampler(Indices(), generator=torch.Generator().manual_seed(1))
+    other = RandomSampler(Indices(), generator=torch.Generator().manual_seed(2))
+    assert sample_order(one) == sample_order(other)
+
+
+def test_other_indices_or_weights_show() -> None:
+    assert sample_order(SubsetRandomSampler(range(5))) != sample_order(SubsetRandomSampler(range(1, 6)))
+    assert sample_order(WeightedRandomSampler([1, 2], 2)) != sample_order(WeightedRandomSampler([2, 1], 2))
+    assert sample_order(RandomSampler(Indices())) != sample_order(SequentialSampler(Indices()))
+    assert sample_order(["a.jpg", "b.jpg"]) != sample_order(["b.jpg", "a.jpg"])
+
+
+class Counting(Sampler[int]):
+    """Holds its dataset, and counts on its own object what is drawn."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.drawn = 0
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(10**6):
+            self.drawn += 1
+            yield index
+
+
+class Uncopyable(Indices):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("a dataset was copied")
+
+
+def test_no_sampler_is_consumed_and_no_dataset_copied() -> None:
+    dataset = Uncopyable()
+    sampler = Counting(dataset)
+    assert sample_order(sampler, dataset) is not None
+    assert sampler.drawn == 0
+    assert sampler.dataset is dataset
+    assert sample_order(Counting(dataset)) is not None  # found on the sampler itself
+
+
+def test_an_endless_stream_is_told_by_its_beginning() -> None:
+    endless = count()
+    assert sample_order(endless) == sample_order(count())
+    assert next(endless) == 0
+    assert sample_order(Forever()) == sample_order(Forever())
+
+
+def test_what_cannot_be_copied_is_said_to_be_unchecked(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="ddp_patch"):
+        assert sample_order(i for i in range(3)) is None
+        assert sample_order(None) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "The order of generator is not compared between ranks: drawing a copy of it raised TypeError: cannot pickle "
+        "'generator' object",
+        "The order of an iterable dataset is not compared between ranks: reading it would use it up.",
+    ]
+
+
+def test_a_table_of_who_has_what() -> None:
+    records = {
+        0: {"stream length": 100, "batch_size": 4},
+        1: {"stream length": 96, "batch_size": 4},
+        2: {"stream length": 100},
+    }
+    with pytest.raises(RankMismatchError) as caught:
+        require_same("Agreeing on how data is shared", records)
+    assert str(caught.value) == (
+        "Agreeing on how data is shared: the ranks differ, so their shares would overlap or their steps would not be "
+        "equal.\n"
+        "  stream length: 100 on ranks 0, 2; 96 on rank 1\n"
+        "  batch_size: 4 on ranks 0, 1; nothing on rank 2\n"
+        "Make these the same on every rank."
+    )
+
+
+def test_an_explicit_world_compares_nothing() -> None:
+    """And draws nothing ahead of the first pass."""
+    generator = seeded_generator()
+    before = generator.get_state()
+    sampler = RandomSampler(Indices(), generator=generator)
+    patched = patch_dataloader_to_ddp(torch.utils.data.DataLoader(Indices(), sampler=sampler), rank=0, num_replicas=2)
+    assert torch.equal(generator.get_state(), before)
+    assert len(units(KINDS[0], patched)) == 12

@@ -1,0 +1,115 @@
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_patch.fingerprint import Fingerprint, fingerprint
+
+
+@dataclass(frozen=True)
+class Key:
+    name: str
+    at: int
+
+
+@dataclass(frozen=True)
+class OtherKey:
+    name: str
+    at: int
+
+
+# No two of these are the same stream.
+STREAMS: list[list[Any]] = [
+    [],
+    [None],
+    [0],
+    [False],
+    [0.0],
+    ["0"],
+    [b"0"],
+    [np.int64(0)],
+    [np.int32(0)],
+    [torch.tensor(0)],
+    [torch.tensor([0])],
+    [torch.tensor(0, dtype=torch.bfloat16)],
+    [np.array([0])],
+    [np.array([[0]])],
+    [np.array([0], dtype=object)],
+    [[]],
+    [[], []],
+    [()],
+    [[0]],
+    [(0,)],
+    [0, 1],
+    [1, 0],
+    [[0], 1],
+    [[0, 1]],
+    [[0, [1]]],
+    ["01"],
+    ["0", "1"],
+    [{0}],
+    [frozenset({0})],
+    [{0: 1}],
+    [{1: 0}],
+    [OrderedDict({0: 1})],
+    [range(2)],
+    [Key("a", 0)],
+    [Key("a", 1)],
+    [OtherKey("a", 0)],
+    [object()],
+    [float("nan")],
+    [float("inf")],
+    ["\ud800"],
+]
+
+
+def test_order_type_and_value_count() -> None:
+    prints = [fingerprint(stream) for stream in STREAMS]
+    same = [(a, b) for (a, one), (b, other) in combinations(enumerate(prints), 2) if one == other]
+    assert [(STREAMS[a], STREAMS[b]) for a, b in same] == []
+
+
+def test_what_has_no_order_has_none() -> None:
+    assert fingerprint([{"a", "b", "c"}]) == fingerprint([{"c", "b", "a"}])
+    assert fingerprint([{"a": 1, "b": 2}]) == fingerprint([{"b": 2, "a": 1}])
+    assert fingerprint([object()]) == fingerprint([object()])
+
+
+items = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(st.lists(items), st.data())
+def test_a_running_fingerprint_is_that_of_the_whole(stream: list[Any], data: st.DataObject) -> None:
+    running = Fingerprint()
+    cut = data.draw(st.integers(0, len(stream)))
+    running.add(stream[:cut])
+    running.add(stream[cut:])
+    assert running.hexdigest() == fingerprint(stream)
+
+
+@given(st.lists(st.integers(), min_size=2, unique=True))
+def test_any_swap_shows(stream: list[int]) -> None:
+    assert fingerprint([stream[1], stream[0], *stream[2:]]) != fingerprint(stream)
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_it_is_the_same_in_every_process_and_under_every_hash_seed(hash_seed: str) -> None:
+    stream = "[{'a', 'b', 'c', 'd'}, {'x': {'y', 'z'}}, 'text', (1, 2.5), b'']"
+    script = f"from ddp_patch.fingerprint import fingerprint; print(fingerprint({stream}))"
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+    output = subprocess.run(  # noqa: S603 - our own script
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert output.stdout.strip() == fingerprint(eval(stream))  # noqa: S307 - the literal above
