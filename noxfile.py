@@ -61,6 +61,13 @@ def peers(session: nox.Session) -> None:
     session.run("python", "-W", "ignore", "benchmarks/peers.py", *session.posargs, env={"PYTHONPATH": "tests"})
 
 
+@nox.session
+def agreement(session: nox.Session) -> None:
+    """Measure what agreeing costs on 2 to 8 ranks, and write the table of ``docs/agreement.md``."""
+    install(session, ".[demo]")
+    session.run("python", "benchmarks/agreement.py")
+
+
 def install(session: nox.Session, *packages: str) -> None:
     """Install what is named and all that it needs, in the versions of constraints.txt only."""
     session.install("-c", "constraints.txt", "--build-constraint", "constraints.txt", *packages)

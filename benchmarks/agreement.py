@@ -1,0 +1,92 @@
+"""What agreeing costs: bytes and milliseconds of the patch, of an epoch under the leader, and of ``verify=True``.
+
+Prints a table for 2 to 8 gloo ranks on this machine. Run it with ``nox -s agreement``; ``docs/agreement.md`` holds its
+table.
+"""
+
+import pickle
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader, Sampler
+
+import ddp_patch.exchange
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.testing import run_ranks
+
+ITEMS = 100_000
+REPEATS = 5
+COLUMNS = ("ranks", "patch: bytes of a record", "patch: ms", "leader: bytes to a rank", "leader: ms", "verify: ms more")
+PAGE = Path(__file__).parents[1] / "docs" / "agreement.md"
+BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
+
+
+class Shuffled(Sampler[int]):
+    """A sampler that is not torch's, so that its order is compared by drawing."""
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(ITEMS).tolist())
+
+
+def measure(rank: int, world_size: int) -> tuple[float, ...]:
+    """One rank's medians."""
+    loader: DataLoader[Any] = DataLoader(np.arange(ITEMS), batch_size=100, sampler=Shuffled())  # type: ignore[arg-type]
+    records: list[int] = []
+    original = ddp_patch.exchange._Meeting.bring
+
+    def bring(meeting: Any, record: Any) -> None:
+        records.append(len(pickle.dumps(record)))
+        original(meeting, record)
+
+    ddp_patch.exchange._Meeting.bring = bring  # type: ignore[method-assign]
+    patch_ms = timed(lambda: patch_dataloader_to_ddp(loader))
+    plain = patch_dataloader_to_ddp(loader)
+    verified = patch_dataloader_to_ddp(loader, verify=True)
+    led = patch_dataloader_to_ddp(loader, agreement="leader")
+    plain_ms = timed(lambda: list(plain.batch_sampler or ()))
+    verified_ms = timed(lambda: list(verified.batch_sampler or ()))
+    led_ms = timed(lambda: list(led.batch_sampler or ()))
+    share = [index for batch in led.batch_sampler or () for index in batch]
+    return records[0], patch_ms, len(pickle.dumps(share)), led_ms, verified_ms - plain_ms
+
+
+def timed(act: Callable[[], object]) -> float:
+    """The median of some runs, in milliseconds, all ranks beginning together."""
+    times = []
+    for _ in range(REPEATS + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        act()
+        times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times[1:])  # the first warms up
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    rows = []
+    for world_size in (2, 4, 8):
+        ranks = run_ranks(measure, world_size, timeout=300)
+        slowest = [max(values) for values in zip(*ranks, strict=True)]
+        rows.append([str(world_size), *(f"{value:,.0f}" if value >= 10 else f"{value:.1f}" for value in slowest)])
+    table = Table(*COLUMNS, title=f"{ITEMS:,} items, the slowest rank")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    lines = ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    main()
