@@ -96,7 +96,8 @@ def partial_permutation(generator: np.random.Generator) -> Callable[[], Any]:
     return lambda: generator.permutation(N)
 
 
-def test_ranks_that_would_draw_different_orders_are_led() -> None:
+def test_ranks_that_would_draw_different_orders_are_led(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)  # each rank's own, as it is unless somebody sets it
     ranks = run_ranks(disagreeing, 3)
     for name in ranks[0]:
         for rank, told in enumerate(ranks):

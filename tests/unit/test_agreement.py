@@ -40,6 +40,13 @@ def test_ranks_that_agree_have_one_fingerprint_and_nothing_moves(kind: Kind) -> 
     assert None not in orders
 
 
+@pytest.mark.parametrize("kind", [SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler])
+def test_torchs_own_samplers_are_not_drawn(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = kind([1, 2, 3], 2) if kind is WeightedRandomSampler else kind([1, 2, 3])
+    monkeypatch.setattr(kind, "__iter__", lambda _: pytest.fail("it was drawn"))
+    assert sample_order(sampler) is not None
+
+
 def test_a_private_generator_seeded_by_rank_shows() -> None:
     orders = {sample_order(Own(lambda rank=rank: np.random.default_rng(rank).permutation(N))) for rank in range(3)}  # type: ignore[misc]
     assert len(orders) == 3
