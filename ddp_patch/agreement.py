@@ -4,10 +4,10 @@ import copy
 import logging
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,10 @@ from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchErro
 from ddp_patch.exchange import exchange, ranks_text
 from ddp_patch.fingerprint import fingerprint
 from ddp_patch.leader import Leader
-from ddp_patch.loader import generators, nested_samplers
+from ddp_patch.loader import generators, nested_samplers, random_generators
 from ddp_patch.options import Agreement, Options
 from ddp_patch.plan import Plan
-from ddp_patch.seeding import PrivateRNG
+from ddp_patch.seeding import PrivateRNG, unmoved
 from ddp_patch.streams import own
 from ddp_patch.world import World
 
@@ -59,7 +59,7 @@ class Agreed:
     @property
     def seed(self) -> int:
         """The seed that every epoch's order is derived from."""
-        return self.options.seed or 0
+        return cast(int, self.options.seed)
 
     def plan(self, rank: int) -> Plan:
         """The share of a rank."""
@@ -170,9 +170,10 @@ def describe(sampler: object) -> dict[str, object]:
 def length_of(source: object) -> int | str:
     """Return the length of a sampler or dataset, or "unknown"."""
     try:
-        with PrivateRNG(seed=0, epoch=0):  # some samplers draw to tell it
+        # Some samplers draw to tell it.
+        with PrivateRNG(seed=0, epoch=0), unmoved(random_generators(nested_samplers(source))):
             return len(source)  # type: ignore[arg-type]  # TypeError where it has none
-    except (TypeError, NotImplementedError):
+    except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
         return "unknown"
 
 
@@ -232,9 +233,16 @@ def sample_order(sampler: object, dataset: object = None) -> str | None:
         return None
     if (parameters := _parameters(sampler)) is not None:
         return fingerprint(parameters)
+    if isinstance(sampler, Iterator):
+        logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
+        return None
+    originals = random_generators(nested_samplers(sampler))
     try:
-        with PrivateRNG(seed=0, epoch=0):
+        # A copy may share with the original what cannot be copied: a function, with the generators that it draws from.
+        with PrivateRNG(seed=0, epoch=0), unmoved(originals):
             drawn = copy.deepcopy(sampler, _kept(sampler, dataset))
+            if drawn is sampler and hasattr(sampler, "__dict__"):  # a range may well be its own copy
+                raise TypeError("its copy is the sampler itself")
             for generator in generators(nested_samplers(drawn)):
                 generator.manual_seed(0)
             return fingerprint(islice(map(own, drawn), COMPARED))  # type: ignore[call-overload]  # an iterable
@@ -250,10 +258,10 @@ def sample_order(sampler: object, dataset: object = None) -> str | None:
 
 def _kept(sampler: object, dataset: object) -> dict[int, object]:
     """What a copy of the sampler shares with it, as ``copy.deepcopy`` wants it."""
-    held = [value for nested in nested_samplers(sampler) for value in getattr(nested, "__dict__", {}).values()]
-    return {id(kept): kept for kept in [dataset, *held] if isinstance(kept, Dataset | nn.Module | DataLoader)} | {
-        id(dataset): dataset
-    }
+    values = [value for nested in nested_samplers(sampler) for value in getattr(nested, "__dict__", {}).values()]
+    held = [part for value in values for part in (value if isinstance(value, list | tuple) else [value])]
+    shared = [value for value in held if isinstance(value, Dataset | nn.Module | DataLoader)]
+    return {id(kept): kept for kept in (dataset, *shared)}
 
 
 def _parameters(sampler: Any) -> list[object] | None:

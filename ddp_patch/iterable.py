@@ -1,7 +1,8 @@
 """One rank's share of an iterable dataset, whose stream is made inside the loader's workers."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,12 +13,12 @@ from ddp_patch.agreement import Agreed
 from ddp_patch.errors import StreamLengthError
 from ddp_patch.options import Options
 from ddp_patch.plan import Plan
-from ddp_patch.seeding import PrivateRNG
+from ddp_patch.seeding import EpochCounter, PrivateRNG
 from ddp_patch.sharing import share
 from ddp_patch.streams import draw
 from ddp_patch.wrappers import EpochSampler
 
-__all__ = ["ShardedIterable", "StreamSampler"]
+__all__ = ["IterableWorkerInit", "ShardedIterable", "StreamSampler"]
 
 T = TypeVar("T")
 
@@ -35,18 +36,18 @@ class ShardedIterable(IterableDataset[T]):
 
     Attributes:
         dataset: The dataset that the user gave.
-        epoch: The epoch of the running pass, in memory shared with the workers.
     """
 
     def __init__(self, dataset: IterableDataset[T], plan: Plan, options: Options, batch_size: int) -> None:
         self.dataset = dataset
-        self.plan = plan
-        self.options = options
-        self.batch_size = batch_size
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # torch's
+        self._plan = plan
+        self._options = options
+        self._batch_size = batch_size
+        self._first_epoch: int | None = None
+        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]  # torch's
 
     def __len__(self) -> int:
-        return len(self.plan.share(self._stream_length()))
+        return len(self._plan.share(self._stream_length()))
 
     def _stream_length(self) -> int:
         return len(cast(Any, self.dataset))  # TypeError where the dataset has no length, as from the dataset itself
@@ -59,39 +60,62 @@ class ShardedIterable(IterableDataset[T]):
         return getattr(self.dataset, name)
 
     def __iter__(self) -> Iterator[T]:
-        # A generator: its first item is asked for after the main process has begun the epoch.
-        epoch = int(self.epoch)
+        # A worker's first pass is that for which it was started. For later ones, of workers that persist, the main
+        # process has begun the epoch before it asks for the first item, which is when this generator starts.
+        epoch = int(self._epoch) if self._first_epoch is None else self._first_epoch
+        self._first_epoch = None
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
-        yield from self._exact(epoch) if self.options.iterable_sharding == "exact" else self._by_worker()
+        yield from self._exact(epoch) if self._options.iterable_sharding == "exact" else self._by_worker(epoch)
 
     def _exact(self, epoch: int) -> Iterator[T]:
-        is_ambient = self.options.agreement == "ambient"
-        rng = nullcontext() if is_ambient else PrivateRNG(self.options.seed or 0, epoch)
-        stream = _read_as(None, self.dataset)
+        stream = _read_as(self.reader(), self.dataset)
         # One round at a time, and no copies: these are samples, not indices, and most are other ranks'.
-        chunks = draw(stream, rng, round_size=self.plan.num_replicas, most=1, copies=False)
-        length = self._stream_length() if self.plan.layout == "contiguous" else 0
-        parts = share([self.plan], chunks, length, lambda drawn: self._check_runs(drawn, length))
+        chunks = draw(stream, self._rng(epoch), round_size=self._plan.num_replicas, most=1, copies=False)
+        length = self._stream_length() if self._plan.layout == "contiguous" else 0
+        parts = share([self._plan], chunks, length, lambda drawn: self._check_runs(drawn, length))
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         for place, item in enumerate(item for (part,) in parts for item in part):
-            if place // self.batch_size % workers == worker:
+            if place // self._batch_size % workers == worker:
                 yield item
 
-    def _by_worker(self) -> Iterator[T]:
+    def _by_worker(self, epoch: int) -> Iterator[T]:
+        chunks = draw(_read_as(self.reader(), self.dataset), self._rng(epoch), round_size=1, most=1, copies=False)
+        yield from (item for chunk in chunks for item in chunk)
+
+    def _rng(self, epoch: int) -> AbstractContextManager[None]:
+        is_ambient = self._options.agreement == "ambient"
+        return nullcontext() if is_ambient else PrivateRNG(cast(int, self._options.seed), epoch)
+
+    def reader(self) -> torch_worker.WorkerInfo | None:
+        """Return who the dataset is told to be read by: nobody's worker, or one of all ranks' workers."""
         info = get_worker_info()
+        if self._options.iterable_sharding == "exact":
+            return None
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        everywhere = torch_worker.WorkerInfo(
-            id=self.plan.rank * workers + worker,
-            num_workers=self.plan.num_replicas * workers,
+        return torch_worker.WorkerInfo(
+            id=self._plan.rank * workers + worker,
+            num_workers=self._plan.num_replicas * workers,
             seed=info.seed if info else torch.initial_seed(),
             dataset=self.dataset,
         )
-        yield from _read_as(everywhere, self.dataset)
+
+    def begin(self, epoch: int) -> None:
+        """Let workers know, from the main process, which epoch begins."""
+        self._epoch.fill_(epoch)
+
+    def begin_worker(self, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
+        """Prepare this worker's copy for its first pass, and call the user's function for the dataset that it knows."""
+        self._first_epoch = epoch
+        if worker_init_fn is not None:
+            alone = torch_worker.WorkerInfo(id=0, num_workers=1, seed=torch.initial_seed(), dataset=self.dataset)
+            reader = self.reader() or alone
+            with _worker_info(reader):
+                worker_init_fn(reader.id)
 
     def _check_runs(self, drawn: int, length: int) -> None:
-        if self.plan.layout == "contiguous" and drawn != length:
+        if self._plan.layout == "contiguous" and drawn != length:
             raise StreamLengthError(
                 f"{type(self.dataset).__name__} yielded {drawn} items and its len() said {length}. With "
                 "layout='contiguous' each rank's run was cut from that length, so this epoch's shares are wrong. "
@@ -117,13 +141,16 @@ class StreamSampler(EpochSampler[None]):
 
     def _pass(self, epoch: int) -> Iterator[None]:
         self._begin(epoch)
-        self.dataset.epoch.fill_(epoch)
+        self.dataset.begin(epoch)
         # Told here too: where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it. Two workers that change it at once could leave it wrong.
         if callable(tell := getattr(self.dataset.dataset, "set_epoch", None)):
             tell(epoch)
         while True:
             yield None
+
+    def __len__(self) -> int:
+        raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch; ``torchdata``'s loader finds the place in it by reading it again."""
@@ -132,6 +159,23 @@ class StreamSampler(EpochSampler[None]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the epoch in which a ``state_dict`` was taken the next one."""
         self.set_epoch(state_dict["epoch"])
+
+
+@dataclass(frozen=True, slots=True)
+class IterableWorkerInit:
+    """A ``worker_init_fn`` that prepares the sharded dataset in a worker, then calls the user's.
+
+    The user's may split the dataset by ``get_worker_info()``, as torch's documentation shows; so it is told of the
+    dataset that the user gave, and of the worker that this dataset is read by.
+    """
+
+    worker_init_fn: Callable[[int], object] | None
+    epochs: EpochCounter
+
+    def __call__(self, worker_id: int) -> None:
+        """Prepare worker ``worker_id``."""
+        info: Any = get_worker_info()
+        info.dataset.begin_worker(self.epochs.upcoming, self.worker_init_fn)
 
 
 def _read_as(info: Any, dataset: Iterable[T]) -> Iterator[T]:

@@ -2,23 +2,31 @@
 
 import copy
 import inspect
+import random
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from functools import partial
+from itertools import chain, cycle, islice
+from types import CellType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddp_patch.errors import NotALoaderError, UnsupportedLoaderError
+from ddp_patch.seeding import RandomGenerator
 
 __all__ = [
     "Level",
     "copy_loader",
     "extract_loader_parameters",
     "generators",
+    "is_ddp_aware",
     "level",
     "nested_samplers",
+    "random_generators",
     "require_copyable",
     "require_loader",
     "samplers_in_use",
@@ -30,6 +38,13 @@ _TORCHS_BATCH_SAMPLERS = {
     "torch.utils.data.sampler.BatchSampler",
     "torchdata.stateful_dataloader.sampler.BatchSampler",
 }
+# Of a container's elements, these many are looked at for random generators.
+_LOOKED_AT = 32
+
+# What cannot be begun anew: a loader that keeps one goes on yielding what it began.
+_RUNNING = (_BaseDataLoaderIter, GeneratorType, map, filter, zip, chain, islice, cycle)
+
+_OWN = frozenset({"_iterator", "dataset", "sampler", "batch_sampler"})
 _DATA_RELATED = frozenset({"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"})
 
 
@@ -110,9 +125,12 @@ def _signature(loader_type: type) -> list[str]:
 
 def require_copyable(loader: DataLoader[Any]) -> None:
     """Raise UnsupportedLoaderError if the loader runs an iterator of its own, which a copy would go on sharing."""
-    for name, value in vars(loader).items():
-        # torch's own `_iterator`, kept by persistent workers, is begun anew for each epoch.
-        if isinstance(value, _BaseDataLoaderIter) and name != "_iterator":
+    # torch's own `_iterator`, kept by persistent workers, is begun anew for each epoch; what samplers and datasets
+    # are is looked at elsewhere.
+    kept = {name: value for name, value in vars(loader).items() if name not in _OWN}
+    for name, value in kept.items():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        if any(isinstance(part, _RUNNING) for part in (value, *islice(held, _LOOKED_AT))):
             raise UnsupportedLoaderError(
                 f"{type(loader).__name__} cannot be patched: it started an iterator in its constructor (attribute "
                 f"{name!r}), which would go on yielding unsharded data. Build it with a sampler that is sharded "
@@ -171,14 +189,48 @@ def samplers_in_use(loader: DataLoader[Any]) -> Iterator[object]:
 def sharding(loader: DataLoader[Any]) -> object | None:
     """Return what shards the loader already, or None: a ``DistributedSampler``, or whatever says ``is_ddp_aware``."""
     holders = [*samplers_in_use(loader), loader.dataset]
-    return next((holder for holder in holders if _is_ddp_aware(holder)), None)
+    return next((holder for holder in holders if is_ddp_aware(holder)), None)
 
 
-def _is_ddp_aware(holder: object) -> bool:
+def is_ddp_aware(holder: object) -> bool:
+    """Tell whether a sampler or dataset shards by itself."""
     return isinstance(holder, DistributedSampler) or getattr(holder, "is_ddp_aware", False) is True
 
 
 def generators(holders: Iterable[object]) -> list[torch.Generator]:
-    """Return the ``torch.Generator`` objects that are attributes of the holders, each once."""
-    values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
-    return list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
+    """Return the ``torch.Generator`` objects that the holders draw from, each once."""
+    return [rng for rng in random_generators(holders) if isinstance(rng, torch.Generator)]
+
+
+def random_generators(holders: Iterable[object]) -> list[RandomGenerator]:
+    """Return the random generators that are attributes of the holders, each once.
+
+    Those in containers and in the functions that attributes are (their arguments, closures and globals) count too.
+    """
+    found: dict[int, RandomGenerator] = {}
+    for holder in holders:
+        for value in getattr(holder, "__dict__", {}).values():
+            found |= {id(rng): rng for rng in _within(value, depth=3)}
+    return list(found.values())
+
+
+def _within(value: Any, depth: int) -> Iterator[RandomGenerator]:
+    """Yield the random generators that a value is, holds, or is a function of."""
+    parts: Iterable[Any] = ()
+    match value:
+        case torch.Generator() | np.random.Generator() | np.random.RandomState() | random.Random():
+            yield value
+        case partial():
+            parts = (value.func, *value.args, *value.keywords.values())
+        case MethodType():
+            parts = (value.__self__,)
+        case FunctionType():
+            names = set(value.__code__.co_names) & value.__globals__.keys()
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+            parts = (*cells, *(value.__defaults__ or ()), *(value.__globals__[name] for name in names))
+        case dict():
+            parts = islice(value.values(), _LOOKED_AT)
+        case list() | tuple() | set():
+            parts = islice(value, _LOOKED_AT)
+    for part in parts if depth else ():
+        yield from _within(part, depth - 1)

@@ -1,8 +1,9 @@
 """What a user may choose about sharing, checked in one place."""
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, SupportsIndex, TypeAlias
 
 from ddp_patch.errors import InvalidOptionError
 
@@ -58,7 +59,7 @@ class Options:
         check_layout(self.layout)
         _check("agreement", self.agreement, _AGREEMENT)
         _check("iterable_sharding", self.iterable_sharding, _ITERABLE_SHARDING)
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
+        if self.seed is not None and not _is_seed(self.seed):
             raise InvalidOptionError(
                 f"seed={self.seed!r} is not a whole number of at least 0, and orders are derived from one. "
                 "Pass such an int, or None for rank 0's torch.initial_seed()."
@@ -68,6 +69,10 @@ class Options:
                 f"timeout={self.timeout!r} is not a positive number of seconds, and ranks that wait for each other "
                 "need an end to it. Pass one."
             )
+
+
+def _is_seed(seed: object) -> bool:
+    return isinstance(seed, SupportsIndex) and not isinstance(seed, bool) and operator.index(seed) >= 0
 
 
 def check_uneven(uneven: object) -> None:

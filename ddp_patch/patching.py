@@ -17,7 +17,7 @@ from ddp_patch.errors import (
     NotPatchedError,
     UnsupportedLoaderError,
 )
-from ddp_patch.iterable import ShardedIterable, StreamSampler
+from ddp_patch.iterable import IterableWorkerInit, ShardedIterable, StreamSampler
 from ddp_patch.loader import (
     Level,
     copy_loader,
@@ -225,7 +225,10 @@ def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
             if batches is not None:
                 new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
     if loader.num_workers > 0:
-        new["worker_init_fn"] = WorkerSeeding(loader.worker_init_fn, agreed.seed, agreed.world.rank, sharded.epochs)
+        init = loader.worker_init_fn
+        if "dataset" in new:
+            init = IterableWorkerInit(init, sharded.epochs)
+        new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
     return copy_loader(loader, **new)
 
 

@@ -1,19 +1,32 @@
-"""Randomness from (seed, epoch): the only module that touches a random number generator.
+"""Randomness from (seed, epoch): private states in the place of the ambient ones, seeds for workers, the epoch count.
 
 The three *global* generators (torch's on the CPU, numpy's, Python's) are called ambient. Samplers draw from them,
 and so does training; here one is kept from disturbing the other.
 """
 
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-__all__ = ["EpochCounter", "PrivateRNG", "WorkerSeeding", "distributed_permutation", "epoch_seed"]
+__all__ = [
+    "EpochCounter",
+    "PrivateRNG",
+    "RandomGenerator",
+    "WorkerSeeding",
+    "distributed_permutation",
+    "epoch_seed",
+    "unmoved",
+]
+
+# One that somebody holds, as opposed to the global ones.
+RandomGenerator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 # What a seed is used for, so that no two uses draw the same numbers.
 _ORDER, _WORKER = 0, 1
@@ -62,7 +75,8 @@ class EpochCounter:
 
     def begin(self, epoch: int) -> None:
         """Record that a pass over ``epoch`` has drawn."""
-        self.current, self._begun = epoch, True
+        # An iterator of an earlier epoch may come late; the count goes on from the latest.
+        self.current, self._begun = max(self.current, epoch), True
         self.passes += 1
 
     def set(self, epoch: int) -> None:
@@ -118,13 +132,46 @@ class PrivateRNG:
             random.Random(_python_seed(sequence)).getstate(),
         )
 
+    # The global generators are one for all threads: two that swapped them at once would take each other's states for
+    # the ambient ones.
+    _swapping = threading.RLock()
+
     def __enter__(self) -> None:
+        self._swapping.acquire()
         self._ambient = _GlobalState.capture()
         self._private.install()
 
     def __exit__(self, *exc: object) -> None:
         self._private = _GlobalState.capture()
         self._ambient.install()
+        self._swapping.release()
+
+
+@contextmanager
+def unmoved(generators: Iterable[RandomGenerator]) -> Iterator[None]:
+    """Put the generators back, afterwards, into the states that they have now."""
+    restore = [_restorer(generator) for generator in generators]
+    try:
+        yield
+    finally:
+        for put_back in restore:
+            put_back()
+
+
+def _restorer(generator: RandomGenerator) -> Callable[[], object]:
+    match generator:
+        case torch.Generator():
+            state = generator.get_state()
+            return lambda: generator.set_state(state)
+        case np.random.Generator():
+            bits, bit_state = generator.bit_generator, generator.bit_generator.state
+            return lambda: setattr(bits, "state", bit_state)
+        case np.random.RandomState():
+            legacy = generator.get_state(legacy=False)
+            return lambda: generator.set_state(legacy)
+        case _:
+            python = generator.getstate()
+            return lambda: generator.setstate(python)
 
 
 def _python_seed(sequence: np.random.SeedSequence) -> int:

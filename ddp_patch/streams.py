@@ -1,6 +1,7 @@
 """Drawing a sampler: a stream of items in chunks of whole rounds, never a whole epoch."""
 
 import copy
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -19,7 +20,6 @@ T = TypeVar("T")
 MOST_AHEAD = 4096
 
 _IMMUTABLE = (int, float, str, bytes, np.generic)
-_MUTABLE = (list, dict, set, bytearray, deque, np.ndarray)
 
 
 def draw(
@@ -68,10 +68,21 @@ def draw(
 def own(item: Any) -> Any:
     """Return a batch or key as it is now, out of reach of a sampler that uses the same object for the next one.
 
-    Containers are copied, a tensor is cloned, an iterator is read into a list; anything else is the object itself.
+    Containers are copied, with what they contain; a tensor is cloned, an iterator is read into a list; anything else is
+    the object itself.
     """
-    if isinstance(item, torch.Tensor):
-        return item.clone()
-    if isinstance(item, Iterator):
-        return list(item)
-    return copy.copy(item) if isinstance(item, _MUTABLE) else item
+    match item:
+        case torch.Tensor():
+            return item.clone()
+        case Iterator():
+            return [own(part) for part in item]
+        case list() if type(item) is list:
+            # A batch of indices, as most are, needs no look at each.
+            return item[:] if item and isinstance(item[0], _IMMUTABLE) else [own(part) for part in item]
+        case tuple() if type(item) is tuple:
+            return tuple(map(own, item))
+        case dict() if type(item) is dict:
+            return {key: own(value) for key, value in item.items()}
+        case list() | dict() | set() | bytearray() | deque() | array() | np.ndarray():
+            return copy.copy(item)
+    return item

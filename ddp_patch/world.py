@@ -157,8 +157,8 @@ def _mesh_world(mesh: DeviceMesh, dimensions: Sequence[str] | None) -> World:
 
 
 def _refuse_announced_world() -> None:
-    announced = os.environ.get("WORLD_SIZE", "1")
-    if announced.strip() != "1":
+    announced = os.environ.get("WORLD_SIZE", "").strip()
+    if announced not in {"", "0", "1"}:
         raise WorldError(
             f"The environment says WORLD_SIZE={announced}, but no process group exists, so every rank would train "
             "on all data. Call torch.distributed.init_process_group() first (or what does so: Fabric.launch(), "

@@ -16,6 +16,7 @@ from torch.utils.data import DistributedSampler
 
 from ddp_patch.agreement import Agreed, agree, describe
 from ddp_patch.errors import (
+    AlreadyPatchedError,
     ExhaustedSamplerError,
     InvalidOptionError,
     StreamLengthError,
@@ -23,10 +24,10 @@ from ddp_patch.errors import (
     WorldError,
 )
 from ddp_patch.fingerprint import Fingerprint
-from ddp_patch.loader import generators, nested_samplers
+from ddp_patch.loader import generators, is_ddp_aware, nested_samplers, random_generators
 from ddp_patch.options import Agreement, Layout, Options, Uneven
 from ddp_patch.plan import Plan
-from ddp_patch.seeding import EpochCounter, PrivateRNG, distributed_permutation
+from ddp_patch.seeding import EpochCounter, PrivateRNG, distributed_permutation, unmoved
 from ddp_patch.sharing import share
 from ddp_patch.streams import MOST_AHEAD, draw
 from ddp_patch.world import World, find_world
@@ -119,6 +120,7 @@ class _ShardedSampler(EpochSampler[T]):
         self._warned_of_length = False
         self._progress: _Progress | None = None
         self._resumed: dict[str, Any] | None = None
+        self._nested_epochs = self._read_nested_epochs()
 
     @classmethod
     def of(cls, sampler: Iterable[T], agreed: Agreed) -> Self:
@@ -142,13 +144,13 @@ class _ShardedSampler(EpochSampler[T]):
 
     def _stream_length(self, epoch: int) -> int:
         """The wrapped sampler's length, or its own TypeError; some samplers draw to tell it."""
-        with self._rng(epoch):
+        with self._rng(epoch), unmoved(random_generators(nested_samplers(self.sampler))):
             return len(cast(Any, self.sampler))
 
     def _length_if_any(self, epoch: int) -> int | None:
         try:
             return self._stream_length(epoch)
-        except (TypeError, NotImplementedError):
+        except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
             return None
 
     @property
@@ -176,8 +178,27 @@ class _ShardedSampler(EpochSampler[T]):
         for nested in nested_samplers(self.sampler):
             if callable(tell := getattr(nested, "set_epoch", None)):
                 tell(epoch)
+        self._nested_epochs = self._read_nested_epochs()
+
+    def _read_nested_epochs(self) -> list[int]:
+        epochs = [
+            getattr(nested, "epoch", None) for nested in nested_samplers(self.sampler) if hasattr(nested, "set_epoch")
+        ]
+        return [epoch for epoch in epochs if isinstance(epoch, int)]
+
+    def _take_over_epoch(self) -> None:
+        """Go to the epoch that the user has set on a nested sampler, past this one, since it was last told."""
+        now = self._read_nested_epochs()
+        changed = [epoch for epoch, before in zip(now, self._nested_epochs, strict=False) if epoch != before]
+        if changed:
+            self.set_epoch(changed[0])
 
     def __iter__(self) -> Iterator[T]:
+        self._take_over_epoch()
+        return chain.from_iterable(self._pass(*self._start()))
+
+    def _start(self) -> tuple[Iterator[T], AbstractContextManager[None], "_Progress"]:
+        """Begin the wrapped sampler's upcoming epoch."""
         epoch = self.epochs.upcoming
         self._tell_nested(epoch)
         resumed = self._resumed
@@ -188,19 +209,24 @@ class _ShardedSampler(EpochSampler[T]):
             # Nothing of this epoch is left; the next pass, even if this one is never drawn from, is the next epoch's.
             self.epochs.begin(epoch)
             self._resumed = None
-            return iter(())
+            return iter(()), nullcontext(), progress
         rng = self._rng(epoch)
         # Begun at once, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
         with rng:
             stream = iter(self.sampler) if self._draws else iter(())
-        return chain.from_iterable(self._pass(stream, rng, progress))
+        return stream, rng, progress
 
     def _pass(
         self, stream: Iterator[T], rng: AbstractContextManager[None], progress: "_Progress"
     ) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
+        if progress.ended:
+            return
         again = self.epochs.passes > 0
+        if progress.resumed is None and progress.epoch != self.epochs.upcoming:
+            # Another iterator has begun this epoch since: this one is the next epoch's.
+            stream, rng, progress = self._start()
         self._begin(progress.epoch, progress.skip)
         self._progress, self._resumed = progress, None
         one_shot = stream is self.sampler  # an iterator, which no pass begins anew
@@ -454,6 +480,11 @@ def _agree_alone(wrapper: str, sampler: Iterable[Any], pads: bool, given: Sharin
         raise WorldError(
             f"{wrapper} does not know which rank of how many it is: there is no process group. Call "
             "torch.distributed.init_process_group() first, or pass rank= and num_replicas=."
+        )
+    if any(map(is_ddp_aware, nested_samplers(sampler))):
+        raise AlreadyPatchedError(
+            f"{wrapper} was given a {type(sampler).__name__} that is, or holds, a sampler which shards already, and "
+            "would share a share. Wrap the original sampler instead."
         )
     facts = describe(sampler)
     require_length(options, world, type(sampler).__name__, facts["stream length"])

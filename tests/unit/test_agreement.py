@@ -1,6 +1,7 @@
 """What is told of a sampler before it is shared: nothing is used up, copied in vain or moved."""
 
 import logging
+import random
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
-from zoo import KINDS, Forever, Indices, Kind, N, Own, draw_ambient, seed_ambient, seeded_generator, units
+from zoo import KINDS, Forever, Indices, Kind, N, Own, draw_ambient, seed_ambient, seeded_generator, shuffled_by, units
 
 from ddp_patch import RankMismatchError, patch_dataloader_to_ddp
 from ddp_patch.agreement import require_same, sample_order
@@ -20,7 +21,7 @@ def stream_of(kind: Kind) -> Any:
     return loader.batch_sampler if kind.batches and loader.batch_sampler is not None else loader.sampler
 
 
-SAMPLED = [kind for kind in KINDS if "iterable" not in kind.name]
+SAMPLED = [kind for kind in KINDS if "iterable" not in kind.name and not isinstance(stream_of(kind), Iterator)]
 
 
 @pytest.mark.parametrize("kind", SAMPLED, ids=lambda kind: kind.name)
@@ -96,19 +97,31 @@ def test_no_sampler_is_consumed_and_no_dataset_copied() -> None:
 
 
 def test_an_endless_stream_is_told_by_its_beginning() -> None:
-    endless = count()
-    assert sample_order(endless) == sample_order(count())
-    assert next(endless) == 0
     assert sample_order(Forever()) == sample_order(Forever())
+
+
+class Holding:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def open_forever() -> Iterator[int]:
+    while True:
+        yield 0
 
 
 def test_what_cannot_be_copied_is_said_to_be_unchecked(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="ddp_patch"):
-        assert sample_order(i for i in range(3)) is None
+        assert sample_order(Holding(open_forever())) is None
+        assert sample_order(iter(range(3))) is None
         assert sample_order(None) is None
     assert [record.getMessage() for record in caplog.records] == [
-        "The order of generator is not compared between ranks: drawing a copy of it raised TypeError: cannot pickle "
+        "The order of Holding is not compared between ranks: drawing a copy of it raised TypeError: cannot pickle "
         "'generator' object",
+        "The order of an iterator is not compared between ranks: drawing it would use it up.",
         "The order of an iterable dataset is not compared between ranks: reading it would use it up.",
     ]
 
@@ -138,3 +151,46 @@ def test_an_explicit_world_compares_nothing() -> None:
     patched = patch_dataloader_to_ddp(torch.utils.data.DataLoader(Indices(), sampler=sampler), rank=0, num_replicas=2)
     assert torch.equal(generator.get_state(), before)
     assert len(units(KINDS[0], patched)) == 12
+
+
+def test_a_generator_within_a_function_is_found_and_left_as_it_is() -> None:
+    """A copy of the sampler shares its functions, and they the generators that they draw from."""
+    for make in (np.random.default_rng, np.random.RandomState, random.Random, torch_generator):
+        generator: Any = make(3)
+        sampler = Own(lambda generator=generator: permuted(generator))  # type: ignore[misc]
+        expected = list(Own(lambda make=make: permuted(make(3))))  # type: ignore[misc]
+        assert sample_order(sampler) is not None
+        assert list(sampler) == expected
+
+
+def torch_generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def permuted(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return torch.randperm(N, generator=generator)
+    return shuffled_by(generator) if isinstance(generator, random.Random) else generator.permutation(N)
+
+
+class ItsOwnSampler(Indices):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = seeded_generator()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(N, generator=self.generator).tolist())
+
+
+def test_a_dataset_that_is_its_own_sampler_is_not_drawn() -> None:
+    both = ItsOwnSampler()
+    before = both.generator.get_state()
+    assert sample_order(both, both) is None
+    assert torch.equal(both.generator.get_state(), before)
+
+
+def test_an_iterator_is_not_drawn() -> None:
+    counter = count()
+    once = iter(lambda: next(counter), 600)  # its copy would share the counter
+    assert sample_order(once) is None
+    assert next(once) == 0

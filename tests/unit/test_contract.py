@@ -70,6 +70,11 @@ def test_every_rank_takes_its_share_of_the_one_stream(kind: Kind) -> None:
             assert shares == [expected(stream, Plan(rank, num_replicas)) for stream in streams]
 
 
+@over([kind for kind in FINITE if not kind.shuffles and "workers" not in kind.name])
+def test_the_one_stream_is_the_unpatched_loaders(kind: Kind) -> None:
+    assert epochs_of(kind, 0, 1) == [units(kind, kind.make()) for _ in range(kind.epochs)]
+
+
 @pytest.mark.parametrize("uneven", ["drop", "keep"])
 @over([kind for kind in WHOLE if kind.make().num_workers < 2])
 def test_the_last_round_is_dropped_or_kept(kind: Kind, uneven: Uneven) -> None:
@@ -95,11 +100,12 @@ def test_contiguous_shares_of_an_unknown_length_are_refused_at_the_patch(kind: K
         patch_dataloader_to_ddp(kind.make(), rank=0, num_replicas=2, layout="contiguous")
 
 
+@pytest.mark.parametrize("world_size", range(1, 6))
 @over([kind for kind in KINDS if kind.endless])
-def test_an_endless_stream_is_shared_from_its_beginning(kind: Kind) -> None:
+def test_an_endless_stream_is_shared_from_its_beginning(kind: Kind, world_size: int) -> None:
     """And its length is the usual TypeError."""
-    ranks = [epochs_of(kind, rank, 3) for rank in range(3)]
-    stream = epochs_of(kind, 0, 1, steps=3 * STEPS)[0]
+    ranks = [epochs_of(kind, rank, world_size) for rank in range(world_size)]
+    stream = epochs_of(kind, 0, 1, steps=world_size * STEPS)[0]
     assert list(chain.from_iterable(zip(*(epochs[0] for epochs in ranks), strict=True))) == stream
     for epoch in range(3):
         assert len({len(epochs[epoch]) for epochs in ranks}) == 1

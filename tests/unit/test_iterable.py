@@ -1,5 +1,6 @@
 """Iterable datasets: the same batches for any number of workers, and who reads what."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
@@ -119,3 +120,60 @@ def test_a_dataset_that_shards_itself_says_so() -> None:
     loader: DataLoader[Any] = DataLoader(source)
     assert check_loaders_is_patched(loader)
     assert patch_dataloader_to_ddp(loader, rank=0, num_replicas=2) is loader
+
+
+class Splittable(IterableDataset[int]):
+    """As torch's documentation has it: a worker_init_fn gives each worker's copy its part."""
+
+    def __init__(self) -> None:
+        self.start, self.end = 0, N
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+
+def split(worker_id: int) -> None:
+    info: Any = get_worker_info()
+    assert info.id == worker_id
+    each = -(-N // info.num_workers)
+    info.dataset.start = worker_id * each
+    info.dataset.end = min(N, info.dataset.start + each)
+
+
+@pytest.mark.parametrize("sharding", ["exact", "by_worker"])
+def test_a_dataset_that_is_split_by_worker_init_fn(sharding: Any) -> None:
+    items: Counter[int] = Counter()
+    for rank in range(2):
+        loader: DataLoader[Any] = DataLoader(Splittable(), 3, num_workers=2, worker_init_fn=split, collate_fn=as_it_is)
+        patched = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2, iterable_sharding=sharding)
+        items.update(chain.from_iterable(patched))
+    assert items == Counter(range(N)) + Counter([0] if sharding == "exact" else [])  # 23 items: one is padding
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_by_worker_splits_one_order_where_the_dataset_shuffles(workers: int) -> None:
+    options = {"iterable_sharding": "by_worker"}
+    ranks = [batches(Source(splits=True, shuffles=True), rank, workers, **options) for rank in (0, 1)]
+    assert Counter(item for batch in chain(*ranks) for item in batch) == Counter(range(N))
+
+
+class Slow(Source):
+    """Its second worker takes its time to begin."""
+
+    def __iter__(self) -> Iterator[int]:
+        time.sleep(0.2 * (torch.initial_seed() % 2))
+        return super().__iter__()
+
+
+def test_an_iterator_keeps_its_epoch_when_another_one_begins() -> None:
+    def make() -> DataLoader[Any]:
+        loader: DataLoader[Any] = DataLoader(Slow(shuffles=True), 1, num_workers=2, collate_fn=as_it_is)
+        return patch_dataloader_to_ddp(loader, rank=0, num_replicas=1)
+
+    expected = list(make())
+    patched = make()
+    first = iter(patched)
+    beginning = [next(first)]
+    second = iter(patched)
+    next(second)
+    assert beginning + list(first) == expected

@@ -9,6 +9,7 @@ from zoo import Indices, N, as_it_is, loader
 
 from ddp_patch import (
     AlreadyPatchedError,
+    DDPBatchSamplerWrapper,
     DDPPatchError,
     DDPSamplerWrapper,
     InvalidOptionError,
@@ -256,6 +257,31 @@ def test_a_loader_that_runs_an_iterator_of_its_own() -> None:
         "would go on yielding unsharded data. Build it with a sampler that is sharded already, "
         "MultiEpochsDataLoader(dataset, sampler=DDPSamplerWrapper(sampler, False), ...), or use a DataLoader with "
         "persistent_workers=True."
+    )
+
+
+class KeepsAGenerator(DataLoader[Any]):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.streams = [self.for_ever()]
+
+    def for_ever(self) -> Any:
+        while True:
+            yield from super().__iter__()
+
+
+def test_a_loader_that_keeps_a_generator_of_its_own() -> None:
+    with pytest.raises(UnsupportedLoaderError, match="an iterator in its constructor \\(attribute 'streams'\\)"):
+        patch_dataloader_to_ddp(KeepsAGenerator(Indices(), 4), **EXPLICIT)
+
+
+@pytest.mark.parametrize("wrapper", [DDPSamplerWrapper, DDPBatchSamplerWrapper])
+def test_a_sampler_that_shards_already_cannot_be_wrapped_by_hand(wrapper: Any) -> None:
+    with pytest.raises(AlreadyPatchedError) as caught:
+        wrapper(DDPSamplerWrapper(range(3), **EXPLICIT), **EXPLICIT)
+    assert str(caught.value) == (
+        f"{wrapper.__name__} was given a DDPSamplerWrapper that is, or holds, a sampler which shards already, and would share a "
+        "share. Wrap the original sampler instead."
     )
 
 

@@ -1,12 +1,15 @@
 """The one call and the guard: what is wrapped, what is kept, what comes back."""
 
 import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 from zoo import Drawn, EpochSeeded, Indices, N, PKBatches, Reversed, as_it_is, by_torch, loader, seeded_generator
 
 import ddp_patch
@@ -295,3 +298,81 @@ def test_batches_that_are_used_again_are_the_users_own_and_unchanged() -> None:
 def test_a_batch_that_is_an_iterator_is_read_when_it_comes() -> None:
     groups: Any = (iter(range(start, start + 2)) for start in range(0, 8, 2))
     assert list(DDPBatchSamplerWrapper(groups, False, rank=1, num_replicas=2)) == [[2, 3], [6, 7]]
+
+
+class Bucketing(Sampler[list[int]]):
+    """Makes its batches to tell how many they are, from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = seeded_generator()
+
+    def batches(self) -> list[list[int]]:
+        items = torch.randperm(N, generator=self.generator).tolist()
+        return [items[start : start + 4] for start in range(0, N, 4)]
+
+    def __len__(self) -> int:
+        return len(self.batches())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches())
+
+
+def test_asking_for_the_length_moves_no_generator() -> None:
+    given = loader(batch_sampler=Bucketing())
+    patched = patch_dataloader_to_ddp(loader(batch_sampler=Bucketing()), rank=0, num_replicas=1)
+    for _ in range(3):
+        assert len(patched) == 6
+        in_one_process = [batch for batch in given]  # noqa: C416 - list() would ask for the length
+        assert list(patched) == in_one_process
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_two_live_iterators_are_two_epochs_and_the_count_goes_on(workers: int) -> None:
+    def make() -> DataLoader[Any]:
+        given = loader(batch_sampler=LazyBatches(RandomSampler(Indices())), num_workers=workers)
+        return patch_dataloader_to_ddp(given, rank=0, num_replicas=2, seed=1)
+
+    alone, paired = make(), make()
+    epochs = [list(alone) for _ in range(4)]
+    first, second = iter(paired), iter(paired)
+    assert list(first) == epochs[0]
+    assert list(second) == epochs[1]
+    third, fourth = iter(paired), iter(paired)
+    pairs = list(zip(third, fourth, strict=True))
+    assert [list(each) for each in zip(*pairs, strict=True)] == epochs[2:]
+
+
+def test_an_epoch_that_the_user_sets_on_the_own_sampler_counts() -> None:
+    """As scripts do that were written for DistributedSampler, above all when they resume."""
+    inner = EpochSeeded()
+    patched = patch_dataloader_to_ddp(loader(sampler=inner), rank=0, num_replicas=1)
+    epochs = {epoch: np.random.default_rng(epoch).permutation(N).tolist() for epoch in (10, 11, 12)}
+    for epoch in (10, 11):
+        inner.set_epoch(epoch)
+        assert flat(patched) == epochs[epoch]
+    assert flat(patched) == epochs[12]
+
+
+def test_samplers_in_two_threads_do_not_mix_their_states() -> None:
+    def make(seed: int) -> DDPSamplerWrapper[int]:
+        return DDPSamplerWrapper(Drawn(by_torch, lazily=True), False, rank=0, num_replicas=1, seed=seed)
+
+    expected = [[list(sampler) for _ in range(50)] for sampler in (make(0), make(1))]
+    torch.manual_seed(3)
+    ambient = torch.rand(2)
+    torch.manual_seed(3)
+    with ThreadPoolExecutor(2) as pool:
+        drawn = list(pool.map(lambda sampler: [list(sampler) for _ in range(50)], [make(0), make(1)]))
+    assert drawn == expected
+    assert torch.equal(torch.rand(2), ambient)
+
+
+def test_what_is_within_a_batch_that_is_used_again_is_copied_too() -> None:
+    class Pairs:
+        def __iter__(self) -> Any:
+            inner: list[int] = []
+            for index in range(8):
+                inner[:] = [index]
+                yield (32, inner)
+
+    assert list(DDPBatchSamplerWrapper(Pairs(), False, rank=1, num_replicas=2)) == [(32, [i]) for i in (1, 3, 5, 7)]
