@@ -32,7 +32,7 @@ from ddp_patch.seeding import PrivateRNG, unmoved
 from ddp_patch.streams import own
 from ddp_patch.world import World
 
-__all__ = ["Agreed", "agree", "describe", "length_of", "require_same", "sample_order"]
+__all__ = ["Agreed", "agree", "describe", "length_of", "require_length", "require_same", "sample_order"]
 
 logger = logging.getLogger("ddp_patch")
 
@@ -175,6 +175,16 @@ def length_of(source: object) -> int | str:
             return len(source)  # type: ignore[arg-type]  # TypeError where it has none
     except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
         return "unknown"
+
+
+def require_length(options: Options, world: World, name: str, length: object) -> None:
+    """Refuse to cut a stream of unknown length into runs."""
+    if options.layout == "contiguous" and not isinstance(length, int):
+        raise InvalidOptionError(
+            f"layout='contiguous' cuts a stream into one run for each of {world.num_replicas} ranks, for which its "
+            f"length must be known, and {name} has no len(). Give it a __len__, or use layout='interleaved', which "
+            "needs none."
+        )
 
 
 def _judge(records: Mapping[int, _Record]) -> _Verdict:

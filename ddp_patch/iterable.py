@@ -10,17 +10,20 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ddp_patch.agreement import Agreed
+from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import StreamLengthError
 from ddp_patch.options import Options
 from ddp_patch.plan import Plan
 from ddp_patch.seeding import EpochCounter, PrivateRNG
 from ddp_patch.sharing import share
 from ddp_patch.streams import draw
-from ddp_patch.wrappers import EpochSampler
 
 __all__ = ["IterableWorkerInit", "ShardedIterable", "StreamSampler"]
 
 T = TypeVar("T")
+
+# Of so many passes before the latest it is remembered which epoch they are over: iterators may live side by side.
+_LATEST = 64
 
 
 class ShardedIterable(IterableDataset[T]):
@@ -43,8 +46,9 @@ class ShardedIterable(IterableDataset[T]):
         self._plan = plan
         self._options = options
         self._batch_size = batch_size
-        self._first_epoch: int | None = None
-        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]  # torch's
+        self._first_pass: int | None = None
+        epochs = torch.zeros(_LATEST + 1, dtype=torch.int64, device="cpu")
+        self._epochs = epochs.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
 
     def __len__(self) -> int:
         return len(self._plan.share(self._stream_length()))
@@ -60,10 +64,10 @@ class ShardedIterable(IterableDataset[T]):
         return getattr(self.dataset, name)
 
     def __iter__(self) -> Iterator[T]:
-        # A worker's first pass is that for which it was started. For later ones, of workers that persist, the main
-        # process has begun the epoch before it asks for the first item, which is when this generator starts.
-        epoch = int(self._epoch) if self._first_epoch is None else self._first_epoch
-        self._first_epoch = None
+        # A generator: it starts when the first item is asked for, before which the main process has begun the epoch. A
+        # worker's first pass is the one that it was started for, although others may have begun since.
+        epoch = int(self._epochs[_LATEST if self._first_pass is None else self._first_pass % _LATEST])
+        self._first_pass = None
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
         yield from self._exact(epoch) if self._options.iterable_sharding == "exact" else self._by_worker(epoch)
@@ -101,13 +105,13 @@ class ShardedIterable(IterableDataset[T]):
             dataset=self.dataset,
         )
 
-    def begin(self, epoch: int) -> None:
-        """Let workers know, from the main process, which epoch begins."""
-        self._epoch.fill_(epoch)
+    def begin(self, number: int, epoch: int) -> None:
+        """Let workers know, from the main process, which epoch pass ``number`` is over."""
+        self._epochs[number % _LATEST] = self._epochs[_LATEST] = epoch
 
-    def begin_worker(self, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
-        """Prepare this worker's copy for its first pass, and call the user's function for the dataset that it knows."""
-        self._first_epoch = epoch
+    def begin_worker(self, number: int, worker_init_fn: Callable[[int], object] | None) -> None:
+        """Prepare this worker's copy for pass ``number``; call the user's function for the dataset that it knows."""
+        self._first_pass = number
         if worker_init_fn is not None:
             alone = torch_worker.WorkerInfo(id=0, num_workers=1, seed=torch.initial_seed(), dataset=self.dataset)
             reader = self.reader() or alone
@@ -141,7 +145,7 @@ class StreamSampler(EpochSampler[None]):
 
     def _pass(self, epoch: int) -> Iterator[None]:
         self._begin(epoch)
-        self.dataset.begin(epoch)
+        self.dataset.begin(self.epochs.passes, epoch)
         # Told here too: where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it. Two workers that change it at once could leave it wrong.
         if callable(tell := getattr(self.dataset.dataset, "set_epoch", None)):
@@ -175,7 +179,7 @@ class IterableWorkerInit:
     def __call__(self, worker_id: int) -> None:
         """Prepare worker ``worker_id``."""
         info: Any = get_worker_info()
-        info.dataset.begin_worker(self.epochs.upcoming, self.worker_init_fn)
+        info.dataset.begin_worker(self.epochs.passes + 1, self.worker_init_fn)
 
 
 def _read_as(info: Any, dataset: Iterable[T]) -> Iterator[T]:

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.agreement import Agreed, agree, describe, length_of
+from ddp_patch.agreement import Agreed, agree, describe, length_of, require_length
+from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import (
     AlreadyPatchedError,
     InvalidOptionError,
@@ -30,7 +31,7 @@ from ddp_patch.loader import (
 from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Uneven
 from ddp_patch.seeding import WorkerSeeding
 from ddp_patch.world import World, find_world
-from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, EpochSampler, require_length
+from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
 __all__ = ["assert_loaders_patched", "check_loaders_is_patched", "patch_dataloader_to_ddp"]
 

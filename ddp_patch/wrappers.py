@@ -1,24 +1,20 @@
 """The two samplers that give one rank its share of another sampler's stream."""
 
-import operator
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from itertools import chain
-from operator import length_hint
 from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DistributedSampler
 
-from ddp_patch.agreement import Agreed, agree, describe
+from ddp_patch.agreement import Agreed, agree, describe, require_length
+from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import (
     AlreadyPatchedError,
     ExhaustedSamplerError,
-    InvalidOptionError,
     StreamLengthError,
     StreamLengthWarning,
     WorldError,
@@ -27,12 +23,13 @@ from ddp_patch.fingerprint import Fingerprint
 from ddp_patch.loader import generators, is_ddp_aware, nested_samplers, random_generators
 from ddp_patch.options import Agreement, Layout, Options, Uneven
 from ddp_patch.plan import Plan
-from ddp_patch.seeding import EpochCounter, PrivateRNG, distributed_permutation, unmoved
+from ddp_patch.progress import Progress
+from ddp_patch.seeding import PrivateRNG, distributed_permutation, unmoved
 from ddp_patch.sharing import share
 from ddp_patch.streams import MOST_AHEAD, draw
-from ddp_patch.world import World, find_world
+from ddp_patch.world import find_world
 
-__all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "EpochSampler", "SharingOptions", "require_length"]
+__all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions"]
 
 T = TypeVar("T")
 
@@ -53,58 +50,6 @@ class SharingOptions(TypedDict, total=False):
     timeout: float
 
 
-class EpochSampler(DistributedSampler[T]):
-    """What every sampler that this package puts into a loader has: a plan, an agreement and a count of epochs.
-
-    A ``DistributedSampler``, because every framework recognises a sharded loader by that class.
-
-    Attributes:
-        agreed: What the ranks agreed on.
-        plan: Which positions are this rank's.
-        seed: What every epoch's order is derived from; the same on every rank.
-        epochs: Which epoch comes next.
-    """
-
-    def __init__(self, agreed: Agreed) -> None:
-        # DistributedSampler.__init__ is not called: it fixes the length, once, and so needs one.
-        self.agreed = agreed
-        self.plan = agreed.plan(agreed.world.rank)
-        self.seed = agreed.seed
-        self.epochs = EpochCounter()
-        # The names by which DistributedSampler's users know these.
-        self.num_replicas, self.rank = agreed.world.num_replicas, agreed.world.rank
-
-    def _begin(self, epoch: int, taken: int = 0) -> None:
-        """Begin an epoch, in step with the other ranks where the user wants that checked."""
-        self.agreed.check("Beginning an epoch", epoch=epoch, seed=self.seed, taken=taken)
-        self.epochs.begin(epoch)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch being drawn, or before the first pass the one that will be."""
-        return self.epochs.current
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self.set_epoch(epoch)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one to be drawn.
-
-        Calling it is optional: each pass that draws anything is followed by the next epoch.
-        """
-        try:
-            number = operator.index(epoch)
-        except TypeError:
-            number = -1
-        if number < 0:
-            raise InvalidOptionError(
-                f"set_epoch({epoch!r}): an epoch is a whole number of at least 0, because its order is derived "
-                "from it. Pass the number of the epoch that comes next."
-            )
-        self.epochs.set(number)
-
-
 class _ShardedSampler(EpochSampler[T]):
     """One rank's share of the items that another sampler yields.
 
@@ -118,7 +63,7 @@ class _ShardedSampler(EpochSampler[T]):
         self.dataset = cast(Any, sampler)  # DistributedSampler's name for it
         self.shuffle = shuffle
         self._warned_of_length = False
-        self._progress: _Progress | None = None
+        self._progress: Progress | None = None
         self._resumed: dict[str, Any] | None = None
         self._nested_epochs = self._read_nested_epochs()
 
@@ -197,14 +142,14 @@ class _ShardedSampler(EpochSampler[T]):
         self._take_over_epoch()
         return chain.from_iterable(self._pass(*self._start()))
 
-    def _start(self) -> tuple[Iterator[T], AbstractContextManager[None], "_Progress"]:
+    def _start(self) -> tuple[Iterator[T], AbstractContextManager[None], Progress]:
         """Begin the wrapped sampler's upcoming epoch."""
         epoch = self.epochs.upcoming
         self._tell_nested(epoch)
         resumed = self._resumed
         if resumed is not None:
             self._set_generators(resumed["now" if resumed["ended"] else "generators"])
-        progress = self._progress = _Progress(epoch, self._generator_states(), resumed)
+        progress = self._progress = Progress(epoch, self._generator_states(), resumed)
         if progress.ended:
             # Nothing of this epoch is left; the next pass, even if this one is never drawn from, is the next epoch's.
             self.epochs.begin(epoch)
@@ -218,7 +163,7 @@ class _ShardedSampler(EpochSampler[T]):
         return stream, rng, progress
 
     def _pass(
-        self, stream: Iterator[T], rng: AbstractContextManager[None], progress: "_Progress"
+        self, stream: Iterator[T], rng: AbstractContextManager[None], progress: Progress
     ) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
         if progress.ended:
@@ -242,7 +187,7 @@ class _ShardedSampler(EpochSampler[T]):
             yield run
         progress.ended = True
 
-    def _catch_up(self, progress: "_Progress") -> None:
+    def _catch_up(self, progress: Progress) -> None:
         """Once as much is drawn as when a resumed state was taken, give the generators their states of then.
 
         Others draw from them too: a DataLoader its workers' seed.
@@ -297,7 +242,7 @@ class _ShardedSampler(EpochSampler[T]):
         if progress is None:
             if self._resumed is not None:
                 return self._resumed
-            progress = _Progress(self.epochs.upcoming, now)
+            progress = Progress(self.epochs.upcoming, now)
         return {
             "epoch": progress.epoch,
             "taken": progress.taken,
@@ -352,32 +297,6 @@ def _shuffled_shares(
     items = [item for chunk in chunks for item in chunk]
     order = distributed_permutation(len(items), seed, epoch)
     yield [[items[int(order[position % len(items)])] for position in plan.share(len(items))] for plan in plans]
-
-
-@dataclass
-class _Progress:
-    """How far a pass has come."""
-
-    epoch: int
-    generators: list[torch.Tensor]  # the states of the sampler's generators before the pass
-    resumed: dict[str, Any] | None = None  # the state that this pass goes on from, until it is reached
-    given: int = 0
-    part: Iterator[Any] = field(default_factory=lambda: iter(()))
-
-    def __post_init__(self) -> None:
-        self.skip = self.resumed["taken"] if self.resumed else 0
-        self.ended = self.resumed["ended"] if self.resumed else False
-
-    @property
-    def taken(self) -> int:
-        """How many of this rank's items were taken, those before a resume included."""
-        return max(self.skip, self.given - length_hint(self.part))
-
-    def begin(self, part: list[T]) -> Iterator[T]:
-        """Return an iterator over the part of this rank's items that comes next."""
-        self.part = iter(part[max(0, self.skip - self.given) :])
-        self.given += len(part)
-        return self.part
 
 
 class DDPSamplerWrapper(_ShardedSampler[T]):
@@ -489,13 +408,3 @@ def _agree_alone(wrapper: str, sampler: Iterable[Any], pads: bool, given: Sharin
     facts = describe(sampler)
     require_length(options, world, type(sampler).__name__, facts["stream length"])
     return agree(world, options, facts, sampler=sampler, holders=list(nested_samplers(sampler)))
-
-
-def require_length(options: Options, world: World, name: str, length: object) -> None:
-    """Refuse to cut a stream of unknown length into runs."""
-    if options.layout == "contiguous" and not isinstance(length, int):
-        raise InvalidOptionError(
-            f"layout='contiguous' cuts a stream into one run for each of {world.num_replicas} ranks, for which its "
-            f"length must be known, and {name} has no len(). Give it a __len__, or use layout='interleaved', which "
-            "needs none."
-        )
