@@ -198,7 +198,7 @@ def require_same(doing: str, records: Mapping[int, Mapping[str, object]]) -> Non
     names = dict.fromkeys(name for record in records.values() for name in record)
     rows = []
     for name in names:
-        holders = _by_value({rank: record.get(name, "nothing") for rank, record in records.items()})
+        holders = _by_value({rank: str(record.get(name, "nothing")) for rank, record in records.items()})
         if len(holders) > 1:
             rows.append(
                 f"  {name}: " + "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in holders.items())

@@ -36,7 +36,9 @@ class Leader:
             list(world.members or ()),
             backend="gloo",
             timeout=timedelta(seconds=timeout),
-            use_local_synchronization=True,  # only those that share call this
+            # For when only some ranks call this. torch then names the group by how many groups a rank is in, which must
+            # be the same on each; where all ranks call, it need not.
+            use_local_synchronization=len(self.members) < dist.get_world_size(),
             sort_ranks=False,  # the first member is the group's rank 0
         )
 

@@ -76,6 +76,7 @@ class OfASet(Sampler[str]):
 
 
 def disagreeing(rank: int, world_size: int) -> Any:
+    dist.new_group([0, 1])  # ranks need not be in the same number of groups
     makers: dict[str, Callable[[], DataLoader[Any]]] = {
         "own generator, seeded by nobody": lambda: loader(sampler=Own(partial_permutation(np.random.default_rng()))),
         "own generator, seeded by rank": lambda: loader(sampler=Own(partial_permutation(np.random.default_rng(rank)))),
