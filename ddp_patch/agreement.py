@@ -6,7 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any, cast
 
 import torch
@@ -40,6 +40,7 @@ logger = logging.getLogger("ddp_patch")
 COMPARED = 256
 
 _AGREEING = "Agreeing on how data is shared"
+_numbers = count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,13 @@ class Agreed:
         world: The ranks that share.
         options: The options, with rank 0's seed and with what ``agreement="auto"`` came to.
         leader: How rank 0 sends every rank its share, where it draws for all.
+        number: Which of the agreements this is, counted on the first rank: it tells one loader from another.
     """
 
     world: World
     options: Options
     leader: Leader | None = None
+    number: int = 0
 
     @property
     def seed(self) -> int:
@@ -68,7 +71,7 @@ class Agreed:
     def check(self, doing: str, **facts: object) -> None:
         """With ``verify=True``, compare facts between the ranks: RankMismatchError on every rank if they differ."""
         if self.options.verify:
-            said = {"meeting": doing, **facts}
+            said = {"meeting": doing, "patched as": f"number {self.number}", **facts}
             members = list(self.world.members or ())
             exchange(members, doing, said, lambda records: require_same(doing, records), self.options.timeout)
 
@@ -90,6 +93,7 @@ class _Verdict:
     seed: int
     generators: Sequence[torch.Tensor]
     disagreement: str  # which ranks would draw different orders; empty where none would
+    number: int
 
 
 def agree(
@@ -137,7 +141,7 @@ def agree(
         warnings.warn(verdict.disagreement, LeaderWarning, stacklevel=4)
     options = replace(options, seed=verdict.seed, agreement=_settled(options, verdict.disagreement))
     leader = Leader(world, options.timeout) if options.agreement == "leader" else None
-    return Agreed(world, options, leader)
+    return Agreed(world, options, leader, verdict.number)
 
 
 def _settled(options: Options, disagreement: str) -> Agreement:
@@ -190,7 +194,8 @@ def require_length(options: Options, world: World, name: str, length: object) ->
 def _judge(records: Mapping[int, _Record]) -> _Verdict:
     require_same(_AGREEING, {rank: record.facts for rank, record in records.items()})
     first = next(iter(records.values()))
-    return _Verdict(first.seed, first.generators, _disagreement({rank: r.order for rank, r in records.items()}))
+    orders = {rank: record.order for rank, record in records.items()}
+    return _Verdict(first.seed, first.generators, _disagreement(orders), next(_numbers))
 
 
 def require_same(doing: str, records: Mapping[int, Mapping[str, object]]) -> None:

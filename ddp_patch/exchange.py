@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ddp_patch.errors import DDPPatchError, MissingRanksError
+from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError
 
 __all__ = ["exchange", "ranks_text"]
 
@@ -79,6 +79,8 @@ class _Meeting:
             return "return", judge(dict(zip(self.members, records, strict=True)))
         except DDPPatchError as error:
             return "raise", error
+        except Exception as error:  # noqa: BLE001 - the others wait for a verdict, whatever it is
+            return "raise", RankMismatchError(f"{self.doing}: comparing the ranks raised {error!r}.")
         finally:
             for key in [*keys, self._key("verdict", self.number - 1)]:  # who came here has read the one before
                 with suppress(RuntimeError):
@@ -109,7 +111,12 @@ class _Meeting:
 
     def _missing(self, seconds: float) -> MissingRanksError:
         came = [rank for rank in self.members if self._try(partial(self._has_come, rank))]
-        missing = [rank for rank in self.members if rank not in came] or self.members[:1]
+        missing = [rank for rank in self.members if rank not in came]
+        if not missing:
+            return MissingRanksError(
+                f"{self.doing}: all ranks came, but rank {self.members[0]}, which compares them, did not answer within "
+                f"{seconds:g} s. It is gone or stuck: look for its error and start all ranks again."
+            )
         return MissingRanksError(
             f"{self.doing}: {ranks_text(missing)} of {len(self.members)} did not come within {seconds:g} s; "
             f"{ranks_text(came)} did. Every rank must come here, at the same point of the script. Look for what the "

@@ -1,5 +1,6 @@
 """Rank 0 draws for all and sends every rank its share."""
 
+import pickle
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from ddp_patch.errors import LeaderError, MissingRanksError, RankMismatchError
 from ddp_patch.world import World
 
-__all__ = ["Leader"]
+__all__ = ["FIRST_PIECE", "LARGEST_PIECE", "Leader"]
 
 T = TypeVar("T")
 
@@ -32,32 +33,44 @@ class Leader:
         self.timeout = timeout
         self.rank = dist.get_rank()
         self.first, *_ = self.members = list(world.members or ())
-        self.group = dist.new_group(
-            list(world.members or ()),
+        try:
+            self.group = self._new_group()
+        except RuntimeError as error:  # torch has no narrower one
+            raise MissingRanksError(
+                f"The ranks {self.members} could not form a group, over which rank {self.first} is to send each its "
+                f"share: one is gone, or they are in different numbers of process groups ({error}). Look for a rank "
+                "that has ended, or make the same groups on all of them before."
+            ) from error
+
+    def _new_group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(
+            self.members,
             backend="gloo",
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=self.timeout),
             # For when only some ranks call this. torch then names the group by how many groups a rank is in, which must
             # be the same on each; where all ranks call, it need not.
             use_local_synchronization=len(self.members) < dist.get_world_size(),
             sort_ranks=False,  # the first member is the group's rank 0
         )
+        return group
 
-    def send(self, of_all: Iterator[Sequence[Sequence[T]]], turn: object, is_sized: bool) -> Iterator[list[T]]:
+    def send(self, of_all: Iterator[Sequence[Sequence[T]]], turn: object, first_piece: int) -> Iterator[list[T]]:
         """Send every member its share of each piece; yield this rank's own.
 
         Args:
             of_all: The stream in parts, each with one sequence for every member.
             turn: Which pass this is.
-            is_sized: Whether the stream's length is known.
+            first_piece: How many items, all ranks' together, the first message is to hold.
         """
-        pieces = _pieces(of_all, len(self.members), LARGEST_PIECE if is_sized else FIRST_PIECE)
+        pieces = _pieces(of_all, len(self.members), first_piece)
         while True:
             try:
                 shares, is_last = next(pieces)
+                sent = [pickle.dumps(share) for share in shares]
             except Exception as error:
                 self._scatter([(turn, _FAILED, repr(error))] * len(self.members))
                 raise
-            self._scatter([(turn, _LAST if is_last else _MORE, share) for share in shares])
+            self._scatter([(turn, _LAST if is_last else _MORE, share) for share in sent])
             yield shares[0]
             if is_last:
                 return
@@ -82,7 +95,7 @@ class Leader:
                     f"Rank {self.first}, which draws for all, could not: its sampler raised {content}. See its error; "
                     "no other rank can go on."
                 )
-            yield content
+            yield pickle.loads(content)  # noqa: S301 - our own first rank's
             if kind == _LAST:
                 return
 
@@ -112,4 +125,4 @@ def _pieces(of_all: Iterator[Sequence[Sequence[T]]], members: int, most: int) ->
                 mine += more
                 size += len(more)
         yield piece, ended
-        most = min(2 * most, LARGEST_PIECE)
+        most = max(most, min(2 * most, LARGEST_PIECE))

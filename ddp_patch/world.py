@@ -142,8 +142,11 @@ def _mesh_world(mesh: DeviceMesh, dimensions: Sequence[str] | None) -> World:
             + (f"but not {unknown}. " if unknown else "and none of them is known to split the data. ")
             + "Pass those that do as data_parallel_dimensions=[...]."
         )
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    whole = mesh._get_root_mesh()  # torch has no public name for it
+    if whole.mesh_dim_names is not None and set(chosen) <= set(whole.mesh_dim_names):
+        # Of mesh["dp"] too, the ranks that differ in other dimensions agree with these.
+        mesh, names = whole, whole.mesh_dim_names
+    if mesh.get_coordinate() is None:
         raise WorldError(
             f"This process (global rank {dist.get_rank()} of {dist.get_world_size()}) is not in the given device_mesh, "
             "so it has no share. Call this only on the mesh's ranks."

@@ -1,5 +1,6 @@
 """The two samplers that give one rank its share of another sampler's stream."""
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +21,7 @@ from ddp_patch.errors import (
     WorldError,
 )
 from ddp_patch.fingerprint import Fingerprint
+from ddp_patch.leader import FIRST_PIECE, LARGEST_PIECE
 from ddp_patch.loader import generators, is_ddp_aware, nested_samplers, random_generators
 from ddp_patch.options import Agreement, Layout, Options, Uneven
 from ddp_patch.plan import Plan
@@ -159,7 +161,7 @@ class _ShardedSampler(EpochSampler[T]):
         # Begun at once, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
         with rng:
-            stream = iter(self.sampler) if self._draws else iter(())
+            stream = iter(self.sampler) if self.agreed.leader is None else self._led()
         return stream, rng, progress
 
     def _pass(
@@ -174,7 +176,7 @@ class _ShardedSampler(EpochSampler[T]):
             stream, rng, progress = self._start()
         self._begin(progress.epoch, progress.skip)
         self._progress, self._resumed = progress, None
-        one_shot = stream is self.sampler  # an iterator, which no pass begins anew
+        one_shot = isinstance(self.sampler, Iterator)  # which no pass begins anew
         # Of an iterator nothing is drawn ahead: after a break the next pass goes on where this one stopped.
         most = 1 if one_shot or self.agreed.options.agreement == "ambient" else MOST_AHEAD
         chunks = draw(stream, rng, round_size=self.plan.num_replicas, most=most)
@@ -186,6 +188,10 @@ class _ShardedSampler(EpochSampler[T]):
             self._catch_up(progress)
             yield run
         progress.ended = True
+
+    def _led(self) -> Iterator[T]:
+        """The sampler's stream, begun with its first item: an error then is one that the leader can tell of."""
+        yield from self.sampler
 
     def _catch_up(self, progress: Progress) -> None:
         """Once as much is drawn as when a resumed state was taken, give the generators their states of then.
@@ -210,7 +216,10 @@ class _ShardedSampler(EpochSampler[T]):
         if not self._draws:
             return leader.receive(turn)
         plans = [self.agreed.plan(rank) for rank in (self.agreed.world.members or {}).values()]
-        return leader.send(self._shares(chunks, plans, epoch), turn, self._length_if_any(epoch) is not None)
+        first_piece = LARGEST_PIECE if self._length_if_any(epoch) is not None else FIRST_PIECE
+        if self.plan.layout == "contiguous":
+            first_piece = sys.maxsize  # all at once: a rank whose run comes late must not wait for steps of the others
+        return leader.send(self._shares(chunks, plans, epoch), turn, first_piece)
 
     def _shares(self, chunks: Iterator[list[T]], plans: Sequence[Plan], epoch: int) -> Iterator[list[list[T]]]:
         if self.shuffle:
@@ -281,13 +290,14 @@ class _ShardedSampler(EpochSampler[T]):
 
 def _not_empty(chunks: Iterator[list[T]], epoch: int) -> Iterator[list[T]]:
     """Pass chunks on; raise if there is none."""
-    first = next(chunks, None)
-    if first is None:
+    chunk: list[T] = []
+    for chunk in chunks:
+        yield chunk
+    if not chunk:
         raise ExhaustedSamplerError(
             f"Nothing is left for epoch {epoch}: the sampler is an iterator, which gives its items once. Give the "
             "loader something that can be iterated again (a list, or a sampler whose __iter__ begins anew)."
         )
-    return chain([first], chunks)
 
 
 def _shuffled_shares(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader, Sampler
-from zoo import KINDS, STEPS, Forever, Indices, N, Own, loader, seed_ambient, units
+from zoo import KINDS, STEPS, Forever, Indices, N, Own, as_it_is, loader, seed_ambient, units
 
 from ddp_patch import DDPPatchError, DDPSamplerWrapper, LeaderWarning, patch_dataloader_to_ddp
 from ddp_patch.plan import Plan
@@ -214,6 +214,60 @@ def test_an_error_in_the_leaders_sampler_ends_every_rank() -> None:
     )
 
 
+class FailsAtOnce(Sampler[int]):
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        raise KeyError("no losses yet")
+
+
+def failing_at_once(rank: int, world_size: int) -> list[tuple[str, str]]:
+    told = []
+    for sampler in (FailsAtOnce(), [open for _ in range(3)], [lambda: None]):
+        patched = patch_dataloader_to_ddp(loader(sampler=sampler), agreement="leader", timeout=30)
+        try:
+            told.append(("nothing", str(len(list(patched)))))
+        except Exception as error:  # noqa: BLE001 - what each rank says is looked at
+            told.append((type(error).__name__, str(error)))
+    return told
+
+
+def test_the_other_ranks_are_told_at_once_what_the_leader_cannot_draw_or_send() -> None:
+    start = time.monotonic()
+    first, second = run_ranks(failing_at_once, 2)
+    assert time.monotonic() - start < 25  # and not at any time-out
+    assert first[0] == ("KeyError", "'no losses yet'")
+    assert second[0][0] == second[2][0] == "LeaderError"
+    assert "KeyError('no losses yet')" in second[0][1]
+    assert "pickle" in second[2][1]
+    assert first[1] == second[1] == ("nothing", "1")
+
+
+def led_in_runs(rank: int, world_size: int) -> list[int]:
+    given = DataLoader(Indices(), sampler=range(300), batch_size=1, collate_fn=as_it_is)
+    share = []
+    for batch in patch_dataloader_to_ddp(given, agreement="leader", layout="contiguous", timeout=20):
+        dist.barrier()
+        share += batch
+    return share
+
+
+def test_a_leader_sends_contiguous_runs_at_once() -> None:
+    assert run_ranks(led_in_runs, 3) == [list(range(start, start + 100)) for start in (0, 100, 200)]
+
+
+def beginning_different_loaders(rank: int, world_size: int) -> tuple[str, str]:
+    loaders = [patch_dataloader_to_ddp(loader(shuffle=True), verify=True, timeout=20) for _ in range(2)]
+    return said(lambda: list(loaders[rank]))
+
+
+def test_ranks_that_begin_different_loaders_are_told() -> None:
+    for name, told in run_ranks(beginning_different_loaders, 2):
+        assert name == "RankMismatchError"
+        assert "patched as: number 1 on rank 0; number 2 on rank 1" in told
+
+
 def led_from_elsewhere(rank: int, world_size: int) -> tuple[str, str]:
     patched: Any = patch_dataloader_to_ddp(loader(sampler=Own(lambda: range(N))), agreement="leader", timeout=20)
     if rank == 1:
@@ -326,6 +380,8 @@ def test_orders_that_part_after_the_compared_items_are_found_at_the_epochs_end()
 
 def on_a_mesh(rank: int, world_size: int, shape: tuple[int, ...], names: tuple[str, ...]) -> list[int]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if "tp" in names and len(shape) == 2:
+        mesh = mesh["dp"]  # as many write it
     seed_ambient(SEED + rank)
     patched = patch_dataloader_to_ddp(loader(shuffle=True), device_mesh=mesh)
     return [item for batch in patched for item in batch]

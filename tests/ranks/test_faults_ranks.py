@@ -99,7 +99,7 @@ CASES: list[tuple[Callable[[int], None], list[str]]] = [
     ),
     (
         first_rank_killed_while_it_judges,
-        ["killed", f"MissingRanksError: rank 0 of 3 {MISSING}", f"MissingRanksError: rank 0 of 3 {MISSING}"],
+        ["killed", "MissingRanksError: did not answer within", "MissingRanksError: did not answer within"],
     ),
     (killed_in_an_epoch_under_the_leader, ["MissingRanksError: is gone", "killed", "MissingRanksError: is gone"]),
     (leader_killed_in_an_epoch, ["killed", "MissingRanksError: is gone", "MissingRanksError: is gone"]),
