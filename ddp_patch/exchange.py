@@ -51,7 +51,7 @@ def exchange(
     outcome, content = verdict
     if outcome == "raise":
         raise content
-    return content  # type: ignore[no-any-return]  # what rank 0's judge returned
+    return content  # type: ignore[no-any-return]  # what the first member's judge returned
 
 
 _Verdict = tuple[Literal["return", "raise"], Any]
@@ -91,7 +91,7 @@ class _Meeting:
 
     def announced(self) -> _Verdict:
         self._wait([self._key("verdict")], self.timeout + MARGIN_S)
-        verdict: _Verdict = pickle.loads(self.store.get(self._key("verdict")))  # noqa: S301 - our own rank 0's
+        verdict: _Verdict = pickle.loads(self.store.get(self._key("verdict")))  # noqa: S301 - our own first member's
         return verdict
 
     def _key(self, what: int | str, number: int | None = None) -> str:

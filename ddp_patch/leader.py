@@ -25,8 +25,8 @@ class Leader:
     """A group of its own, of gloo, over which the first rank of a world sends each what is its.
 
     Its own, so that its messages cannot mix with the training's; of gloo, so that indices need no accelerator and keys
-    of any type can be sent, whatever the training's backend is. Every message says which pass and which piece of it it
-    is, so a rank that is elsewhere is told, and takes nothing that is not its.
+    of any type can be sent, whatever the training's backend is. Every message says which pass it belongs to, so a rank
+    that is in another one is told, and takes nothing that is not its.
     """
 
     def __init__(self, world: World, timeout: float) -> None:

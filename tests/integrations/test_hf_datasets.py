@@ -12,12 +12,13 @@ from torch.utils.data import DataLoader
 from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
 from zoo import N, seed_ambient
 
-from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch import UnsupportedLoaderError, check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.testing import run_ranks
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 
 import datasets
+from datasets.distributed import split_dataset_by_node
 
 SHARDS = [range(6), range(6, 12), range(12, 18), range(18, N)]
 
@@ -134,3 +135,15 @@ def test_real_ranks() -> None:
     for shares in zip(first, second, strict=True):
         assert_shared_exactly(list(shares), N)
     assert first[0] != first[1] != first[2]
+
+
+def test_why_a_streamed_dataset_is_not_split_by_node_of_itself() -> None:
+    """Shards of different sizes make different numbers of steps, which would hang the ranks; and a split one is "
+    "refused."""
+    shards = [range(10), range(10, 20), range(20, 30), range(30, 31)]
+    dataset = datasets.IterableDataset.from_generator(read, gen_kwargs={"shards": shards, "reads": None})
+    split = [split_dataset_by_node(dataset, rank=rank, world_size=2) for rank in range(2)]
+    assert [len(list(part)) for part in split] == [20, 11]
+    assert_shared_exactly(epoch_of(ranks_of(lambda: loader(dataset), 2), numbers), 31)
+    with pytest.raises(UnsupportedLoaderError, match=r"was split by split_dataset_by_node\(\) already"):
+        patch_dataloader_to_ddp(loader(split[0]), rank=0, num_replicas=2)
