@@ -3,11 +3,12 @@
 import copy
 import logging
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -15,14 +16,16 @@ from torch import nn
 from torch.utils.data import (
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
-from ddp_patch.exchange import exchange, ranks_text
+from ddp_patch.comparison import by_value, ranks_text, require_same
+from ddp_patch.errors import InvalidOptionError, LeaderWarning
+from ddp_patch.exchange import exchange, refuse
 from ddp_patch.fingerprint import fingerprint
 from ddp_patch.leader import Leader
 from ddp_patch.loader import generators, nested_samplers, random_generators
@@ -32,14 +35,23 @@ from ddp_patch.seeding import PrivateRNG, unmoved
 from ddp_patch.streams import own
 from ddp_patch.world import World
 
-__all__ = ["Agreed", "agree", "describe", "length_of", "require_length", "require_same", "sample_order"]
+__all__ = [
+    "Agreed",
+    "Proposal",
+    "agree",
+    "describe",
+    "length_of",
+    "refusals_told",
+    "require_length",
+    "sample_order",
+]
 
 logger = logging.getLogger("ddp_patch")
 
 # How many of a stream's first items are compared at the patch.
 COMPARED = 256
 
-_AGREEING = "Agreeing on how data is shared"
+AGREEING = "Agreeing on how data is shared"
 _numbers = count(1)
 
 
@@ -68,12 +80,47 @@ class Agreed:
         """The share of a rank."""
         return Plan(rank, self.world.num_replicas, self.options.uneven, self.options.layout)
 
-    def check(self, doing: str, **facts: object) -> None:
-        """With ``verify=True``, compare facts between the ranks: RankMismatchError on every rank if they differ."""
+    def check(self, doing: str, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
+        """With ``verify=True``, compare facts between the ranks: RankMismatchError on every rank if they differ.
+
+        Args:
+            doing: What the ranks are about.
+            facts: What every rank must say, by name.
+            known: What is compared between those ranks only that say it.
+        """
         if self.options.verify:
-            said = {"meeting": doing, "patched as": f"number {self.number}", **facts}
-            members = list(self.world.members or ())
-            exchange(members, doing, said, lambda records: require_same(doing, records), self.options.timeout)
+            said = {"meeting": doing, "patched as": f"number {self.number}", **facts}, known or {}
+            exchange(list(self.world.members or ()), doing, said, partial(_confirm, doing), self.options.timeout)
+
+
+_Said: TypeAlias = tuple[Mapping[str, object], Mapping[str, object]]
+
+
+def _confirm(doing: str, records: Mapping[int, _Said]) -> dict[int, None]:
+    require_same(doing, {rank: facts for rank, (facts, _) in records.items()})
+    for name in dict.fromkeys(name for _, known in records.values() for name in known):
+        require_same(doing, {rank: {name: known[name]} for rank, (_, known) in records.items() if name in known})
+    return dict.fromkeys(records)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What one rank has to say of its loader before it is shared.
+
+    Attributes:
+        facts: What must be the same on every rank, by name.
+        sampler: What the stream comes from, or None where there is nothing to compare.
+        holders: What may hold a ``torch.Generator`` of the user's.
+        dataset: The dataset, which is never copied.
+        ahead: How many batches the loader's workers fetch ahead. The same on every rank where the ranks meet in an
+            epoch: else one would wait for the others where these do not come yet.
+    """
+
+    facts: Mapping[str, object]
+    sampler: object
+    holders: Sequence[object]
+    dataset: object = None
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +131,8 @@ class _Record:
     order: str | None  # a fingerprint of the stream's first items, or None where there is none
     seed: int
     generators: Sequence[torch.Tensor]
+    meets: bool  # whether the ranks will meet in every epoch
+    ahead: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,52 +145,65 @@ class _Verdict:
     number: int
 
 
-def agree(
-    world: World,
-    options: Options,
-    facts: Mapping[str, object],
-    *,
-    sampler: object,
-    holders: Sequence[object],
-    dataset: object = None,
-) -> Agreed:
+def agree(world: World, options: Options, proposal: Proposal) -> Agreed:
     """Compare the ranks, and return what they agreed on.
 
-    Every rank sends one small record, and gets rank 0's seed and the states of its generators. In a world that was
-    given explicitly nothing is sent: the generators stay as they are, and the seed is 0 unless one is given, as in
-    ``torch.utils.data.DistributedSampler``.
+    Every rank sends one small record, and gets the first rank's seed and the states of its generators. In a world that
+    was given explicitly nothing is sent: the generators stay as they are.
 
     Args:
         world: The ranks that share.
         options: What the user chose.
-        facts: What must be the same on every rank, by name.
-        sampler: What the stream comes from, or None where that cannot be drawn twice.
-        holders: What may hold a ``torch.Generator`` of the user's.
-        dataset: The dataset, which is never copied.
+        proposal: What this rank has to say.
 
     Raises:
-        RankMismatchError: The facts or options differ.
+        RankMismatchError: The facts or options differ, or a rank refused.
         MissingRanksError: A rank did not come in time.
         InvalidOptionError: An option needs ranks that communicate.
     """
     if world.members is None:
         _refuse_communication(options)
-        return Agreed(world, replace(options, seed=options.seed or 0, agreement=_settled(options, "")))
-    found = generators(holders)
+        seed = _default_seed(world) if options.seed is None else options.seed
+        return Agreed(world, replace(options, seed=seed, agreement=_settled(options, "")))
+    found = generators(proposal.holders)
     record = _Record(
-        facts={**facts, **_facts(options), "generators": len(found)},
-        order=sample_order(sampler, dataset) if options.agreement == "auto" else None,
-        seed=torch.initial_seed() if options.seed is None else options.seed,
+        facts={**proposal.facts, **_facts(options), "generators": len(found)},
+        order=sample_order(proposal.sampler, proposal.dataset) if options.agreement == "auto" else None,
+        seed=_default_seed(world) if options.seed is None else options.seed,
         generators=[generator.get_state() for generator in found],
+        meets=options.verify or options.agreement == "leader",
+        ahead=proposal.ahead,
     )
-    verdict: _Verdict = exchange(list(world.members), _AGREEING, record, _judge, options.timeout)
+    members = list(world.members)
+    verdict: _Verdict = exchange(members, AGREEING, record, _judge, options.timeout)
     for generator, state in zip(found, verdict.generators, strict=True):
         generator.set_state(state)
-    if verdict.disagreement and dist.get_rank() == next(iter(world.members)):
+    if verdict.disagreement and dist.get_rank() == members[0]:
         warnings.warn(verdict.disagreement, LeaderWarning, stacklevel=4)
     options = replace(options, seed=verdict.seed, agreement=_settled(options, verdict.disagreement))
-    leader = Leader(world, options.timeout) if options.agreement == "leader" else None
+    leader = Leader(members, options.timeout) if options.agreement == "leader" else None
     return Agreed(world, options, leader, verdict.number)
+
+
+@contextmanager
+def refusals_told(world: World | None) -> Iterator[None]:
+    """When this rank raises before it comes to agree, tell the others, who will wait for it there."""
+    try:
+        yield
+    except Exception as error:
+        if world is not None and world.members is not None:
+            refuse(list(world.members), AGREEING, error)
+        raise
+
+
+def _default_seed(world: World) -> int:
+    """The seed where none is given: torch's own, or 0 in a world that is not, or not known to be, all ranks.
+
+    The ranks outside may have to draw the same (tensor-parallel ranks, in groups of their own) and are not asked. 0 is
+    ``torch.utils.data.DistributedSampler``'s.
+    """
+    is_whole = world.members is not None and len(world.members) == dist.get_world_size()
+    return torch.initial_seed() if is_whole else 0
 
 
 def _settled(options: Options, disagreement: str) -> Agreement:
@@ -191,33 +253,17 @@ def require_length(options: Options, world: World, name: str, length: object) ->
         )
 
 
-def _judge(records: Mapping[int, _Record]) -> _Verdict:
-    require_same(_AGREEING, {rank: record.facts for rank, record in records.items()})
+def _judge(records: Mapping[int, _Record]) -> dict[int, _Verdict]:
+    require_same(AGREEING, {rank: record.facts for rank, record in records.items()})
     first = next(iter(records.values()))
-    orders = {rank: record.order for rank, record in records.items()}
-    return _Verdict(first.seed, first.generators, _disagreement(orders), next(_numbers))
-
-
-def require_same(doing: str, records: Mapping[int, Mapping[str, object]]) -> None:
-    """Raise RankMismatchError unless every rank's facts are the same; with a table of who has what."""
-    names = dict.fromkeys(name for record in records.values() for name in record)
-    rows = []
-    for name in names:
-        holders = _by_value({rank: str(record.get(name, "nothing")) for rank, record in records.items()})
-        if len(holders) > 1:
-            rows.append(
-                f"  {name}: " + "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in holders.items())
-            )
-    if rows:
-        raise RankMismatchError(
-            f"{doing}: the ranks differ, so their shares would overlap or their steps would not be equal.\n"
-            + "\n".join(rows)
-            + "\nMake these the same on every rank."
-        )
+    disagreement = _disagreement({rank: record.order for rank, record in records.items()})
+    if disagreement or first.meets:
+        require_same(AGREEING, {rank: {"batches fetched ahead": said.ahead} for rank, said in records.items()})
+    return dict.fromkeys(records, _Verdict(first.seed, first.generators, disagreement, next(_numbers)))
 
 
 def _disagreement(orders: Mapping[int, str | None]) -> str:
-    parties = _by_value(orders)
+    parties = by_value(orders)
     if None in parties or len(parties) == 1:
         return ""
     listed = " and ".join(ranks_text(ranks) for ranks in parties.values()).capitalize()
@@ -229,14 +275,6 @@ def _disagreement(orders: Mapping[int, str | None]) -> str:
     )
 
 
-def _by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
-    """Return which ranks have each value."""
-    holders: dict[Any, list[int]] = defaultdict(list)
-    for rank, value in values.items():
-        holders[value].append(rank)
-    return holders
-
-
 def sample_order(sampler: object, dataset: object = None) -> str | None:
     """Return a fingerprint of the first items that the sampler would give, or None where that cannot be told.
 
@@ -244,6 +282,8 @@ def sample_order(sampler: object, dataset: object = None) -> str | None:
     every rank; torch's own samplers are told by their parameters.
     """
     if sampler is None:
+        return None
+    if isinstance(sampler, IterableDataset):
         logger.info("The order of an iterable dataset is not compared between ranks: reading it would use it up.")
         return None
     if (parameters := _parameters(sampler)) is not None:

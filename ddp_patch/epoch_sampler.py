@@ -1,6 +1,7 @@
 """What every sampler that this package puts into a loader is: a ``DistributedSampler`` that counts epochs."""
 
 import operator
+from collections.abc import Mapping
 from typing import TypeVar
 
 from torch.utils.data import DistributedSampler
@@ -35,9 +36,9 @@ class EpochSampler(DistributedSampler[T]):
         # The names by which DistributedSampler's users know these.
         self.num_replicas, self.rank = agreed.world.num_replicas, agreed.world.rank
 
-    def _begin(self, epoch: int, taken: int = 0) -> None:
+    def _begin(self, epoch: int, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
         """Begin an epoch, in step with the other ranks where the user wants that checked."""
-        self.agreed.check("Beginning an epoch", epoch=epoch, seed=self.seed, taken=taken)
+        self.agreed.check("Beginning an epoch", {"epoch": epoch, "seed": self.seed, **facts}, known)
         self.epochs.begin(epoch)
 
     @property

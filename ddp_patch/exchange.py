@@ -1,60 +1,83 @@
-"""One record from every rank, one verdict for all, within a deadline.
+"""One record from every rank, an answer for each, within a deadline.
 
 The ranks meet in the key-value store that the process group was made with. So an exchange needs no collective: it
-works with any backend, on any subset of the ranks, and can say who is missing.
+works with any backend, on any subset of the ranks, leaves no group behind and can say who is missing.
 """
 
 import hashlib
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ddp_patch.comparison import ranks_text
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError
 
-__all__ = ["exchange", "ranks_text"]
+__all__ = ["exchange", "refuse"]
 
 V = TypeVar("V")
 
-# How much longer than the first member, which waits for all, the others wait for its verdict.
+# How much longer than the first member, which waits for all, the others wait for its answer.
 MARGIN_S = 5.0
+
+# How many bytes one value of the store holds; TCPStore takes no more than 8 MiB.
+_LARGEST_VALUE = 2**22
 
 
 def exchange(
-    members: Sequence[int], doing: str, record: Any, judge: Callable[[Mapping[int, Any]], V], timeout: float
+    members: Sequence[int],
+    doing: str,
+    record: Any,
+    judge: Callable[[Mapping[int, Any]], Mapping[int, V]],
+    timeout: float,
 ) -> V:
-    """Send this rank's record to the first member, and return what that one makes of all of them.
+    """Send this rank's record to the first member, and return what that one answers to all of them.
 
     Args:
         members: The global ranks that take part; each must call this, with the same members and in the same order.
         doing: What the ranks are about, for the error.
         record: Anything that can be pickled.
-        judge: Called on the first member with every rank's record; what it returns, or the ``DDPPatchError`` that it
-            raises, is returned or raised on every rank.
+        judge: Called on the first member with every rank's record. What it returns holds an answer for each; the
+            ``DDPPatchError`` that it raises is raised on every rank.
         timeout: How many seconds the first member waits for the others.
 
     Raises:
         MissingRanksError: A rank did not come in time.
+        RankMismatchError: A rank refused to take part.
     """
     meeting = _Meeting(members, doing, timeout)
-    meeting.bring(record)
-    if meeting.rank == members[0]:
-        verdict = meeting.judged(judge)
-        meeting.announce(verdict)
-    else:
-        verdict = meeting.announced()
-    outcome, content = verdict
+    with meeting.reachable():
+        meeting.bring(record)
+        outcome, content = meeting.judged(judge) if meeting.leads else meeting.answered()
     if outcome == "raise":
         raise content
     return content  # type: ignore[no-any-return]  # what the first member's judge returned
 
 
-_Verdict = tuple[Literal["return", "raise"], Any]
+def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
+    """Leave word that this rank raises ``error`` instead of taking part in the exchange that the others come to.
+
+    They get a RankMismatchError that says so. This rank waits for nobody.
+    """
+    meeting = _Meeting(members, doing, timeout=0)
+    refused = _Refused(f"{type(error).__name__}: {error}")
+    with suppress(MissingRanksError), meeting.reachable():  # the refusal itself says more
+        meeting.bring(refused)
+        if meeting.leads:
+            meeting.announce(dict.fromkeys(meeting.members, ("raise", meeting.refusal({meeting.rank: refused}))))
+
+
+class _Refused(str):
+    """A record of a rank that does not take part, saying why."""
+
+    __slots__ = ()
+
+
+_Answer = tuple[Literal["return", "raise"], Any]
 
 
 class _Meeting:
@@ -63,54 +86,96 @@ class _Meeting:
     def __init__(self, members: Sequence[int], doing: str, timeout: float) -> None:
         self.members, self.doing, self.timeout = list(members), doing, timeout
         self.rank = dist.get_rank()
+        self.leads = self.rank == self.members[0]
         self.store = _get_default_store()
         self.base = "ddp_patch/" + hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
 
     def bring(self, record: Any) -> None:
         # Counted in the store, so that a new process group begins anew.
-        self.number = self._try(lambda: self.store.add(f"{self.base}/count/{self.rank}", 1))
-        self._try(lambda: self.store.set(self._key(self.rank), pickle.dumps(record)))  # type: ignore[arg-type]  # bytes are taken; the stubs say str
+        self.number = self.store.add(f"{self.base}/count/{self.rank}", 1)
+        self._put(self._key("record", self.rank), record)
 
-    def judged(self, judge: Callable[[Mapping[int, Any]], Any]) -> _Verdict:
-        keys = [self._key(rank) for rank in self.members]
+    def judged(self, judge: Callable[[Mapping[int, Any]], Mapping[int, Any]]) -> _Answer:
+        """Answer all members, as the first of them; return its own answer."""
+        answers: Mapping[int, _Answer]
         try:
-            self._wait(keys, self.timeout)
-            records = [pickle.loads(self.store.get(key)) for key in keys]  # noqa: S301 - our own ranks'
-            return "return", judge(dict(zip(self.members, records, strict=True)))
+            records = self._records()
+            if refused := {rank: record for rank, record in records.items() if isinstance(record, _Refused)}:
+                raise self.refusal(refused)  # an answer like any other
+            answers = {rank: ("return", answer) for rank, answer in judge(records).items()}
         except DDPPatchError as error:
-            return "raise", error
-        except Exception as error:  # noqa: BLE001 - the others wait for a verdict, whatever it is
-            return "raise", RankMismatchError(f"{self.doing}: comparing the ranks raised {error!r}.")
-        finally:
-            for key in [*keys, self._key("verdict", self.number - 1)]:  # who came here has read the one before
-                with suppress(RuntimeError):
-                    self.store.delete_key(key)
+            answers = dict.fromkeys(self.members, ("raise", error))
+        except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever it is
+            failure = RankMismatchError(f"{self.doing}: comparing the ranks raised {error!r}.")
+            answers = dict.fromkeys(self.members, ("raise", failure))
+        self.announce(answers)
+        return answers[self.rank]
 
-    def announce(self, verdict: _Verdict) -> None:
-        self.store.set(self._key("verdict"), pickle.dumps(verdict))  # type: ignore[arg-type]  # as above
+    def _records(self) -> dict[int, Any]:
+        keys = {rank: self._key("record", rank) for rank in self.members}
+        if not self._wait(list(keys.values()), self.timeout):
+            raise self._missing(self.timeout)
+        records = {rank: self._take(key) for rank, key in keys.items()}
+        if self._decide("judged") != "judged":
+            raise MissingRanksError(
+                f"{self.doing}: rank {self.rank} came too late, when another of the ranks {self.members} had given up "
+                "waiting for it. Look for what delayed it, or pass a longer timeout=."
+            )
+        self.store.delete_key(self._key("decision", number=self.number - 1))  # all that are here are past it
+        return records
 
-    def announced(self) -> _Verdict:
-        self._wait([self._key("verdict")], self.timeout + MARGIN_S)
-        verdict: _Verdict = pickle.loads(self.store.get(self._key("verdict")))  # noqa: S301 - our own first member's
-        return verdict
+    def announce(self, answers: Mapping[int, _Answer]) -> None:
+        for rank in self.members[1:]:
+            self._put(self._key("answer", rank), answers[rank])
 
-    def _key(self, what: int | str, number: int | None = None) -> str:
-        return f"{self.base}/{self.number if number is None else number}/{what}"
+    def answered(self) -> _Answer:
+        """Wait for the first member's answer."""
+        key = self._key("answer", self.rank)
+        seconds = self.timeout + MARGIN_S
+        # Giving up is decided in one place: either all are answered, or none, although a rank came very late.
+        if not self._wait([key], seconds) and not (self._decide("given up") == "judged" and self._wait([key], seconds)):
+            raise self._missing(seconds)
+        answer: _Answer = self._take(key)
+        return answer
 
-    def _wait(self, keys: list[str], seconds: float) -> None:
+    def _decide(self, outcome: str) -> str:
+        """Return the outcome of this meeting: the first that any member asks for."""
+        return self.store.compare_set(self._key("decision"), "", outcome).decode()
+
+    def refusal(self, refused: Mapping[int, _Refused]) -> RankMismatchError:
+        listed = "\n".join(f"  {ranks_text([rank])}: {why}" for rank, why in refused.items())
+        return RankMismatchError(
+            f"{self.doing}: not every rank could go on.\n{listed}\n"
+            "Correct what is said there and start all ranks again."
+        )
+
+    def _key(self, what: str, rank: int | None = None, *, number: int | None = None) -> str:
+        return f"{self.base}/{self.number if number is None else number}/{what}" + ("" if rank is None else f"/{rank}")
+
+    def _put(self, key: str, value: Any) -> None:
+        data = pickle.dumps(value)
+        slices = [data[start : start + _LARGEST_VALUE] for start in range(0, len(data), _LARGEST_VALUE)]
+        for place, part in enumerate(slices):
+            self.store.set(f"{key}/{place}", part)  # type: ignore[arg-type]  # bytes are taken; the stubs say str
+        self.store.set(key, str(len(slices)))  # last: who waits for it finds the rest
+
+    def _take(self, key: str) -> Any:
+        slices = [f"{key}/{place}" for place in range(int(self.store.get(key)))]
+        value = pickle.loads(b"".join(self.store.get(part) for part in slices))  # noqa: S301 - our own ranks'
+        for used in (*slices, key):
+            self.store.delete_key(used)
+        return value
+
+    def _wait(self, keys: list[str], seconds: float) -> bool:
+        """Tell whether all keys are there before the time is over."""
         try:
             self.store.wait(keys, timedelta(seconds=seconds))
-        except RuntimeError as error:  # stores have no narrower one in common for a wait that was too long
-            raise self._missing(seconds) from error
-
-    def _try(self, operation: Callable[[], V]) -> V:
-        try:
-            return operation()
-        except RuntimeError as error:
-            raise self._unreachable(error) from error
+        except RuntimeError:  # stores have no narrower one in common for a wait that was too long
+            return self.store.check(keys)  # which raises where the store is gone
+        return True
 
     def _missing(self, seconds: float) -> MissingRanksError:
-        came = [rank for rank in self.members if self._try(partial(self._has_come, rank))]
+        came = [rank for rank in self.members if self._has_come(rank)]
         missing = [rank for rank in self.members if rank not in came]
         if not missing:
             return MissingRanksError(
@@ -126,13 +191,15 @@ class _Meeting:
     def _has_come(self, rank: int) -> bool:
         return self.store.add(f"{self.base}/count/{rank}", 0) >= self.number
 
-    def _unreachable(self, error: Exception) -> MissingRanksError:
-        return MissingRanksError(
-            f"{self.doing}: the store through which the ranks meet cannot be reached ({error}). The process that holds "
-            "it, mostly rank 0's, has ended. Look for its error and start all ranks again."
-        )
-
-
-def ranks_text(numbers: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 0, 2"."""
-    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+    @contextmanager
+    def reachable(self) -> Iterator[None]:
+        """Raise MissingRanksError where the store has gone."""
+        try:
+            yield
+        except DDPPatchError:
+            raise
+        except RuntimeError as error:  # what the store's operations raise; all else is caught where it comes from
+            raise MissingRanksError(
+                f"{self.doing}: the store through which the ranks meet cannot be reached ({error}). The process that "
+                "holds it, mostly rank 0's, has ended. Look for its error and start all ranks again."
+            ) from error

@@ -1,14 +1,16 @@
 """A fingerprint of items: sensitive to order, type and value; the same in every process and under every hash seed."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-__all__ = ["Fingerprint", "fingerprint"]
+__all__ = ["Fingerprint", "fingerprint", "fingerprinted"]
+
+T = TypeVar("T")
 
 
 class Fingerprint:
@@ -51,6 +53,23 @@ def fingerprint(items: Iterable[Any]) -> str:
     running = Fingerprint()
     running.add(items)
     return running.hexdigest()
+
+
+def fingerprinted(chunks: Iterable[list[T]], round_size: int, at_end: Callable[[int, str], None]) -> Iterator[list[T]]:
+    """Pass the chunks of a stream on; at its end call ``at_end`` with the number of items and their fingerprint.
+
+    An incomplete round is the last: the end is told before its items are given, because not every rank has one of these
+    and may never ask for more.
+    """
+    drawn, running, ended = 0, Fingerprint(), False
+    for chunk in chunks:
+        drawn += len(chunk)
+        running.add(chunk)
+        if ended := len(chunk) % round_size > 0:
+            at_end(drawn, running.hexdigest())
+        yield chunk
+    if not ended:
+        at_end(drawn, running.hexdigest())
 
 
 def _encoded(item: Any) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data._utils import worker as torch_worker
 from ddp_patch.agreement import Agreed
 from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import StreamLengthError
+from ddp_patch.fingerprint import fingerprinted
 from ddp_patch.options import Options
 from ddp_patch.plan import Plan
 from ddp_patch.seeding import EpochCounter, PrivateRNG
@@ -47,8 +49,9 @@ class ShardedIterable(IterableDataset[T]):
         self._options = options
         self._batch_size = batch_size
         self._first_pass: int | None = None
-        epochs = torch.zeros(_LATEST + 1, dtype=torch.int64, device="cpu")
-        self._epochs = epochs.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._latest_pass = _shared(1)
+        self._epochs = _shared(_LATEST)
+        self._ends = _shared(_LATEST, 2)  # of each pass that has come to its end, how many items, and a fingerprint
 
     def __len__(self) -> int:
         return len(self._plan.share(self._stream_length()))
@@ -66,16 +69,19 @@ class ShardedIterable(IterableDataset[T]):
     def __iter__(self) -> Iterator[T]:
         # A generator: it starts when the first item is asked for, before which the main process has begun the epoch. A
         # worker's first pass is the one that it was started for, although others may have begun since.
-        epoch = int(self._epochs[_LATEST if self._first_pass is None else self._first_pass % _LATEST])
+        number = int(self._latest_pass) if self._first_pass is None else self._first_pass
+        epoch = int(self._epochs[number % _LATEST])
         self._first_pass = None
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
-        yield from self._exact(epoch) if self._options.iterable_sharding == "exact" else self._by_worker(epoch)
+        yield from self._exact(epoch, number) if self._options.iterable_sharding == "exact" else self._by_worker(epoch)
 
-    def _exact(self, epoch: int) -> Iterator[T]:
+    def _exact(self, epoch: int, number: int) -> Iterator[T]:
         stream = _read_as(self.reader(), self.dataset)
         # One round at a time, and no copies: these are samples, not indices, and most are other ranks'.
         chunks = draw(stream, self._rng(epoch), round_size=self._plan.num_replicas, most=1, copies=False)
+        if self._options.verify:
+            chunks = fingerprinted(chunks, self._plan.num_replicas, partial(self._record_end, number))
         length = self._stream_length() if self._plan.layout == "contiguous" else 0
         parts = share([self._plan], chunks, length, lambda drawn: self._check_runs(drawn, length))
         info = get_worker_info()
@@ -107,7 +113,17 @@ class ShardedIterable(IterableDataset[T]):
 
     def begin(self, number: int, epoch: int) -> None:
         """Let workers know, from the main process, which epoch pass ``number`` is over."""
-        self._epochs[number % _LATEST] = self._epochs[_LATEST] = epoch
+        self._epochs[number % _LATEST] = epoch
+        self._ends[number % _LATEST] = -1
+        self._latest_pass[0] = number
+
+    def _record_end(self, number: int, drawn: int, order: str) -> None:
+        self._ends[number % _LATEST] = torch.tensor([drawn, int(order[:15], 16)])
+
+    def ended(self, number: int) -> dict[str, object]:
+        """Return what pass ``number`` has drawn, as facts to compare; nothing if it did not come to its end."""
+        drawn, order = self._ends[number % _LATEST].tolist()
+        return {"drawn in the epoch before": drawn, "order of the epoch before": order} if drawn >= 0 else {}
 
     def begin_worker(self, number: int, worker_init_fn: Callable[[int], object] | None) -> None:
         """Prepare this worker's copy for pass ``number``; call the user's function for the dataset that it knows."""
@@ -144,7 +160,8 @@ class StreamSampler(EpochSampler[None]):
         return self._pass(self._iterated)
 
     def _pass(self, epoch: int) -> Iterator[None]:
-        self._begin(epoch)
+        # Workers cannot meet; what they have drawn is compared here, in the main process, when the next pass begins.
+        self._begin(epoch, {}, self.dataset.ended(self.epochs.passes))
         self.dataset.begin(self.epochs.passes, epoch)
         # Told here too: where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it. Two workers that change it at once could leave it wrong.
@@ -180,6 +197,12 @@ class IterableWorkerInit:
         """Prepare worker ``worker_id``."""
         info: Any = get_worker_info()
         info.dataset.begin_worker(self.epochs.passes + 1, self.worker_init_fn)
+
+
+def _shared(*shape: int) -> torch.Tensor:
+    """A tensor of -1 in memory that the workers share."""
+    tensor = torch.full(shape, -1, dtype=torch.int64, device="cpu")
+    return tensor.share_memory_()  # type: ignore[no-any-return,no-untyped-call]  # torch leaves it unannotated
 
 
 def _read_as(info: Any, dataset: Iterable[T]) -> Iterator[T]:

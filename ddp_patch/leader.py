@@ -1,14 +1,16 @@
-"""Rank 0 draws for all and sends every rank its share."""
+"""The first rank draws for all and sends every rank its share."""
 
 import pickle
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ddp_patch.errors import LeaderError, MissingRanksError, RankMismatchError
-from ddp_patch.world import World
+from ddp_patch.comparison import require_same
+from ddp_patch.errors import LeaderError
+from ddp_patch.exchange import exchange
 
 __all__ = ["FIRST_PIECE", "LARGEST_PIECE", "Leader"]
 
@@ -18,98 +20,79 @@ T = TypeVar("T")
 # begins with the smaller number, because it may be slow or without end.
 LARGEST_PIECE, FIRST_PIECE = 2**20, 2**12
 
-_MORE, _LAST, _FAILED = "more", "last", "failed"
+_SENDING = "Sending every rank its share"
 
 
+@dataclass(frozen=True, slots=True)
 class Leader:
-    """A group of its own, of gloo, over which the first rank of a world sends each what is its.
+    """How the first member sends each what is its: every piece of an epoch is an exchange.
 
-    Its own, so that its messages cannot mix with the training's; of gloo, so that indices need no accelerator and keys
-    of any type can be sent, whatever the training's backend is. Every message says which pass it belongs to, so a rank
-    that is in another one is told, and takes nothing that is not its.
+    In it every rank says which pass it is in, and is answered with its share of the piece. So a rank that is in another
+    pass, or does not come, is found at each; and what one pass leaves unread, no other can take for its own.
+
+    Attributes:
+        members: The global ranks; the first draws.
+        timeout: How many seconds they wait for each other.
     """
 
-    def __init__(self, world: World, timeout: float) -> None:
-        self.timeout = timeout
-        self.rank = dist.get_rank()
-        self.first, *_ = self.members = list(world.members or ())
-        try:
-            self.group = self._new_group()
-        except RuntimeError as error:  # torch has no narrower one
-            raise MissingRanksError(
-                f"The ranks {self.members} could not form a group, over which rank {self.first} is to send each its "
-                f"share: one is gone, or they are in different numbers of process groups ({error}). Look for a rank "
-                "that has ended, or make the same groups on all of them before."
-            ) from error
+    members: Sequence[int]
+    timeout: float
 
-    def _new_group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(
-            self.members,
-            backend="gloo",
-            timeout=timedelta(seconds=self.timeout),
-            # For when only some ranks call this. torch then names the group by how many groups a rank is in, which must
-            # be the same on each; where all ranks call, it need not.
-            use_local_synchronization=len(self.members) < dist.get_world_size(),
-            sort_ranks=False,  # the first member is the group's rank 0
-        )
-        return group
+    @property
+    def draws(self) -> bool:
+        """Whether this rank draws for all."""
+        return dist.get_rank() == self.members[0]
 
-    def send(self, of_all: Iterator[Sequence[Sequence[T]]], turn: object, first_piece: int) -> Iterator[list[T]]:
+    def send(
+        self, of_all: Iterator[Sequence[Sequence[T]]], turn: Mapping[str, object], first_piece: int
+    ) -> Iterator[list[T]]:
         """Send every member its share of each piece; yield this rank's own.
 
         Args:
             of_all: The stream in parts, each with one sequence for every member.
             turn: Which pass this is.
             first_piece: How many items, all ranks' together, the first message is to hold.
+
+        Raises:
+            Exception: What drawing the stream raises; the other ranks get a LeaderError.
         """
         pieces = _pieces(of_all, len(self.members), first_piece)
-        while True:
-            try:
-                shares, is_last = next(pieces)
-                sent = [pickle.dumps(share) for share in shares]
-            except Exception as error:
-                self._scatter([(turn, _FAILED, repr(error))] * len(self.members))
-                raise
-            self._scatter([(turn, _LAST if is_last else _MORE, share) for share in sent])
-            yield shares[0]
-            if is_last:
-                return
+        try:
+            yield from self._shares(turn, pieces)
+        except LeaderError as error:
+            raise (error.__cause__ or error) from None
 
-    def receive(self, turn: object) -> Iterator[list[T]]:
+    def receive(self, turn: Mapping[str, object]) -> Iterator[list[Any]]:
         """Yield this rank's share of each piece that is sent.
 
         Raises:
             LeaderError: Drawing raised on the first rank, where that error itself is raised.
-            RankMismatchError: The first rank is in another pass.
+            RankMismatchError: A rank is in another pass.
             MissingRanksError: A rank did not come in time or is gone.
         """
-        while True:
-            sent_turn, kind, content = self._scatter(None)
-            if sent_turn != turn:
-                raise RankMismatchError(
-                    f"Rank {self.rank} begins {turn} and rank {self.first}, which draws for all, is in {sent_turn}: "
-                    "one of them has iterated the loader where the other has not. Iterate it on every rank alike."
-                )
-            if kind == _FAILED:
-                raise LeaderError(
-                    f"Rank {self.first}, which draws for all, could not: its sampler raised {content}. See its error; "
-                    "no other rank can go on."
-                )
-            yield pickle.loads(content)  # noqa: S301 - our own first rank's
-            if kind == _LAST:
-                return
+        return self._shares(turn, iter(()))
 
-    def _scatter(self, messages: list[Any] | None) -> Any:
-        received: list[Any] = [None]
+    def _shares(
+        self, turn: Mapping[str, object], pieces: Iterator[tuple[list[list[Any]], bool]]
+    ) -> Iterator[list[Any]]:
+        is_last = False
+        while not is_last:
+            share, is_last = exchange(self.members, _SENDING, turn, partial(self._next, pieces), self.timeout)
+            yield pickle.loads(share)  # noqa: S301 - our own first rank's
+
+    def _next(
+        self, pieces: Iterator[tuple[list[list[Any]], bool]], turns: Mapping[int, Mapping[str, object]]
+    ) -> dict[int, tuple[bytes, bool]]:
+        """Draw the next piece for all, once all are there for it."""
+        require_same(_SENDING, turns)
         try:
-            dist.scatter_object_list(received, messages, group=self.group, group_src=0)
-        except RuntimeError as error:  # gloo has no narrower one
-            raise MissingRanksError(
-                f"Rank {self.rank} waited up to {self.timeout:g} s for rank {self.first} to send every rank its "
-                f"share, and a rank did not come or is gone ({error}). Look for what the other ranks do instead (an "
-                "error, fewer steps), or pass a longer timeout=."
+            shares, is_last = next(pieces)
+            return {rank: (pickle.dumps(share), is_last) for rank, share in zip(self.members, shares, strict=True)}
+        except Exception as error:
+            raise LeaderError(
+                f"Rank {self.members[0]}, which draws for all, could not: its sampler raised {error!r}. See its error; "
+                "no other rank can go on."
             ) from error
-        return received[0]
 
 
 def _pieces(of_all: Iterator[Sequence[Sequence[T]]], members: int, most: int) -> Iterator[tuple[list[list[T]], bool]]:

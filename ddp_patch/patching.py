@@ -8,7 +8,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.agreement import Agreed, agree, describe, length_of, require_length
+from ddp_patch.agreement import (
+    Agreed,
+    Proposal,
+    agree,
+    describe,
+    length_of,
+    refusals_told,
+    require_length,
+)
 from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import (
     AlreadyPatchedError,
@@ -117,10 +125,12 @@ def patch_dataloader_to_ddp(
         3 [[0, 2], [4, 6], [8]]
         3 [[1, 3], [5, 7], [9]]
     """
-    require_loader("patch_dataloader_to_ddp", loader)
-    options = Options(uneven, layout, agreement, seed, verify, timeout, iterable_sharding)
     world = find_world(rank, num_replicas, process_group, device_mesh, data_parallel_dimensions)
-    if world is None:
+    with refusals_told(world):
+        require_loader("patch_dataloader_to_ddp", loader)
+        options = Options(uneven, layout, agreement, seed, verify, timeout, iterable_sharding)
+        proposal = None if world is None else _propose(loader, options, world)
+    if world is None or proposal is None:
         warnings.warn(
             "patch_dataloader_to_ddp changed nothing: there is no process group and the environment announces no "
             "other rank, so this process takes all data. Call torch.distributed.init_process_group() first if there "
@@ -129,14 +139,17 @@ def patch_dataloader_to_ddp(
             stacklevel=2,
         )
         return loader
-    if _is_sharded_for(world, loader):
-        return loader
+    agreed = agree(world, options, proposal)
+    return _shard(loader, agreed) if sharding(loader) is None else loader
+
+
+def _propose(loader: DataLoader[Any], options: Options, world: World) -> Proposal:
+    """Return what this rank has to say of its loader, after refusing what cannot hold."""
+    if (found := _sharding_for(world, loader)) is not None:
+        # Its ranks' lengths and generators may differ, rightly; that it is so on all of them is what counts.
+        facts = {"loader": type(loader).__qualname__, "shared already by": type(found).__qualname__}
+        return Proposal(facts, sampler=None, holders=[])
     require_copyable(loader)
-    return _shard(loader, _agree(loader, world, options))
-
-
-def _agree(loader: DataLoader[Any], world: World, options: Options) -> Agreed:
-    """Have all ranks agree on the loader and its options, after refusing what cannot hold."""
     at = level(loader)
     if at is Level.ITERABLE:
         _check_iterable(loader, options)
@@ -148,27 +161,27 @@ def _agree(loader: DataLoader[Any], world: World, options: Options) -> Agreed:
     }[at]
     told = describe(stream)
     require_length(options, world, type(stream).__name__, told["stream length"])
-    facts = {
+    compared = {
         "loader": type(loader).__qualname__,
         "dataset": type(loader.dataset).__qualname__,
         "dataset length": length_of(loader.dataset),
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
         "shared by": at.value,
+        "shared already by": "nothing",
         **told,
     }
-    return agree(
-        world,
-        options,
-        facts,
-        sampler=None if at is Level.ITERABLE else stream,
+    return Proposal(
+        compared,
+        sampler=stream,
         holders=[loader, *samplers_in_use(loader)],
         dataset=loader.dataset,
+        ahead=loader.num_workers * (loader.prefetch_factor or 0),
     )
 
 
-def _is_sharded_for(world: World, loader: DataLoader[Any]) -> bool:
-    """Tell whether the loader is sharded already; raise if that was done here, for another world."""
+def _sharding_for(world: World, loader: DataLoader[Any]) -> object | None:
+    """Return what shards the loader already, if anything does; raise if that was done here, for another world."""
     found = sharding(loader)
     ours = found if isinstance(found, EpochSampler) else None
     if ours is not None and (ours.rank, ours.num_replicas) != (world.rank, world.num_replicas):
@@ -176,7 +189,7 @@ def _is_sharded_for(world: World, loader: DataLoader[Any]) -> bool:
             f"The loader was patched for rank {ours.rank} of {ours.num_replicas} and cannot be patched again for "
             f"rank {world.rank} of {world.num_replicas}: it would share a share. Patch the original loader instead."
         )
-    return found is not None
+    return found
 
 
 def _check_iterable(loader: DataLoader[Any], options: Options) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_patch.agreement import Agreed, agree, describe, require_length
+from ddp_patch.agreement import Agreed, Proposal, agree, describe, refusals_told, require_length
 from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import (
     AlreadyPatchedError,
@@ -20,7 +20,7 @@ from ddp_patch.errors import (
     StreamLengthWarning,
     WorldError,
 )
-from ddp_patch.fingerprint import Fingerprint
+from ddp_patch.fingerprint import fingerprinted
 from ddp_patch.leader import FIRST_PIECE, LARGEST_PIECE
 from ddp_patch.loader import generators, is_ddp_aware, nested_samplers, random_generators
 from ddp_patch.options import Agreement, Layout, Options, Uneven
@@ -100,12 +100,6 @@ class _ShardedSampler(EpochSampler[T]):
         except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
             return None
 
-    @property
-    def _draws(self) -> bool:
-        """Whether this rank draws the sampler, or is sent its share."""
-        leader = self.agreed.leader
-        return leader is None or leader.rank == leader.first
-
     def _rng(self, epoch: int) -> AbstractContextManager[None]:
         return nullcontext() if self.agreed.options.agreement == "ambient" else PrivateRNG(self.seed, epoch)
 
@@ -174,7 +168,7 @@ class _ShardedSampler(EpochSampler[T]):
         if progress.resumed is None and progress.epoch != self.epochs.upcoming:
             # Another iterator has begun this epoch since: this one is the next epoch's.
             stream, rng, progress = self._start()
-        self._begin(progress.epoch, progress.skip)
+        self._begin(progress.epoch, {"position": self._position(progress)})
         self._progress, self._resumed = progress, None
         one_shot = isinstance(self.sampler, Iterator)  # which no pass begins anew
         # Of an iterator nothing is drawn ahead: after a break the next pass goes on where this one stopped.
@@ -188,6 +182,15 @@ class _ShardedSampler(EpochSampler[T]):
             self._catch_up(progress)
             yield run
         progress.ended = True
+
+    def _position(self, progress: Progress) -> int:
+        """How many whole rounds were taken: of the last, incomplete one not every rank has an item."""
+        length = self._length_if_any(progress.epoch)
+        return (
+            progress.skip
+            if length is None
+            else min(progress.skip, -(-self.plan.total(length) // self.plan.num_replicas))
+        )
 
     def _led(self) -> Iterator[T]:
         """The sampler's stream, begun with its first item: an error then is one that the leader can tell of."""
@@ -212,8 +215,8 @@ class _ShardedSampler(EpochSampler[T]):
         leader = self.agreed.leader
         if leader is None:
             return (part for (part,) in self._shares(self._verified(chunks, epoch), [self.plan], epoch))
-        turn = f"pass {self.epochs.passes} over epoch {epoch}"
-        if not self._draws:
+        turn = {"patched as": f"number {self.agreed.number}", "epoch": epoch, "pass": self.epochs.passes}
+        if not leader.draws:
             return leader.receive(turn)
         plans = [self.agreed.plan(rank) for rank in (self.agreed.world.members or {}).values()]
         first_piece = LARGEST_PIECE if self._length_if_any(epoch) is not None else FIRST_PIECE
@@ -230,14 +233,12 @@ class _ShardedSampler(EpochSampler[T]):
     def _verified(self, chunks: Iterator[list[T]], epoch: int) -> Iterator[list[T]]:
         """Pass chunks on; where the user wants it, compare at the end what the ranks have drawn."""
         if not self.agreed.options.verify:
-            yield from chunks
-            return
-        drawn, running = 0, Fingerprint()
-        for chunk in chunks:
-            drawn += len(chunk)
-            running.add(chunk)
-            yield chunk
-        self.agreed.check("Ending an epoch", epoch=epoch, drawn=drawn, order=running.hexdigest())
+            return chunks
+        return fingerprinted(
+            chunks,
+            self.plan.num_replicas,
+            lambda drawn, order: self.agreed.check("Ending an epoch", {"epoch": epoch, "drawn": drawn, "order": order}),
+        )
 
     def _generator_states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in generators(nested_samplers(self.sampler))]
@@ -403,18 +404,19 @@ def _agree_alone(wrapper: str, sampler: Iterable[Any], pads: bool, given: Sharin
     names = ("rank", "num_replicas", "process_group", "device_mesh", "data_parallel_dimensions")
     where: dict[str, Any] = {name: given[name] for name in names if name in given}  # type: ignore[literal-required]
     chosen: dict[str, Any] = {name: value for name, value in given.items() if name not in names}
-    options = Options(**{"uneven": "pad" if pads else "drop"} | chosen)
     world = find_world(**where)
-    if world is None:
-        raise WorldError(
-            f"{wrapper} does not know which rank of how many it is: there is no process group. Call "
-            "torch.distributed.init_process_group() first, or pass rank= and num_replicas=."
-        )
-    if any(map(is_ddp_aware, nested_samplers(sampler))):
-        raise AlreadyPatchedError(
-            f"{wrapper} was given a {type(sampler).__name__} that is, or holds, a sampler which shards already, and "
-            "would share a share. Wrap the original sampler instead."
-        )
-    facts = describe(sampler)
-    require_length(options, world, type(sampler).__name__, facts["stream length"])
-    return agree(world, options, facts, sampler=sampler, holders=list(nested_samplers(sampler)))
+    with refusals_told(world):
+        options = Options(**{"uneven": "pad" if pads else "drop"} | chosen)
+        if world is None:
+            raise WorldError(
+                f"{wrapper} does not know which rank of how many it is: there is no process group. Call "
+                "torch.distributed.init_process_group() first, or pass rank= and num_replicas=."
+            )
+        if any(map(is_ddp_aware, nested_samplers(sampler))):
+            raise AlreadyPatchedError(
+                f"{wrapper} was given a {type(sampler).__name__} that is, or holds, a sampler which shards already, "
+                "and would share a share. Wrap the original sampler instead."
+            )
+        facts = describe(sampler)
+        require_length(options, world, type(sampler).__name__, facts["stream length"])
+    return agree(world, options, Proposal(facts, sampler, holders=list(nested_samplers(sampler))))

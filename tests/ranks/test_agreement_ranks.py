@@ -1,5 +1,7 @@
 """Real gloo ranks that disagree, are late, ahead or gone: found at once, or made to agree."""
 
+import copy
+import pickle
 import time
 import warnings
 from collections import Counter
@@ -11,10 +13,10 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from zoo import KINDS, STEPS, Forever, Indices, N, Own, as_it_is, loader, seed_ambient, units
 
-from ddp_patch import DDPPatchError, DDPSamplerWrapper, LeaderWarning, patch_dataloader_to_ddp
+from ddp_patch import DDPPatchError, DDPSamplerWrapper, LeaderWarning, exchange, patch_dataloader_to_ddp
 from ddp_patch.plan import Plan
 from ddp_patch.testing import run_ranks
 
@@ -60,7 +62,7 @@ def test_ranks_that_differ_are_told_so_on_every_rank_at_once() -> None:
         ["  stream length: 10 on ranks 0, 2; 9 on rank 1"],
     ]
     assert ranks[0][0][1].startswith("Agreeing on how data is shared: the ranks differ, so their shares would overlap")
-    assert ranks[0][0][1].endswith("Make these the same on every rank.")
+    assert ranks[0][0][1].endswith("Make these the same on every rank, and call and iterate the same loaders on each.")
 
 
 class OfASet(Sampler[str]):
@@ -276,11 +278,94 @@ def led_from_elsewhere(rank: int, world_size: int) -> tuple[str, str]:
 
 
 def test_a_rank_that_begins_another_epoch_than_the_leader_is_told() -> None:
-    ranks = run_ranks(led_from_elsewhere, 2)
-    assert ranks[1] == (
-        "RankMismatchError",
-        "Rank 1 begins pass 1 over epoch 4 and rank 0, which draws for all, is in pass 1 over epoch 0: one of them has "
-        "iterated the loader where the other has not. Iterate it on every rank alike.",
+    for name, told in run_ranks(led_from_elsewhere, 2):
+        assert name == "RankMismatchError"
+        assert told.split("\n")[:2] == [
+            "Sending every rank its share: the ranks differ, so their shares would overlap or their steps would not be "
+            "equal.",
+            "  epoch: 0 on rank 0; 4 on rank 1",
+        ]
+
+
+def fetching_ahead_differently(rank: int, world_size: int) -> list[tuple[str, str]]:
+    def make(**options: Any) -> Any:
+        return patch_dataloader_to_ddp(loader(sampler=range(N), num_workers=rank), **options)
+
+    return [said(lambda: make(agreement="leader")), said(lambda: make(verify=True)), said(lambda: len(make()))]
+
+
+def test_ranks_that_meet_in_an_epoch_must_fetch_equally_far_ahead() -> None:
+    for led, verified, neither in run_ranks(fetching_ahead_differently, 2):
+        assert led[0] == verified[0] == "RankMismatchError"
+        assert led[1].split("\n")[1] == "  batches fetched ahead: 0 on rank 0; 2 on rank 1"
+        assert neither == ("nothing", "3")
+
+
+# Ranks that refuse.
+
+
+class Started(DataLoader[Any]):
+    """Runs an iterator of its own, so that it cannot be copied."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.running = super().__iter__()
+
+
+def refusing(rank: int, world_size: int, odd: int) -> list[tuple[str, str]]:
+    is_odd = rank == odd
+    ready = patch_dataloader_to_ddp(loader())
+    unsized = iter(range(N)) if is_odd else range(N)
+    return [
+        said(lambda: patch_dataloader_to_ddp(loader(), seed=-1 if is_odd else 1)),
+        said(lambda: patch_dataloader_to_ddp((Started if is_odd else DataLoader)(Indices(N)))),
+        said(lambda: patch_dataloader_to_ddp(loader(sampler=unsized), layout="contiguous")),
+        said(lambda: patch_dataloader_to_ddp(ready if is_odd else loader())),
+        said(lambda: DDPSamplerWrapper(range(N), timeout=-1 if is_odd else 9)),
+        said(lambda: patch_dataloader_to_ddp(5 if is_odd else loader())),  # type: ignore[arg-type]
+        said(lambda: len(patch_dataloader_to_ddp(loader(), seed=1))),  # and then they are in step again
+    ]
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_what_one_rank_refuses_all_are_told_at_once(odd: int) -> None:
+    start = time.monotonic()
+    ranks = run_ranks(refusing, 3, odd)
+    assert time.monotonic() - start < 60  # and not at any time-out
+    names = ["InvalidOptionError", "UnsupportedLoaderError", "InvalidOptionError", "", "InvalidOptionError"]
+    for rank, told in enumerate(ranks):
+        assert told[-1] == ("nothing", "2")
+        assert told[3][0] == "RankMismatchError"
+        assert "  shared already by: " in told[3][1]
+        for place, name in enumerate([*names, "NotALoaderError"]):
+            if place == 3:
+                continue
+            if rank == odd:
+                assert told[place][0] == name
+            else:
+                said_name, message = told[place]
+                assert said_name == "RankMismatchError"
+                assert message.startswith(
+                    f"Agreeing on how data is shared: not every rank could go on.\n  rank {odd}: {name}: "
+                )
+                assert message.endswith("\nCorrect what is said there and start all ranks again.")
+
+
+def first_comes_late(rank: int, world_size: int) -> tuple[str, str]:
+    exchange.MARGIN_S = 0.5
+    if rank == 0:
+        time.sleep(6)
+    told = said(lambda: patch_dataloader_to_ddp(loader(), timeout=1))
+    dist.barrier()
+    return told
+
+
+def test_a_first_rank_that_comes_when_others_have_given_up_does_not_go_on_alone() -> None:
+    first, *others = run_ranks(first_comes_late, 3)
+    assert [name for name, _ in (first, *others)] == ["MissingRanksError"] * 3
+    assert first[1] == (
+        "Agreeing on how data is shared: rank 0 came too late, when another of the ranks [0, 1, 2] had given up "
+        "waiting for it. Look for what delayed it, or pass a longer timeout=."
     )
 
 
@@ -330,6 +415,54 @@ def test_epochs_that_agree_are_verified_in_passing() -> None:
     first, second = run_ranks(verified, 2)
     for ours, theirs in zip(first, second, strict=True):
         assert set(ours) | set(theirs) == set(range(N))
+
+
+class Unequal(IterableDataset[int]):
+    """Has an item more, or another one, on one rank in its first epoch."""
+
+    def __init__(self, items: list[int]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.items)
+
+
+def verified_streams(rank: int, world_size: int) -> list[tuple[str, str]]:
+    told = []
+    for odd in ([7], [8, 9], [8]):
+        dataset = Unequal([*range(7), *(odd if rank == 1 else [8])])
+        patched = patch_dataloader_to_ddp(DataLoader(dataset, batch_size=2), verify=True)
+        told.append(said(lambda: [len(list(patched)) for _ in range(2)]))  # noqa: B023 - called at once
+    return told
+
+
+def test_streams_that_differed_are_told_when_the_next_epoch_begins() -> None:
+    for other_item, one_more, same in run_ranks(verified_streams, 2):
+        assert other_item[0] == one_more[0] == "RankMismatchError"
+        assert "\n  order of the epoch before: " in other_item[1]
+        assert "\n  drawn in the epoch before: 8 on rank 0; 9 on rank 1" in one_more[1]
+        assert same == ("nothing", "[2, 2]")
+
+
+def stopping_before_others(rank: int, world_size: int) -> list[int]:
+    """With ``uneven="keep"`` a rank's last step may have no partner; the ranks still meet at the same step."""
+    patched = patch_dataloader_to_ddp(
+        DataLoader(Indices(), sampler=range(7), batch_size=1), uneven="keep", verify=True, timeout=10
+    )
+    steps = []
+    for _ in range(2):
+        steps.append(0)
+        for _ in patched:
+            steps[-1] += 1
+            if steps[-1] <= 3:
+                dist.barrier()
+        if rank == 0:
+            time.sleep(0.5)
+    return steps
+
+
+def test_the_end_is_compared_before_the_items_that_not_every_rank_has() -> None:
+    assert run_ranks(stopping_before_others, 2) == [[4, 4], [3, 3]]
 
 
 def peeking(rank: int, world_size: int) -> tuple[str, str]:
@@ -432,6 +565,84 @@ def test_dimensions_of_other_names_are_given() -> None:
     )
     assert ranks[0][2] == ranks[1][2] == list(range(0, N, 2))
     assert ranks[2][2] == ranks[3][2] == [*range(1, N, 2), 0]
+
+
+def within_a_group(rank: int, world_size: int, ranks: list[int]) -> Any:
+    """Everything that meets, in a group whose first rank is not rank 0, and while others train on something else."""
+    group = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False) if rank in ranks else None
+    if rank == 3:
+        dist.new_group([3], use_local_synchronization=True)  # ranks need not be in the same number of groups
+    told: Any = None
+    if group is not None:
+        seed_ambient(SEED + rank)
+        own = Own(partial_permutation(np.random.default_rng(rank)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            patched = [
+                patch_dataloader_to_ddp(loader(sampler=own), process_group=group, verify=True),
+                patch_dataloader_to_ddp(loader(shuffle=True), process_group=group, verify=True),
+            ]
+        told = [[[item for batch in one for item in batch] for _ in range(2)] for one in patched]
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("ranks", [[1, 2, 3], [3, 1]])
+def test_ranks_of_a_group_without_rank_0_meet_and_lead(ranks: list[int]) -> None:
+    results = run_ranks(within_a_group, 4, ranks)
+    assert results[0] is None
+    for place in range(2):
+        epochs = [[results[rank][place][epoch] for rank in ranks] for epoch in range(2)]
+        assert epochs[0] != epochs[1]
+        for shares in epochs:
+            together = Counter(item for share in shares for item in share)
+            assert set(together) == set(range(N))
+            assert together.total() == len(ranks) * -(-N // len(ranks))
+
+
+def led_on_a_mesh(rank: int, world_size: int) -> list[list[int]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    own = Own(partial_permutation(np.random.default_rng(rank)))
+    seed_ambient(SEED + rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patched = [
+            patch_dataloader_to_ddp(loader(sampler=own), device_mesh=mesh, verify=True),
+            patch_dataloader_to_ddp(loader(shuffle=True), device_mesh=mesh, verify=True),
+            # Groups that know nothing of each other, as tensor-parallel code often has them.
+            patch_dataloader_to_ddp(loader(shuffle=True), process_group=mesh.get_group("dp")),
+        ]
+    return [[item for batch in one for item in batch] for one in patched]
+
+
+def test_ranks_of_a_mesh_lead_verify_and_seed_alike() -> None:
+    ranks = run_ranks(led_on_a_mesh, 4)
+    assert ranks[0] == ranks[2]
+    assert ranks[1] == ranks[3]
+    for ours, theirs in zip(ranks[0], ranks[1], strict=True):
+        assert set(ours) | set(theirs) == set(range(N))
+
+
+def copied_under_a_leader(rank: int, world_size: int) -> list[int]:
+    patched = patch_dataloader_to_ddp(loader(sampler=range(N)), agreement="leader")
+    again = pickle.loads(pickle.dumps(copy.deepcopy(patched.sampler)))  # noqa: S301 - its own
+    return list(again)
+
+
+def test_a_led_sampler_can_be_copied_and_pickled() -> None:
+    assert run_ranks(copied_under_a_leader, 2) == [list(range(0, N, 2)), [*range(1, N, 2), 0]]
+
+
+def sends_large_keys(rank: int, world_size: int) -> int:
+    keys = [str(index) * 100_000 for index in range(1, 200)]  # more bytes than a store takes in one value
+    given = DataLoader(Indices(), sampler=keys, batch_size=None, collate_fn=as_it_is)
+    patched = patch_dataloader_to_ddp(given, agreement="leader")
+    return sum(len(key) for key in patched.sampler)
+
+
+def test_keys_of_any_size_are_sent() -> None:
+    total = sum(len(str(index)) for index in range(1, 200)) * 100_000
+    assert sum(run_ranks(sends_large_keys, 2)) == total + 100_000  # and one key twice
 
 
 def keys(rank: int, world_size: int) -> int:

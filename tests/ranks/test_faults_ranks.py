@@ -75,6 +75,36 @@ def raises_in_its_sampler(rank: int) -> None:
         pass
 
 
+class RaisesUnderTheLeader(RaisesOnRank1):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank + 1
+
+
+def raises_in_its_sampler_under_the_leader(rank: int) -> None:
+    sampler = RaisesUnderTheLeader(rank)
+    for _ in patch_dataloader_to_ddp(loader(sampler=sampler), timeout=TIMEOUT, agreement="leader"):
+        pass
+
+
+def slower_than_the_time_out(rank: int) -> None:
+    if rank == 1:
+        time.sleep(2 * TIMEOUT)
+    patch_dataloader_to_ddp(loader(), timeout=TIMEOUT)
+
+
+def slow_but_in_time(rank: int) -> None:
+    for _ in patch_dataloader_to_ddp(loader(shuffle=True), timeout=60, verify=True):
+        time.sleep(rank / 2)
+
+
+def stops_early_under_the_leader(rank: int) -> None:
+    patched = patch_dataloader_to_ddp(loader(sampler=Own(lambda: range(N))), agreement="leader", timeout=TIMEOUT)
+    for epoch in range(2):
+        for step, _ in enumerate(patched):
+            if rank == 1 and epoch == 0 and step == 1:
+                return
+
+
 def stops_early(rank: int) -> None:
     patched = patch_dataloader_to_ddp(loader(shuffle=True), timeout=TIMEOUT, verify=True)
     for step, _ in enumerate(patched):
@@ -101,8 +131,24 @@ CASES: list[tuple[Callable[[int], None], list[str]]] = [
         first_rank_killed_while_it_judges,
         ["killed", "MissingRanksError: did not answer within", "MissingRanksError: did not answer within"],
     ),
-    (killed_in_an_epoch_under_the_leader, ["MissingRanksError: is gone", "killed", "MissingRanksError: is gone"]),
-    (leader_killed_in_an_epoch, ["killed", "MissingRanksError: is gone", "MissingRanksError: is gone"]),
+    (
+        killed_in_an_epoch_under_the_leader,
+        [f"MissingRanksError: rank 1 of 3 {MISSING}", "killed", f"MissingRanksError: rank 1 of 3 {MISSING}"],
+    ),
+    (
+        leader_killed_in_an_epoch,
+        ["killed", f"MissingRanksError: rank 0 of 3 {MISSING}", f"MissingRanksError: rank 0 of 3 {MISSING}"],
+    ),
+    (
+        raises_in_its_sampler_under_the_leader,
+        ["LookupError: shard 900 is missing", "LeaderError: shard 900 is missing", "LeaderError: shard 900 is missing"],
+    ),
+    (
+        stops_early_under_the_leader,
+        [f"MissingRanksError: rank 1 of 3 {MISSING}", "nothing", f"MissingRanksError: rank 1 of 3 {MISSING}"],
+    ),
+    (slower_than_the_time_out, [f"MissingRanksError: rank 1 of 3 {MISSING}"] * 3),
+    (slow_but_in_time, ["nothing"] * 3),
     (
         raises_in_its_sampler,
         [
@@ -154,10 +200,7 @@ def test_every_surviving_rank_is_told_in_time(case: Callable[[int], None], expec
         assert said.startswith(error), (rank, said)
         assert part in said, (rank, said)
         assert float(elapsed) < 60, rank
-
-
-def test_a_fresh_start_works() -> None:
-    shares = run_ranks(fresh_start, WORLD)
+    shares = run_ranks(fresh_start, WORLD)  # and a fresh start works
     assert {item for share in shares for item in share} == set(range(N))
 
 

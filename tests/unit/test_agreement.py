@@ -1,19 +1,35 @@
 """What is told of a sampler before it is shared: nothing is used up, copied in vain or moved."""
 
 import logging
+import pickle
 import random
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
-from zoo import KINDS, Forever, Indices, Kind, N, Own, draw_ambient, seed_ambient, seeded_generator, shuffled_by, units
+from zoo import (
+    KINDS,
+    Forever,
+    Indices,
+    Kind,
+    N,
+    Own,
+    Source,
+    draw_ambient,
+    seed_ambient,
+    seeded_generator,
+    shuffled_by,
+    units,
+)
 
 from ddp_patch import RankMismatchError, patch_dataloader_to_ddp
-from ddp_patch.agreement import require_same, sample_order
+from ddp_patch.agreement import sample_order
+from ddp_patch.comparison import require_same
+from ddp_patch.leader import FIRST_PIECE, LARGEST_PIECE, Leader, _pieces
 
 
 def stream_of(kind: Kind) -> Any:
@@ -117,7 +133,7 @@ def test_what_cannot_be_copied_is_said_to_be_unchecked(caplog: pytest.LogCapture
     with caplog.at_level(logging.INFO, logger="ddp_patch"):
         assert sample_order(Holding(open_forever())) is None
         assert sample_order(iter(range(3))) is None
-        assert sample_order(None) is None
+        assert sample_order(Source()) is None
     assert [record.getMessage() for record in caplog.records] == [
         "The order of Holding is not compared between ranks: drawing a copy of it raised TypeError: cannot pickle "
         "'generator' object",
@@ -139,7 +155,7 @@ def test_a_table_of_who_has_what() -> None:
         "equal.\n"
         "  stream length: 100 on ranks 0, 2; 96 on rank 1\n"
         "  batch_size: 4 on ranks 0, 1; nothing on rank 2\n"
-        "Make these the same on every rank."
+        "Make these the same on every rank, and call and iterate the same loaders on each."
     )
 
 
@@ -194,3 +210,21 @@ def test_an_iterator_is_not_drawn() -> None:
     once = iter(lambda: next(counter), 600)  # its copy would share the counter
     assert sample_order(once) is None
     assert next(once) == 0
+
+
+def test_a_leader_sends_an_ordinary_epoch_at_once_and_each_rank_its_part() -> None:
+    n, members = 100_000, [0, 1, 2, 3]
+    chunks = iter([[range(start + rank, start + 1000, 4) for rank in members] for start in range(0, n, 1000)])
+    pieces = _pieces(chunks, len(members), LARGEST_PIECE)
+    answers = Leader(members, timeout=1)._next(pieces, {rank: {"epoch": 0} for rank in members})
+    whole = len(pickle.dumps(list(range(n))))
+    for rank, (sent, is_last) in answers.items():
+        assert is_last
+        assert len(sent) < 1.01 * whole / len(members)
+        assert pickle.loads(sent) == list(range(rank, n, 4))  # noqa: S301 - ours
+
+
+def test_an_endless_stream_is_sent_in_pieces_that_grow_to_a_limit() -> None:
+    chunks = ([range(2048), range(2048)] for _ in count())
+    sizes = [sum(map(len, piece)) for piece, _ in islice(_pieces(chunks, 2, FIRST_PIECE), 12)]
+    assert sizes == [min(FIRST_PIECE * 2**place, LARGEST_PIECE) for place in range(12)]

@@ -13,6 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
 from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch.fingerprint import fingerprint
+from ddp_patch.iterable import ShardedIterable
+from ddp_patch.options import Options
+from ddp_patch.plan import Plan
 
 
 def batches(dataset: IterableDataset[Any], rank: int, workers: int, **options: Any) -> list[Any]:
@@ -177,3 +181,15 @@ def test_an_iterator_keeps_its_epoch_when_another_one_begins() -> None:
     second = iter(patched)
     next(second)
     assert beginning + list(first) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_leave_word_of_all_that_a_pass_has_drawn(workers: int) -> None:
+    sharded = ShardedIterable(Source(), Plan(1, 2), Options(seed=1, verify=True), batch_size=3)
+    loader: DataLoader[Any] = DataLoader(sharded, batch_size=3, num_workers=workers, collate_fn=as_it_is)
+    for number in (1, 2):
+        sharded.begin(number, epoch=0)
+        assert sharded.ended(number) == {}
+        assert sum(map(len, loader)) == 12
+    whole = int(fingerprint(range(N))[:15], 16)
+    assert sharded.ended(1) == sharded.ended(2) == {"drawn in the epoch before": N, "order of the epoch before": whole}
