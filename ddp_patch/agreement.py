@@ -51,6 +51,9 @@ logger = logging.getLogger("ddp_patch")
 # How many of a stream's first items are compared at the patch.
 COMPARED = 256
 
+# Of so many ranks an error lists who takes which share.
+_TOLD_IN_FULL = 16
+
 AGREEING = "Agreeing on how data is shared"
 _numbers = count(1)
 
@@ -90,6 +93,8 @@ class Agreed:
         """
         if self.options.verify:
             said = {"meeting": doing, "patched as": f"number {self.number}", **facts}, known or {}
+            if "epoch" in facts:
+                doing = f"{doing} (epoch {facts['epoch']})"
             exchange(list(self.world.members or ()), doing, said, partial(_confirm, doing), self.options.timeout)
 
 
@@ -145,7 +150,7 @@ class _Verdict:
     number: int
 
 
-def agree(world: World, options: Options, proposal: Proposal) -> Agreed:
+def agree(world: World, options: Options, proposal: Proposal, stacklevel: int = 3) -> Agreed:
     """Compare the ranks, and return what they agreed on.
 
     Every rank sends one small record, and gets the first rank's seed and the states of its generators. In a world that
@@ -155,6 +160,7 @@ def agree(world: World, options: Options, proposal: Proposal) -> Agreed:
         world: The ranks that share.
         options: What the user chose.
         proposal: What this rank has to say.
+        stacklevel: How many calls above this one the user's is, for a warning.
 
     Raises:
         RankMismatchError: The facts or options differ, or a rank refused.
@@ -167,7 +173,7 @@ def agree(world: World, options: Options, proposal: Proposal) -> Agreed:
         return Agreed(world, replace(options, seed=seed, agreement=_settled(options, "")))
     found = generators(proposal.holders)
     record = _Record(
-        facts={**proposal.facts, **_facts(options), "generators": len(found)},
+        facts={**proposal.facts, **_facts(options), **_sharing(world.members), "generators": len(found)},
         order=sample_order(proposal.sampler, proposal.dataset) if options.agreement == "auto" else None,
         seed=_default_seed(world) if options.seed is None else options.seed,
         generators=[generator.get_state() for generator in found],
@@ -179,7 +185,7 @@ def agree(world: World, options: Options, proposal: Proposal) -> Agreed:
     for generator, state in zip(found, verdict.generators, strict=True):
         generator.set_state(state)
     if verdict.disagreement and dist.get_rank() == members[0]:
-        warnings.warn(verdict.disagreement, LeaderWarning, stacklevel=4)
+        warnings.warn(verdict.disagreement, LeaderWarning, stacklevel=stacklevel)
     options = replace(options, seed=verdict.seed, agreement=_settled(options, verdict.disagreement))
     leader = Leader(members, options.timeout) if options.agreement == "leader" else None
     return Agreed(world, options, leader, verdict.number)
@@ -225,6 +231,12 @@ def _refuse_communication(options: Options) -> None:
 def _facts(options: Options) -> dict[str, object]:
     given = {name: getattr(options, name) for name in ("uneven", "layout", "agreement", "verify", "iterable_sharding")}
     return given | {"seed": "default" if options.seed is None else options.seed}
+
+
+def _sharing(members: Mapping[int, int]) -> dict[str, object]:
+    """Who takes which share, told in full where that is short."""
+    text = ", ".join(f"rank {rank}: {share}" for rank, share in members.items())
+    return {"shares": text if len(members) <= _TOLD_IN_FULL else fingerprint([text])}
 
 
 def describe(sampler: object) -> dict[str, object]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ddp_patch.comparison import ranks_text
+from ddp_patch.comparison import by_value, ranks_text
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError
 
 __all__ = ["exchange", "refuse"]
@@ -93,6 +93,7 @@ class _Meeting:
     def bring(self, record: Any) -> None:
         # Counted in the store, so that a new process group begins anew.
         self.number = self.store.add(f"{self.base}/count/{self.rank}", 1)
+        self.store.set(f"{self.base}/at/{self.rank}", self.doing)
         self._put(self._key("record", self.rank), record)
 
     def judged(self, judge: Callable[[Mapping[int, Any]], Mapping[int, Any]]) -> _Answer:
@@ -103,6 +104,8 @@ class _Meeting:
             if refused := {rank: record for rank, record in records.items() if isinstance(record, _Refused)}:
                 raise self.refusal(refused)  # an answer like any other
             answers = {rank: ("return", answer) for rank, answer in judge(records).items()}
+            if self._decide("judged") != "judged":
+                raise self._too_late()
         except DDPPatchError as error:
             answers = dict.fromkeys(self.members, ("raise", error))
         except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever it is
@@ -116,11 +119,6 @@ class _Meeting:
         if not self._wait(list(keys.values()), self.timeout):
             raise self._missing(self.timeout)
         records = {rank: self._take(key) for rank, key in keys.items()}
-        if self._decide("judged") != "judged":
-            raise MissingRanksError(
-                f"{self.doing}: rank {self.rank} came too late, when another of the ranks {self.members} had given up "
-                "waiting for it. Look for what delayed it, or pass a longer timeout=."
-            )
         self.store.delete_key(self._key("decision", number=self.number - 1))  # all that are here are past it
         return records
 
@@ -133,7 +131,8 @@ class _Meeting:
         key = self._key("answer", self.rank)
         seconds = self.timeout + MARGIN_S
         # Giving up is decided in one place: either all are answered, or none, although a rank came very late.
-        if not self._wait([key], seconds) and not (self._decide("given up") == "judged" and self._wait([key], seconds)):
+        came = self._wait([key], seconds) or (self._decide("given up") == "judged" and self._wait([key], MARGIN_S))
+        if not came:
             raise self._missing(seconds)
         answer: _Answer = self._take(key)
         return answer
@@ -184,9 +183,22 @@ class _Meeting:
             )
         return MissingRanksError(
             f"{self.doing}: {ranks_text(missing)} of {len(self.members)} did not come within {seconds:g} s; "
-            f"{ranks_text(came)} did. Every rank must come here, at the same point of the script. Look for what the "
-            "missing ranks do instead (an error, an if rank == 0, slow preparation), or pass a longer timeout=."
+            f"{ranks_text(came)} did. {self._last_seen(missing)}Every rank must come here, at the same point of the "
+            "script. Look for what the missing ranks do instead (an error, an if rank == 0, slow preparation), or pass "
+            "a longer timeout=."
         )
+
+    def _too_late(self) -> MissingRanksError:
+        return MissingRanksError(
+            f"{self.doing}: rank {self.rank} came or answered too late, when another of the ranks {self.members} had "
+            "given up waiting for it. Look for what delayed it, or pass a longer timeout=."
+        )
+
+    def _last_seen(self, missing: Sequence[int]) -> str:
+        keys = {rank: f"{self.base}/at/{rank}" for rank in missing}
+        seen = {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
+        listed = "; ".join(f"{ranks_text(ranks)} at {doing!r}" for doing, ranks in by_value(seen).items())
+        return f"Last seen: {listed}. " if listed else ""
 
     def _has_come(self, rank: int) -> bool:
         return self.store.add(f"{self.base}/count/{rank}", 0) >= self.number

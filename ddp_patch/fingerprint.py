@@ -1,9 +1,17 @@
 """A fingerprint of items: sensitive to order, type and value; the same in every process and under every hash seed."""
 
 import hashlib
+import os
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
 from typing import Any, TypeVar
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -41,8 +49,8 @@ class Fingerprint:
 def fingerprint(items: Iterable[Any]) -> str:
     """Return the fingerprint of the items in their order, 32 hexadecimal digits.
 
-    Numbers, strings, bytes, tensors, arrays, dataclasses and containers of them count by type and value, sets without
-    and mappings without regard to order; an object of any other type counts by its type alone.
+    Numbers, strings, bytes, paths, dates, enum members, tensors, arrays, dataclasses and containers of them count by
+    type and value, sets and mappings without regard to order; an object of any other type counts by its type alone.
 
     Examples:
         >>> fingerprint([1, 2]) == fingerprint([2, 1]), fingerprint([1]) == fingerprint([1.0])
@@ -82,10 +90,16 @@ def _encoded(item: Any) -> Iterator[bytes]:
 
 def _content(item: Any) -> Iterator[bytes]:  # noqa: C901 - one flat table of types
     match item:
+        case Enum():  # before the numbers that an IntEnum's members are
+            yield item.name.encode()
         case None | bool() | int() | float() | complex() | str():
             yield repr(item).encode("utf-8", "surrogatepass")
         case bytes() | bytearray():
             yield bytes(item)
+        case torch.Tensor() if item.is_meta or item.is_nested:
+            yield str(item.dtype).encode()
+        case torch.Tensor() if item.layout != torch.strided:
+            yield from _encoded(item.detach().to_dense())
         case torch.Tensor():
             plain = item.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
             yield f"{item.dtype}{tuple(item.shape)}".encode()
@@ -97,7 +111,11 @@ def _content(item: Any) -> Iterator[bytes]:  # noqa: C901 - one flat table of ty
             yield from sorted(b"".join((*_encoded(key), *_encoded(value))) for key, value in item.items())
         case Set():
             yield from sorted(b"".join(_encoded(member)) for member in item)
-        case list() | tuple() | range():
+        case os.PathLike():
+            yield os.fsencode(item)
+        case slice() | date() | time() | timedelta() | Decimal() | Fraction() | UUID():
+            yield repr(item).encode()
+        case list() | tuple() | range() | deque() | array():
             for member in item:
                 yield from _encoded(member)
         case _ if is_dataclass(item) and not isinstance(item, type):

@@ -44,7 +44,11 @@ class Leader:
         return dist.get_rank() == self.members[0]
 
     def send(
-        self, of_all: Iterator[Sequence[Sequence[T]]], turn: Mapping[str, object], first_piece: int
+        self,
+        of_all: Iterator[Sequence[Sequence[T]]],
+        turn: Mapping[str, object],
+        first_piece: int,
+        largest_piece: int = LARGEST_PIECE,
     ) -> Iterator[list[T]]:
         """Send every member its share of each piece; yield this rank's own.
 
@@ -52,15 +56,18 @@ class Leader:
             of_all: The stream in parts, each with one sequence for every member.
             turn: Which pass this is.
             first_piece: How many items, all ranks' together, the first message is to hold.
+            largest_piece: How many a later one may hold.
 
         Raises:
             Exception: What drawing the stream raises; the other ranks get a LeaderError.
         """
-        pieces = _pieces(of_all, len(self.members), first_piece)
+        pieces = _pieces(of_all, len(self.members), first_piece, largest_piece)
         try:
             yield from self._shares(turn, pieces)
+            return
         except LeaderError as error:
-            raise (error.__cause__ or error) from None
+            failure = error.__cause__ or error
+        raise failure
 
     def receive(self, turn: Mapping[str, object]) -> Iterator[list[Any]]:
         """Yield this rank's share of each piece that is sent.
@@ -95,17 +102,20 @@ class Leader:
             ) from error
 
 
-def _pieces(of_all: Iterator[Sequence[Sequence[T]]], members: int, most: int) -> Iterator[tuple[list[list[T]], bool]]:
-    """Join parts into pieces of about ``most`` items, twice as many each time, and tell which piece is the last."""
+def _pieces(
+    of_all: Iterator[Sequence[Sequence[T]]], members: int, most: int, largest: int
+) -> Iterator[tuple[list[list[T]], bool]]:
+    """Join parts into pieces of about ``most`` items, twice as many each time, and tell which piece is the last.
+
+    A piece that is not the last has as many items for each member: all need the next one at the same step.
+    """
     ended = False
     while not ended:
         piece: list[list[T]] = [[] for _ in range(members)]
-        size = 0
-        while size < most and not ended:
+        while not ended and (sum(map(len, piece)) < most or len(set(map(len, piece))) > 1):
             shares = next(of_all, None)
             ended = shares is None
             for mine, more in zip(piece, shares or (), strict=False):
                 mine += more
-                size += len(more)
         yield piece, ended
-        most = max(most, min(2 * most, LARGEST_PIECE))
+        most = min(2 * most, largest)

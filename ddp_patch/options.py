@@ -14,6 +14,9 @@ Layout: TypeAlias = Literal["interleaved", "contiguous"]
 Agreement: TypeAlias = Literal["auto", "seeded", "ambient", "leader"]
 IterableSharding: TypeAlias = Literal["exact", "by_worker"]
 
+# From the stores' resolution to some years.
+_TIMEOUTS_S = (0.001, 1e8)
+
 _UNEVEN = {
     "pad": "repeats the stream's first items to fill the last round",
     "drop": "leaves the last, incomplete round out",
@@ -64,10 +67,11 @@ class Options:
                 f"seed={self.seed!r} is not a whole number of at least 0, and orders are derived from one. "
                 "Pass such an int, or None for rank 0's torch.initial_seed()."
             )
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not self.timeout > 0:
+        is_number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
+        if not (is_number and _TIMEOUTS_S[0] <= self.timeout <= _TIMEOUTS_S[1]):
             raise InvalidOptionError(
-                f"timeout={self.timeout!r} is not a positive number of seconds, and ranks that wait for each other "
-                "need an end to it. Pass one."
+                f"timeout={self.timeout!r} is not a number of seconds from {_TIMEOUTS_S[0]:g} to {_TIMEOUTS_S[1]:g}, "
+                "and ranks that wait for each other need an end to it. Pass one."
             )
 
 

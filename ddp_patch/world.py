@@ -36,8 +36,8 @@ class World:
     Attributes:
         rank: This rank's place among those that share.
         num_replicas: How many share.
-        members: Which global rank takes which share, for all that must agree; several take the same one where they
-            differ in another kind of parallelism only. None where the world was given and nothing may communicate.
+        members: Which global rank takes which share, sorted, for all that must agree; several take the same one where
+            they differ in another kind of parallelism only. None where the world was given and nothing may communicate.
     """
 
     rank: int
@@ -129,7 +129,7 @@ def _group_world(group: dist.ProcessGroup | None) -> World:
             "this rank belongs to."
         )
     members = {member: place for place, member in enumerate(dist.get_process_group_ranks(group))}
-    return World(rank, len(members), members)
+    return World(rank, len(members), dict(sorted(members.items())))
 
 
 def _mesh_world(mesh: DeviceMesh, dimensions: Sequence[str] | None) -> World:
@@ -156,7 +156,7 @@ def _mesh_world(mesh: DeviceMesh, dimensions: Sequence[str] | None) -> World:
     num_replicas = math.prod(mesh.mesh.shape[names.index(name)] for name in chosen)
     rows = mesh.mesh.permute(first).reshape(num_replicas, -1).tolist()
     members = {member: share for share, row in enumerate(rows) for member in row}
-    return World(members[dist.get_rank()], num_replicas, members)
+    return World(members[dist.get_rank()], num_replicas, dict(sorted(members.items())))
 
 
 def _refuse_announced_world() -> None:

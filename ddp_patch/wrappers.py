@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack, cast
 
@@ -68,6 +69,7 @@ class _ShardedSampler(EpochSampler[T]):
         self._progress: Progress | None = None
         self._resumed: dict[str, Any] | None = None
         self._nested_epochs = self._read_nested_epochs()
+        self._known_end: dict[str, object] = {}
 
     @classmethod
     def of(cls, sampler: Iterable[T], agreed: Agreed) -> Self:
@@ -146,6 +148,8 @@ class _ShardedSampler(EpochSampler[T]):
         if resumed is not None:
             self._set_generators(resumed["now" if resumed["ended"] else "generators"])
         progress = self._progress = Progress(epoch, self._generator_states(), resumed)
+        if progress.skip and progress.skip == self._rounds(epoch):
+            progress.ended = True  # a rank with an item less is at the end by now
         if progress.ended:
             # Nothing of this epoch is left; the next pass, even if this one is never drawn from, is the next epoch's.
             self.epochs.begin(epoch)
@@ -168,7 +172,8 @@ class _ShardedSampler(EpochSampler[T]):
         if progress.resumed is None and progress.epoch != self.epochs.upcoming:
             # Another iterator has begun this epoch since: this one is the next epoch's.
             stream, rng, progress = self._start()
-        self._begin(progress.epoch, {"position": self._position(progress)})
+        self._begin(progress.epoch, {"position": progress.skip}, self._known_end)
+        self._known_end = {}
         self._progress, self._resumed = progress, None
         one_shot = isinstance(self.sampler, Iterator)  # which no pass begins anew
         # Of an iterator nothing is drawn ahead: after a break the next pass goes on where this one stopped.
@@ -183,14 +188,10 @@ class _ShardedSampler(EpochSampler[T]):
             yield run
         progress.ended = True
 
-    def _position(self, progress: Progress) -> int:
-        """How many whole rounds were taken: of the last, incomplete one not every rank has an item."""
-        length = self._length_if_any(progress.epoch)
-        return (
-            progress.skip
-            if length is None
-            else min(progress.skip, -(-self.plan.total(length) // self.plan.num_replicas))
-        )
+    def _rounds(self, epoch: int) -> int | None:
+        """How many items the ranks with most of them take; None where that is not known."""
+        length = self._length_if_any(epoch)
+        return None if length is None else -(-self.plan.total(length) // self.plan.num_replicas)
 
     def _led(self) -> Iterator[T]:
         """The sampler's stream, begun with its first item: an error then is one that the leader can tell of."""
@@ -222,7 +223,10 @@ class _ShardedSampler(EpochSampler[T]):
         first_piece = LARGEST_PIECE if self._length_if_any(epoch) is not None else FIRST_PIECE
         if self.plan.layout == "contiguous":
             first_piece = sys.maxsize  # all at once: a rank whose run comes late must not wait for steps of the others
-        return leader.send(self._shares(chunks, plans, epoch), turn, first_piece)
+        largest_piece = max(first_piece, LARGEST_PIECE)
+        if isinstance(self.sampler, Iterator):
+            first_piece = largest_piece = 1  # which is a round; see _pass
+        return leader.send(self._shares(chunks, plans, epoch), turn, first_piece, largest_piece)
 
     def _shares(self, chunks: Iterator[list[T]], plans: Sequence[Plan], epoch: int) -> Iterator[list[list[T]]]:
         if self.shuffle:
@@ -234,11 +238,14 @@ class _ShardedSampler(EpochSampler[T]):
         """Pass chunks on; where the user wants it, compare at the end what the ranks have drawn."""
         if not self.agreed.options.verify:
             return chunks
-        return fingerprinted(
-            chunks,
-            self.plan.num_replicas,
-            lambda drawn, order: self.agreed.check("Ending an epoch", {"epoch": epoch, "drawn": drawn, "order": order}),
-        )
+        return fingerprinted(chunks, self.plan.num_replicas, partial(self._compare_end, epoch))
+
+    def _compare_end(self, epoch: int, drawn: int, order: str) -> None:
+        if self.plan.layout == "contiguous":
+            # Ranks come to the stream's end at different steps, the last one while it has items to give.
+            self._known_end = {"drawn in the epoch before": drawn, "order of the epoch before": order}
+        else:
+            self.agreed.check("Ending an epoch", {"epoch": epoch, "drawn": drawn, "order": order})
 
     def _generator_states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in generators(nested_samplers(self.sampler))]
@@ -349,7 +356,7 @@ class DDPSamplerWrapper(_ShardedSampler[T]):
         pad_data_to_num_gpus: bool = True,
         **options: Unpack[SharingOptions],
     ) -> None:
-        agreed = _agree_alone(type(self).__name__, sampler, pad_data_to_num_gpus, options)
+        agreed = _agree_alone(type(self), sampler, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
         super().__init__(sampler, shuffle_samples_between_gpus, agreed)
 
     @property
@@ -383,7 +390,7 @@ class DDPBatchSamplerWrapper(_ShardedSampler[T]):
         pad_data_to_num_gpus: bool = True,
         **options: Unpack[SharingOptions],
     ) -> None:
-        agreed = _agree_alone(type(self).__name__, batch_sampler, pad_data_to_num_gpus, options)
+        agreed = _agree_alone(type(self), batch_sampler, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
         super().__init__(batch_sampler, shuffle_samples_between_gpus, agreed)
 
     @property
@@ -399,8 +406,11 @@ class DDPBatchSamplerWrapper(_ShardedSampler[T]):
         return drop_last
 
 
-def _agree_alone(wrapper: str, sampler: Iterable[Any], pads: bool, given: SharingOptions) -> Agreed:
+def _agree_alone(
+    wrapper_type: type, sampler: Iterable[Any], shuffles: bool, pads: bool, given: SharingOptions
+) -> Agreed:
     """Agree with the other ranks on a sampler that is wrapped by hand."""
+    wrapper = wrapper_type.__name__
     names = ("rank", "num_replicas", "process_group", "device_mesh", "data_parallel_dimensions")
     where: dict[str, Any] = {name: given[name] for name in names if name in given}  # type: ignore[literal-required]
     chosen: dict[str, Any] = {name: value for name, value in given.items() if name not in names}
@@ -417,6 +427,6 @@ def _agree_alone(wrapper: str, sampler: Iterable[Any], pads: bool, given: Sharin
                 f"{wrapper} was given a {type(sampler).__name__} that is, or holds, a sampler which shards already, "
                 "and would share a share. Wrap the original sampler instead."
             )
-        facts = describe(sampler)
+        facts = {"wrapper": wrapper, "shuffle_samples_between_gpus": shuffles, **describe(sampler)}
         require_length(options, world, type(sampler).__name__, facts["stream length"])
-    return agree(world, options, Proposal(facts, sampler, holders=list(nested_samplers(sampler))))
+    return agree(world, options, Proposal(facts, sampler, holders=list(nested_samplers(sampler))), stacklevel=4)

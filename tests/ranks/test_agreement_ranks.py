@@ -364,8 +364,8 @@ def test_a_first_rank_that_comes_when_others_have_given_up_does_not_go_on_alone(
     first, *others = run_ranks(first_comes_late, 3)
     assert [name for name, _ in (first, *others)] == ["MissingRanksError"] * 3
     assert first[1] == (
-        "Agreeing on how data is shared: rank 0 came too late, when another of the ranks [0, 1, 2] had given up "
-        "waiting for it. Look for what delayed it, or pass a longer timeout=."
+        "Agreeing on how data is shared: rank 0 came or answered too late, when another of the ranks [0, 1, 2] had "
+        "given up waiting for it. Look for what delayed it, or pass a longer timeout=."
     )
 
 
@@ -567,6 +567,144 @@ def test_dimensions_of_other_names_are_given() -> None:
     assert ranks[2][2] == ranks[3][2] == [*range(1, N, 2), 0]
 
 
+def worlds_that_differ(rank: int, world_size: int) -> list[tuple[str, str]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dimensions = ["dp", "tp"] if rank == 3 else ["dp"]
+    return [
+        said(lambda: patch_dataloader_to_ddp(loader(), device_mesh=mesh if rank else None)),
+        said(lambda: patch_dataloader_to_ddp(loader(), device_mesh=mesh, data_parallel_dimensions=dimensions)),
+        said(lambda: DDPSamplerWrapper(range(9), rank == 0)),
+    ]
+
+
+def test_ranks_that_would_share_differently_are_told() -> None:
+    for told in run_ranks(worlds_that_differ, 4):
+        assert [name for name, _ in told] == ["RankMismatchError"] * 3
+        assert "rank 0: 0, rank 1: 1, rank 2: 2, rank 3: 3 on rank 0; rank 0: 0, rank 1: 0" in told[0][1]
+        assert "  shares: " in told[1][1]
+        assert "  shuffle_samples_between_gpus: True on rank 0; False on ranks 1, 2, 3" in told[2][1]
+
+
+class Unsized(Sampler[int]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n))
+
+
+STEPPING: list[tuple[int, bool, dict[str, Any]]] = [
+    (5001, False, {"agreement": "leader"}),
+    (5001, False, {"agreement": "leader", "uneven": "keep"}),
+    (5001, False, {"agreement": "leader", "uneven": "drop", "verify": True}),
+    (7, True, {"layout": "contiguous", "verify": True}),
+    (7, True, {"layout": "contiguous", "verify": True, "uneven": "keep"}),
+    (7, True, {"verify": True, "uneven": "keep"}),
+    (7, True, {"verify": True}),
+]
+
+
+def stepping(rank: int, world_size: int) -> list[list[int]]:
+    """Train: every step that all ranks have is a collective."""
+    steps = []
+    for n, is_sized, options in STEPPING:
+        sampler = range(n) if is_sized else Unsized(n)
+        given = DataLoader(Indices(), sampler=sampler, batch_size=1, collate_fn=as_it_is)
+        patched = patch_dataloader_to_ddp(given, timeout=20, **options)
+        steps.append([0, 0])
+        for epoch in range(2):
+            for _ in patched:
+                steps[-1][epoch] += 1
+                if steps[-1][epoch] <= n // 2:
+                    dist.barrier()
+        for step, _ in enumerate(patched):  # and an epoch that is left early
+            dist.barrier()
+            if step == 1:
+                break
+    return steps
+
+
+def test_ranks_that_meet_do_not_wait_for_others_steps() -> None:
+    first, second = run_ranks(stepping, 2, timeout=240)
+    assert first == [[2501] * 2, [2501] * 2, [2500] * 2, [4] * 2, [4] * 2, [4] * 2, [4] * 2]
+    assert second == [[2501] * 2, [2500] * 2, [2500] * 2, [4] * 2, [3] * 2, [3] * 2, [4] * 2]
+
+
+def peeking_in_training(rank: int, world_size: int) -> tuple[str, str]:
+    patched = patch_dataloader_to_ddp(loader(shuffle=True), verify=True, timeout=3)
+    if rank == 0:
+        next(iter(patched))
+        return said(lambda: next(iter(patched)))
+    next(iter(patched))
+    time.sleep(6)  # in a collective, for rank 0
+    return "", ""
+
+
+def test_a_rank_that_peeked_says_where_the_others_are() -> None:
+    name, told = run_ranks(peeking_in_training, 3)[0]
+    assert name == "MissingRanksError"
+    assert told.startswith(
+        "Beginning an epoch (epoch 1): ranks 1, 2 of 3 did not come within 3 s; rank 0 did. Last seen: "
+    )
+    assert "Last seen: ranks 1, 2 at 'Beginning an epoch (epoch 0)'. " in told
+
+
+class DrawsSlowly(Unsized):
+    def __iter__(self) -> Iterator[int]:
+        time.sleep(5)
+        return super().__iter__()
+
+
+def slow_leader(rank: int, world_size: int) -> tuple[tuple[str, str], float]:
+    exchange.MARGIN_S = 0.5
+    patched = patch_dataloader_to_ddp(loader(sampler=DrawsSlowly(N)), agreement="leader", timeout=1)
+    start = time.monotonic()
+    told = said(lambda: list(patched))
+    elapsed = time.monotonic() - start
+    dist.barrier()
+    return told, elapsed
+
+
+def test_a_leader_that_draws_too_slowly_does_not_go_on_alone() -> None:
+    (first, _), (second, waited) = run_ranks(slow_leader, 2)
+    assert first[0] == second[0] == "MissingRanksError"
+    assert "rank 0 came or answered too late" in first[1]
+    assert "did not answer within 1.5 s" in second[1]
+    assert waited < 4.5
+
+
+def led_iterator(rank: int, world_size: int) -> list[list[int]]:
+    patched = patch_dataloader_to_ddp(loader(sampler=iter(range(40))), agreement="leader")
+    taken = []
+    for batch in patched:
+        taken.append(batch)
+        if len(taken) == 2:
+            break
+    return taken + list(patched)
+
+
+def test_an_iterator_goes_on_under_a_leader_where_a_break_left_it() -> None:
+    first, second = run_ranks(led_iterator, 2)
+    assert first == [[*range(start, start + 8, 2)] for start in range(0, 40, 8)]
+    assert second == [[*range(start, start + 8, 2)] for start in range(1, 40, 8)]
+
+
+def resumed_at_the_end(rank: int, world_size: int) -> list[list[int]]:
+    """Rank 0 has taken its last item, which rank 1 has none beside; both go on with the next epoch."""
+    given = DataLoader(Indices(), sampler=range(13), batch_size=None)
+    patched: Any = patch_dataloader_to_ddp(given, uneven="keep", verify=True, timeout=20)
+    for step, _ in enumerate(patched, 1):
+        if step == 7:
+            break
+    again: Any = patch_dataloader_to_ddp(given, uneven="keep", verify=True, timeout=20)
+    again.sampler.load_state_dict(patched.sampler.state_dict())
+    return [list(again.sampler) for _ in range(2)]
+
+
+def test_ranks_that_took_unequal_numbers_resume_alike() -> None:
+    assert run_ranks(resumed_at_the_end, 2) == [[[], list(range(0, 13, 2))], [[], list(range(1, 13, 2))]]
+
+
 def within_a_group(rank: int, world_size: int, ranks: list[int]) -> Any:
     """Everything that meets, in a group whose first rank is not rank 0, and while others train on something else."""
     group = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False) if rank in ranks else None
@@ -656,4 +794,4 @@ def keys(rank: int, world_size: int) -> int:
 
 def test_meetings_leave_next_to_nothing_behind() -> None:
     left = run_ranks(keys, 2)
-    assert 0 <= max(left) <= 2 + 1  # a count for each rank, and the last verdict
+    assert 0 <= max(left) <= 2 * 2 + 1  # a count for each rank and where it was last; the latest decision

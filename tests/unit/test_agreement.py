@@ -215,7 +215,7 @@ def test_an_iterator_is_not_drawn() -> None:
 def test_a_leader_sends_an_ordinary_epoch_at_once_and_each_rank_its_part() -> None:
     n, members = 100_000, [0, 1, 2, 3]
     chunks = iter([[range(start + rank, start + 1000, 4) for rank in members] for start in range(0, n, 1000)])
-    pieces = _pieces(chunks, len(members), LARGEST_PIECE)
+    pieces = _pieces(chunks, len(members), LARGEST_PIECE, LARGEST_PIECE)
     answers = Leader(members, timeout=1)._next(pieces, {rank: {"epoch": 0} for rank in members})
     whole = len(pickle.dumps(list(range(n))))
     for rank, (sent, is_last) in answers.items():
@@ -226,5 +226,5 @@ def test_a_leader_sends_an_ordinary_epoch_at_once_and_each_rank_its_part() -> No
 
 def test_an_endless_stream_is_sent_in_pieces_that_grow_to_a_limit() -> None:
     chunks = ([range(2048), range(2048)] for _ in count())
-    sizes = [sum(map(len, piece)) for piece, _ in islice(_pieces(chunks, 2, FIRST_PIECE), 12)]
+    sizes = [sum(map(len, piece)) for piece, _ in islice(_pieces(chunks, 2, FIRST_PIECE, LARGEST_PIECE), 12)]
     assert sizes == [min(FIRST_PIECE * 2**place, LARGEST_PIECE) for place in range(12)]

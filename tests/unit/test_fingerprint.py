@@ -1,9 +1,14 @@
 import os
 import subprocess
 import sys
-from collections import OrderedDict
+from array import array
+from collections import OrderedDict, deque
 from dataclasses import dataclass
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from enum import IntEnum
 from itertools import combinations
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -19,6 +24,11 @@ from ddp_patch.fingerprint import Fingerprint, fingerprint
 class Key:
     name: str
     at: int
+
+
+class Colour(IntEnum):
+    RED = 0
+    BLUE = 1
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,23 @@ STREAMS: list[list[Any]] = [
     [float("nan")],
     [float("inf")],
     ["\ud800"],
+    [PurePosixPath("a")],
+    [PurePosixPath("b")],
+    [deque([0])],
+    [deque([1])],
+    [array("i", [0])],
+    [array("i", [1])],
+    [Colour.RED],
+    [Colour.BLUE],
+    [date(2020, 1, 1)],
+    [datetime(2020, 1, 1)],
+    [timedelta(1)],
+    [Decimal("0")],
+    [Decimal("0.0")],
+    [slice(0, 1)],
+    [slice(1, 2)],
+    [torch.eye(2).to_sparse()],
+    [2 * torch.eye(2).to_sparse()],
 ]
 
 

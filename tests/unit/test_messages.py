@@ -103,7 +103,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"timeout": 0},
-        "timeout=0 is not a positive number of seconds, and ranks that wait for each other need an end to it. Pass one.",
+        "timeout=0 is not a number of seconds from 0.001 to 1e+08, and ranks that wait for each other need an end to it. "
+        "Pass one.",
     ),
 ]
 
