@@ -26,10 +26,11 @@ from torch.utils.data import (
 from ddp_patch.comparison import by_value, ranks_text, require_same
 from ddp_patch.errors import InvalidOptionError, LeaderWarning
 from ddp_patch.exchange import exchange, refuse
-from ddp_patch.fingerprint import fingerprint
+from ddp_patch.fingerprint import COMPARED, fingerprint
 from ddp_patch.leader import Leader
 from ddp_patch.loader import generators, nested_samplers, random_generators
 from ddp_patch.options import Agreement, Options
+from ddp_patch.orders import has_order, order_of
 from ddp_patch.plan import Plan
 from ddp_patch.seeding import PrivateRNG, unmoved
 from ddp_patch.streams import own
@@ -47,9 +48,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("ddp_patch")
-
-# How many of a stream's first items are compared at the patch.
-COMPARED = 256
 
 # Of so many ranks an error lists who takes which share.
 _TOLD_IN_FULL = 16
@@ -229,7 +227,8 @@ def _refuse_communication(options: Options) -> None:
 
 
 def _facts(options: Options) -> dict[str, object]:
-    given = {name: getattr(options, name) for name in ("uneven", "layout", "agreement", "verify", "iterable_sharding")}
+    names = ("uneven", "layout", "agreement", "scalable_shuffle", "verify", "iterable_sharding")
+    given = {name: getattr(options, name) for name in names}
     return given | {"seed": "default" if options.seed is None else options.seed}
 
 
@@ -312,6 +311,9 @@ def sample_order(sampler: object, dataset: object = None) -> str | None:
                 raise TypeError("its copy is the sampler itself")
             for generator in generators(nested_samplers(drawn)):
                 generator.manual_seed(0)
+            if has_order(drawn):
+                order = order_of(drawn, epoch=0)
+                return fingerprint(order.at(range(min(order.length, COMPARED))))
             return fingerprint(islice(map(own, drawn), COMPARED))  # type: ignore[call-overload]  # an iterable
     except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
         logger.info(

@@ -16,9 +16,12 @@ from uuid import UUID
 import numpy as np
 import torch
 
-__all__ = ["Fingerprint", "fingerprint", "fingerprinted"]
+__all__ = ["COMPARED", "Fingerprint", "fingerprint", "fingerprinted"]
 
 T = TypeVar("T")
+
+# How many items of a stream are compared where not all are.
+COMPARED = 256
 
 
 class Fingerprint:

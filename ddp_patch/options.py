@@ -56,12 +56,18 @@ class Options:
     verify: bool = False
     timeout: float = 300.0
     iterable_sharding: IterableSharding = "exact"
+    scalable_shuffle: bool = False
 
     def __post_init__(self) -> None:
         check_uneven(self.uneven)
         check_layout(self.layout)
         _check("agreement", self.agreement, _AGREEMENT)
         _check("iterable_sharding", self.iterable_sharding, _ITERABLE_SHARDING)
+        if self.scalable_shuffle and self.agreement in {"ambient", "leader"}:
+            raise InvalidOptionError(
+                f"scalable_shuffle=True cannot hold with agreement={self.agreement!r}: each rank computes its own "
+                "share of an order that follows from (seed, epoch). Use agreement='auto' or 'seeded'."
+            )
         if self.seed is not None and not _is_seed(self.seed):
             raise InvalidOptionError(
                 f"seed={self.seed!r} is not a whole number of at least 0, and orders are derived from one. "

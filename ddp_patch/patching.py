@@ -6,7 +6,7 @@ from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 
 from ddp_patch.agreement import (
     Agreed,
@@ -37,6 +37,7 @@ from ddp_patch.loader import (
     sharding,
 )
 from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Uneven
+from ddp_patch.orders import ScalableShuffle
 from ddp_patch.seeding import WorkerSeeding
 from ddp_patch.world import World, find_world
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
@@ -60,6 +61,7 @@ def patch_dataloader_to_ddp(
     data_parallel_dimensions: Sequence[str] | None = None,
     rank: SupportsIndex | None = None,
     num_replicas: SupportsIndex | None = None,
+    scalable_shuffle: bool = False,
     verify: bool = False,
     timeout: float = 300.0,
 ) -> DataLoader[T]:
@@ -85,6 +87,9 @@ def patch_dataloader_to_ddp(
             every rank its share. ``"ambient"``: samplers use the global random states as they are, for ranks that are
             seeded alike. A ``torch.Generator`` of the loader or its samplers is put into rank 0's state once, and
             then gives what it would give in one process.
+        scalable_shuffle: Of a shuffled loader, ``DataLoader(shuffle=True)`` or a ``SubsetRandomSampler``: compute the
+            order, of each rank only its share, instead of drawing a permutation. It takes constant time and
+            memory until the first batch, for any number of samples. The order is another one than torch draws.
         seed: A whole number of at least 0; rank 0's is sent to all. Default: rank 0's ``torch.initial_seed()``,
             or 0 in an explicit world.
         iterable_sharding: For iterable datasets. ``"exact"``: every rank reads the whole stream and keeps its share,
@@ -128,7 +133,7 @@ def patch_dataloader_to_ddp(
     world = find_world(rank, num_replicas, process_group, device_mesh, data_parallel_dimensions)
     with refusals_told(world):
         require_loader("patch_dataloader_to_ddp", loader)
-        options = Options(uneven, layout, agreement, seed, verify, timeout, iterable_sharding)
+        options = Options(uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle)
         proposal = None if world is None else _propose(loader, options, world)
     if world is None or proposal is None:
         warnings.warn(
@@ -159,6 +164,8 @@ def _propose(loader: DataLoader[Any], options: Options, world: World) -> Proposa
         Level.UNBATCHED: loader.sampler,
         Level.ITERABLE: loader.dataset,
     }[at]
+    if options.scalable_shuffle:
+        _require_shuffle(stream)
     told = describe(stream)
     require_length(options, world, type(stream).__name__, told["stream length"])
     compared = {
@@ -190,6 +197,18 @@ def _sharding_for(world: World, loader: DataLoader[Any]) -> object | None:
             f"rank {world.rank} of {world.num_replicas}: it would share a share. Patch the original loader instead."
         )
     return found
+
+
+def _require_shuffle(stream: object) -> None:
+    """Refuse a scalable shuffle of what torch does not shuffle."""
+    with_replacement = type(stream) is RandomSampler and stream.replacement
+    if type(stream) not in {RandomSampler, SubsetRandomSampler} or with_replacement:
+        what = "samples with replacement" if with_replacement else "is not torch's RandomSampler or SubsetRandomSampler"
+        raise InvalidOptionError(
+            "scalable_shuffle=True computes the order of a loader that torch shuffles, and this one's order comes from "
+            f"{type(stream).__name__}, which {what}. Build the loader with shuffle=True, or leave scalable_shuffle "
+            "out; a sampler of your own can have items_at(positions, epoch) instead."
+        )
 
 
 def _check_iterable(loader: DataLoader[Any], options: Options) -> None:
@@ -224,13 +243,13 @@ def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
     batches: Any = loader.batch_sampler
     match level(loader):
         case Level.SAMPLE:
-            sharded = new["sampler"] = DDPSamplerWrapper.of(batches.sampler, agreed)
+            sharded = new["sampler"] = DDPSamplerWrapper.of(_ordered(batches.sampler, agreed), agreed)
             new["batch_size"], new["drop_last"] = batches.batch_size, batches.drop_last
             new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
         case Level.BATCH:
             sharded = new["batch_sampler"] = DDPBatchSamplerWrapper.of(batches, agreed)
         case Level.UNBATCHED:
-            sharded = new["sampler"] = DDPSamplerWrapper.of(loader.sampler, agreed)
+            sharded = new["sampler"] = DDPSamplerWrapper.of(_ordered(loader.sampler, agreed), agreed)
         case Level.ITERABLE:
             dataset = cast(IterableDataset[T], loader.dataset)
             plan = agreed.plan(agreed.world.rank)
@@ -244,6 +263,11 @@ def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
             init = IterableWorkerInit(init, sharded.epochs)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
     return copy_loader(loader, **new)
+
+
+def _ordered(sampler: Any, agreed: Agreed) -> Any:
+    """Return the sampler, or what computes its order where the user wants that."""
+    return ScalableShuffle(sampler, agreed.seed) if agreed.options.scalable_shuffle else sampler
 
 
 def check_loaders_is_patched(loaders: Loaders) -> bool:

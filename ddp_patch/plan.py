@@ -74,6 +74,15 @@ class Plan:
         real = len(range(share.start, min(share.stop, n), share.step))
         return share[real:]
 
+    def sources(self, n: int) -> tuple[range, range]:
+        """Where the items of ``share(n)`` stand: its real positions, then those that its padding repeats."""
+        share, padding = self.share(n), self.padding(n)
+        if not padding:
+            return share, padding
+        # Padding is shorter than the stream, or a single item: all of it repeats the same turn.
+        turn = padding.start // n * n
+        return share[: len(share) - len(padding)], range(padding.start - turn, padding.stop - turn, padding.step)
+
     def part(self, start: int, size: int, n: int) -> slice:
         """Where this rank's items lie in a chunk of ``size`` items from position ``start`` of the stream.
 

@@ -1,6 +1,6 @@
 """How far a pass over a sampler has come, and from where a resumed one goes on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import length_hint
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ class Progress:
         """How many of this rank's items were taken, those before a resume included."""
         return max(self.skip, self.given - length_hint(self.part))
 
-    def begin(self, part: list[T]) -> Iterator[T]:
+    def begin(self, part: Sequence[T]) -> Iterator[T]:
         """Return an iterator over the part of this rank's items that comes next."""
         self.part = iter(part[max(0, self.skip - self.given) :])
         self.given += len(part)

@@ -22,6 +22,7 @@ __all__ = [
     "WorkerSeeding",
     "distributed_permutation",
     "epoch_seed",
+    "shuffle_key",
     "unmoved",
 ]
 
@@ -29,7 +30,7 @@ __all__ = [
 RandomGenerator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 # What a seed is used for, so that no two uses draw the same numbers.
-_ORDER, _WORKER = 0, 1
+_ORDER, _WORKER, _SHUFFLE = 0, 1, 2
 
 
 def _derive(seed: int, *key: int) -> np.random.SeedSequence:
@@ -55,6 +56,11 @@ def epoch_seed(seed: int, epoch: int) -> int:
         True
     """
     return _torch_seed(_derive(seed, _ORDER, epoch))
+
+
+def shuffle_key(seed: int, epoch: int, number: int) -> np.random.SeedSequence:
+    """Return what the ``number``-th permutation of an epoch follows from."""
+    return _derive(seed, _SHUFFLE, epoch, number)
 
 
 class EpochCounter:

@@ -15,9 +15,12 @@ __all__ = ["MOST_AHEAD", "draw", "own"]
 
 T = TypeVar("T")
 
-# How many items may be drawn ahead of the one in use, where a round is smaller: random states are swapped once
-# per chunk, and a sampler that adapts while training runs must not be drawn far ahead.
-MOST_AHEAD = 4096
+# How many samples may be drawn ahead of the one in use, where a round has fewer: random states are swapped once per
+# chunk, and a sampler that adapts while training runs must not be drawn far ahead.
+MOST_AHEAD = 8192
+
+# Of so many lists in a row, all different objects, it is taken that the sampler makes a new one for each batch.
+_NEW_LISTS = 64
 
 _IMMUTABLE = (int, float, str, bytes, np.generic)
 
@@ -33,25 +36,26 @@ def draw(
     """Yield the iterator's items in chunks, entering ``rng`` while each is drawn.
 
     Every chunk is a multiple of ``round_size`` items long but the last, which may be shorter and is never empty.
-    Chunks begin with one round, so that the first batch comes at once, and double up to ``most`` items.
-    They depend on nothing but the position in the stream: every rank draws the same ones at the same step.
+    Chunks begin with one round, so that the first batch comes at once, and double up to ``most`` samples.
+    They depend on nothing but the stream: every rank draws the same ones at the same step.
 
     Args:
         iterator: What to draw from. An exception that it raises is raised unchanged, after what it gave before.
         rng: Entered for each chunk.
         round_size: Items in a round: one for each rank.
-        most: How many items may be drawn at once, where a round is smaller.
+        most: How many samples may be drawn at once, where a round has fewer; an item is one, a batch as many as it has.
         copies: Whether an item that its source may change afterwards is copied.
     """
-    largest = max(1, most // round_size) * round_size
     size = round_size
-    items = map(own, iterator) if copies else iterator
     while True:
         chunk: list[T] = []
         failure: Exception | None = None
         with rng:
             try:
-                chunk.extend(islice(items, size))  # what came before an exception stays in the list
+                if copies:
+                    copies = _may_be_reused(_extend_by_copies(chunk, islice(iterator, size)))
+                else:
+                    chunk.extend(islice(iterator, size))  # what came before an exception stays in the list
             except Exception as error:  # noqa: BLE001 - the user's own, raised again below
                 failure = error
         if chunk:
@@ -60,9 +64,32 @@ def draw(
             raise failure
         if len(chunk) < size:
             return
-        if isinstance(chunk[0], _IMMUTABLE):
-            items = iterator  # a stream of indices needs no copies
-        size = min(2 * size, largest)
+        size = min(2 * size, max(1, most * size // _samples(chunk) // round_size) * round_size)
+
+
+def _extend_by_copies(chunk: list[T], items: Iterator[T]) -> list[T]:
+    """Add copies of the items to the chunk; return the items themselves."""
+    originals = []
+    for item in items:
+        chunk.append(own(item))
+        originals.append(item)
+    return originals
+
+
+def _may_be_reused(items: list[Any]) -> bool:
+    """Tell whether a sampler that gave these may give one of the same objects, changed, again."""
+    if items and isinstance(items[0], _IMMUTABLE):
+        return False  # a stream of indices
+    # While all are held, no two that are new can be one object.
+    are_lists = all(type(item) is list and (not item or isinstance(item[0], _IMMUTABLE)) for item in items)
+    return not are_lists or len({id(item) for item in items}) < max(_NEW_LISTS, len(items))
+
+
+def _samples(chunk: list[Any]) -> int:
+    """How many samples the items are: as many as a batch has, else one each."""
+    if not isinstance(chunk[0], list | tuple):
+        return len(chunk)
+    return max(1, sum(len(item) if isinstance(item, list | tuple) else 1 for item in chunk))
 
 
 def own(item: Any) -> Any:

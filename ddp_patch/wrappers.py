@@ -21,10 +21,11 @@ from ddp_patch.errors import (
     StreamLengthWarning,
     WorldError,
 )
-from ddp_patch.fingerprint import fingerprinted
+from ddp_patch.fingerprint import COMPARED, fingerprint, fingerprinted
 from ddp_patch.leader import FIRST_PIECE, LARGEST_PIECE
 from ddp_patch.loader import generators, is_ddp_aware, nested_samplers, random_generators
 from ddp_patch.options import Agreement, Layout, Options, Uneven
+from ddp_patch.orders import RandomAccess, blocks, has_order, order_of
 from ddp_patch.plan import Plan
 from ddp_patch.progress import Progress
 from ddp_patch.seeding import PrivateRNG, distributed_permutation, unmoved
@@ -140,6 +141,13 @@ class _ShardedSampler(EpochSampler[T]):
         self._take_over_epoch()
         return chain.from_iterable(self._pass(*self._start()))
 
+    def _is_looked_up(self) -> bool:
+        """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
+        if self.agreed.leader is not None or self.shuffle or not has_order(self.sampler):
+            return False
+        # All that is drawn is compared, where that can be drawn.
+        return not self.agreed.options.verify or isinstance(self.sampler, RandomAccess)
+
     def _start(self) -> tuple[Iterator[T], AbstractContextManager[None], Progress]:
         """Begin the wrapped sampler's upcoming epoch."""
         epoch = self.epochs.upcoming
@@ -156,6 +164,8 @@ class _ShardedSampler(EpochSampler[T]):
             self._resumed = None
             return iter(()), nullcontext(), progress
         rng = self._rng(epoch)
+        if self._is_looked_up():
+            return iter(()), rng, progress
         # Begun at once, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
         with rng:
@@ -175,6 +185,28 @@ class _ShardedSampler(EpochSampler[T]):
         self._begin(progress.epoch, {"position": progress.skip}, self._known_end)
         self._known_end = {}
         self._progress, self._resumed = progress, None
+        runs = self._looked_up(rng, progress) if self._is_looked_up() else self._drawn(stream, rng, again, progress)
+        yield from runs
+        progress.ended = True
+
+    def _looked_up(self, rng: AbstractContextManager[None], progress: Progress) -> Iterator[Iterator[T]]:
+        """Yield this rank's items from an order that is known as a whole."""
+        with rng:
+            order = order_of(self.sampler, progress.epoch)
+        self._catch_up(progress, is_drawn=True)
+        progress.given = progress.skip
+        real, repeated = self.plan.sources(order.length)
+        for positions in chain(blocks(real[progress.skip :]), blocks(repeated[max(0, progress.skip - len(real)) :])):
+            yield progress.begin(order.at(positions))
+        order.finish()
+        if self.agreed.options.verify:
+            told = range(0, order.length, max(1, order.length // COMPARED))
+            self._compare_end(progress.epoch, order.length, fingerprint(order.at(told)))
+
+    def _drawn(
+        self, stream: Iterator[T], rng: AbstractContextManager[None], again: bool, progress: Progress
+    ) -> Iterator[Iterator[T]]:
+        """Yield this rank's items of a stream that is drawn chunk by chunk."""
         one_shot = isinstance(self.sampler, Iterator)  # which no pass begins anew
         # Of an iterator nothing is drawn ahead: after a break the next pass goes on where this one stopped.
         most = 1 if one_shot or self.agreed.options.agreement == "ambient" else MOST_AHEAD
@@ -186,7 +218,6 @@ class _ShardedSampler(EpochSampler[T]):
             run = progress.begin(part)
             self._catch_up(progress)
             yield run
-        progress.ended = True
 
     def _rounds(self, epoch: int) -> int | None:
         """How many items the ranks with most of them take; None where that is not known."""
@@ -197,13 +228,13 @@ class _ShardedSampler(EpochSampler[T]):
         """The sampler's stream, begun with its first item: an error then is one that the leader can tell of."""
         yield from self.sampler
 
-    def _catch_up(self, progress: Progress) -> None:
-        """Once as much is drawn as when a resumed state was taken, give the generators their states of then.
+    def _catch_up(self, progress: Progress, is_drawn: bool = False) -> None:
+        """Once all or as much is drawn as when a resumed state was taken, give the generators their states of then.
 
         Others draw from them too: a DataLoader its workers' seed.
         """
         resumed = progress.resumed
-        if resumed is not None and progress.given >= resumed["given"]:
+        if resumed is not None and (is_drawn or progress.given >= resumed["given"]):
             self._set_generators(resumed["now"])
             progress.resumed = None
 

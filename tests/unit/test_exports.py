@@ -25,6 +25,7 @@ FLOORS = {
     "loader": 2,
     "world": 2,
     "permutation": 2,
+    "orders": 3,
     "comparison": 2,
     "sharing": 3,
     "exchange": 3,

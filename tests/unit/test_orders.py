@@ -1,0 +1,366 @@
+"""Orders that are looked up: the very streams of torch's samplers, and each rank only its part of them."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from zoo import Indices, as_it_is
+
+from ddp_patch import (
+    DDPBatchSamplerWrapper,
+    DDPSamplerWrapper,
+    InvalidOptionError,
+    patch_dataloader_to_ddp,
+    seeding,
+    streams,
+)
+from ddp_patch.orders import ScalableShuffle, blocks, has_order, order_of
+from ddp_patch.plan import Plan
+from ddp_patch.seeding import PrivateRNG, epoch_seed
+
+WORDS = [f"{index}.jpg" for index in range(103)]
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+# Each maker gives a sampler anew, with a generator of its own or the global one.
+SAMPLERS: dict[str, Callable[[torch.Generator | None], Sampler[Any]]] = {
+    "sequential": lambda _: SequentialSampler(range(103)),
+    "random": lambda g: RandomSampler(range(103), generator=g),
+    "random, one": lambda g: RandomSampler(range(1), generator=g),
+    "random, fewer samples": lambda g: RandomSampler(range(103), num_samples=10, generator=g),
+    "random, more samples": lambda g: RandomSampler(range(10), num_samples=103, generator=g),
+    "random, twice as many": lambda g: RandomSampler(range(50), num_samples=100, generator=g),
+    "with replacement": lambda g: RandomSampler(range(103), replacement=True, generator=g),
+    "with replacement, more": lambda g: RandomSampler(range(10), replacement=True, num_samples=103, generator=g),
+    "with replacement, of many": lambda g: RandomSampler(range(2**40), True, num_samples=103, generator=g),
+    "with replacement, large": lambda g: RandomSampler(range(10), replacement=True, num_samples=100_003, generator=g),
+    "random, large": lambda g: RandomSampler(range(100_003), generator=g),
+    "subset": lambda g: SubsetRandomSampler(range(50, 103), generator=g),
+    "subset of words": lambda g: SubsetRandomSampler(WORDS, generator=g),  # type: ignore[arg-type]
+    "subset, a tensor": lambda g: SubsetRandomSampler(torch.arange(50, 103), generator=g),  # type: ignore[arg-type]
+    "subset of nothing": lambda g: SubsetRandomSampler([], generator=g),
+    "weighted": lambda g: WeightedRandomSampler(torch.arange(1.0, 50.0), 103, generator=g),  # type: ignore[arg-type]
+    "weighted, without": lambda g: WeightedRandomSampler([1.0, 2.0, 3.0], 3, replacement=False, generator=g),
+}
+
+
+@pytest.mark.parametrize("has_generator", [False, True])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_order_of_torchs_samplers_is_the_one_that_they_draw(name: str, has_generator: bool) -> None:
+    theirs, ours = (generator() if has_generator else None for _ in range(2))
+    for epoch in range(2):
+        torch.manual_seed(epoch)
+        expected = list(SAMPLERS[name](theirs))
+        ambient = torch.get_rng_state()
+        torch.manual_seed(epoch)
+        order = order_of(SAMPLERS[name](ours), epoch)
+        items = list(order.at(range(order.length)))
+        order.finish()
+        assert items == expected
+        assert [type(item) for item in items] == [type(item) for item in expected]
+        assert order.length == len(expected)
+        assert list(order.at(range(1, order.length, 3))) == expected[1::3]
+        assert torch.equal(torch.get_rng_state(), ambient)
+        if theirs is not None and ours is not None:
+            assert torch.equal(theirs.get_state(), ours.get_state())
+
+
+class Subclass(RandomSampler):
+    """Might have any order."""
+
+
+def test_only_exactly_torchs_samplers_and_random_access_have_an_order() -> None:
+    assert not has_order(Subclass(range(3)))
+    assert not has_order(BatchSampler(range(3), 1, drop_last=False))
+    assert not has_order(range(3))
+    assert not has_order(LookedUp)  # a class is no sampler
+    assert has_order(LookedUp(3))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 200])
+@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_each_rank_reads_its_part(world_size: int, uneven: Any, layout: Any) -> None:
+    torch.manual_seed(epoch_seed(5, epoch=0))
+    stream = list(RandomSampler(range(103)))
+    for rank in range(world_size):
+        options: Any = {"num_replicas": world_size, "rank": rank, "uneven": uneven, "layout": layout, "seed": 5}
+        wrapper = DDPSamplerWrapper(RandomSampler(range(103)), False, **options)
+        positions = Plan(rank, world_size, uneven, layout).share(103)
+        assert list(wrapper) == [stream[position % 103] for position in positions]
+        assert len(wrapper) == len(positions)
+
+
+def test_blocks_begin_small_and_cover_all() -> None:
+    positions = range(5, 50_000, 3)
+    found = list(blocks(positions))
+    assert [position for block in found for position in block] == list(positions)
+    assert [len(block) for block in found[:8]] == [64, 128, 256, 512, 1024, 2048, 4096, 4096]
+    assert list(blocks(range(0))) == []
+
+
+class LookedUp:
+    """Notes what it is asked for."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.asked = 0
+        self.epochs: set[int] = set()
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("nobody needs all of it")
+
+    def items_at(self, positions: npt.NDArray[np.int64], epoch: int) -> npt.NDArray[np.int64]:
+        self.asked += len(positions)
+        self.epochs.add(epoch)
+        assert positions.min() >= 0
+        assert positions.max() < self.n
+        return self.n - 1 - positions
+
+
+@pytest.mark.parametrize("n", [10, 10**9, 2**63 - 1])
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("world_size", [1, 7, 100_003])
+def test_a_sampler_with_random_access_is_asked_for_its_share_alone(n: int, layout: Any, world_size: int) -> None:
+    sampler = LookedUp(n)
+    for rank in (0, world_size // 2, world_size - 1):
+        options: Any = {"num_replicas": world_size, "rank": rank, "layout": layout, "agreement": "seeded"}
+        wrapper = DDPSamplerWrapper(sampler, False, **options)
+        wrapper.set_epoch(3)
+        share = Plan(rank, world_size, layout=layout).share(n)
+        sampler.asked = 0
+        for position, item in zip(share[:100], wrapper, strict=False):
+            assert item == n - 1 - position % n
+        assert sampler.asked <= 64 + 128
+        assert len(wrapper) == len(share)
+    assert sampler.epochs == {3}
+
+
+def test_the_last_positions_near_the_largest_integer_are_right() -> None:
+    n = 2**63 - 1
+    wrapper = DDPSamplerWrapper(LookedUp(n), False, num_replicas=1000, rank=999, agreement="seeded")
+    share = Plan(999, 1000).share(n)
+    wrapper.load_state_dict(
+        {"epoch": 0, "taken": len(share) - 2, "given": 0, "ended": False, "generators": [], "now": []}
+    )
+    assert [*iter(wrapper)] == [n - 1 - share[-2], n - 1 - share[-1] % n]
+
+
+def test_a_position_is_reached_without_asking_for_those_before() -> None:
+    sampler = LookedUp(10**9)
+    wrapper = DDPSamplerWrapper(sampler, False, num_replicas=4, rank=1, agreement="seeded")
+    state = {"epoch": 2, "taken": 10**8, "given": 0, "ended": False, "generators": [], "now": []}
+    wrapper.load_state_dict(state)
+    assert next(iter(wrapper)) == 10**9 - 1 - (4 * 10**8 + 1)
+    assert sampler.asked == 64
+
+
+# What does not depend on the machine: how much is drawn, held and swapped.
+
+
+class Counting(Sampler[int]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.drawn = 0
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.n):
+            self.drawn += 1
+            yield index
+
+
+def swaps(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    entered: list[None] = []
+    original = PrivateRNG.__enter__
+
+    def enter(self: PrivateRNG) -> None:
+        entered.append(None)
+        original(self)
+
+    monkeypatch.setattr(seeding.PrivateRNG, "__enter__", enter)
+    return entered
+
+
+def test_random_states_are_swapped_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = swaps(monkeypatch)
+    n = 1_000_000
+    wrapper = DDPSamplerWrapper(Counting(n), False, num_replicas=8, rank=0, seed=0, agreement="seeded")
+    entered.clear()
+    assert sum(1 for _ in wrapper) == n // 8
+    assert n // streams.MOST_AHEAD <= len(entered) <= n // streams.MOST_AHEAD + 20  # the first are shorter
+    looked_up = DDPSamplerWrapper(RandomSampler(range(n)), False, num_replicas=8, rank=0, seed=0)
+    entered.clear()
+    assert sum(1 for _ in looked_up) == n // 8
+    assert len(entered) <= 2
+
+
+@pytest.mark.parametrize(("agreement", "most"), [("seeded", 2 * 8 * 64), ("ambient", 8 * 64)])
+def test_the_first_batch_comes_after_about_as_many_items_as_it_needs(agreement: Any, most: int) -> None:
+    sampler = Counting(1_000_000)
+    wrapper = DDPSamplerWrapper(sampler, False, num_replicas=8, rank=0, seed=0, agreement=agreement)
+    sampler.drawn = 0
+    iterator = iter(wrapper)
+    first = [next(iterator) for _ in range(64)]
+    assert first == list(range(0, 512, 8))
+    assert sampler.drawn <= most
+    for _ in range(10_000):
+        taken = next(iterator)
+    ahead = 8 if agreement == "ambient" else streams.MOST_AHEAD
+    assert sampler.drawn - taken <= ahead
+
+
+class Batches(Sampler[list[int]]):
+    """New lists, or one that it fills again and again."""
+
+    def __init__(self, n: int, reuses: bool) -> None:
+        self.n, self.reuses = n, reuses
+        self.drawn = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for start in range(0, self.n, 32):
+            self.drawn += 1
+            batch = batch if self.reuses else []
+            batch[:] = range(start, start + 32)
+            yield batch
+
+
+@pytest.mark.parametrize("reuses", [False, True])
+def test_batches_are_drawn_ahead_by_samples_and_copied_where_they_are_used_again(reuses: bool) -> None:
+    sampler = Batches(320_000, reuses)
+    wrapper = DDPBatchSamplerWrapper(sampler, False, num_replicas=4, rank=1, seed=0)
+    sampler.drawn = 0
+    for place, batch in enumerate(wrapper):
+        assert batch[0] == (4 * place + 1) * 32
+        assert len(batch) == 32
+        assert sampler.drawn - (4 * place + 1) <= streams.MOST_AHEAD // 32
+    assert place == 2499
+
+
+def test_an_order_is_held_in_32_bits_and_once() -> None:
+    order = order_of(RandomSampler(range(1_000_000)), epoch=0)
+    held: Any = order.at.__closure__
+    (tensor,) = [cell.cell_contents for cell in held if isinstance(cell.cell_contents, torch.Tensor)]
+    assert tensor.untyped_storage().nbytes() == 4_000_000
+
+
+# The scalable shuffle.
+
+
+def scalable(n: int, rank: int = 0, num_replicas: int = 1, **options: Any) -> DataLoader[Any]:
+    given: DataLoader[Any] = DataLoader(Indices(n), batch_size=4, shuffle=True, collate_fn=as_it_is)
+    options = {"rank": rank, "num_replicas": num_replicas, "seed": 1, "scalable_shuffle": True} | options
+    return patch_dataloader_to_ddp(given, **options)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 100, 70_000])
+def test_a_scalable_shuffle_is_one_stream_for_every_world(n: int) -> None:
+    stream = [item for batch in scalable(n) for item in batch]
+    assert sorted(stream) == list(range(n))
+    for rank in range(3):
+        share = [item for batch in scalable(n, rank, 3) for item in batch]
+        assert share == [stream[position % n] for position in Plan(rank, 3).share(n)]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    loader = scalable(1000)
+    epochs = [tuple(item for batch in loader for item in batch) for _ in range(3)]
+    loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    assert tuple(item for batch in loader for item in batch) == epochs[1]
+    other = tuple(item for batch in scalable(1000, seed=2) for item in batch)
+    assert len({*epochs, other}) == 4
+
+
+@pytest.mark.parametrize("num_samples", [5, 1000, 2500])
+def test_a_scalable_shuffle_has_as_many_samples_as_the_sampler(num_samples: int) -> None:
+    shuffle = ScalableShuffle(RandomSampler(range(1000), num_samples=num_samples), seed=0)
+    items = list(shuffle)
+    assert len(items) == len(shuffle) == num_samples
+    for start in range(0, num_samples, 1000):
+        turn = items[start : start + 1000]
+        assert len(set(turn)) == len(turn)
+    if num_samples == 2500:
+        assert items[:1000] != items[1000:2000]
+
+
+def test_a_subset_is_shuffled_too() -> None:
+    assert sorted(ScalableShuffle(SubsetRandomSampler(WORDS), seed=0)) == sorted(WORDS)  # type: ignore[arg-type]
+
+
+def test_no_random_state_moves_and_a_generator_stays() -> None:
+    given = torch.Generator().manual_seed(3)
+    state = given.get_state()
+    ambient = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
+    loader: DataLoader[Any] = DataLoader(
+        Indices(100), sampler=RandomSampler(range(100), generator=given), collate_fn=as_it_is
+    )
+    patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2, scalable_shuffle=True)
+    assert len(list(patched.sampler)) == 50
+    assert torch.equal(given.get_state(), state)
+    assert torch.equal(torch.get_rng_state(), ambient[0])
+    assert random.getstate() == ambient[1]
+    assert np.random.get_state(legacy=False)["state"]["key"].tolist() == ambient[2]
+
+
+class Huge(Indices):
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
+@pytest.mark.parametrize("n", [10**9, 10**12, 2**63 - 1])
+def test_a_huge_dataset_is_shuffled_without_drawing_it(n: int) -> None:
+    taken: set[int] = set()
+    for rank in (0, 517, 1023):
+        given: DataLoader[Any] = DataLoader(Huge(n), batch_size=64, shuffle=True, collate_fn=as_it_is)
+        patched = patch_dataloader_to_ddp(given, rank=rank, num_replicas=1024, scalable_shuffle=True)
+        assert len(patched) == -(-len(Plan(rank, 1024).share(n)) // 64)
+        taken |= set(next(iter(patched)))
+    assert len(taken) == 3 * 64
+    assert max(taken) < n
+
+
+@pytest.mark.parametrize(
+    ("loader", "part"),
+    [
+        (lambda: DataLoader(Indices(9)), "SequentialSampler, which is not torch's RandomSampler"),
+        (
+            lambda: DataLoader(Indices(9), sampler=RandomSampler(range(9), replacement=True)),
+            "RandomSampler, which samples with replacement",
+        ),
+        (lambda: DataLoader(Indices(9), sampler=Subclass(range(9))), "Subclass, which is not torch's"),
+        (lambda: DataLoader(Indices(9), batch_sampler=Batches(9, False)), "Batches, which is not torch's"),
+    ],
+)
+def test_what_torch_does_not_shuffle_is_refused(loader: Callable[[], DataLoader[Any]], part: str) -> None:
+    with pytest.raises(InvalidOptionError, match="scalable_shuffle=True computes the order of a loader") as caught:
+        patch_dataloader_to_ddp(loader(), rank=0, num_replicas=2, scalable_shuffle=True)
+    assert f"comes from {part}" in str(caught.value)
+    assert "Build the loader with shuffle=True, or leave scalable_shuffle out" in str(caught.value)
+
+
+@pytest.mark.parametrize("agreement", ["ambient", "leader"])
+def test_a_scalable_shuffle_excludes_orders_from_elsewhere(agreement: Any) -> None:
+    with pytest.raises(InvalidOptionError, match=f"scalable_shuffle=True cannot hold with agreement='{agreement}'"):
+        scalable(10, agreement=agreement)

@@ -1,0 +1,139 @@
+"""The keyed bijection: exact for every n, and as good a shuffle as ``torch.randperm`` by the same statistics."""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from ddp_patch import InvalidOptionError, permutation
+from ddp_patch.permutation import Permutation
+
+Shuffle = Callable[[int, int], npt.NDArray[np.int64]]
+
+
+def keyed(n: int, seed: int) -> npt.NDArray[np.int64]:
+    return Permutation(n, np.random.SeedSequence(seed))(np.arange(n))
+
+
+def torchs(n: int, seed: int) -> npt.NDArray[np.int64]:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
+
+
+@pytest.fixture(params=[True, False], ids=["table", "network"])
+def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ranges are shuffled in a table; here also by the network, which has to hold for larger ones."""
+    if not request.param:
+        monkeypatch.setattr(permutation, "_TABLE", 3)
+
+
+@pytest.mark.usefixtures("_either")
+def test_every_small_range_is_permuted_exactly() -> None:
+    for n in range(3000):
+        assert np.array_equal(np.sort(keyed(n, n)), np.arange(n))
+
+
+@pytest.mark.parametrize("n", [2**16, 2**16 + 1, 99_991, 2**17 - 1, 2**17, 2**17 + 1, 2**20 + 7])
+def test_larger_ranges_are_permuted_exactly(n: int) -> None:
+    assert np.array_equal(np.sort(keyed(n, 0)), np.arange(n))
+
+
+@pytest.mark.parametrize("n", [100, 10**6, 10**12, 2**62, 2**63 - 1])
+def test_any_position_is_reached_by_itself(n: int) -> None:
+    shuffled = Permutation(n, np.random.SeedSequence(5))
+    positions = np.array([0, 1, n // 2, n - 2, n - 1])
+    together = shuffled(positions)
+    assert together.tolist() == [shuffled(np.array([position])).item() for position in positions]
+    assert len(set(together.tolist())) == 5
+    assert together.min() >= 0
+    assert together.max() < n
+    assert positions.tolist() == [0, 1, n // 2, n - 2, n - 1]  # left as they were
+
+
+def test_keys_have_permutations_of_their_own() -> None:
+    assert len({tuple(keyed(70_000, seed)[:50]) for seed in range(100)}) == 100
+
+
+@pytest.mark.parametrize("n", [-1, 2**63])
+def test_what_no_64_bits_hold_is_refused(n: int) -> None:
+    with pytest.raises(InvalidOptionError, match=rf"range\({n}\) was asked for: positions are 64-bit integers"):
+        Permutation(n, np.random.SeedSequence(0))
+
+
+# Statistics over many seeds. Each is a z-score or a chi-square brought to one; the same bounds hold for torch.randperm.
+
+AWKWARD = [7, 31, 64, 127, 128, 129, 257, 521, 1000]
+MANY = 2000
+BOUND = 5.0  # standard deviations: over all of these tests together, by chance about once in 10,000 runs of new seeds
+
+
+def chi_square(counts: npt.NDArray[np.int64], degrees: int) -> float:
+    expected = counts.mean()
+    return float((((counts - expected) ** 2 / expected).sum() - degrees) / np.sqrt(2 * degrees))
+
+
+def scores(shuffle: Shuffle, n: int) -> dict[str, float]:
+    orders = np.stack([shuffle(n, seed) for seed in range(MANY)])
+    columns = np.arange(n)
+    fixed = (orders == columns).sum(axis=1)
+    bins = min(n, 16)
+    places = np.zeros((bins, bins))
+    np.add.at(places, (np.broadcast_to(columns * bins // n, orders.shape), orders * bins // n), 1)
+    sizes = np.bincount(columns * bins // n)
+    expected = np.outer(sizes, sizes) * MANY / n
+    steps = (orders[:, 1:] - orders[:, :-1]) % n  # each of 1 to n - 1 alike
+    neighbours = np.bincount(steps.ravel(), minlength=n)[1:]
+    centred = orders - (n - 1) / 2
+    serial = (centred[:, 1:] * centred[:, :-1]).sum(axis=1) / (centred**2).sum(axis=1)  # -1/n on the average
+    displacement = np.abs(orders - columns).mean(axis=1)
+    return {
+        "fixed points": float((fixed.mean() - 1) * np.sqrt(MANY)),
+        "positions": float(((places - expected) ** 2 / expected).sum() - (bins - 1) ** 2)
+        / np.sqrt(2 * (bins - 1) ** 2),
+        "neighbours": chi_square(neighbours, n - 2),
+        "serial correlation": float((serial + 1 / n).mean() / serial.std() * np.sqrt(MANY)),
+        "displacement": float((displacement - (n * n - 1) / (3 * n)).mean() / displacement.std() * np.sqrt(MANY)),
+    }
+
+
+@pytest.mark.usefixtures("_either")
+@pytest.mark.parametrize("n", AWKWARD)
+def test_it_shuffles_as_well_as_randperm(n: int) -> None:
+    for name, score in scores(torchs, n).items():
+        assert abs(score) < BOUND, ("torch.randperm", name)
+    for name, score in scores(keyed, n).items():
+        assert abs(score) < BOUND, name
+
+
+def test_the_statistics_find_a_bad_shuffle() -> None:
+    def rotated(n: int, seed: int) -> npt.NDArray[np.int64]:
+        return (np.arange(n) + seed * 7919) % n
+
+    def few_rounds(n: int, seed: int) -> npt.NDArray[np.int64]:
+        before, permutation._ROUNDS, permutation._TABLE = permutation._TABLE, 2, 3
+        try:
+            return keyed(n, seed)
+        finally:
+            permutation._TABLE, permutation._ROUNDS = before, 8
+
+    for bad in (rotated, few_rounds):
+        assert max(map(abs, scores(bad, 1000).values())) > BOUND
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_of_the_smallest_ranges_every_order_comes_alike(n: int) -> None:
+    orders, counts = np.unique([keyed(n, seed) for seed in range(6000)], axis=0, return_counts=True)
+    assert len(orders) == {2: 2, 3: 6}[n]
+    assert abs(chi_square(counts, len(orders) - 1)) < BOUND
+
+
+@pytest.mark.parametrize("n", [2**17 - 1, 2**17 + 1, 10**12])
+def test_parts_of_a_large_range_are_spread_evenly(n: int) -> None:
+    positions = np.arange(0, min(n, 100_000))
+    counts = np.zeros(256, dtype=np.int64)
+    for seed in range(20):
+        found = Permutation(n, np.random.SeedSequence(seed))(positions)
+        counts += np.bincount(found * 256 // n, minlength=256)
+    spread = chi_square(counts, 255)
+    assert spread < BOUND  # where most of the range is taken, it is more even than chance
