@@ -68,6 +68,14 @@ def agreement(session: nox.Session) -> None:
     session.run("python", "benchmarks/agreement.py")
 
 
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure speed and memory beside other libraries, and write ``docs/benchmarks.md``; ``--largest 6`` is short."""
+    install(session, ".[bench]")
+    install(session, "--no-deps", "open-metric-learning")
+    session.run("python", "-W", "ignore", "benchmarks/speed.py", *session.posargs)
+
+
 def install(session: nox.Session, *packages: str) -> None:
     """Install what is named and all that it needs, in the versions of constraints.txt only."""
     session.install("-c", "constraints.txt", "--build-constraint", "constraints.txt", *packages)

@@ -4,9 +4,11 @@ torch's own samplers draw an epoch's order at once; here it is kept as they draw
 each rank reads its positions. Other samplers take part by ``items_at``.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, TypeGuard, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,22 +21,34 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from ddp_patch.errors import StreamLengthError
 from ddp_patch.permutation import Permutation
 from ddp_patch.seeding import shuffle_key
 
-__all__ = ["Order", "RandomAccess", "ScalableShuffle", "blocks", "has_order", "order_of"]
+__all__ = [
+    "MOST_RANKS",
+    "Order",
+    "RandomAccess",
+    "ScalableShuffle",
+    "blocks",
+    "has_order",
+    "is_random_access",
+    "order_of",
+]
 
-_DRAWN_AT_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+# Of an order that is drawn turn by turn, so many items are held from its beginning, for padding: enough for so many
+# ranks. A turn has at least as many.
+MOST_RANKS = 2**17
 
 _FIRST_BLOCK, _LARGEST_BLOCK = 64, 4096
 
 
-@runtime_checkable
 class RandomAccess(Protocol):
     """A sampler whose items can be looked up at any positions of any epoch.
 
-    A sampler that has both methods is not drawn: each rank asks for the items of its own share, so it costs
-    no more for any number of ranks. Every rank must be given the same items for the same position and epoch.
+    A sampler that has these methods is not drawn: each rank asks for the items of its own share, so it costs no more
+    for any number of ranks. The items must follow from position and epoch alone, and be those that iterating gives. A
+    subclass that has an ``__iter__`` of its own, and no ``items_at``, is iterated.
 
     Examples:
         >>> class Strided:
@@ -75,16 +89,28 @@ class Order:
 def has_order(sampler: object) -> bool:
     """Tell whether ``order_of`` knows the sampler.
 
-    torch's samplers are those of exactly its types: a subclass may have any order.
+    torch's samplers are those of exactly its types: a subclass may have any order. Of the user's own generator nothing
+    is drawn ahead of the turn in use: where there are several, the sampler is to be iterated.
     """
-    return type(sampler) in _DRAWN_AT_ONCE or _is_random_access(sampler)
+    if type(sampler) is RandomSampler:
+        turns = sampler.replacement or sampler.num_samples > len(sampler.data_source)
+        return not (turns and (sampler.generator is not None or len(sampler.data_source) == 0))
+    known = (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, ScalableShuffle)
+    return type(sampler) in known or is_random_access(sampler)
 
 
-def _is_random_access(sampler: object) -> TypeGuard[RandomAccess]:
-    return isinstance(sampler, RandomAccess) and not isinstance(sampler, type)
+def is_random_access(sampler: object) -> TypeGuard[RandomAccess]:
+    """Tell whether the sampler's class, or the nearest base that says how to iterate it, has ``items_at``."""
+    for base in type(sampler).__mro__:
+        if "items_at" in vars(base):
+            names = list(inspect.signature(vars(base)["items_at"]).parameters)[1:]
+            return names == ["positions", "epoch"] and hasattr(type(sampler), "__len__")
+        if "__iter__" in vars(base):
+            return False
+    return False
 
 
-def order_of(sampler: object, epoch: int) -> Order:
+def order_of(sampler: Any, epoch: int) -> Order:
     """Return the order of an epoch, which torch's samplers draw here; it is the order that iterating them gives."""
     # As each sampler's __iter__ draws it, but as a whole, and in the smallest type: the values do not depend on it.
     if type(sampler) is SequentialSampler:
@@ -99,30 +125,62 @@ def order_of(sampler: object, epoch: int) -> Order:
         return _drawn(
             torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator)
         )
-    assert _is_random_access(sampler)  # noqa: S101 - who calls this has asked has_order()
-    return Order(len(sampler), lambda positions: _looked_up(sampler, positions, epoch))
+    if type(sampler) is ScalableShuffle:
+        return sampler.order(epoch)
+    return Order(len(sampler), partial(_looked_up, sampler, epoch))
 
 
 def _random_order(sampler: RandomSampler) -> Order:
-    n, num_samples = len(sampler.data_source), sampler.num_samples
-    generator = sampler.generator
+    n, num_samples, given = len(sampler.data_source), sampler.num_samples, sampler.generator
+    generator = given
     if generator is None:
         generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     dtype = _integers(n)
+
+    def permuted(size: int) -> torch.Tensor:
+        turns = [torch.randperm(n, generator=generator, dtype=dtype) for _ in range(-(-size // n))]
+        return (turns[0] if len(turns) == 1 else torch.cat(turns))[:size]
+
     if sampler.replacement:
-        return _drawn(torch.randint(n, (num_samples,), dtype=dtype, generator=generator))
-    whole, rest = divmod(num_samples, n)
-    drawn = [torch.randperm(n, generator=generator, dtype=dtype) for _ in range(whole)]
-    if rest:
-        drawn.append(torch.randperm(n, generator=generator, dtype=dtype)[:rest])
-        return _drawn(drawn[0] if len(drawn) == 1 else torch.cat(drawn))
-    given = sampler.generator
+        drawn = _Turns(
+            num_samples, MOST_RANKS, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator)
+        )
+        return Order(num_samples, drawn.at)
+    if num_samples > n:
+        return Order(num_samples, _Turns(num_samples, n * -(-MOST_RANKS // n), permuted).at)
+    # After n samples torch draws once more and takes nothing of it, which moves the user's generator.
+    return _drawn(permuted(num_samples), lambda: permuted(n) if given is not None and num_samples == n else None)
 
-    def finish() -> None:
-        if given is not None:  # torch draws one more and takes nothing of it, which moves the user's generator
-            torch.randperm(n, generator=given, dtype=dtype)
 
-    return _drawn(drawn[0] if len(drawn) == 1 else torch.cat(drawn), finish)
+class _Turns:
+    """An order that is drawn turn by turn, of which one and the very first items are held.
+
+    Args:
+        length: How many items it has.
+        size: How many a turn has, at least ``MOST_RANKS``.
+        draw: Draws the next turn, of as many items as it is told.
+    """
+
+    def __init__(self, length: int, size: int, draw: Callable[[int], torch.Tensor]) -> None:
+        self._length, self._size, self._draw = length, size, draw
+        self._number = 0
+        self._turn = draw(min(size, length))
+        self._first = self._turn[:MOST_RANKS].clone()
+
+    def at(self, positions: range) -> list[int]:
+        """Return the items at positions that increase, or at some of the first ``MOST_RANKS``."""
+        if len(positions) and positions[-1] < len(self._first):
+            return _read(self._first, positions)
+        items: list[int] = []
+        while len(items) < len(positions):
+            rest = positions[len(items) :]
+            while rest[0] >= (self._number + 1) * self._size:
+                self._number += 1
+                self._turn = self._draw(min(self._size, self._length - self._number * self._size))
+            start = self._number * self._size
+            here = rest[: -(-(start + self._size - rest.start) // rest.step)]
+            items += _read(self._turn, range(here.start - start, here.stop - start, here.step))
+        return items
 
 
 def _integers(n: int) -> torch.dtype:
@@ -131,16 +189,29 @@ def _integers(n: int) -> torch.dtype:
 
 
 def _drawn(order: torch.Tensor, finish: Callable[[], object] = lambda: None) -> Order:
-    return Order(len(order), lambda positions: _read(order, positions), finish)
+    return Order(len(order), partial(_read, order), finish)
 
 
 def _read(order: torch.Tensor, positions: range) -> list[int]:
     return cast(list[int], order[positions.start : positions.stop : positions.step].tolist())
 
 
-def _looked_up(sampler: RandomAccess, positions: range, epoch: int) -> Sequence[Any]:
-    found = sampler.items_at(positions.start + positions.step * np.arange(len(positions)), epoch)
-    return found.tolist() if isinstance(found, np.ndarray | torch.Tensor) else found
+def _looked_up(sampler: RandomAccess, epoch: int, positions: range) -> list[Any]:
+    if not positions:
+        return []
+    found = sampler.items_at(_as_array(positions), epoch)
+    items = found.tolist() if isinstance(found, np.ndarray | torch.Tensor) else list(found)
+    if len(items) != len(positions):
+        raise StreamLengthError(
+            f"{type(sampler).__name__}.items_at() gave {len(items)} items for {len(positions)} positions, so a rank "
+            "would take too few or too many. Let it return one item for each."
+        )
+    return items
+
+
+def _as_array(positions: range) -> npt.NDArray[np.int64]:
+    step = positions.step if len(positions) > 1 else 1  # of a single position it may be larger than 64 bits
+    return positions.start + step * np.arange(len(positions))
 
 
 def blocks(positions: range) -> Iterator[range]:
@@ -155,7 +226,8 @@ class ScalableShuffle(Sampler[int]):
     """The order of a shuffling sampler of torch's, in constant memory: computed at the positions asked for.
 
     Args:
-        sampler: A ``RandomSampler`` without replacement, or a ``SubsetRandomSampler``.
+        sampler: A ``RandomSampler`` without replacement, of no more samples than there are, or a
+            ``SubsetRandomSampler``.
         seed: What each epoch's order follows from.
     """
 
@@ -163,33 +235,25 @@ class ScalableShuffle(Sampler[int]):
         self.sampler = sampler
         self.seed = seed
         self.epoch = 0
-        self._latest: tuple[tuple[int, ...], Permutation] | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
-        for positions in blocks(range(len(self))):
-            yield from self.items_at(np.arange(positions.start, positions.stop), self.epoch)
+        order = self.order(self.epoch)
+        for positions in blocks(range(order.length)):
+            yield from order.at(positions)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that iterating gives."""
         self.epoch = epoch
 
-    def items_at(self, positions: npt.NDArray[np.int64], epoch: int) -> list[int]:
-        """Return the indices at these positions of an epoch."""
-        indices = self.sampler.indices if isinstance(self.sampler, SubsetRandomSampler) else None
-        n = len(self.sampler.data_source) if indices is None else len(indices)  # type: ignore[union-attr]  # one or the other
-        # More samples than there are: one permutation after another.
-        rounds, places = np.divmod(positions, n)
-        found = np.empty_like(positions)
-        for number in np.unique(rounds).tolist():
-            here = rounds == number
-            found[here] = self._permutation(n, epoch, number)(places[here])
-        return found.tolist() if indices is None else [indices[place] for place in found.tolist()]
-
-    def _permutation(self, *which: int) -> Permutation:
-        if self._latest is None or self._latest[0] != which:
-            n, epoch, number = which
-            self._latest = which, Permutation(n, shuffle_key(self.seed, epoch, number))
-        return self._latest[1]
+    def order(self, epoch: int) -> Order:
+        """Return the order of an epoch."""
+        if isinstance(self.sampler, SubsetRandomSampler):
+            indices = self.sampler.indices
+            shuffled = Permutation(len(indices), shuffle_key(self.seed, epoch))
+            return Order(len(indices), lambda p: [indices[place] for place in shuffled(_as_array(p)).tolist()])
+        n = len(self.sampler.data_source)
+        shuffled = Permutation(n, shuffle_key(self.seed, epoch))
+        return Order(min(n, self.sampler.num_samples), lambda p: shuffled(_as_array(p)).tolist())

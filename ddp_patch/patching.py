@@ -91,7 +91,7 @@ def patch_dataloader_to_ddp(
             order, of each rank only its share, instead of drawing a permutation. It takes constant time and
             memory until the first batch, for any number of samples. The order is another one than torch draws.
         seed: A whole number of at least 0; rank 0's is sent to all. Default: rank 0's ``torch.initial_seed()``,
-            or 0 in an explicit world.
+            or 0 in an explicit world and in a ``process_group`` of some ranks.
         iterable_sharding: For iterable datasets. ``"exact"``: every rank reads the whole stream and keeps its share,
             which is right for any dataset. ``"by_worker"``: the dataset splits itself by ``get_worker_info()``, told
             that all ranks' workers are workers of one loader, so that nothing is read twice; whether ranks then make
@@ -134,6 +134,8 @@ def patch_dataloader_to_ddp(
     with refusals_told(world):
         require_loader("patch_dataloader_to_ddp", loader)
         options = Options(uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle)
+        if options.scalable_shuffle:
+            _require_shuffle(_stream(loader))
         proposal = None if world is None else _propose(loader, options, world)
     if world is None or proposal is None:
         warnings.warn(
@@ -158,14 +160,7 @@ def _propose(loader: DataLoader[Any], options: Options, world: World) -> Proposa
     at = level(loader)
     if at is Level.ITERABLE:
         _check_iterable(loader, options)
-    stream: Any = {
-        Level.SAMPLE: getattr(loader.batch_sampler, "sampler", None),
-        Level.BATCH: loader.batch_sampler,
-        Level.UNBATCHED: loader.sampler,
-        Level.ITERABLE: loader.dataset,
-    }[at]
-    if options.scalable_shuffle:
-        _require_shuffle(stream)
+    stream = _stream(loader)
     told = describe(stream)
     require_length(options, world, type(stream).__name__, told["stream length"])
     compared = {
@@ -187,6 +182,19 @@ def _propose(loader: DataLoader[Any], options: Options, world: World) -> Proposa
     )
 
 
+def _stream(loader: DataLoader[Any]) -> Any:
+    """Return what the loader's stream comes from."""
+    match level(loader):
+        case Level.SAMPLE:
+            return cast(Any, loader.batch_sampler).sampler
+        case Level.BATCH:
+            return loader.batch_sampler
+        case Level.UNBATCHED:
+            return loader.sampler
+        case Level.ITERABLE:
+            return loader.dataset
+
+
 def _sharding_for(world: World, loader: DataLoader[Any]) -> object | None:
     """Return what shards the loader already, if anything does; raise if that was done here, for another world."""
     found = sharding(loader)
@@ -201,9 +209,14 @@ def _sharding_for(world: World, loader: DataLoader[Any]) -> object | None:
 
 def _require_shuffle(stream: object) -> None:
     """Refuse a scalable shuffle of what torch does not shuffle."""
-    with_replacement = type(stream) is RandomSampler and stream.replacement
-    if type(stream) not in {RandomSampler, SubsetRandomSampler} or with_replacement:
-        what = "samples with replacement" if with_replacement else "is not torch's RandomSampler or SubsetRandomSampler"
+    what = None
+    if type(stream) not in {RandomSampler, SubsetRandomSampler}:
+        what = "is not torch's RandomSampler or SubsetRandomSampler"
+    elif type(stream) is RandomSampler and stream.replacement:
+        what = "samples with replacement"
+    elif type(stream) is RandomSampler and stream.num_samples > len(stream.data_source):
+        what = f"takes {stream.num_samples} samples of {len(stream.data_source)}, some of them again"
+    if what is not None:
         raise InvalidOptionError(
             "scalable_shuffle=True computes the order of a loader that torch shuffles, and this one's order comes from "
             f"{type(stream).__name__}, which {what}. Build the loader with shuffle=True, or leave scalable_shuffle "

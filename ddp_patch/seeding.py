@@ -58,9 +58,9 @@ def epoch_seed(seed: int, epoch: int) -> int:
     return _torch_seed(_derive(seed, _ORDER, epoch))
 
 
-def shuffle_key(seed: int, epoch: int, number: int) -> np.random.SeedSequence:
-    """Return what the ``number``-th permutation of an epoch follows from."""
-    return _derive(seed, _SHUFFLE, epoch, number)
+def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:
+    """Return what the permutation of an epoch follows from, where it is computed and not drawn."""
+    return _derive(seed, _SHUFFLE, epoch)
 
 
 class EpochCounter:

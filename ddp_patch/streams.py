@@ -19,9 +19,6 @@ T = TypeVar("T")
 # chunk, and a sampler that adapts while training runs must not be drawn far ahead.
 MOST_AHEAD = 8192
 
-# Of so many lists in a row, all different objects, it is taken that the sampler makes a new one for each batch.
-_NEW_LISTS = 64
-
 _IMMUTABLE = (int, float, str, bytes, np.generic)
 
 
@@ -46,50 +43,48 @@ def draw(
         most: How many samples may be drawn at once, where a round has fewer; an item is one, a batch as many as it has.
         copies: Whether an item that its source may change afterwards is copied.
     """
-    size = round_size
-    while True:
+    largest = max(1, most // round_size) * round_size
+    size, is_plain, ended = round_size, not copies, False
+    while not ended:
         chunk: list[T] = []
         failure: Exception | None = None
         with rng:
-            try:
-                if copies:
-                    copies = _may_be_reused(_extend_by_copies(chunk, islice(iterator, size)))
+            try:  # what comes before an exception stays in the chunk
+                if is_plain:
+                    chunk.extend(islice(iterator, size))
+                    ended = len(chunk) < size
                 else:
-                    chunk.extend(islice(iterator, size))  # what came before an exception stays in the list
+                    ended = _extend_by_rounds(chunk, iterator, size, round_size, most)
             except Exception as error:  # noqa: BLE001 - the user's own, raised again below
                 failure = error
         if chunk:
             yield chunk
         if failure is not None:
             raise failure
-        if len(chunk) < size:
-            return
-        size = min(2 * size, max(1, most * size // _samples(chunk) // round_size) * round_size)
+        if chunk and isinstance(chunk[0], _IMMUTABLE):
+            is_plain = True  # a stream of indices needs no copies
+        size = min(2 * size, largest)
 
 
-def _extend_by_copies(chunk: list[T], items: Iterator[T]) -> list[T]:
-    """Add copies of the items to the chunk; return the items themselves."""
-    originals = []
-    for item in items:
-        chunk.append(own(item))
-        originals.append(item)
-    return originals
+def _extend_by_rounds(chunk: list[T], iterator: Iterator[T], size: int, round_size: int, most: int) -> bool:
+    """Add copies of up to ``size`` items, of up to ``most`` samples, to the chunk; tell whether the end was met."""
+    samples = latest = 0
+    while len(chunk) < size and samples + latest <= most:
+        before = len(chunk)
+        chunk.extend(map(own, islice(iterator, round_size)))
+        if len(chunk) - before < round_size:
+            return True
+        latest = sum(map(_samples, chunk[before:]))
+        samples += latest
+    return False
 
 
-def _may_be_reused(items: list[Any]) -> bool:
-    """Tell whether a sampler that gave these may give one of the same objects, changed, again."""
-    if items and isinstance(items[0], _IMMUTABLE):
-        return False  # a stream of indices
-    # While all are held, no two that are new can be one object.
-    are_lists = all(type(item) is list and (not item or isinstance(item[0], _IMMUTABLE)) for item in items)
-    return not are_lists or len({id(item) for item in items}) < max(_NEW_LISTS, len(items))
-
-
-def _samples(chunk: list[Any]) -> int:
-    """How many samples the items are: as many as a batch has, else one each."""
-    if not isinstance(chunk[0], list | tuple):
-        return len(chunk)
-    return max(1, sum(len(item) if isinstance(item, list | tuple) else 1 for item in chunk))
+def _samples(item: Any) -> int:
+    """How many samples an item is: as many as a batch has, and at least one."""
+    try:
+        return max(1, len(item))
+    except TypeError:  # no batch, but a key
+        return 1
 
 
 def own(item: Any) -> Any:
@@ -98,14 +93,15 @@ def own(item: Any) -> Any:
     Containers are copied, with what they contain; a tensor is cloned, an iterator is read into a list; anything else is
     the object itself.
     """
+    if type(item) is list and item and isinstance(item[0], _IMMUTABLE) and isinstance(item[-1], _IMMUTABLE):
+        return item[:]  # a batch of indices, as most are, needs no look at each
     match item:
         case torch.Tensor():
             return item.clone()
         case Iterator():
             return [own(part) for part in item]
         case list() if type(item) is list:
-            # A batch of indices, as most are, needs no look at each.
-            return item[:] if item and isinstance(item[0], _IMMUTABLE) else [own(part) for part in item]
+            return [own(part) for part in item]
         case tuple() if type(item) is tuple:
             return tuple(map(own, item))
         case dict() if type(item) is dict:

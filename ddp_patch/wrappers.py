@@ -25,7 +25,7 @@ from ddp_patch.fingerprint import COMPARED, fingerprint, fingerprinted
 from ddp_patch.leader import FIRST_PIECE, LARGEST_PIECE
 from ddp_patch.loader import generators, is_ddp_aware, nested_samplers, random_generators
 from ddp_patch.options import Agreement, Layout, Options, Uneven
-from ddp_patch.orders import RandomAccess, blocks, has_order, order_of
+from ddp_patch.orders import MOST_RANKS, ScalableShuffle, blocks, has_order, is_random_access, order_of
 from ddp_patch.plan import Plan
 from ddp_patch.progress import Progress
 from ddp_patch.seeding import PrivateRNG, distributed_permutation, unmoved
@@ -141,12 +141,20 @@ class _ShardedSampler(EpochSampler[T]):
         self._take_over_epoch()
         return chain.from_iterable(self._pass(*self._start()))
 
+    @property
+    def _meets_unevenly(self) -> bool:
+        return self.agreed.options.verify and self.plan.uneven == "keep"
+
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
         if self.agreed.leader is not None or self.shuffle or not has_order(self.sampler):
             return False
-        # All that is drawn is compared, where that can be drawn.
-        return not self.agreed.options.verify or isinstance(self.sampler, RandomAccess)
+        if self.plan.num_replicas > MOST_RANKS:
+            return False
+        # All that is drawn is compared, where it can be drawn.
+        sampler: object = self.sampler
+        is_computed = type(sampler) is ScalableShuffle or is_random_access(sampler)
+        return is_computed or not self.agreed.options.verify
 
     def _start(self) -> tuple[Iterator[T], AbstractContextManager[None], Progress]:
         """Begin the wrapped sampler's upcoming epoch."""
@@ -156,8 +164,8 @@ class _ShardedSampler(EpochSampler[T]):
         if resumed is not None:
             self._set_generators(resumed["now" if resumed["ended"] else "generators"])
         progress = self._progress = Progress(epoch, self._generator_states(), resumed)
-        if progress.skip and progress.skip == self._rounds(epoch):
-            progress.ended = True  # a rank with an item less is at the end by now
+        if self._meets_unevenly and progress.skip and progress.skip == self._rounds(epoch):
+            progress.ended = True  # as it is on ranks with an item less, which must not be waited for
         if progress.ended:
             # Nothing of this epoch is left; the next pass, even if this one is never drawn from, is the next epoch's.
             self.epochs.begin(epoch)
@@ -193,15 +201,21 @@ class _ShardedSampler(EpochSampler[T]):
         """Yield this rank's items from an order that is known as a whole."""
         with rng:
             order = order_of(self.sampler, progress.epoch)
-        self._catch_up(progress, is_drawn=True)
-        progress.given = progress.skip
+        if progress.resumed is not None and progress.resumed["given"]:
+            self._set_generators(progress.resumed["now"])  # when the state was taken the order was drawn
+        progress.resumed, progress.given = None, progress.skip
         real, repeated = self.plan.sources(order.length)
-        for positions in chain(blocks(real[progress.skip :]), blocks(repeated[max(0, progress.skip - len(real)) :])):
+        # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
+        rounds = order.length // self.plan.num_replicas
+        for positions in blocks(real[progress.skip : rounds]):
             yield progress.begin(order.at(positions))
-        order.finish()
-        if self.agreed.options.verify:
+        if self.agreed.options.verify and progress.skip <= rounds:
             told = range(0, order.length, max(1, order.length // COMPARED))
             self._compare_end(progress.epoch, order.length, fingerprint(order.at(told)))
+        last = real[max(progress.skip, rounds) :], repeated[max(0, progress.skip - len(real)) :]
+        for positions in chain.from_iterable(map(blocks, last)):
+            yield progress.begin(order.at(positions))
+        order.finish()
 
     def _drawn(
         self, stream: Iterator[T], rng: AbstractContextManager[None], again: bool, progress: Progress
@@ -228,13 +242,13 @@ class _ShardedSampler(EpochSampler[T]):
         """The sampler's stream, begun with its first item: an error then is one that the leader can tell of."""
         yield from self.sampler
 
-    def _catch_up(self, progress: Progress, is_drawn: bool = False) -> None:
-        """Once all or as much is drawn as when a resumed state was taken, give the generators their states of then.
+    def _catch_up(self, progress: Progress) -> None:
+        """Once as much is drawn as when a resumed state was taken, give the generators their states of then.
 
         Others draw from them too: a DataLoader its workers' seed.
         """
         resumed = progress.resumed
-        if resumed is not None and (is_drawn or progress.given >= resumed["given"]):
+        if resumed is not None and progress.given >= resumed["given"]:
             self._set_generators(resumed["now"])
             progress.resumed = None
 
@@ -442,6 +456,9 @@ def _agree_alone(
 ) -> Agreed:
     """Agree with the other ranks on a sampler that is wrapped by hand."""
     wrapper = wrapper_type.__name__
+    if unknown := sorted(given.keys() - SharingOptions.__annotations__.keys()):
+        known = ", ".join(SharingOptions.__annotations__)
+        raise TypeError(f"{wrapper}() has no option {', '.join(unknown)}. Pass some of these: {known}.")
     names = ("rank", "num_replicas", "process_group", "device_mesh", "data_parallel_dimensions")
     where: dict[str, Any] = {name: given[name] for name in names if name in given}  # type: ignore[literal-required]
     chosen: dict[str, Any] = {name: value for name, value in given.items() if name not in names}

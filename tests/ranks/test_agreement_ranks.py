@@ -593,23 +593,37 @@ class Unsized(Sampler[int]):
         return iter(range(self.n))
 
 
-STEPPING: list[tuple[int, bool, dict[str, Any]]] = [
-    (5001, False, {"agreement": "leader"}),
-    (5001, False, {"agreement": "leader", "uneven": "keep"}),
-    (5001, False, {"agreement": "leader", "uneven": "drop", "verify": True}),
-    (7, True, {"layout": "contiguous", "verify": True}),
-    (7, True, {"layout": "contiguous", "verify": True, "uneven": "keep"}),
-    (7, True, {"verify": True, "uneven": "keep"}),
-    (7, True, {"verify": True}),
+class LookedUp(Unsized):
+    """Has random access to its items."""
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n))
+
+    def items_at(self, positions: Any, epoch: int) -> Any:
+        return positions
+
+
+STEPPING: list[tuple[int, type, dict[str, Any]]] = [
+    (5001, Unsized, {"agreement": "leader"}),
+    (5001, Unsized, {"agreement": "leader", "uneven": "keep"}),
+    (5001, Unsized, {"agreement": "leader", "uneven": "drop", "verify": True}),
+    (7, range, {"layout": "contiguous", "verify": True}),
+    (7, range, {"layout": "contiguous", "verify": True, "uneven": "keep"}),
+    (7, range, {"verify": True, "uneven": "keep"}),
+    (7, range, {"verify": True}),
+    (7, LookedUp, {"verify": True, "uneven": "keep"}),
+    (7, LookedUp, {"verify": True}),
 ]
 
 
 def stepping(rank: int, world_size: int) -> list[list[int]]:
     """Train: every step that all ranks have is a collective."""
     steps = []
-    for n, is_sized, options in STEPPING:
-        sampler = range(n) if is_sized else Unsized(n)
-        given = DataLoader(Indices(), sampler=sampler, batch_size=1, collate_fn=as_it_is)
+    for n, kind, options in STEPPING:
+        given = DataLoader(Indices(), sampler=kind(n), batch_size=1, collate_fn=as_it_is)
         patched = patch_dataloader_to_ddp(given, timeout=20, **options)
         steps.append([0, 0])
         for epoch in range(2):
@@ -626,8 +640,8 @@ def stepping(rank: int, world_size: int) -> list[list[int]]:
 
 def test_ranks_that_meet_do_not_wait_for_others_steps() -> None:
     first, second = run_ranks(stepping, 2, timeout=240)
-    assert first == [[2501] * 2, [2501] * 2, [2500] * 2, [4] * 2, [4] * 2, [4] * 2, [4] * 2]
-    assert second == [[2501] * 2, [2500] * 2, [2500] * 2, [4] * 2, [3] * 2, [3] * 2, [4] * 2]
+    assert first == [[2501] * 2, [2501] * 2, [2500] * 2, [4] * 2, [4] * 2, [4] * 2, [4] * 2, [4] * 2, [4] * 2]
+    assert second == [[2501] * 2, [2500] * 2, [2500] * 2, [4] * 2, [3] * 2, [3] * 2, [4] * 2, [3] * 2, [4] * 2]
 
 
 def peeking_in_training(rank: int, world_size: int) -> tuple[str, str]:

@@ -1,0 +1,380 @@
+"""How fast a rank gets its share, and what it holds meanwhile: this package beside others, and beside the floor.
+
+    python benchmarks/speed.py --largest 8 --repeats 3
+
+Every case (implementation, sampler, n, world size) runs in a process of its own, as rank 0, with no other rank: after a
+warm-up on few samples it takes the batches of 64 indices of a whole epoch. Told are the seconds until the first batch,
+those of the epoch, and by how much the process grew at its peak: medians, and ratios of them. Writes
+``docs/benchmarks.md`` and its pictures.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+BATCH, WORLD, N = 64, 8, 10**7
+BEGIN, END = "<!-- {}: begin -->\n", "<!-- {}: end -->"
+PEERS = ("accelerate", "lightning", "pytorch-ignite", "open-metric-learning")
+
+
+class Numbers(Dataset[int]):
+    """As many samples as wanted, of no size."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class OfTheUser(RandomSampler):
+    """Torch's in all but its type, so that nothing is known of its order."""
+
+
+class Counting(Sampler[int]):
+    """The fastest sampler that Python code can be."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.n):  # noqa: UP028 - its own loop is what is measured
+            yield index
+
+
+class Batches(BatchSampler):
+    """A batch sampler of the user's, around a shuffled epoch."""
+
+
+SAMPLERS: dict[str, Callable[[int], Any]] = {
+    "RandomSampler": lambda n: RandomSampler(Numbers(n)),
+    "SequentialSampler": lambda n: SequentialSampler(Numbers(n)),
+    "SubsetRandomSampler": lambda n: SubsetRandomSampler(range(n)),
+    "WeightedRandomSampler": lambda n: WeightedRandomSampler(torch.ones(n), n),  # type: ignore[arg-type]
+    "RandomSampler, replacement": lambda n: RandomSampler(Numbers(n), replacement=True),
+    "RandomSampler, num_samples": lambda n: RandomSampler(Numbers(n), num_samples=n // 2),
+    "a subclass of RandomSampler": lambda n: OfTheUser(Numbers(n)),
+    "a generator of numbers": Counting,
+    "a batch sampler": lambda n: Batches(RandomSampler(Numbers(n)), BATCH, drop_last=False),
+}
+
+
+# Implementations: how each gives rank 0 its batches of indices.
+
+
+def floor(sampler: Any, world_size: int) -> Iterable[Any]:
+    """Draw the permutation and keep every world_size-th as Python ints: what nobody can do without."""
+    share = torch.randperm(len(sampler))[::world_size].tolist()
+    for start in range(0, len(share), BATCH):
+        yield share[start : start + BATCH]
+
+
+def bare(sampler: Any, world_size: int) -> Iterable[Any]:
+    """Iterate the sampler and do nothing."""
+    return sampler  # type: ignore[no-any-return]
+
+
+def ours(sampler: Any, world_size: int, **options: Any) -> Iterable[Any]:
+    """Patch a loader."""
+    kind = "batch_sampler" if isinstance(sampler, BatchSampler) else "sampler"
+    loader: DataLoader[Any] = DataLoader(
+        Numbers(len(sampler)), **({"batch_size": BATCH} if kind == "sampler" else {}), **{kind: sampler}
+    )
+    patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=world_size, **options)
+    return patched.batch_sampler or ()
+
+
+def unbatched(sampler: Any, world_size: int) -> Iterable[Any]:
+    """The share alone, to compare with a bare loop over the sampler."""
+    return DDPSamplerWrapper(sampler, False, rank=0, num_replicas=world_size)
+
+
+def scalable(sampler: Any, world_size: int) -> Iterable[Any]:
+    """Patch a loader, with a scalable shuffle."""
+    return ours(sampler, world_size, scalable_shuffle=True)
+
+
+def torchs(sampler: Any, world_size: int) -> Iterable[Any]:
+    """Torch's DistributedSampler."""
+    return BatchSampler(DistributedSampler(Numbers(len(sampler)), world_size, 0), BATCH, drop_last=False)
+
+
+def accelerates(sampler: Any, world_size: int) -> Iterable[Any]:
+    """accelerate, as its prepare() wraps a batch sampler."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    return BatchSamplerShard(BatchSampler(sampler, BATCH, drop_last=False), num_processes=world_size, process_index=0)
+
+
+def lightnings(sampler: Any, world_size: int) -> Iterable[Any]:
+    """Lightning, as its Trainer and Fabric wrap a sampler."""
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+
+    return BatchSampler(DistributedSamplerWrapper(sampler, num_replicas=world_size, rank=0), BATCH, drop_last=False)
+
+
+def ignites(sampler: Any, world_size: int) -> Iterable[Any]:
+    """ignite, as its auto_dataloader wraps a sampler."""
+    from ignite.distributed.auto import DistributedProxySampler
+
+    return BatchSampler(DistributedProxySampler(sampler, world_size, 0), BATCH, drop_last=False)
+
+
+def omls(sampler: Any, world_size: int) -> Iterable[Any]:
+    """open-metric-learning; it asks a process group, so it gets one that sends nothing."""
+    from oml.ddp.patching import DDPSamplerWrapper as Theirs
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    return BatchSampler(Theirs(sampler, shuffle_samples_between_gpus=False), BATCH, drop_last=False)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Any, int], Iterable[Any]]] = {
+    "floor": floor,
+    "bare loop": bare,
+    "ddp_patch": ours,
+    "ddp_patch, unbatched": unbatched,
+    "ddp_patch, scalable_shuffle": scalable,
+    "torch DistributedSampler": torchs,
+    "accelerate": accelerates,
+    "Lightning": lightnings,
+    "ignite": ignites,
+    "open-metric-learning": omls,
+}
+BESIDE = ("torch DistributedSampler", "accelerate", "Lightning", "ignite", "open-metric-learning")
+
+
+# One case, in a process of its own.
+
+
+def measure(implementation: str, sampler: str, n: int, world_size: int, repeats: int, steps: int | None) -> list[float]:
+    """Return the medians of: seconds to the first batch, seconds of the epoch, MB of growth at the peak."""
+    make, wrap = SAMPLERS[sampler], IMPLEMENTATIONS[implementation]
+    for _ in range(3):
+        _epoch(wrap(make(world_size * BATCH * 4), world_size), None)
+    times = []
+    for _ in range(repeats):
+        iterable = wrap(make(n), world_size)
+        gc.collect()
+        before = _reset_peak()
+        first, whole = _epoch(iterable, steps)
+        times.append((first, whole, (_peak() - before) / 2**20))
+    return [statistics.median(values) for values in zip(*times, strict=True)]
+
+
+def _epoch(iterable: Iterable[Any], steps: int | None) -> tuple[float, float]:
+    start = time.perf_counter()
+    iterator = iter(iterable)
+    next(iterator)
+    first = time.perf_counter() - start
+    for _ in iterator if steps is None else islice(iterator, steps):
+        pass
+    return first, time.perf_counter() - start
+
+
+def _reset_peak() -> int:
+    """Forget the process's peak so far (Linux), and return what it holds now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return psutil.Process().memory_info().rss
+
+
+def _peak() -> int:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) * 1024
+
+
+def case(implementation: str, sampler: str, n: int, world_size: int, repeats: int, steps: int | None = None) -> Any:
+    """Run ``measure`` in a process of its own."""
+    given = json.dumps([implementation, sampler, n, world_size, repeats, steps])
+    command = [sys.executable, "-W", "ignore", __file__, "--case", given]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - this script
+    if result.returncode:
+        raise RuntimeError(f"{given} failed:\n{result.stderr}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+# The tables.
+
+
+def beside_the_peers(n: int, repeats: int) -> list[list[str]]:
+    """All implementations over one shuffled epoch."""
+    names = ("floor", "ddp_patch", *BESIDE)
+    found = {name: case(name, "RandomSampler", n, WORLD, repeats) for name in names}
+    lowest, fastest = found["floor"], min(found[name][1] for name in BESIDE)
+    smallest = min(found[name][2] for name in BESIDE)
+    rows = [["", "first batch s", "epoch s", "of the floor", "peak growth MB", "of the floor"]]
+    for name, (first, epoch, growth) in found.items():
+        ratios = f"{epoch / lowest[1]:.2f}", f"{growth / lowest[2]:.2f}"
+        rows.append([name, f"{first:.3f}", f"{epoch:.2f}", ratios[0], f"{growth:.0f}", ratios[1]])
+    rows.append(["fastest peer / ddp_patch", "", f"{fastest / found['ddp_patch'][1]:.1f}", "", "", ""])
+    rows.append(["smallest peer / ddp_patch", "", "", "", f"{smallest / max(found['ddp_patch'][2], 0.1):.1f}", ""])
+    return rows
+
+
+def samplers(n: int, repeats: int) -> list[list[str]]:
+    """This package beside a bare loop over the same sampler."""
+    rows = [["sampler", "bare loop s", "share s", "ratio", "first s", "growth MB: bare", "share"]]
+    for name in SAMPLERS:
+        _, bare_epoch, bare_growth = case("bare loop", name, n, WORLD, repeats)
+        kind = "ddp_patch" if name == "a batch sampler" else "ddp_patch, unbatched"
+        first, epoch, growth = case(kind, name, n, WORLD, repeats)
+        numbers = f"{bare_epoch:.3f}", f"{epoch:.3f}", f"{epoch / bare_epoch:.2f}", f"{first:.4f}"
+        rows.append([name, *numbers, f"{bare_growth:.0f}", f"{growth:.0f}"])
+    return rows
+
+
+def scalable_shuffles(repeats: int) -> list[list[str]]:
+    """The scalable shuffle on rank 0 of 1024."""
+    rows = [["n", "first batch ms", "ns an index", "growth MB"]]
+    steps = 4000
+    for exponent in (6, 9, 12):
+        first, whole, growth = case(
+            "ddp_patch, scalable_shuffle", "RandomSampler", 10**exponent, 1024, repeats, steps if exponent > 6 else None
+        )
+        taken = min((steps + 1) * BATCH, -(-(10**exponent) // 1024))
+        rows.append([f"10^{exponent}", f"{1e3 * first:.2f}", f"{1e9 * whole / taken:.0f}", f"{growth:.1f}"])
+    return rows
+
+
+def loaders(repeats: int) -> list[list[str]]:
+    """A patched DataLoader beside an unpatched one, end to end, and the patch itself."""
+    rows = [["workers", "unpatched us a step", "patched us a step", "ratio"]]
+    n = 640_000
+    for workers in (0, 2):
+        given: DataLoader[Any] = DataLoader(Numbers(n), BATCH, shuffle=True, num_workers=workers)
+        patched = patch_dataloader_to_ddp(given, rank=0, num_replicas=1)
+        both: tuple[list[float], list[float]] = [], []
+        for _ in range(2 * repeats + 1):
+            for loader, times in zip((given, patched), both, strict=True):
+                times.append(1e6 * _epoch(loader, None)[1] / (n // BATCH))
+        plain, sharded = (statistics.median(times[1:]) for times in both)
+        rows.append([str(workers), f"{plain:.1f}", f"{sharded:.1f}", f"{sharded / plain:.3f}"])
+    huge: DataLoader[Any] = DataLoader(Numbers(10**8), BATCH, shuffle=True)
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        patch_dataloader_to_ddp(huge, rank=0, num_replicas=WORLD)
+        times.append(1e3 * (time.perf_counter() - start))
+    rows.append(["the patch itself, 10^8 samples", "", f"{statistics.median(times):.2f} ms", ""])
+    return rows
+
+
+# The pictures.
+
+
+def growing(largest: int, repeats: int) -> dict[str, dict[str, list[list[float]]]]:
+    """Each implementation against n, and against the world size."""
+    found: dict[str, dict[str, list[list[float]]]] = {"n": {}, "world": {}}
+    for name in ("ddp_patch", "ddp_patch, scalable_shuffle", *BESIDE):
+        found["n"][name] = [
+            [10**e, *case(name, "RandomSampler", 10**e, WORLD, 1 if e > 7 else repeats)] for e in range(5, largest + 1)
+        ]
+        found["world"][name] = [
+            [w, *case(name, "RandomSampler", 10 ** min(largest, 7), w, 1)] for w in (1, 8, 64, 1024, 16384)
+        ]
+    return found
+
+
+def draw(found: dict[str, dict[str, list[list[float]]]]) -> None:
+    """Write docs/benchmarks-n.svg and docs/benchmarks-world.svg."""
+    import matplotlib as mpl
+    from matplotlib import pyplot as plt
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "ddp_patch"
+    for against, lines in found.items():
+        figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+        for place, (axis, what) in enumerate(
+            zip(axes, ("seconds of an epoch", "MB of growth at the peak"), strict=True)
+        ):
+            for (name, points), marker in zip(lines.items(), "osv^<>D", strict=True):
+                style = {"linewidth": 2.5} if name.startswith("ddp_patch") else {"linestyle": "--"}
+                values = [max(point[2 + place], 1e-3 if place == 0 else 0.1) for point in points]
+                axis.plot([point[0] for point in points], values, marker=marker, label=name, **style)
+            axis.set(xscale="log", yscale="log", ylabel=what)
+            axis.set_xlabel("samples, 8 ranks" if against == "n" else "ranks, 10 million samples")
+            axis.grid(alpha=0.3)
+        axes[0].legend(fontsize=8)
+        figure.savefig(PAGE.with_name(f"benchmarks-{against}.svg"), metadata={"Date": None})
+        plt.close(figure)
+
+
+# The page.
+
+
+def write(name: str, rows: list[list[str]], page: str) -> str:
+    """Print a table and put it into the page."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*rows[0], title=name)
+    for row in rows[1:]:
+        table.add_row(*row)
+    Console(width=140).print(table)
+    lines = ["| " + " | ".join(cells) + " |" for cells in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
+    before, rest = page.split(BEGIN.format(name))
+    return before + BEGIN.format(name) + "\n".join(lines) + "\n" + END.format(name) + rest.split(END.format(name))[1]
+
+
+def main() -> None:
+    """Measure, print, draw and write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--largest", type=int, default=8, help="the largest n, as a power of ten, from 5 to 8")
+    parser.add_argument("--repeats", type=int, default=3, help="how often each case is repeated")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        np.random.seed(0)
+        print(json.dumps(measure(*json.loads(arguments.case))))
+        return
+    n = 10 ** min(arguments.largest, 7)
+    page = PAGE.read_text()
+    page = write("peers", beside_the_peers(n, arguments.repeats), page)
+    page = write("samplers", samplers(n, arguments.repeats), page)
+    page = write("scalable", scalable_shuffles(arguments.repeats), page)
+    page = write("loaders", loaders(arguments.repeats), page)
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy", *PEERS))
+    page = write("versions", [["measured with"], [f"{versions}; n = {n:,}"]], page)
+    draw(growing(arguments.largest, arguments.repeats))
+    PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()
