@@ -274,12 +274,14 @@ def scalable_shuffles(repeats: int) -> list[list[str]]:
 def loaders(repeats: int) -> list[list[str]]:
     """A patched DataLoader beside an unpatched one, end to end, and the patch itself."""
     rows = [["workers", "unpatched us a step", "patched us a step", "ratio"]]
-    n = 640_000
+    n = 128_000
     for workers in (0, 2):
-        given: DataLoader[Any] = DataLoader(Numbers(n), BATCH, shuffle=True, num_workers=workers)
+        given: DataLoader[Any] = DataLoader(
+            Numbers(n), BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+        )
         patched = patch_dataloader_to_ddp(given, rank=0, num_replicas=1)
         both: tuple[list[float], list[float]] = [], []
-        for _ in range(2 * repeats + 1):
+        for _ in range(6 * repeats + 1):
             for loader, times in zip((given, patched), both, strict=True):
                 times.append(1e6 * _epoch(loader, None)[1] / (n // BATCH))
         plain, sharded = (statistics.median(times[1:]) for times in both)
