@@ -11,15 +11,19 @@ from ddp_patch.errors import (
     NotALoaderError,
     NotDistributedWarning,
     NotPatchedError,
+    OutputsError,
     RankMismatchError,
     RanksFailedError,
+    StateError,
     StreamLengthError,
     StreamLengthWarning,
     UnsupportedLoaderError,
     WorldError,
 )
+from ddp_patch.evaluation import gather_in_order, iter_with_mask
 from ddp_patch.loader import extract_loader_parameters
 from ddp_patch.patching import assert_loaders_patched, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch.resume import loader_state, restore_loader
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
 __all__ = [
@@ -35,8 +39,10 @@ __all__ = [
     "NotALoaderError",
     "NotDistributedWarning",
     "NotPatchedError",
+    "OutputsError",
     "RankMismatchError",
     "RanksFailedError",
+    "StateError",
     "StreamLengthError",
     "StreamLengthWarning",
     "UnsupportedLoaderError",
@@ -44,6 +50,10 @@ __all__ = [
     "assert_loaders_patched",
     "check_loaders_is_patched",
     "extract_loader_parameters",
+    "gather_in_order",
+    "iter_with_mask",
+    "loader_state",
     "patch_dataloader_to_ddp",
+    "restore_loader",
 ]
 __version__ = "0.1.0"

@@ -90,10 +90,16 @@ class Agreed:
             known: What is compared between those ranks only that say it.
         """
         if self.options.verify:
-            said = {"meeting": doing, "patched as": f"number {self.number}", **facts}, known or {}
-            if "epoch" in facts:
-                doing = f"{doing} (epoch {facts['epoch']})"
-            exchange(list(self.world.members or ()), doing, said, partial(_confirm, doing), self.options.timeout)
+            self.compare(doing, facts, known)
+
+    def compare(self, doing: str, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
+        """Compare facts between the ranks, as ``check`` does, where they communicate at all."""
+        if self.world.members is None:
+            return
+        said = {"meeting": doing, "patched as": f"number {self.number}", **facts}, known or {}
+        if "epoch" in facts:
+            doing = f"{doing} (epoch {facts['epoch']})"
+        exchange(list(self.world.members), doing, said, partial(_confirm, doing), self.options.timeout)
 
 
 _Said: TypeAlias = tuple[Mapping[str, object], Mapping[str, object]]
@@ -190,13 +196,13 @@ def agree(world: World, options: Options, proposal: Proposal, stacklevel: int = 
 
 
 @contextmanager
-def refusals_told(world: World | None) -> Iterator[None]:
-    """When this rank raises before it comes to agree, tell the others, who will wait for it there."""
+def refusals_told(world: World | None, doing: str = AGREEING) -> Iterator[None]:
+    """When this rank raises before it comes to where all meet, tell the others, who will wait for it there."""
     try:
         yield
     except Exception as error:
         if world is not None and world.members is not None:
-            refuse(list(world.members), AGREEING, error)
+            refuse(list(world.members), doing, error)
         raise
 
 

@@ -14,6 +14,8 @@
         ├── AlreadyPatchedError          also a RuntimeError: sharded already, for another world
         ├── NotPatchedError              also an AssertionError: the guard found unsharded loaders
         ├── ExhaustedSamplerError        also a RuntimeError: an iterator was given as sampler and has nothing left
+        ├── StateError                   also a ValueError: a saved state that cannot be told or restored
+        ├── OutputsError                 also a ValueError: outputs that are not those of one pass over the loader
         ├── StreamLengthError            also a RuntimeError: a sampler gave another number of items than it said
         └── RanksFailedError             also a RuntimeError: ``run_ranks`` did not get every rank's result
     Warning
@@ -34,8 +36,10 @@ __all__ = [
     "NotALoaderError",
     "NotDistributedWarning",
     "NotPatchedError",
+    "OutputsError",
     "RankMismatchError",
     "RanksFailedError",
+    "StateError",
     "StreamLengthError",
     "StreamLengthWarning",
     "UnsupportedLoaderError",
@@ -81,6 +85,14 @@ class AlreadyPatchedError(DDPPatchError, RuntimeError):
 
 class NotPatchedError(DDPPatchError, AssertionError):
     """The guard found loaders that would give every rank the same data."""
+
+
+class StateError(DDPPatchError, ValueError):
+    """A loader's state cannot be told, or a saved one is damaged, too new or of another loader."""
+
+
+class OutputsError(DDPPatchError, ValueError):
+    """The outputs that ranks gave are not those of one whole pass over the loader."""
 
 
 class StreamLengthError(DDPPatchError, RuntimeError):

@@ -1,21 +1,27 @@
 """One rank's share of an iterable dataset, whose stream is made inside the loader's workers."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from ddp_patch.agreement import Agreed
+from ddp_patch.agreement import Agreed, length_of
 from ddp_patch.epoch_sampler import EpochSampler
-from ddp_patch.errors import StreamLengthError
+from ddp_patch.errors import StateError, StreamLengthError
 from ddp_patch.fingerprint import fingerprinted
+from ddp_patch.loader import random_generators
 from ddp_patch.options import Options
-from ddp_patch.plan import Plan
+from ddp_patch.place import Held, Place
+from ddp_patch.plan import Done, Plan
+from ddp_patch.progress import Progress
 from ddp_patch.seeding import EpochCounter, PrivateRNG
 from ddp_patch.sharing import share
 from ddp_patch.streams import draw
@@ -49,15 +55,22 @@ class ShardedIterable(IterableDataset[T]):
         self._options = options
         self._batch_size = batch_size
         self._first_pass: int | None = None
+        self._place: tuple[int, Place] | None = None  # which pass goes on from where
         self._latest_pass = _shared(1)
         self._epochs = _shared(_LATEST)
         self._ends = _shared(_LATEST, 2)  # of each pass that has come to its end, how many items, and a fingerprint
 
     def __len__(self) -> int:
-        return len(self._plan.share(self._stream_length()))
+        before, skip = ((), 0) if self._place is None else self._place[1].split(self._plan.num_replicas)
+        return max(0, len(self._plan.share(len(self._plan.rest(self.stream_length(), before)))) - skip)
 
-    def _stream_length(self) -> int:
-        return len(cast(Any, self.dataset))  # TypeError where the dataset has no length, as from the dataset itself
+    def stream_length(self) -> int:
+        """Return the length of the user's dataset; TypeError where it has none."""
+        return len(cast(Any, self.dataset))
+
+    def go_on(self, number: int, place: Place | None) -> None:
+        """Let pass ``number`` begin at a place, from workers that are started after this call on."""
+        self._place = None if place is None else (number, place)
 
     def __getattr__(self, name: str) -> Any:
         # The user's own attributes stay within reach; but a position in the whole stream is none in this share, so
@@ -74,36 +87,63 @@ class ShardedIterable(IterableDataset[T]):
         self._first_pass = None
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
-        yield from self._exact(epoch, number) if self._options.iterable_sharding == "exact" else self._by_worker(epoch)
+        goes_on = self._place is not None and (self._place[0], self._place[1].epoch) == (number, epoch)
+        before, skip = self._place[1].split(self._plan.num_replicas) if self._place and goes_on else ((), 0)
+        if self._options.iterable_sharding == "exact":
+            yield from self._exact(epoch, number, before, skip)
+        else:
+            yield from self._by_worker(epoch, skip)
 
-    def _exact(self, epoch: int, number: int) -> Iterator[T]:
-        stream = _read_as(self.reader(), self.dataset)
+    def _exact(self, epoch: int, number: int, before: Done, skip: int) -> Iterator[T]:
+        is_cut = self._plan.layout == "contiguous"
+        rest = self._plan.rest(self.stream_length() if is_cut else sys.maxsize, before)
+        stream = rest.select(_read_as(self.reader(0), self.dataset))
         # One round at a time, and no copies: these are samples, not indices, and most are other ranks'.
         chunks = draw(stream, self._rng(epoch), round_size=self._plan.num_replicas, most=1, copies=False)
         if self._options.verify:
-            chunks = fingerprinted(chunks, self._plan.num_replicas, partial(self._record_end, number))
-        length = self._stream_length() if self._plan.layout == "contiguous" else 0
-        parts = share([self._plan], chunks, length, lambda drawn: self._check_runs(drawn, length))
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        for place, item in enumerate(item for (part,) in parts for item in part):
+            chunks = fingerprinted(chunks, self._plan.num_replicas, partial(self._record_order, number))
+        parts = share([self._plan], chunks, len(rest), lambda drawn: self._record_length(number, drawn, len(rest)))
+        worker, workers = _this_worker()
+        items = (item for (part,) in parts for item in part)
+        for place, item in enumerate(islice(items, skip, None)):
             if place // self._batch_size % workers == worker:
                 yield item
 
-    def _by_worker(self, epoch: int) -> Iterator[T]:
-        chunks = draw(_read_as(self.reader(), self.dataset), self._rng(epoch), round_size=1, most=1, copies=False)
-        yield from (item for chunk in chunks for item in chunk)
+    def _by_worker(self, epoch: int, skip: int) -> Iterator[T]:
+        stream = _read_as(self.reader(skip), self.dataset)
+        chunks = draw(stream, self._rng(epoch), round_size=1, most=1, copies=False)
+        items = (item for chunk in chunks for item in chunk)
+        role, workers = self._role(skip)
+        # The loader asks its workers in turn, so of the batches that were done this one made every workers-th.
+        done = max(0, -(-(skip // self._batch_size - role) // workers)) * self._batch_size
+        skipped = sum(1 for _ in islice(items, done))
+        if skipped <= done - self._batch_size:
+            raise StateError(
+                f"{type(self.dataset).__name__} cannot go on from the state: worker {role} of {workers} had only "
+                f"{skipped} items before its end, so the workers no longer took turns and which batches were done "
+                "cannot be told. Begin the epoch anew, or use iterable_sharding='exact'."
+            )
+        yield from items
+
+    def _role(self, skip: int) -> tuple[int, int]:
+        """Which of how many workers' part this worker plays: batches go on with the one whose turn it was."""
+        worker, workers = _this_worker()
+        return (worker + skip // self._batch_size) % workers, workers
 
     def _rng(self, epoch: int) -> AbstractContextManager[None]:
         is_ambient = self._options.agreement == "ambient"
         return nullcontext() if is_ambient else PrivateRNG(cast(int, self._options.seed), epoch)
 
-    def reader(self) -> torch_worker.WorkerInfo | None:
-        """Return who the dataset is told to be read by: nobody's worker, or one of all ranks' workers."""
+    def reader(self, skip: int) -> torch_worker.WorkerInfo | None:
+        """Return who the dataset is told to be read by: nobody's worker, or one of all ranks' workers.
+
+        Args:
+            skip: How many of this rank's items are done.
+        """
         info = get_worker_info()
         if self._options.iterable_sharding == "exact":
             return None
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        worker, workers = self._role(skip)
         return torch_worker.WorkerInfo(
             id=self._plan.rank * workers + worker,
             num_workers=self._plan.num_replicas * workers,
@@ -117,20 +157,32 @@ class ShardedIterable(IterableDataset[T]):
         self._ends[number % _LATEST] = -1
         self._latest_pass[0] = number
 
-    def _record_end(self, number: int, drawn: int, order: str) -> None:
+    def _record_order(self, number: int, drawn: int, order: str) -> None:
         self._ends[number % _LATEST] = torch.tensor([drawn, int(order[:15], 16)])
+
+    def _record_length(self, number: int, drawn: int, length: int) -> None:
+        self._check_runs(drawn, length)
+        self._ends[number % _LATEST, 0] = drawn
 
     def ended(self, number: int) -> dict[str, object]:
         """Return what pass ``number`` has drawn, as facts to compare; nothing if it did not come to its end."""
         drawn, order = self._ends[number % _LATEST].tolist()
-        return {"drawn in the epoch before": drawn, "order of the epoch before": order} if drawn >= 0 else {}
+        return {"drawn in the epoch before": drawn, "order of the epoch before": order} if order >= 0 else {}
+
+    def length_found(self, number: int) -> int | None:
+        """Return how many items pass ``number`` has drawn, if it came to its end."""
+        drawn = int(self._ends[number % _LATEST, 0])
+        return drawn if drawn >= 0 else None
 
     def begin_worker(self, number: int, worker_init_fn: Callable[[int], object] | None) -> None:
         """Prepare this worker's copy for pass ``number``; call the user's function for the dataset that it knows."""
         self._first_pass = number
         if worker_init_fn is not None:
             alone = torch_worker.WorkerInfo(id=0, num_workers=1, seed=torch.initial_seed(), dataset=self.dataset)
-            reader = self.reader() or alone
+            goes_on = self._place is not None and self._place[0] == number
+            reader = (
+                self.reader(self._place[1].split(self._plan.num_replicas)[1] if self._place and goes_on else 0) or alone
+            )
             with _worker_info(reader):
                 worker_init_fn(reader.id)
 
@@ -150,36 +202,82 @@ class StreamSampler(EpochSampler[None]):
     its first batch, and has the ``set_epoch`` that training loops and frameworks call.
     """
 
-    def __init__(self, dataset: ShardedIterable[Any], agreed: Agreed) -> None:
-        super().__init__(agreed)
+    def __init__(self, dataset: ShardedIterable[Any], agreed: Agreed, num_workers: int, batch_size: int) -> None:
+        facts: dict[str, object] = {
+            "dataset": type(dataset.dataset).__qualname__,
+            "dataset length": length_of(dataset.dataset),
+            "iterable_sharding": agreed.options.iterable_sharding,
+        }
+        if agreed.options.iterable_sharding == "by_worker":
+            # What each worker reads follows from these, so there is no one stream of which others could take a rest.
+            facts |= {
+                "num_replicas": agreed.world.num_replicas,
+                "num_workers": num_workers,
+                "batch_size": batch_size,
+            }
+        # Its random generators only: a dataset's own state is a position in it, which is kept here.
+        holder = SimpleNamespace(generators=random_generators([dataset.dataset]))
+        super().__init__(agreed, [holder], facts)
         self.dataset: ShardedIterable[Any] = dataset
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
+
+    def _stream_length(self, epoch: int) -> int:
+        if self.agreed.options.iterable_sharding == "by_worker":
+            raise TypeError("how many items each worker reads is up to the dataset")
+        return self.dataset.stream_length()
+
+    def length_found(self) -> int | None:
+        """Return how many items the latest pass has drawn, if it came to its end."""
+        return self.dataset.length_found(self.epochs.passes)
 
     def __iter__(self) -> Iterator[None]:
         self._iterated = self.epochs.upcoming
         return self._pass(self._iterated)
 
     def _pass(self, epoch: int) -> Iterator[None]:
+        place = self.place or Place(epoch, held=Held.by(self._holders))
+        progress = Progress.at(place, self.num_replicas, resumes=self.place is not None)
         # Workers cannot meet; what they have drawn is compared here, in the main process, when the next pass begins.
-        self._begin(epoch, {}, self.dataset.ended(self.epochs.passes))
+        self._begin(epoch, {"position": progress.begins_at}, self.dataset.ended(self.epochs.passes))
         self.dataset.begin(self.epochs.passes, epoch)
+        if self.place is None:
+            self.dataset.go_on(0, None)
+        self.progress, self.place = progress, None
         # Told here too: where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it. Two workers that change it at once could leave it wrong.
         if callable(tell := getattr(self.dataset.dataset, "set_epoch", None)):
             tell(epoch)
-        while True:
-            yield None
+        progress.given = progress.skip
+        try:
+            while True:
+                progress.given += 1
+                yield None
+        finally:
+            progress.over = True
+            self.dataset.go_on(0, None)
 
     def __len__(self) -> int:
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the epoch; ``torchdata``'s loader finds the place in it by reading it again."""
-        return {"epoch": self._iterated}
+    def go_to(self, place: Place) -> None:
+        """Make the next pass go on at a place."""
+        super().go_to(place)
+        self.dataset.go_on(self.epochs.passes + 1, place)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the epoch in which a ``state_dict`` was taken the next one."""
-        self.set_epoch(state_dict["epoch"])
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one to be drawn; see ``EpochSampler``."""
+        super().set_epoch(epoch)
+        if self.place is None:
+            self.dataset.go_on(0, None)
+
+    def _place_now(self) -> Place:
+        # Other packages' loaders find the place in an epoch by reading it again.
+        progress = self.progress
+        if self.place is not None:
+            return self.place
+        if progress is None or progress.epoch != self._iterated:
+            return Place(self._iterated, held=Held.by(self._holders))
+        return progress.place(self.num_replicas, progress.skip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +295,12 @@ class IterableWorkerInit:
         """Prepare worker ``worker_id``."""
         info: Any = get_worker_info()
         info.dataset.begin_worker(self.epochs.passes + 1, self.worker_init_fn)
+
+
+def _this_worker() -> tuple[int, int]:
+    """Return which worker of how many this is; the main process is the only one."""
+    info = get_worker_info()
+    return (info.id, info.num_workers) if info else (0, 1)
 
 
 def _shared(*shape: int) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """The first rank draws for all and sends every rank its share."""
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
@@ -19,6 +19,9 @@ T = TypeVar("T")
 # How many items a message may hold, all ranks' together: an ordinary epoch is one message. A stream of unknown length
 # begins with the smaller number, because it may be slow or without end.
 LARGEST_PIECE, FIRST_PIECE = 2**20, 2**12
+
+# Of each member its items; what is told with them; whether they are the last.
+_Piece: TypeAlias = tuple[list[list[Any]], Any, bool]
 
 _SENDING = "Sending every rank its share"
 
@@ -47,6 +50,7 @@ class Leader:
         self,
         of_all: Iterator[Sequence[Sequence[T]]],
         turn: Mapping[str, object],
+        note: Callable[[bool], Any],
         first_piece: int,
         largest_piece: int = LARGEST_PIECE,
     ) -> Iterator[list[T]]:
@@ -55,6 +59,7 @@ class Leader:
         Args:
             of_all: The stream in parts, each with one sequence for every member.
             turn: Which pass this is.
+            note: Gives, for each piece, what the others are told with it; called with whether it is the last.
             first_piece: How many items, all ranks' together, the first message is to hold.
             largest_piece: How many a later one may hold.
 
@@ -63,38 +68,41 @@ class Leader:
         """
         pieces = _pieces(of_all, len(self.members), first_piece, largest_piece)
         try:
-            yield from self._shares(turn, pieces)
+            for share, _ in self._shares(turn, ((piece, note(is_last), is_last) for piece, is_last in pieces)):
+                yield share
             return
         except LeaderError as error:
             failure = error.__cause__ or error
         raise failure
 
-    def receive(self, turn: Mapping[str, object]) -> Iterator[list[Any]]:
-        """Yield this rank's share of each piece that is sent.
+    def receive(self, turn: Mapping[str, object], take_note: Callable[[Any], object]) -> Iterator[list[Any]]:
+        """Yield this rank's share of each piece that is sent, after ``take_note`` was told what came with it.
 
         Raises:
             LeaderError: Drawing raised on the first rank, where that error itself is raised.
             RankMismatchError: A rank is in another pass.
             MissingRanksError: A rank did not come in time or is gone.
         """
-        return self._shares(turn, iter(()))
+        for share, note in self._shares(turn, iter(())):
+            take_note(note)
+            yield share
 
-    def _shares(
-        self, turn: Mapping[str, object], pieces: Iterator[tuple[list[list[Any]], bool]]
-    ) -> Iterator[list[Any]]:
+    def _shares(self, turn: Mapping[str, object], pieces: Iterator[_Piece]) -> Iterator[tuple[list[Any], Any]]:
         is_last = False
         while not is_last:
-            share, is_last = exchange(self.members, _SENDING, turn, partial(self._next, pieces), self.timeout)
-            yield pickle.loads(share)  # noqa: S301 - our own first rank's
+            share, note, is_last = exchange(self.members, _SENDING, turn, partial(self._next, pieces), self.timeout)
+            yield pickle.loads(share), note  # noqa: S301 - our own first rank's
 
     def _next(
-        self, pieces: Iterator[tuple[list[list[Any]], bool]], turns: Mapping[int, Mapping[str, object]]
-    ) -> dict[int, tuple[bytes, bool]]:
+        self, pieces: Iterator[_Piece], turns: Mapping[int, Mapping[str, object]]
+    ) -> dict[int, tuple[bytes, Any, bool]]:
         """Draw the next piece for all, once all are there for it."""
         require_same(_SENDING, turns)
         try:
-            shares, is_last = next(pieces)
-            return {rank: (pickle.dumps(share), is_last) for rank, share in zip(self.members, shares, strict=True)}
+            shares, note, is_last = next(pieces)
+            return {
+                rank: (pickle.dumps(share), note, is_last) for rank, share in zip(self.members, shares, strict=True)
+            }
         except Exception as error:
             raise LeaderError(
                 f"Rank {self.members[0]}, which draws for all, could not: its sampler raised {error!r}. See its error; "

@@ -218,6 +218,8 @@ def _within(value: Any, depth: int) -> Iterator[RandomGenerator]:
     """Yield the random generators that a value is, holds, or is a function of."""
     parts: Iterable[Any] = ()
     match value:
+        case random.SystemRandom():
+            pass  # which has no state
         case torch.Generator() | np.random.Generator() | np.random.RandomState() | random.Random():
             yield value
         case partial():

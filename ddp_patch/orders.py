@@ -26,7 +26,6 @@ from ddp_patch.permutation import Permutation
 from ddp_patch.seeding import shuffle_key
 
 __all__ = [
-    "MOST_RANKS",
     "Order",
     "RandomAccess",
     "ScalableShuffle",
@@ -36,9 +35,8 @@ __all__ = [
     "order_of",
 ]
 
-# Of an order that is drawn turn by turn, so many items are held from its beginning, for padding: enough for so many
-# ranks. A turn has at least as many.
-MOST_RANKS = 2**17
+# Of an order that is drawn turn by turn, how many items a turn has, at least.
+_TURN = 2**17
 
 _FIRST_BLOCK, _LARGEST_BLOCK = 64, 4096
 
@@ -77,7 +75,8 @@ class Order:
 
     Attributes:
         length: How many items it has.
-        at: Gives the items at some positions, all of them in ``range(length)``.
+        at: Gives the items at some positions, all of them in ``range(length)``. It is asked for increasing ones, from
+            call to call too.
         finish: Draws what the sampler draws after its last item.
     """
 
@@ -142,22 +141,20 @@ def _random_order(sampler: RandomSampler) -> Order:
         return (turns[0] if len(turns) == 1 else torch.cat(turns))[:size]
 
     if sampler.replacement:
-        drawn = _Turns(
-            num_samples, MOST_RANKS, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator)
-        )
+        drawn = _Turns(num_samples, _TURN, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator))
         return Order(num_samples, drawn.at)
     if num_samples > n:
-        return Order(num_samples, _Turns(num_samples, n * -(-MOST_RANKS // n), permuted).at)
+        return Order(num_samples, _Turns(num_samples, n * -(-_TURN // n), permuted).at)
     # After n samples torch draws once more and takes nothing of it, which moves the user's generator.
     return _drawn(permuted(num_samples), lambda: permuted(n) if given is not None and num_samples == n else None)
 
 
 class _Turns:
-    """An order that is drawn turn by turn, of which one and the very first items are held.
+    """An order that is drawn turn by turn, of which one is held.
 
     Args:
         length: How many items it has.
-        size: How many a turn has, at least ``MOST_RANKS``.
+        size: How many a turn has.
         draw: Draws the next turn, of as many items as it is told.
     """
 
@@ -165,12 +162,9 @@ class _Turns:
         self._length, self._size, self._draw = length, size, draw
         self._number = 0
         self._turn = draw(min(size, length))
-        self._first = self._turn[:MOST_RANKS].clone()
 
     def at(self, positions: range) -> list[int]:
-        """Return the items at positions that increase, or at some of the first ``MOST_RANKS``."""
-        if len(positions) and positions[-1] < len(self._first):
-            return _read(self._first, positions)
+        """Return the items at positions that increase, from call to call too."""
         items: list[int] = []
         while len(items) < len(positions):
             rest = positions[len(items) :]

@@ -267,7 +267,7 @@ def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
             dataset = cast(IterableDataset[T], loader.dataset)
             plan = agreed.plan(agreed.world.rank)
             new["dataset"] = ShardedIterable(dataset, plan, agreed.options, loader.batch_size or 1)
-            sharded = new["sampler"] = StreamSampler(new["dataset"], agreed)
+            sharded = new["sampler"] = StreamSampler(new["dataset"], agreed, loader.num_workers, loader.batch_size or 1)
             if batches is not None:
                 new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
     if loader.num_workers > 0:

@@ -1,11 +1,19 @@
 """Which positions of a stream belong to which rank: arithmetic on ranges, without torch."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
+from typing import TypeAlias, TypeVar
 
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.options import Layout, Uneven, check_layout, check_uneven
 
-__all__ = ["Plan"]
+__all__ = ["Done", "Plan", "Rest"]
+
+T = TypeVar("T")
+
+# What was taken of a stream: by how many ranks, how many items each; in turn, where their number changed.
+Done: TypeAlias = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +61,17 @@ class Plan:
 
     def total(self, n: int) -> int:
         """How many positions all ranks take together of a stream of n items."""
+        return self._total(n, self.num_replicas)
+
+    def _total(self, n: int, num_replicas: int) -> int:
         if self.uneven == "keep" or n == 0:
             return n
-        rounds = n // self.num_replicas if self.uneven == "drop" else -(-n // self.num_replicas)
-        return rounds * self.num_replicas
+        rounds = n // num_replicas if self.uneven == "drop" else -(-n // num_replicas)
+        return rounds * num_replicas
+
+    def rounds(self, n: int) -> int:
+        """How many items the ranks with most of them take of a stream of n items."""
+        return -(-self.total(n) // self.num_replicas)
 
     def share(self, n: int) -> range:
         """The positions that this rank takes of a stream of n items, in order."""
@@ -73,6 +88,22 @@ class Plan:
         share = self.share(n)
         real = len(range(share.start, min(share.stop, n), share.step))
         return share[real:]
+
+    def rest(self, n: int, done: Done) -> "Rest":
+        """What is left of a stream of n items when other ranks have taken theirs.
+
+        Interleaved, n may be any number that is large enough: the rest is what follows.
+        """
+        if self.layout == "interleaved":
+            return Rest((range(min(n, sum(ranks * taken for ranks, taken in done)), n),), n)
+        rest = Rest((range(n),), n)
+        for ranks, taken in done:
+            plans = [Plan(rank, ranks, self.uneven, self.layout) for rank in range(ranks)]
+            length = len(rest)
+            left = [plan.sources(length)[0][taken:] for plan in plans]
+            dropped = range(min(length, self._total(length, ranks)), length)
+            rest = Rest(tuple(run for part in (*left, dropped) for run in rest.cut(part)), n)
+        return rest
 
     def sources(self, n: int) -> tuple[range, range]:
         """Where the items of ``share(n)`` stand: its real positions, then those that its padding repeats."""
@@ -94,3 +125,50 @@ class Plan:
             return slice(share.start, share.stop, share.step)
         share = self.share(n)
         return slice(max(0, share.start - start), max(0, share.stop - start))
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is left of a stream: a stream again, which is shared by a plan of its own.
+
+    Args:
+        runs: Which positions are left, in order.
+        n: How many items the whole stream has, at most.
+
+    Examples:
+        >>> rest = Plan(0, 2, layout="contiguous").rest(10, done=[(2, 3)])
+        >>> rest.runs
+        (range(3, 5), range(8, 10))
+        >>> list(rest.select(iter("abcdefghij")))
+        ['d', 'e', 'i', 'j']
+    """
+
+    runs: tuple[range, ...]
+    n: int
+
+    def __len__(self) -> int:
+        return sum(map(len, self.runs))
+
+    def cut(self, positions: range) -> list[range]:
+        """Where the items at these positions of the rest stand in the whole stream."""
+        found, start = [], 0
+        for run in self.runs:
+            first, last = (
+                max(0, -(-(bound - positions.start) // positions.step)) for bound in (start, start + len(run))
+            )
+            here = positions[first:last]
+            if here:
+                found.append(range(here.start - start + run.start, here.stop - start + run.start, here.step))
+            start += len(run)
+        return found
+
+    def select(self, stream: Iterator[T]) -> Iterator[T]:
+        """Draw the whole stream and yield the rest of it; what comes after the n-th item counts to it."""
+        return chain.from_iterable(self._runs_of(stream))
+
+    def _runs_of(self, stream: Iterator[T]) -> Iterator[Iterator[T]]:
+        at = 0
+        for run in self.runs:
+            yield islice(stream, run.start - at, run.stop - at)
+            at = run.stop
+        yield islice(stream, self.n - at, None)

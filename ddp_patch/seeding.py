@@ -4,6 +4,7 @@ The three *global* generators (torch's on the CPU, numpy's, Python's) are called
 and so does training; here one is kept from disturbing the other.
 """
 
+import base64
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,8 @@ __all__ = [
     "WorkerSeeding",
     "distributed_permutation",
     "epoch_seed",
+    "generator_state",
+    "set_generator_state",
     "shuffle_key",
     "unmoved",
 ]
@@ -156,28 +159,50 @@ class PrivateRNG:
 @contextmanager
 def unmoved(generators: Iterable[RandomGenerator]) -> Iterator[None]:
     """Put the generators back, afterwards, into the states that they have now."""
-    restore = [_restorer(generator) for generator in generators]
+    before = [(generator, generator_state(generator)) for generator in generators]
     try:
         yield
     finally:
-        for put_back in restore:
-            put_back()
+        for generator, state in before:
+            set_generator_state(generator, state)
 
 
-def _restorer(generator: RandomGenerator) -> Callable[[], object]:
+def generator_state(generator: RandomGenerator) -> Any:
+    """Return a generator's state, in numbers, strings, lists and dicts."""
     match generator:
         case torch.Generator():
-            state = generator.get_state()
-            return lambda: generator.set_state(state)
+            return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
         case np.random.Generator():
-            bits, bit_state = generator.bit_generator, generator.bit_generator.state
-            return lambda: setattr(bits, "state", bit_state)
+            return _plain(generator.bit_generator.state)
         case np.random.RandomState():
-            legacy = generator.get_state(legacy=False)
-            return lambda: generator.set_state(legacy)
+            return _plain(generator.get_state(legacy=False))
         case _:
-            python = generator.getstate()
-            return lambda: generator.setstate(python)
+            return _plain(generator.getstate())
+
+
+def set_generator_state(generator: RandomGenerator, state: Any) -> None:
+    """Put a generator into a state that ``generator_state`` has told of one of its kind."""
+    match generator:
+        case torch.Generator():
+            generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
+        case np.random.Generator():
+            generator.bit_generator.state = state
+        case np.random.RandomState():
+            generator.set_state(state)
+        case _:
+            version, internal, gauss = state
+            generator.setstate((version, tuple(internal), gauss))
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _plain(part) for key, part in value.items()}
+        case tuple():
+            return [_plain(part) for part in value]
+        case np.ndarray():
+            return value.tolist()
+    return value
 
 
 def _python_seed(sequence: np.random.SeedSequence) -> int:

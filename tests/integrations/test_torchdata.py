@@ -179,7 +179,7 @@ def on_rank(rank: int, world_size: int) -> Any:
 
     def start(ambient_seed: int) -> Any:
         seed_ambient(ambient_seed)
-        return patch_dataloader_to_ddp(loader(batch_size=4, shuffle=True, num_workers=2))
+        return patch_dataloader_to_ddp(loader(batch_size=4, shuffle=True, num_workers=2), seed=5)
 
     patched = start(100 + rank)
     epochs = [list(patched) for _ in range(3)]

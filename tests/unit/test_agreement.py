@@ -216,10 +216,12 @@ def test_a_leader_sends_an_ordinary_epoch_at_once_and_each_rank_its_part() -> No
     n, members = 100_000, [0, 1, 2, 3]
     chunks = iter([[range(start + rank, start + 1000, 4) for rank in members] for start in range(0, n, 1000)])
     pieces = _pieces(chunks, len(members), LARGEST_PIECE, LARGEST_PIECE)
-    answers = Leader(members, timeout=1)._next(pieces, {rank: {"epoch": 0} for rank in members})
+    answers = Leader(members, timeout=1)._next(
+        ((piece, "noted", is_last) for piece, is_last in pieces), {rank: {"epoch": 0} for rank in members}
+    )
     whole = len(pickle.dumps(list(range(n))))
-    for rank, (sent, is_last) in answers.items():
-        assert is_last
+    for rank, (sent, note, is_last) in answers.items():
+        assert (note, is_last) == ("noted", True)
         assert len(sent) < 1.01 * whole / len(members)
         assert pickle.loads(sent) == list(range(rank, n, 4))  # noqa: S301 - ours
 

@@ -1,0 +1,115 @@
+"""A loader's place in its epochs, told and restored: stop anywhere, go on with another number of ranks."""
+
+import json
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ddp_patch.agreement import refusals_told
+from ddp_patch.errors import InvalidOptionError, StateError
+from ddp_patch.fingerprint import fingerprint
+from ddp_patch.iterable import ShardedIterable
+from ddp_patch.loader import random_generators
+from ddp_patch.patched import patched_sampler, require_batches
+
+__all__ = ["loader_state", "restore_loader"]
+
+_RESTORING = "Restoring a loader's state"
+
+
+def loader_state(loader: DataLoader[Any], *, batches_done: int) -> dict[str, Any]:
+    """Return where a patched loader stands after so many batches of the pass in progress, as a small plain dict.
+
+    It is the same on every rank, so that of any one is enough; nothing communicates. Save it beside the model with
+    ``torch.save``, ``pickle`` or, where no sampler with a ``state_dict`` of its own is in the loader, ``json``.
+
+    Args:
+        loader: A loader from ``patch_dataloader_to_ddp``.
+        batches_done: How many batches the training loop has finished since the pass began: ``enumerate(loader)``
+            counts them. Batches that workers have fetched ahead do not count. After the last one the state is that of
+            the next epoch's beginning.
+
+    Returns:
+        The state. ``state["epoch"]`` is the epoch in which training goes on.
+
+    Raises:
+        NotPatchedError: The loader was not patched.
+        InvalidOptionError: The pass has not given so many batches.
+        UnsupportedLoaderError: The loader gives its batches in another order than it draws them.
+        StateError: The order follows from what no state holds (``agreement="ambient"``).
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from ddp_patch import patch_dataloader_to_ddp
+        >>> loader = patch_dataloader_to_ddp(DataLoader(range(12), batch_size=2), rank=0, num_replicas=2)
+        >>> for step, batch in enumerate(loader):
+        ...     if step == 0:
+        ...         state = loader_state(loader, batches_done=step + 1)
+        >>> state["epoch"], state["done"]
+        (0, [[2, 2]])
+        >>> resumed = patch_dataloader_to_ddp(DataLoader(range(12), batch_size=2), rank=0, num_replicas=1)
+        >>> restore_loader(resumed, state)
+        >>> len(resumed), [batch.tolist() for batch in resumed]
+        (4, [[4, 5], [6, 7], [8, 9], [10, 11]])
+    """
+    if not isinstance(batches_done, int) or isinstance(batches_done, bool) or batches_done < 0:
+        raise InvalidOptionError(
+            f"batches_done={batches_done!r} is not a whole number of at least 0. Pass how many batches the training "
+            "loop has finished since the pass began."
+        )
+    batches = require_batches("loader_state", loader)
+    dataset = loader.dataset
+    if isinstance(dataset, ShardedIterable) and loader.persistent_workers and random_generators([dataset.dataset]):
+        raise StateError(
+            f"The state of {type(dataset.dataset).__name__} cannot be told: it holds a random generator, which "
+            "persistent workers move where it is not seen. Use persistent_workers=False."
+        )
+    return batches.sampler.state_after(batches_done, batches.size, batches.drops_last)
+
+
+def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
+    """Let a freshly patched loader go on where ``loader_state`` was called, in any world.
+
+    The next pass gives the rest of that epoch, and ``len(loader)`` is that rest's; later passes are whole epochs again.
+    In the same world they are exactly those of a run that was never stopped. In another one, or with another batch
+    size over the same sampler, what was done before and what is done after make up the epoch's stream, each item once,
+    but for the padding of the last round. Nothing of the dataset is read for it; items that are skipped are drawn
+    again, or only looked up past where the sampler has random access.
+
+    Args:
+        loader: A loader that was built as the other one was and then patched. Every rank must restore the same state.
+        state: What ``loader_state`` returned, or a sampler's ``state_dict()``.
+
+    Raises:
+        NotPatchedError: The loader was not patched.
+        StateError: The state is damaged, newer than this package, or of another loader; the loader is as it was.
+        RankMismatchError: Ranks restore different states, or some cannot; on every rank.
+        MissingRanksError: A rank did not come here in time.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from ddp_patch import patch_dataloader_to_ddp
+        >>> loader = DataLoader(range(100), batch_size=10, shuffle=True)
+        >>> first = patch_dataloader_to_ddp(loader, rank=1, num_replicas=2)
+        >>> whole, following = [list(first), list(first)]
+        >>> stopped, resumed = [patch_dataloader_to_ddp(loader, rank=1, num_replicas=2) for _ in range(2)]
+        >>> _ = next(iter(stopped))
+        >>> restore_loader(resumed, loader_state(stopped, batches_done=1))
+        >>> bool((torch.stack(list(resumed)) == torch.stack(whole[1:])).all())
+        True
+        >>> bool((torch.stack(list(resumed)) == torch.stack(following)).all())
+        True
+    """
+    sampler = patched_sampler("restore_loader", loader)
+    with refusals_told(sampler.agreed.world, _RESTORING):
+        place = sampler.read(state).following()
+    sampler.agreed.compare(
+        _RESTORING,
+        {
+            "epoch": place.epoch,
+            "done": json.dumps(place.done),
+            "held": fingerprint([json.dumps([*place.held.generators, *place.held.samplers], default=repr)]),
+        },
+    )
+    sampler.go_to(place)
+    loader._iterator = None  # persistent workers of an earlier pass know nothing of it
