@@ -8,7 +8,7 @@ from torch.utils.data import DistributedSampler
 
 from ddp_patch.agreement import Agreed
 from ddp_patch.errors import InvalidOptionError, StateError
-from ddp_patch.place import Held, Place, read_state
+from ddp_patch.place import Held, Place, plain_attributes, read_state
 from ddp_patch.plan import Plan
 from ddp_patch.progress import Progress
 from ddp_patch.seeding import EpochCounter
@@ -45,7 +45,8 @@ class EpochSampler(DistributedSampler[T]):
         self.num_replicas, self.rank = agreed.world.num_replicas, agreed.world.rank
         self.progress: Progress | None = None
         self.place: Place | None = None
-        self._holders = holders  # what may hold random generators
+        self._holders = holders  # what may hold random generators, or a state of its own
+        self._at_first = plain_attributes(holders)
         options = agreed.options
         self._facts = {
             **facts,
@@ -59,6 +60,9 @@ class EpochSampler(DistributedSampler[T]):
         """Begin an epoch, in step with the other ranks where the user wants that checked."""
         self.agreed.check("Beginning an epoch", {"epoch": epoch, "seed": self.seed, **facts}, known)
         self.epochs.begin(epoch)
+
+    def _held(self) -> Held:
+        return Held.by(self._holders, self._at_first)
 
     def _stream_length(self, epoch: int) -> int:
         """How many items the stream has; TypeError, or whatever the user's code raises, where that is not known."""
@@ -124,8 +128,8 @@ class EpochSampler(DistributedSampler[T]):
     def _place_now(self) -> Place:
         progress = self.progress
         if progress is None or (progress.resumes and self.place is not None):
-            return self.place or Place(self.epochs.upcoming, held=Held.by(self._holders))
-        now = Held.by(self._holders)
+            return self.place or Place(self.epochs.upcoming, held=self._held())
+        now = self._held()
         if progress.ended:
             return progress.end(self.num_replicas, now)
         return progress.place(self.num_replicas, progress.taken, now if now.generators else None)
@@ -152,12 +156,25 @@ class EpochSampler(DistributedSampler[T]):
             )
         if progress is None:
             return self.state_dict()
+        if batches == 0 and self._is_over(progress):  # no pass is in progress
+            return Place(self.epochs.upcoming, held=progress.after or self._held()).state(self._facts)
         length = self.rest_length(progress)
         if length is not None:
             left = self.plan.rounds(length) - progress.skip
-            if batches == (left // size if drops_last else -(-left // size)) and progress.draw_to_end():
-                return progress.end(self.num_replicas, Held.by(self._holders)).following().state(self._facts)
+            is_last = batches == (left // size if drops_last else -(-left // size))
+            # Where more was given the length is wrong.
+            more = self._given_after(progress, progress.skip + batches * size)
+            if is_last and more < (size if drops_last else 1) and progress.draw_to_end():
+                return progress.end(self.num_replicas, self._held()).following().state(self._facts)
         return progress.place(self.num_replicas, progress.skip + batches * size).state(self._facts)
+
+    def _is_over(self, progress: Progress) -> bool:
+        """Whether nothing more will be asked for in the latest pass."""
+        return progress.over
+
+    def _given_after(self, progress: Progress, taken: int) -> int:
+        """How many items of the share were drawn beyond so many."""
+        return progress.given - taken
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next pass go on where a ``state_dict`` was taken.
@@ -171,7 +188,7 @@ class EpochSampler(DistributedSampler[T]):
         """Return the place that a state tells, which must be one in this loader."""
         self._refuse_ambient("restored")
         place = read_state(state, self._facts, self._holders)
-        length = self._length_if_any(place.epoch)
+        length = self._sure_length(place.epoch)
         for number, (ranks, taken) in enumerate(place.done if length is not None else ()):
             left = len(self.plan.rest(length or 0, place.done[:number]))
             if taken > Plan(0, ranks, self.plan.uneven, self.plan.layout).rounds(left):
@@ -180,6 +197,10 @@ class EpochSampler(DistributedSampler[T]):
                     "left for them. Pass what loader_state(), or state_dict(), returned, as it was saved."
                 )
         return place
+
+    def _sure_length(self, epoch: int) -> int | None:
+        """How many items the stream has, where that can be relied on."""
+        return None
 
     def go_to(self, place: Place) -> None:
         """Make the next pass go on at a place."""

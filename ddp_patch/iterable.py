@@ -19,7 +19,7 @@ from ddp_patch.errors import StateError, StreamLengthError
 from ddp_patch.fingerprint import fingerprinted
 from ddp_patch.loader import random_generators
 from ddp_patch.options import Options
-from ddp_patch.place import Held, Place
+from ddp_patch.place import Place
 from ddp_patch.plan import Done, Plan
 from ddp_patch.progress import Progress
 from ddp_patch.seeding import EpochCounter, PrivateRNG
@@ -61,7 +61,11 @@ class ShardedIterable(IterableDataset[T]):
         self._ends = _shared(_LATEST, 2)  # of each pass that has come to its end, how many items, and a fingerprint
 
     def __len__(self) -> int:
-        before, skip = ((), 0) if self._place is None else self._place[1].split(self._plan.num_replicas)
+        before: Done = ()
+        skip = 0
+        # Persistent workers keep a pass that has come to its end.
+        if self._place is not None and self.length_found(self._place[0]) is None:
+            before, skip = self._place[1].split(self._plan.num_replicas)
         return max(0, len(self._plan.share(len(self._plan.rest(self.stream_length(), before)))) - skip)
 
     def stream_length(self) -> int:
@@ -235,7 +239,7 @@ class StreamSampler(EpochSampler[None]):
         return self._pass(self._iterated)
 
     def _pass(self, epoch: int) -> Iterator[None]:
-        place = self.place or Place(epoch, held=Held.by(self._holders))
+        place = self.place or Place(epoch, held=self._held())
         progress = Progress.at(place, self.num_replicas, resumes=self.place is not None)
         # Workers cannot meet; what they have drawn is compared here, in the main process, when the next pass begins.
         self._begin(epoch, {"position": progress.begins_at}, self.dataset.ended(self.epochs.passes))
@@ -270,13 +274,19 @@ class StreamSampler(EpochSampler[None]):
         if self.place is None:
             self.dataset.go_on(0, None)
 
+    def _is_over(self, progress: Progress) -> bool:
+        return progress.over or self.length_found() is not None  # persistent workers keep a pass that has ended
+
+    def _given_after(self, progress: Progress, taken: int) -> int:
+        return 0  # in workers
+
     def _place_now(self) -> Place:
         # Other packages' loaders find the place in an epoch by reading it again.
         progress = self.progress
         if self.place is not None:
             return self.place
         if progress is None or progress.epoch != self._iterated:
-            return Place(self._iterated, held=Held.by(self._holders))
+            return Place(self._iterated, held=self._held())
         return progress.place(self.num_replicas, progress.skip)
 
 

@@ -10,10 +10,10 @@ from ddp_patch.loader import random_generators
 from ddp_patch.plan import Done
 from ddp_patch.seeding import generator_state, set_generator_state
 
-__all__ = ["Held", "Place", "read_state"]
+__all__ = ["Held", "Place", "plain_attributes", "read_state"]
 
 _VERSION = 1
-_FIELDS = ("version", "loader", "epoch", "done", "ended", "generators", "samplers", "now")
+_FIELDS = ("version", "loader", "epoch", "done", "ended", "generators", "samplers", "attributes", "now")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +23,42 @@ class Held:
     Attributes:
         generators: The states of their random generators.
         samplers: What those with a ``state_dict`` say of themselves.
-        error: What one of these raised instead.
+        attributes: Of all the others, the plain attributes that have changed since they were wrapped: counters.
+        unknown: Why that cannot be told, if it cannot.
     """
 
     generators: Sequence[Any] = ()
     samplers: Sequence[Any] = ()
-    error: Exception | None = None
+    attributes: Sequence[Mapping[str, Any]] = ()
+    unknown: str = ""
 
     @classmethod
-    def by(cls, samplers: Sequence[Any]) -> "Held":
-        """Return what the samplers hold now."""
+    def by(cls, samplers: Sequence[Any], at_first: Sequence[Mapping[str, Any]]) -> "Held":
+        """Return what the samplers hold now.
+
+        Args:
+            samplers: The samplers.
+            at_first: Their plain attributes when they were wrapped.
+        """
         states = [generator_state(generator) for generator in random_generators(samplers)]
+        attributes = [
+            {name: value for name, value in now.items() if name not in first or first[name] != value}
+            for now, first in zip(plain_attributes(samplers), at_first, strict=True)
+        ]
+        changed = attributes if any(attributes) else ()
         try:
-            return cls(states, [copy.deepcopy(sampler.state_dict()) for sampler in _stateful(samplers)])
+            return cls(states, [copy.deepcopy(sampler.state_dict()) for sampler in _stateful(samplers)], changed)
         except Exception as error:  # noqa: BLE001 - the user's code; it counts when a state is asked for
-            return cls(states, error=error)
+            why = f"when the epoch began, the state_dict() of a sampler in it raised {error!r}. Correct that method"
+            return cls(states, (), changed, why)
 
     def reinstate(self, samplers: Sequence[Any]) -> None:
         """Make the samplers hold this again."""
         self.reinstate_generators(samplers)
         for sampler, state in zip(_stateful(samplers), self.samplers, strict=True):
             sampler.load_state_dict(copy.deepcopy(state))
+        for sampler, changed in zip(samplers, self.attributes, strict=False):
+            vars(sampler).update(changed)
 
     def reinstate_generators(self, samplers: Sequence[Any]) -> None:
         """Put the samplers' random generators into these states."""
@@ -51,7 +66,22 @@ class Held:
             set_generator_state(generator, state)
 
     def __bool__(self) -> bool:
-        return bool(self.generators or self.samplers or self.error)
+        return bool(self.generators or self.samplers or self.attributes or self.unknown)
+
+
+def plain_attributes(samplers: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the numbers and strings that are attributes of each sampler without a ``state_dict``."""
+    return [
+        {
+            name: value
+            for name, value in getattr(sampler, "__dict__", {}).items()
+            if isinstance(value, bool | int | float | str | None)
+            and not (name == "epoch" and hasattr(sampler, "set_epoch"))  # which is told
+        }
+        if not _stateful([sampler])
+        else {}
+        for sampler in samplers
+    ]
 
 
 def _stateful(samplers: Iterable[Any]) -> list[Any]:
@@ -89,12 +119,8 @@ class Place:
 
     def state(self, facts: Mapping[str, object]) -> dict[str, Any]:
         """Return the place as plain values, with what tells the loader that it is in."""
-        if self.held.error is not None:
-            raise StateError(
-                "The loader's state cannot be told: when the epoch began, the state_dict() of a sampler in it raised "
-                f"{self.held.error!r}. Correct that method, or leave it out where the order follows from the epoch "
-                "alone."
-            ) from self.held.error
+        if self.held.unknown:
+            raise StateError(f"The loader's state cannot be told: {self.held.unknown}.")
         return {
             "version": _VERSION,
             "loader": dict(facts),
@@ -103,6 +129,7 @@ class Place:
             "ended": self.ended,
             "generators": list(self.held.generators),
             "samplers": list(self.held.samplers),
+            "attributes": [dict(changed) for changed in self.held.attributes],
             "now": None if self.now is None else [self.now[0], list(self.now[1].generators)],
         }
 
@@ -134,19 +161,28 @@ def read_state(state: Any, facts: Mapping[str, object], samplers: Sequence[Any])
         raise _damaged(f"its field done is {state['done']!r}, not a list of pairs: ranks, and items that each took")
     if not isinstance(state["ended"], bool):
         raise _damaged(f"its field ended is {state['ended']!r}, neither True nor False")
-    found = len(random_generators(samplers))
-    _require_number("generators", state["generators"], found)
-    _require_number("samplers", state["samplers"], len(_stateful(samplers)))
-    now = None
-    if state["now"] is not None:
-        try:
-            given, generators = state["now"]
-        except (TypeError, ValueError):
-            raise _damaged(f"its field now is {state['now']!r}, not a pair") from None
-        _require_number("now", generators, found)
-        now = given, Held(generators)
     done = tuple((ranks, taken) for ranks, taken in state["done"])
-    return Place(state["epoch"], done, Held(state["generators"], state["samplers"]), state["ended"], now)
+    return Place(state["epoch"], done, _read_held(state, samplers), state["ended"], _read_now(state["now"], samplers))
+
+
+def _read_held(state: Mapping[str, Any], samplers: Sequence[Any]) -> Held:
+    _require_number("generators", state["generators"], len(random_generators(samplers)))
+    _require_number("samplers", state["samplers"], len(_stateful(samplers)))
+    attributes = state["attributes"]
+    if not isinstance(attributes, list | tuple) or not all(isinstance(changed, Mapping) for changed in attributes):
+        raise _damaged(f"its field attributes is {attributes!r}, not a list of dicts")
+    if attributes:
+        _require_number("attributes", attributes, len(samplers))
+    return Held(state["generators"], state["samplers"], attributes)
+
+
+def _read_now(now: Any, samplers: Sequence[Any]) -> tuple[int, Held] | None:
+    if now is None:
+        return None
+    if not (isinstance(now, list | tuple) and len(now) == 2 and _is_count(now[0])):
+        raise _damaged(f"its field now is {now!r}, not a pair")
+    _require_number("now", now[1], len(random_generators(samplers)))
+    return now[0], Held(now[1])
 
 
 def _require_number(name: str, states: Any, here: int) -> None:

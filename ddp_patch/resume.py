@@ -108,7 +108,9 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
         {
             "epoch": place.epoch,
             "done": json.dumps(place.done),
-            "held": fingerprint([json.dumps([*place.held.generators, *place.held.samplers], default=repr)]),
+            "held": fingerprint(
+                [json.dumps([place.held.generators, place.held.samplers, place.held.attributes], default=repr)]
+            ),
         },
     )
     sampler.go_to(place)

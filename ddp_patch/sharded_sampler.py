@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar, cast
 
 from ddp_patch.agreement import Agreed, describe
 from ddp_patch.epoch_sampler import EpochSampler
-from ddp_patch.errors import ExhaustedSamplerError, StreamLengthError, StreamLengthWarning
+from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError, StreamLengthWarning
 from ddp_patch.fingerprint import COMPARED, fingerprint, fingerprinted
 from ddp_patch.leader import FIRST_PIECE, LARGEST_PIECE
 from ddp_patch.loader import nested_samplers, random_generators
@@ -79,6 +79,19 @@ class ShardedSampler(EpochSampler[T]):
         with self._rng(epoch), unmoved(random_generators(nested_samplers(self.sampler))):
             return len(cast(Any, self.sampler))
 
+    def _held(self) -> Held:
+        if isinstance(self.sampler, Iterator) and self.epochs.passes:
+            why = (
+                "the sampler is an iterator, which gives its items once, and how many of them earlier epochs took is "
+                "not known. Give the loader something that can be iterated again"
+            )
+            return Held(unknown=why)
+        return super()._held()
+
+    def _sure_length(self, epoch: int) -> int | None:
+        is_sure = self._is_looked_up() or self.plan.layout == "contiguous"
+        return self._stream_length(epoch) if is_sure else None
+
     def _rng(self, epoch: int) -> AbstractContextManager[None]:
         return nullcontext() if self.agreed.options.agreement == "ambient" else PrivateRNG(self.seed, epoch)
 
@@ -134,7 +147,7 @@ class ShardedSampler(EpochSampler[T]):
         if place is not None and (place.done or place.now):
             place.held.reinstate(self._holders)  # others may have drawn from the generators since it was loaded
         else:
-            place = Place(epoch, held=Held.by(self._holders))
+            place = Place(epoch, held=self._held())
         progress = self.progress = Progress.at(place, self.num_replicas, resumes=self.place is not None)
         progress.sizes = deque() if self.tells_sizes else None
         # Where ranks meet, one with an item more must do as those do that have come to their end.
@@ -260,13 +273,19 @@ class ShardedSampler(EpochSampler[T]):
 
     def _note(self, progress: Progress, is_last: bool) -> tuple[Held, Held | None, int | None]:
         """What the leader tells the others, so that every rank knows where the loader stands."""
-        return progress.held, Held.by(self._holders) if is_last else None, progress.length
+        return progress.held, self._held() if is_last else None, progress.length
 
     def _shares(
         self, chunks: Iterator[list[T]], plans: Sequence[Plan], rest: Rest, progress: Progress
     ) -> Iterator[list[list[T]]]:
         def at_end(drawn: int) -> None:
             progress.length = drawn
+            if progress.skip > self.plan.rounds(drawn):
+                raise StateError(
+                    f"The pass cannot go on from the state: {progress.skip} items of each rank's share were done in it, "
+                    f"and the sampler's stream ended after {drawn} items of all ranks. Restore the state of a loader "
+                    "with this sampler."
+                )
             # What of the stream is not in the rest was drawn too.
             self._compare_length(drawn + rest.n - len(rest), rest.n, progress.epoch)
 
