@@ -282,9 +282,9 @@ class ShardedSampler(EpochSampler[T]):
             progress.length = drawn
             if progress.skip > self.plan.rounds(drawn):
                 raise StateError(
-                    f"The pass cannot go on from the state: {progress.skip} items of each rank's share were done in it, "
-                    f"and the sampler's stream ended after {drawn} items of all ranks. Restore the state of a loader "
-                    "with this sampler."
+                    f"The pass cannot go on from the state: {progress.skip} items of each rank's share were done in "
+                    f"it, and the sampler's stream ended after {drawn} items of all ranks. Restore the state of a "
+                    "loader with this sampler."
                 )
             # What of the stream is not in the rest was drawn too.
             self._compare_length(drawn + rest.n - len(rest), rest.n, progress.epoch)

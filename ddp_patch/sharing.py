@@ -19,14 +19,18 @@ def share(
         plans: Which positions are whose; of one world.
         chunks: The stream, in chunks of whole rounds; only the last may be shorter.
         length: The stream's length, for ``layout="contiguous"``; interleaved, its end is found and not predicted.
-        at_end: Called with the number of items that came, before any padding.
+        at_end: Called with the number of items that came: before any padding, and before the items of an incomplete
+            round, so that every rank knows the end when some come to it.
     """
     kept = plans[0].num_replicas - 1  # padding repeats the stream's first items, and never more than these
     first: list[T] = []
-    drawn = 0
+    drawn, ended = 0, False
     for chunk in chunks:
         first += chunk[: kept - len(first)]
-        yield [chunk[plan.part(drawn, len(chunk), length)] for plan in plans]
-        drawn += len(chunk)
-    at_end(drawn)
+        start, drawn = drawn, drawn + len(chunk)
+        if ended := len(chunk) % plans[0].num_replicas > 0:
+            at_end(drawn)
+        yield [chunk[plan.part(start, len(chunk), length)] for plan in plans]
+    if not ended:
+        at_end(drawn)
     yield [[first[position % drawn] for position in plan.padding(drawn)] for plan in plans]

@@ -3,23 +3,16 @@
 import io
 import json
 import pickle
-from collections import Counter
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from test_contract import FINITE, WHOLE, over
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, get_worker_info
-from zoo import BY_NAME, KINDS, STEPS, Kind, N, as_it_is, comparable, loader, seed_ambient
+from test_contract import over
+from torch.utils.data import DataLoader
+from zoo import BY_NAME, KINDS, STEPS, Kind, comparable, loader, seed_ambient
 
 from ddp_patch import (
-    DDPSamplerWrapper,
-    InvalidOptionError,
-    NotPatchedError,
-    StateError,
-    UnsupportedLoaderError,
     loader_state,
     patch_dataloader_to_ddp,
     restore_loader,
@@ -109,31 +102,3 @@ def test_prefetching_by_workers_does_not_count(name: str) -> None:
         restore_loader(again, as_saved(state))
         expected = [epochs[0][step + 1 :], epochs[1]] if step + 1 < len(epochs[0]) else [epochs[1]]
         assert [list(again) for _ in expected] == expected
-
-
-# Other worlds.
-
-
-def union(kind: Kind, path: list[tuple[int, int]], **options: Any) -> Counter[Any]:
-    """All that the ranks take of epoch 1, in worlds that change after some batches: (num_replicas, batches)."""
-    state: Any = None
-    taken: Counter[Any] = Counter()
-    for num_replicas, steps in path:
-        ranks = [patched(kind, rank, num_replicas, **options) for rank in range(num_replicas)]
-        for rank in ranks:
-            if state is None:
-                batches_of(kind, rank)
-            else:
-                restore_loader(rank, as_saved(state))
-        states = []
-        for rank in ranks:
-            batches = batches_of(kind, rank, steps)
-            taken.update(
-                tuple(batch) if kind.batches else item
-                for batch in batches
-                for item in (batch if isinstance(batch, list) and not kind.batches else [batch])
-            )
-            states.append(loader_state(rank, batches_done=len(batches)))
-        assert all(other == states[0] for other in states) or options.get("uneven") == "keep"
-        state = states[0]
-    return taken

@@ -1,0 +1,177 @@
+"""Stopped anywhere and gone on with any number of ranks, any number of times: each epoch's stream exactly once."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from zoo import Bare, as_it_is, seed_ambient
+
+from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
+
+
+class Lazily(Sampler[int]):
+    """Draws its items one by one; an epoch has between n - 3 and n of them, and tells no length."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(max(0, self.n - int(torch.randint(4, ())))):
+            yield index + 100 * int(torch.randint(9, ()))
+
+
+class Batches(Sampler[list[int]]):
+    """Shuffled batches of any size."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for index in torch.randperm(self.n).tolist():
+            yield [index] * int(torch.randint(1, 4, ()))
+
+
+class Items(IterableDataset[int]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self.n).tolist()
+
+
+def indices(n: int, batch_size: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Anything(n), batch_size, collate_fn=as_it_is, **options)
+
+
+class Anything:
+    """A dataset that gives the key back."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, key: Any) -> Any:
+        return key
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+Make = Callable[[int, int], DataLoader[Any]]
+SAMPLES: dict[str, Make] = {
+    "sequential": lambda n, size: indices(n, size),
+    "shuffled": lambda n, size: indices(n, size, sampler=RandomSampler(range(n)) if n else []),
+    "shuffled by a generator": lambda n, size: indices(
+        n, size, generator=(own := generator()), sampler=RandomSampler(range(n), generator=own) if n else []
+    ),
+    "in several turns": lambda n, size: indices(
+        n, size, sampler=RandomSampler(range(n), num_samples=2 * n + 1) if n else []
+    ),
+    "weighted": lambda n, size: indices(n, size, sampler=WeightedRandomSampler([1.0] * (n + 1), n) if n else []),
+    "without length": lambda n, size: indices(n, size, sampler=Lazily(n)),
+    "bare": lambda n, size: indices(n, size, sampler=Bare(range(n))),
+    "iterable": lambda n, size: DataLoader(Items(n), size, collate_fn=as_it_is),
+}
+BATCHES: dict[str, Make] = {
+    "batches": lambda n, _: DataLoader(Anything(n), batch_sampler=Batches(n), collate_fn=as_it_is),
+    "batches without collation": lambda n, _: DataLoader(Anything(n), batch_size=None, sampler=Batches(n)),
+}
+WITHOUT_LENGTH = {"without length", "bare"}
+
+
+class Resuming(RuleBasedStateMachine):
+    """Ranks that step together, are stopped, and go on as others."""
+
+    @initialize(
+        n=st.integers(0, 40),
+        kind=st.sampled_from([*SAMPLES, *BATCHES]),
+        uneven=st.sampled_from(["pad", "drop", "keep"]),
+        layout=st.sampled_from(["interleaved", "contiguous"]),
+        batch_size=st.integers(1, 5),
+    )
+    def begin(self, n: int, kind: str, uneven: Any, layout: Any, batch_size: int) -> None:
+        if kind in WITHOUT_LENGTH:
+            layout = "interleaved"
+        self.n, self.make = n, (SAMPLES | BATCHES)[kind]
+        self.is_batches = kind in BATCHES
+        self.options: Any = {"uneven": uneven, "layout": layout, "seed": 11}
+        self.reference = patch_dataloader_to_ddp(self.make(n, 1), rank=0, num_replicas=1, seed=11)
+        self.epoch = 0
+        self.stream = self.next_stream()
+        self.taken: Counter[Any] = Counter()
+        self.state: Any = None
+        self.start(2, batch_size)
+
+    def next_stream(self) -> Counter[Any]:
+        return Counter(self.units(list(self.reference)))
+
+    def units(self, batches: list[Any]) -> list[Any]:
+        return [str(batch) for batch in batches] if self.is_batches else [item for batch in batches for item in batch]
+
+    def start(self, num_replicas: int, batch_size: int) -> None:
+        self.loaders: list[Any] = []
+        for rank in range(num_replicas):
+            seed_ambient(rank)
+            loader = patch_dataloader_to_ddp(
+                self.make(self.n, batch_size), rank=rank, num_replicas=num_replicas, **self.options
+            )
+            if self.state is not None:
+                restore_loader(loader, self.state)
+            self.loaders.append(loader)
+        self.iterators: list[Any] = []
+        self.done = [0] * num_replicas
+
+    @rule(num_replicas=st.integers(1, 6), batch_size=st.integers(1, 5))
+    def go_on_as_others(self, num_replicas: int, batch_size: int) -> None:
+        self.start(num_replicas, batch_size)
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        if not self.iterators:
+            self.iterators = [iter(loader) for loader in self.loaders]
+        has_ended = True
+        for rank, iterator in enumerate(self.iterators):
+            batches = list(islice(iterator, steps))
+            self.taken.update(self.units(batches))
+            self.done[rank] += len(batches)
+            has_ended &= len(batches) < steps
+        states = [loader_state(loader, batches_done=done) for loader, done in zip(self.loaders, self.done, strict=True)]
+        self.state = states[0]
+        if self.options["uneven"] != "keep":
+            assert all(state == states[0] for state in states)
+        if has_ended or self.state["epoch"] > self.epoch:
+            self.end()
+
+    def end(self) -> None:
+        for iterator in self.iterators:
+            assert next(iterator, None) is None
+        self.iterators = []
+        missing, repeated = self.stream - self.taken, self.taken - self.stream
+        limit = len(self.loaders)
+        assert missing.total() < limit if self.options["uneven"] == "drop" else not missing
+        assert repeated.total() < limit if self.options["uneven"] == "pad" else not repeated
+        if self.state["epoch"] == self.epoch:  # whose end was not known: nothing of it is left
+            self.state = loader_state(self.loaders[0], batches_done=0)
+        self.epoch += 1
+        assert self.state["epoch"] == self.epoch
+        self.stream, self.taken = self.next_stream(), Counter()
+        self.start(len(self.loaders), 2)
+
+
+Resuming.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestResuming = Resuming.TestCase
