@@ -3,20 +3,29 @@
 import io
 import json
 import pickle
+from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_contract import over
-from torch.utils.data import DataLoader
-from zoo import BY_NAME, KINDS, STEPS, Kind, comparable, loader, seed_ambient
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from zoo import BY_NAME, KINDS, STEPS, Kind, N, PKBatches, Source, as_it_is, comparable, loader, seed_ambient
 
 from ddp_patch import (
+    DDPSamplerWrapper,
+    InvalidOptionError,
+    NotPatchedError,
+    StateError,
+    UnsupportedLoaderError,
     loader_state,
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.orders import order_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
 
@@ -102,3 +111,411 @@ def test_prefetching_by_workers_does_not_count(name: str) -> None:
         restore_loader(again, as_saved(state))
         expected = [epochs[0][step + 1 :], epochs[1]] if step + 1 < len(epochs[0]) else [epochs[1]]
         assert [list(again) for _ in expected] == expected
+
+
+# Other loaders, other worlds.
+
+
+class Shuffled(Sampler[int]):
+    """Drawn, not looked up; counts what is drawn."""
+
+    def __init__(self, n: int = 40) -> None:
+        self.n = n
+        self.drawn = 0
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        for index in torch.randperm(self.n).tolist():
+            self.drawn += 1
+            yield index
+
+
+class Fetched(Dataset[int]):
+    """Counts what is fetched."""
+
+    def __init__(self) -> None:
+        self.fetched: list[int] = []
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        self.fetched.append(index)
+        return index
+
+
+def start(given: DataLoader[Any], rank: int = 0, num_replicas: int = 1, **options: Any) -> Any:
+    options = {"seed": 7} | options
+    return patch_dataloader_to_ddp(given, rank=rank, num_replicas=num_replicas, **options)
+
+
+def state_of(given: DataLoader[Any], batches: int, **options: Any) -> Any:
+    running = start(given, **options)
+    list(islice(running, batches))
+    return loader_state(running, batches_done=batches)
+
+
+def test_the_state_is_small_and_says_what_it_is_of() -> None:
+    state = state_of(loader(shuffle=True), 3)
+    assert state == {
+        "version": 1,
+        "loader": {
+            "shared by": "DDPSamplerWrapper",
+            "shuffle_samples_between_gpus": False,
+            "sampler": "RandomSampler",
+            "stream length": N,
+            "seed": 7,
+            "uneven": "pad",
+            "layout": "interleaved",
+            "scalable_shuffle": False,
+        },
+        "epoch": 0,
+        "done": [[1, 12]],
+        "ended": False,
+        "generators": [],
+        "samplers": [],
+        "attributes": [],
+        "now": None,
+    }
+
+
+@pytest.mark.parametrize("sampler", [None, Shuffled()], ids=["looked up", "drawn"])
+def test_nothing_that_is_skipped_is_fetched_and_it_is_drawn_once_at_most(sampler: Shuffled | None) -> None:
+    def make(dataset: Dataset[int]) -> DataLoader[Any]:
+        shuffles: Any = {"shuffle": True} if sampler is None else {"sampler": sampler}
+        return DataLoader(dataset, batch_size=2, **shuffles)
+
+    state = state_of(make(Fetched()), 15)
+    dataset = Fetched()
+    again = start(make(dataset))
+    restore_loader(again, state)
+    assert dataset.fetched == []
+    if sampler is not None:
+        sampler.drawn = 0
+    assert len(again) == len(list(again)) == 5
+    assert len(dataset.fetched) == 10
+    if sampler is not None:
+        assert sampler.drawn == sampler.n
+
+
+def test_a_place_is_reached_in_an_order_that_is_computed_without_what_lies_before() -> None:
+    make = partial(DataLoader, Numbers(10**12), 2, shuffle=True)
+    given = start(make(), scalable_shuffle=True)
+    state = loader_state(given, batches_done=0) | {"done": [[1, 2 * 10**11]]}
+    again = start(make(), scalable_shuffle=True)
+    restore_loader(again, state)
+    other = start(make(), rank=3, num_replicas=1024, scalable_shuffle=True)
+    restore_loader(other, state)
+    assert len(other) == 8 * 10**11 // 1024 // 2
+    epoch = order_of(given.sampler.sampler, 0)
+    assert next(iter(again)).tolist() == epoch.at(range(2 * 10**11, 2 * 10**11 + 2))
+    first = 2 * 10**11 + 3
+    assert next(iter(other)).tolist() == epoch.at(range(first, first + 1025, 1024))
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_set_epoch_keeps_the_place_in_that_epoch_and_drops_it_for_another() -> None:
+    whole = start(loader(shuffle=True))
+    first, second = list(whole), list(whole)
+    state = state_of(loader(shuffle=True), 2)
+    for epoch, expected in [(0, first[2:]), (1, second)]:
+        again = start(loader(shuffle=True))
+        restore_loader(again, state)
+        again.sampler.set_epoch(epoch)
+        assert len(again) == len(expected)
+        assert list(again) == expected
+
+
+def test_a_loader_that_was_iterated_already_can_be_restored() -> None:
+    for workers in (0, 2):
+        whole = start(loader(shuffle=True))
+        first, second = list(whole), list(whole)
+        again = start(loader(shuffle=True, num_workers=workers, persistent_workers=workers > 0))
+        list(again)
+        list(again)
+        restore_loader(again, state_of(loader(shuffle=True), 2))
+        assert [list(again), list(again)] == [first[2:], second]
+
+
+def test_a_pass_broken_off_after_a_restore_is_not_gone_on_with() -> None:
+    whole = start(loader(shuffle=True))
+    _, second, third = list(whole), list(whole), list(whole)
+    again = start(loader(shuffle=True))
+    restore_loader(again, state_of(loader(shuffle=True), 2))
+    for _ in again:
+        break
+    assert len(again) == len(second)
+    assert [list(again), list(again)] == [second, third]
+
+
+def test_a_sampler_with_a_state_of_its_own_is_asked_for_it_and_given_it() -> None:
+    class Counter(Sampler[int]):
+        def __init__(self) -> None:
+            self._passes = [0]
+
+        def __len__(self) -> int:
+            return N
+
+        def __iter__(self) -> Iterator[int]:
+            self._passes[0] += 1
+            return iter(range(self._passes[0], self._passes[0] + N))
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"passes": self._passes}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self._passes = state["passes"]
+
+    whole = start(loader(sampler=Counter()))
+    epochs = [list(whole) for _ in range(3)]
+    running = start(loader(sampler=Counter()))
+    list(running)
+    iterator = iter(running)
+    next(iterator)
+    state = loader_state(running, batches_done=1)
+    assert state["samplers"] == [{"passes": [1]}]
+    list(iterator)
+    again = start(loader(sampler=Counter()))
+    restore_loader(again, state)
+    assert [list(again), list(again)] == [epochs[1][1:], epochs[2]]
+
+
+def test_a_sampler_whose_state_dict_raises_is_told_of_when_a_state_is_asked_for() -> None:
+    class Fails(Shuffled):
+        def state_dict(self) -> dict[str, Any]:
+            raise KeyError("rng")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    running = start(loader(sampler=Fails()))
+    assert len(list(running)) == 10  # which needs no state
+    with pytest.raises(StateError, match=r"the state_dict\(\) of a sampler in it raised KeyError\('rng'\)"):
+        loader_state(running, batches_done=2)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+@pytest.mark.parametrize("n", [0, 1, 11, 23])
+def test_an_iterable_datasets_rest_is_read_with_any_number_of_workers_and_ranks(n: int, workers: int) -> None:
+    """Unlike an index sampler's it is read again; but nothing of what was done is given."""
+    make = partial(DataLoader, Source(n, shuffles=True), 2, collate_fn=as_it_is)
+    [stream] = [[item for batch in start(make()) for item in batch]]
+    states = [state_of(make(num_workers=2), 2, rank=rank, num_replicas=2) for rank in range(2)]
+    assert states[0] == states[1]
+    done = min(n, 8)
+    taken: list[int] = []
+    for rank in range(3):
+        again = start(make(num_workers=workers), rank, 3)
+        restore_loader(again, states[0])
+        taken += [item for batch in again for item in batch]
+    if n > done:
+        assert sorted(set(taken)) == sorted(stream[done:])
+        assert len(taken) == -(-(n - done) // 3) * 3
+
+
+class Shards(IterableDataset[int]):
+    """Splits itself by the worker that reads it; those with an odd number have more to give."""
+
+    def __init__(self, each: int, more: int = 0) -> None:
+        self.each, self.more = each, more
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        number = info.id if info else 0
+        yield from range(100 * number, 100 * number + self.each + self.more * (number % 2))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_a_dataset_that_splits_itself_resumes_exactly_with_the_same_workers(workers: int) -> None:
+    def make(each: int = 7) -> Any:
+        given: Any = DataLoader(Shards(each), 2, collate_fn=as_it_is, num_workers=workers)
+        return start(given, 1, 2, iterable_sharding="by_worker")
+
+    whole = make()
+    batches = list(whole)
+    for stop in range(len(batches) + 1):
+        running = make()
+        iterator = iter(running)
+        list(islice(iterator, stop))
+        again = make()
+        restore_loader(again, loader_state(running, batches_done=stop))
+        assert [list(again), list(again)] == [batches[stop:], batches]
+
+
+def test_what_cannot_be_told_of_a_dataset_that_splits_itself_is_refused() -> None:
+    def make(workers: int, num_replicas: int = 2) -> Any:
+        given: Any = DataLoader(Shards(1, more=8), 2, collate_fn=as_it_is, num_workers=workers)
+        return start(given, 0, num_replicas, iterable_sharding="by_worker")
+
+    running = make(2)
+    iterator = iter(running)
+    list(islice(iterator, 4))  # worker 0 has a single batch: then all are worker 1's
+    state = loader_state(running, batches_done=4)
+    del iterator
+    again = make(2)
+    restore_loader(again, state)
+    with pytest.raises(StateError, match="worker 0 of 2 had only 1 items before its end"):
+        list(again)
+    for other, told in [(make(4), "num_workers: 2 in the state; 4 here"), (make(2, 3), "num_replicas: 2 in the state")]:
+        with pytest.raises(StateError, match=told):
+            restore_loader(other, state)
+
+
+# What is refused, and that nothing has changed then.
+
+OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("stream length: 23 in the state; 22 here", {"sampler": range(22)}, {}),
+    ("sampler: RandomSampler in the state; SequentialSampler here", {"shuffle": False}, {}),
+    ("seed: 7 in the state; 8 here", {}, {"seed": 8}),
+    ("uneven: pad in the state; drop here", {}, {"uneven": "drop"}),
+    ("layout: interleaved in the state; contiguous here", {}, {"layout": "contiguous"}),
+    ("scalable_shuffle: False in the state; True here", {}, {"scalable_shuffle": True}),
+    ("generators: 0 in the state; 1 here", {"generator": torch.Generator()}, {}),
+    ("shared by: DDPSamplerWrapper in the state; DDPBatchSamplerWrapper here", {"batch_sampler": PKBatches()}, {}),
+]
+
+
+@pytest.mark.parametrize(("told", "loading", "options"), OTHERS, ids=[told for told, _, _ in OTHERS])
+def test_the_state_of_another_loader_is_refused(told: str, loading: dict[str, Any], options: dict[str, Any]) -> None:
+    state = state_of(loader(shuffle=True), 2)
+    shuffles = {} if {"sampler", "batch_sampler"} & loading.keys() else {"shuffle": True}
+    here = start(loader(**shuffles | loading), **options)
+    whole = list(start(loader(**shuffles | loading), **options))
+    with pytest.raises(StateError) as caught:
+        restore_loader(here, state)
+    assert str(caught.value).startswith("The state is of another loader, and going on from it would lose or repeat")
+    assert told in str(caught.value)
+    assert str(caught.value).endswith(
+        "Build and patch the loader as it was when the state was taken, with the same seed and options."
+    )
+    assert len(here) == len(whole)
+    assert list(here) == whole or "generator" in loading  # which both have drawn from
+
+
+DAMAGED: list[tuple[Any, str]] = [
+    (None, "it is NoneType, not a dict with a version"),
+    ({}, "it is dict, not a dict with a version"),
+    ({"epoch": None}, "its epoch is None, not a whole number of at least 0"),
+    ({"epoch": -1}, "its epoch is -1, not a whole number of at least 0"),
+    ({"done": 3}, "its field done is 3, not a list of pairs: ranks, and items that each took"),
+    ({"done": [[0, 3]]}, "its field done is [[0, 3]], not a list of pairs: ranks, and items that each took"),
+    ({"done": [[2, 12], [2, 1]]}, "2 ranks took 1 items each in it, and only 0 items were left for them"),
+    ({"done": [[2, 13]]}, "2 ranks took 13 items each in it, and only 23 items were left for them"),
+    ({"ended": 1}, "its field ended is 1, neither True nor False"),
+    ({"loader": "it"}, "its field loader is 'it', not a dict"),
+    ({"generators": "none"}, "its field generators is 'none', not a list"),
+    ({"attributes": [1]}, "its field attributes is [1], not a list of dicts"),
+    ({"now": 3}, "its field now is 3, not a pair"),
+]
+
+
+@pytest.mark.parametrize(("damage", "told"), DAMAGED, ids=[told for _, told in DAMAGED])
+def test_a_damaged_state_is_refused(damage: Any, told: str) -> None:
+    state = state_of(loader(shuffle=True), 2) | damage if damage else damage
+    here = start(loader(shuffle=True))
+    with pytest.raises(StateError) as caught:
+        restore_loader(here, state)
+    assert str(caught.value) == (
+        f"The state is damaged: {told}. Pass what loader_state(), or state_dict(), returned, as it was saved."
+    )
+    assert list(here) == list(start(loader(shuffle=True)))
+
+
+def test_a_state_that_lacks_a_field_or_is_newer_is_refused() -> None:
+    state = state_of(loader(), 2)
+    with pytest.raises(StateError, match="The state is damaged: it has no done, now"):
+        restore_loader(start(loader()), {name: value for name, value in state.items() if name not in {"done", "now"}})
+    with pytest.raises(StateError, match="The state has version 2 and this package reads versions up to 1, so it may"):
+        restore_loader(start(loader()), state | {"version": 2})
+
+
+def test_a_place_beyond_a_streams_end_is_found_where_no_length_can_be_relied_on() -> None:
+    state = state_of(loader(sampler=Shuffled()), 2) | {"done": [[1, 41]]}
+    again = start(loader(sampler=Shuffled()))
+    restore_loader(again, state)
+    with pytest.raises(StateError, match="41 items of each rank's share were done in it, and the sampler's stream"):
+        list(again)
+
+
+def test_what_no_state_can_hold_is_refused() -> None:
+    ambient = start(loader(shuffle=True), agreement="ambient")
+    list(ambient)
+    with pytest.raises(StateError, match="A state cannot be told with agreement='ambient': the order then follows"):
+        loader_state(ambient, batches_done=1)
+    with pytest.raises(StateError, match="A state cannot be restored with agreement='ambient'"):
+        restore_loader(start(loader(shuffle=True), agreement="ambient"), state_of(loader(shuffle=True), 2))
+    with pytest.raises(NotPatchedError, match="loader_state was given a DataLoader that was not patched"):
+        loader_state(loader(), batches_done=0)
+    with pytest.raises(UnsupportedLoaderError, match="loader_state was given a loader with in_order=False, which"):
+        loader_state(start(loader(num_workers=2, in_order=False)), batches_done=0)
+    once = start(loader(sampler=iter(range(N))))
+    iterator = iter(once)
+    next(iterator)
+    assert loader_state(once, batches_done=1)["done"] == [[1, 4]]
+    list(iterator)
+    with pytest.raises(StateError, match="the sampler is an iterator, which gives its items once"):
+        loader_state(once, batches_done=0)
+    nested: Any = DataLoader(
+        Numbers(N), batch_sampler=Pairs(DDPSamplerWrapper(range(N), False, rank=0, num_replicas=2, seed=7))
+    )
+    with pytest.raises(UnsupportedLoaderError, match="whose Pairs makes its batches of a sharded sampler in a way of"):
+        loader_state(nested, batches_done=0)
+
+
+class Pairs(BatchSampler):
+    def __init__(self, sampler: Sampler[int]) -> None:
+        super().__init__(sampler, 2, False)
+
+
+def test_persistent_workers_whose_dataset_holds_a_generator_are_refused() -> None:
+    class Holds(Source):
+        generator = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = np.random.default_rng(0)  # type: ignore[assignment]
+
+    persistent = start(DataLoader(Holds(), 2, num_workers=1, persistent_workers=True))
+    with pytest.raises(StateError, match="The state of Holds cannot be told: it holds a random generator, which"):
+        loader_state(persistent, batches_done=0)
+
+
+@pytest.mark.parametrize("batches", [-1, 1.0, True, None, "1"])
+def test_batches_done_is_a_count(batches: Any) -> None:
+    with pytest.raises(InvalidOptionError, match=f"batches_done={batches!r} is not a whole number of at least 0"):
+        loader_state(start(loader()), batches_done=batches)
+
+
+def test_more_batches_than_were_given_are_refused() -> None:
+    running = start(loader())
+    with pytest.raises(InvalidOptionError, match="batches_done=1, and the pass in progress has given 0"):
+        loader_state(running, batches_done=1)
+    iterator = iter(running)
+    next(iterator)
+    with pytest.raises(InvalidOptionError, match="batches_done=3, and the pass in progress has given 1"):
+        loader_state(running, batches_done=3)
+
+
+def test_a_samplers_own_state_dict_is_restored_too() -> None:
+    for batches in (2, 6):
+        running = start(loader(shuffle=True))
+        iterator = iter(running)
+        list(islice(iterator, batches))
+        if batches == 6:
+            list(iterator)
+        again = start(loader(shuffle=True))
+        restore_loader(again, running.sampler.state_dict())
+        assert again.sampler.state_dict()["epoch"] == (batches == 6)
+        assert list(again) == (list(iterator) if batches == 2 else list(running))
