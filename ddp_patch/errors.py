@@ -14,6 +14,7 @@
         ├── AlreadyPatchedError          also a RuntimeError: sharded already, for another world
         ├── NotPatchedError              also an AssertionError: the guard found unsharded loaders
         ├── ExhaustedSamplerError        also a RuntimeError: an iterator was given as sampler and has nothing left
+        ├── SamplerError                 also a ValueError: a sampler of ddp_patch.samplers was asked for what cannot be
         ├── StreamLengthError            also a RuntimeError: a sampler gave another number of items than it said
         └── RanksFailedError             also a RuntimeError: ``run_ranks`` did not get every rank's result
     Warning
@@ -36,6 +37,7 @@ __all__ = [
     "NotPatchedError",
     "RankMismatchError",
     "RanksFailedError",
+    "SamplerError",
     "StreamLengthError",
     "StreamLengthWarning",
     "UnsupportedLoaderError",
@@ -81,6 +83,10 @@ class AlreadyPatchedError(DDPPatchError, RuntimeError):
 
 class NotPatchedError(DDPPatchError, AssertionError):
     """The guard found loaders that would give every rank the same data."""
+
+
+class SamplerError(DDPPatchError, ValueError):
+    """A sampler of ``ddp_patch.samplers`` was given what it cannot draw from, or a state that is not its own."""
 
 
 class StreamLengthError(DDPPatchError, RuntimeError):

@@ -7,9 +7,11 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "blocks"]
 
 T = TypeVar("T")
+
+_FIRST_BLOCK, _LARGEST_BLOCK = 64, 4096
 
 
 @dataclass
@@ -36,3 +38,11 @@ class Progress:
         self.part = iter(part[max(0, self.skip - self.given) :])
         self.given += len(part)
         return self.part
+
+
+def blocks(positions: range) -> Iterator[range]:
+    """Cut positions into blocks: a short one first, so that the first batch comes at once, then twice as many each."""
+    start, size = 0, _FIRST_BLOCK
+    while start < len(positions):
+        yield positions[start : start + size]
+        start, size = start + size, min(2 * size, _LARGEST_BLOCK)

@@ -24,6 +24,7 @@ from ddp_patch.errors import (
 from ddp_patch.fingerprint import COMPARED, fingerprint, fingerprinted
 from ddp_patch.leader import FIRST_PIECE, LARGEST_PIECE
 from ddp_patch.loader import generators, is_ddp_aware, nested_samplers, random_generators
+from ddp_patch.nesting import epoch_holders, tell_epoch
 from ddp_patch.options import Agreement, Layout, Options, Uneven
 from ddp_patch.orders import MOST_RANKS, ScalableShuffle, blocks, has_order, is_random_access, order_of
 from ddp_patch.plan import Plan
@@ -119,15 +120,11 @@ class _ShardedSampler(EpochSampler[T]):
         self._tell_nested(self.epochs.upcoming)
 
     def _tell_nested(self, epoch: int) -> None:
-        for nested in nested_samplers(self.sampler):
-            if callable(tell := getattr(nested, "set_epoch", None)):
-                tell(epoch)
+        tell_epoch(self.sampler, epoch)
         self._nested_epochs = self._read_nested_epochs()
 
     def _read_nested_epochs(self) -> list[int]:
-        epochs = [
-            getattr(nested, "epoch", None) for nested in nested_samplers(self.sampler) if hasattr(nested, "set_epoch")
-        ]
+        epochs = [getattr(holder, "epoch", None) for holder in epoch_holders(self.sampler)]
         return [epoch for epoch in epochs if isinstance(epoch, int)]
 
     def _take_over_epoch(self) -> None:
