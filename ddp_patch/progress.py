@@ -40,9 +40,9 @@ class Progress:
         return self.part
 
 
-def blocks(positions: range) -> Iterator[range]:
+def blocks(positions: range, largest: int = _LARGEST_BLOCK) -> Iterator[range]:
     """Cut positions into blocks: a short one first, so that the first batch comes at once, then twice as many each."""
     start, size = 0, _FIRST_BLOCK
     while start < len(positions):
         yield positions[start : start + size]
-        start, size = start + size, min(2 * size, _LARGEST_BLOCK)
+        start, size = start + size, min(2 * size, largest)

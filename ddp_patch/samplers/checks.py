@@ -82,6 +82,6 @@ def randomness(seed: int | None, generator: torch.Generator | None) -> None:
         whole("seed", seed, 0, "every epoch's order is derived from it")
     if generator is not None and not isinstance(cast(object, generator), torch.Generator):
         raise SamplerError(
-            f"generator={generator!r} is a {type(generator).__name__}, and orders are drawn as torch's samplers draw "
-            "them. Pass a torch.Generator."
+            f"generator={generator!r} is none (type {type(generator).__name__}), and orders are drawn as torch's "
+            "samplers draw them. Pass a torch.Generator."
         )

@@ -1,5 +1,6 @@
 """Batches of one group each."""
 
+import copy
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -7,13 +8,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import Dataset, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from ddp_patch.errors import SamplerError
-from ddp_patch.nesting import tell_epoch
+from ddp_patch.nesting import nested_samplers, tell_epoch
 from ddp_patch.samplers.batches import Batches, cut
 from ddp_patch.samplers.checks import flag, whole
 from ddp_patch.samplers.classes import Classes, Labels
 from ddp_patch.samplers.passes import At, KeyedSampler, Positions, ResumableSampler, Stateful
+from ddp_patch.samplers.scalable import ScalableRandomSampler
+from ddp_patch.seeding import ambient_unmoved
 
 __all__ = ["GroupedBatchSampler", "aspect_ratio_groups"]
 
@@ -24,9 +28,8 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
     The samples of a group stand in the batches in the sampler's order, and the batches come in the order of their
     first samples. An epoch of the sampler is drawn as a whole.
 
-    Where the sampler gives every index at most once an epoch, as shuffling does, but not the same ones each epoch, or
-    some twice, the number of batches differs by epoch: ``len()`` is that of the pass that is running, or of the next
-    one, whose indices it draws ahead.
+    Where the sampler's epochs have other indices each, as when it draws with replacement, the number of batches differs
+    by epoch: ``len()`` is that of the pass that is running, or of the next one, which a copy of the sampler draws.
 
     Args:
         sampler: Indices into ``group_ids``: a sampler, or any iterable that ends.
@@ -52,8 +55,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         self._groups = Classes.of("group_ids", group_ids)
         self.batch_size = whole("batch_size", batch_size, 1, "a batch has so many samples")
         self.drop_uneven = flag("drop_uneven", drop_uneven, "batches with fewer samples are left out or come")
-        self._ahead: tuple[Batches, Any] | None = None  # the next pass, where len() has drawn it
-        self._running: tuple[Batches, Any] | None = None
+        self._running: tuple[Batches, Any] | None = None  # and the wrapped sampler's state from before
         self._latest: tuple[int, Batches] | None = None
 
     @property
@@ -82,16 +84,16 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         tell_epoch(self.sampler, epoch)
         if epoch != before:
             self._leave()
-        self._ahead = None
 
     def __len__(self) -> int:
         if self._running is not None and self._is_running:
             return len(self._running[0])
+        if (fixed := _fixed_indices(self.sampler)) is not None:
+            return len(self._cut(self._group_of(fixed))[0])
         if self._keyed is not None:
             return len(self._epoch(self._keyed, self._keyed.epochs.upcoming))
-        if self._ahead is None:
-            self._ahead = self._draw()
-        return len(self._ahead[0])
+        with ambient_unmoved():
+            return len(self._cut(self._group_of(_indices(_copied(self.sampler))))[0])
 
     def items_at(self, positions: Positions, epoch: int) -> list[list[int]]:
         """Return the batches at some positions of an epoch.
@@ -116,47 +118,41 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         return self._latest[1]
 
     def _begin(self) -> tuple[At, int]:
-        self._running, self._ahead = self._ahead or self._draw(), None
+        before = self._state_of_wrapped()
+        self._running = self._grouped(_indices(self.sampler)), before
         return self._running[0], len(self._running[0])
 
-    def _draw(self) -> tuple[Batches, Any]:
-        """Draw the wrapped sampler's next pass; return its batches, and the sampler's state from before."""
-        before = self._state_of_wrapped()
-        drawn = list(self.sampler)
-        try:
-            indices = np.fromiter(map(operator.index, drawn), np.int64, len(drawn))
-        except TypeError as error:
-            raise SamplerError(
-                f"{type(self.sampler).__name__} gave something else than a whole number ({error}): group_ids is looked "
-                "up by index. Give GroupedBatchSampler a sampler of indices."
-            ) from error
-        return self._grouped(indices), before
-
-    def _grouped(self, indices: npt.NDArray[np.int64]) -> Batches:
+    def _group_of(self, indices: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
         groups = self._groups.codes
         if len(odd := np.flatnonzero((indices < 0) | (indices >= len(groups)))):
             raise SamplerError(
                 f"{type(self.sampler).__name__} gave the index {indices[odd[0]]}, and group_ids has {len(groups)} "
                 "entries: that sample is in no group. Pass one group for each sample of the dataset."
             )
-        group_of = groups[indices]
-        places = np.argsort(group_of, kind="stable")  # group by group, in the sampler's order
+        return np.take(groups, indices)
+
+    def _cut(self, group_of: npt.NDArray[np.integer[Any]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return where the batches begin and end, when the samples stand group by group."""
         sizes = np.bincount(group_of, minlength=len(self._groups.labels))
         starts, stops = cut(sizes, np.full(len(sizes), self.batch_size))
-        if self.drop_uneven:
-            whole_ones = stops - starts == self.batch_size
-            starts, stops = starts[whole_ones], stops[whole_ones]
+        kept = stops - starts == self.batch_size if self.drop_uneven else slice(None)
+        return starts[kept], stops[kept]
+
+    def _grouped(self, indices: npt.NDArray[np.integer[Any]]) -> Batches:
+        group_of = self._group_of(indices)
+        places = np.argsort(group_of, kind="stable")  # group by group, in the sampler's order
+        starts, stops = self._cut(group_of)
         return Batches(indices[places], starts, stops).ordered(np.argsort(places[starts]))
 
     def _state_of_wrapped(self) -> Any:
         return self.sampler.state_dict() if isinstance(self.sampler, Stateful) else None
 
     def _state(self) -> dict[str, Any]:
-        drawn = self._running if self._is_running else self._ahead
-        return {"sampler": self._state_of_wrapped() if drawn is None else drawn[1]}
+        if self._running is not None and self._is_running:
+            return {"sampler": self._running[1]}
+        return {"sampler": self._state_of_wrapped()}
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
-        self._ahead = None
         if (state["sampler"] is not None) != isinstance(self.sampler, Stateful):
             raise SamplerError(
                 "GroupedBatchSampler.load_state_dict() was given a state over another kind of sampler than its "
@@ -165,6 +161,37 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
             )
         if isinstance(self.sampler, Stateful):
             self.sampler.load_state_dict(state["sampler"])
+
+
+def _fixed_indices(sampler: Iterable[int]) -> npt.NDArray[np.int64] | None:
+    """The indices that every epoch has, in any order; None where epochs may have others."""
+    if type(sampler) is RandomSampler:
+        whole_epoch = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        return np.arange(len(sampler.data_source)) if whole_epoch else None
+    if type(sampler) is SequentialSampler:
+        return np.arange(len(sampler.data_source))
+    if type(sampler) is ScalableRandomSampler:
+        return np.arange(len(sampler))
+    if type(sampler) is SubsetRandomSampler:
+        return _indices(sampler.indices)
+    return _indices(sampler) if type(sampler) in (list, tuple, range, np.ndarray, torch.Tensor) else None
+
+
+def _copied(sampler: Iterable[int]) -> Iterable[int]:
+    """Return a copy to be drawn from, which shares datasets with the sampler."""
+    values = [value for nested in nested_samplers(sampler) for value in getattr(nested, "__dict__", {}).values()]
+    return copy.deepcopy(sampler, {id(value): value for value in values if isinstance(value, Dataset)})
+
+
+def _indices(sampler: Iterable[int]) -> npt.NDArray[np.int64]:
+    drawn = list(sampler)
+    try:
+        return np.fromiter(map(operator.index, drawn), np.int64, len(drawn))
+    except TypeError as error:
+        raise SamplerError(
+            f"{type(sampler).__name__} gave something else than a whole number ({error}): group_ids is looked up by "
+            "index. Give GroupedBatchSampler a sampler of indices."
+        ) from error
 
 
 def aspect_ratio_groups(

@@ -46,6 +46,7 @@ class ResumableSampler(Sampler[T]):
 
     _progress: Progress | None = None
     _skip = 0
+    _block = 4096  # so many items are looked up at once
 
     def __iter__(self) -> Iterator[T]:
         return chain.from_iterable(self._runs())
@@ -57,7 +58,7 @@ class ResumableSampler(Sampler[T]):
         # The epoch and the states that a pass follows from are kept by the subclass.
         self._progress = progress = Progress(0, [], {"taken": skip, "ended": False})
         progress.given = skip
-        for run in blocks(range(skip, length)):
+        for run in blocks(range(skip, length), self._block):
             found = at(np.arange(run.start, run.stop))
             yield progress.begin(found.tolist() if isinstance(found, np.ndarray) else found)
         progress.ended = True
@@ -113,7 +114,7 @@ def check_state(sampler: object, state: Mapping[str, Any], names: set[str]) -> N
         kind = state.get("kind", "nothing named") if isinstance(state, Mapping) else f"a {type(state).__name__}"
         raise SamplerError(
             f"{name}.load_state_dict() was given the state of {kind}: each kind of sampler stands somewhere else. Pass "
-            f"what a {name}'s state_dict() returned."
+            f"what the state_dict() of a {name} returned."
         )
     if state.get("version") != _VERSION:
         raise SamplerError(
@@ -123,8 +124,8 @@ def check_state(sampler: object, state: Mapping[str, Any], names: set[str]) -> N
     if differing := sorted(names ^ (state.keys() - {"kind", "version"})):
         raise SamplerError(
             f"{name}.load_state_dict() was given {sorted(state)} and needs {sorted(names | {'kind', 'version'})}: "
-            f"{', '.join(differing)} differ, as where one sampler was given generator= and the other not. Make the "
-            "sampler with the arguments of the one that was saved."
+            f"{', '.join(differing)} is in one of them alone, as where one sampler was given generator= and the other "
+            "not. Make the sampler with the arguments of the one that was saved."
         )
 
 

@@ -28,6 +28,8 @@ class ScalableRandomSampler(KeyedSampler[int]):
         True
     """
 
+    _block = 2**16  # a network is computed by some hundred calls, however few positions are asked for
+
     def __init__(self, n: int, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
         super().__init__(seed, generator)
         self.n = whole("n", n, 0, "so many samples are shuffled")

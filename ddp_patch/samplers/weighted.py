@@ -131,7 +131,9 @@ def _checked(weights: Any, labels: list[Hashable]) -> list[Fraction]:
                 "these. Pass one."
             )
     if not any(by_label.values()):
-        raise SamplerError("weights are all 0, so no class can be drawn. Give at least one label a weight above 0.")
+        raise SamplerError(
+            f"weights={by_label} are all 0, so no class can be drawn. Give at least one label a weight above 0."
+        )
     return [Fraction(by_label[label]) for label in labels]
 
 
