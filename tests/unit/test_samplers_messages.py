@@ -35,7 +35,7 @@ ratios: Any = aspect_ratio_groups
 
 
 def state_of(sampler: Any, **changed: Any) -> dict[str, Any]:
-    return sampler.state_dict() | changed
+    return {**sampler.state_dict(), **changed}
 
 
 MESSAGES: list[tuple[Call, str]] = [
