@@ -80,9 +80,10 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one of the wrapped sampler."""
-        before = None if self._is_running else self.epoch
+        # A pass that was loaded is still to come; of which epoch it is, only the wrapped sampler can say.
+        is_to_come = not self._is_running and getattr(self.sampler, "epoch", epoch) == epoch
         tell_epoch(self.sampler, epoch)
-        if epoch != before:
+        if not is_to_come:
             self._leave()
 
     def __len__(self) -> int:

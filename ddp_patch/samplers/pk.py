@@ -8,7 +8,7 @@ import torch
 
 from ddp_patch.errors import SamplerError
 from ddp_patch.samplers.checks import whole
-from ddp_patch.samplers.classes import Classes, Labels
+from ddp_patch.samplers.classes import Classes, Labels, smallest
 from ddp_patch.samplers.passes import At, KeyedSampler
 
 __all__ = ["PKBatchSampler"]
@@ -111,9 +111,10 @@ class PKBatchSampler(KeyedSampler[list[int]]):
         # In a row of such categories, any p labels lie in `most` of them: those at both ends may be cut.
         least = self.p if most == 1 else -(-(self.p - 1) // (most - 1))
         sizes = np.bincount(category_of)
-        if (smallest := int(sizes.argmin())) >= 0 and sizes[smallest] < least:
+        if sizes.min() < least:
+            small = int(sizes.argmin())
             raise SamplerError(
-                f"The category {found.labels[smallest]!r} has {sizes[smallest]} labels, and batches of p={self.p} "
+                f"The category {found.labels[small]!r} has {sizes[small]} labels, and batches of p={self.p} "
                 f"labels from at most max_categories={most} need at least {least} in each. Pass a smaller p or a "
                 "larger max_categories, or join small categories."
             )
@@ -136,7 +137,8 @@ class PKBatchSampler(KeyedSampler[list[int]]):
         ring = rng.permutation(len(self._classes.labels))
         if self._category_of is None:
             return np.resize(ring, len(self) * self.p)  # which goes on from its beginning
-        place = rng.permutation(int(self._category_of.max()) + 1)
+        number = int(self._category_of.max()) + 1
+        place = rng.permutation(number).astype(smallest(number))
         ring = ring[np.argsort(place[self._category_of[ring]], kind="stable")]
         if self._apart:
             sizes = np.bincount(self._category_of)

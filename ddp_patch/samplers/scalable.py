@@ -28,7 +28,7 @@ class ScalableRandomSampler(KeyedSampler[int]):
         True
     """
 
-    _block = 2**16  # a network is computed by some hundred calls, however few positions are asked for
+    _block = 2**16  # to compute a network takes some hundred calls, however few positions are asked for
 
     def __init__(self, n: int, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
         super().__init__(seed, generator)

@@ -23,8 +23,8 @@ class WeightedClassSampler(KeyedSampler[int]):
 
     A class of weight w gets ``length * w / sum(weights)`` draws, rounded so that all sum to ``length`` and none is off
     by one or more. Of a class with that many samples none comes twice; of a smaller one each comes as often as any
-    other, or once more, and chance decides which. ``WeightedRandomSampler``, which draws each index anew, leaves out 37 %
-    on the average of a class of which it draws as many as there are.
+    other, or once more, and chance decides which. ``WeightedRandomSampler`` draws each index anew: of a class of which
+    it draws as many as there are it leaves out 37 % on the average.
 
     Args:
         labels: One for each sample, of any hashable type: a list, array or tensor.

@@ -40,6 +40,8 @@ class WindowSampler(KeyedSampler[int]):
         (4, [0, 3, 6, 9])
     """
 
+    _block = 2**16  # as in ScalableRandomSampler
+
     def __init__(
         self,
         size: int,
