@@ -76,6 +76,13 @@ def bench(session: nox.Session) -> None:
     session.run("python", "-W", "ignore", "benchmarks/speed.py", *session.posargs)
 
 
+@nox.session
+def samplers(session: nox.Session) -> None:
+    """Measure the samplers, and write the table and the pictures of ``docs/samplers.md``; ``--n 100000`` is short."""
+    install(session, ".[bench]")
+    session.run("python", "benchmarks/samplers.py", *session.posargs)
+
+
 def install(session: nox.Session, *packages: str) -> None:
     """Install what is named and all that it needs, in the versions of constraints.txt only."""
     session.install("-c", "constraints.txt", "--build-constraint", "constraints.txt", *packages)

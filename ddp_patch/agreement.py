@@ -28,7 +28,8 @@ from ddp_patch.errors import InvalidOptionError, LeaderWarning
 from ddp_patch.exchange import exchange, refuse
 from ddp_patch.fingerprint import COMPARED, fingerprint
 from ddp_patch.leader import Leader
-from ddp_patch.loader import generators, nested_samplers, random_generators
+from ddp_patch.loader import generators, random_generators
+from ddp_patch.nesting import nested_samplers
 from ddp_patch.options import Agreement, Options
 from ddp_patch.orders import has_order, order_of
 from ddp_patch.plan import Plan

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 from torch.utils.data import DistributedSampler
 
 from ddp_patch.agreement import Agreed
+from ddp_patch.epoch_pass import EpochPass
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.place import Held, Place, plain_attributes, read_state
 from ddp_patch.plan import Plan
-from ddp_patch.progress import Progress
 from ddp_patch.seeding import EpochCounter
 
 __all__ = ["EpochSampler"]
@@ -43,7 +43,7 @@ class EpochSampler(DistributedSampler[T]):
         self.epochs = EpochCounter()
         # The names by which DistributedSampler's users know these.
         self.num_replicas, self.rank = agreed.world.num_replicas, agreed.world.rank
-        self.progress: Progress | None = None
+        self.progress: EpochPass | None = None
         self.place: Place | None = None
         self._holders = holders  # what may hold random generators, or a state of its own
         self._at_first = plain_attributes(holders)
@@ -74,7 +74,7 @@ class EpochSampler(DistributedSampler[T]):
         except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
             return None
 
-    def rest_length(self, progress: Progress) -> int | None:
+    def rest_length(self, progress: EpochPass) -> int | None:
         """How many items all ranks share in a pass: found, or as the sampler says, or None."""
         if progress.length is not None:
             return progress.length
@@ -110,12 +110,12 @@ class EpochSampler(DistributedSampler[T]):
         self.progress = None
         self.epochs.set(number)
 
-    def _current(self) -> Progress:
+    def _current(self) -> EpochPass:
         """The pass that lengths are told of: the one to come, where it goes on from a place, or the one in progress."""
         if self.place is not None:
-            return Progress.at(self.place, self.num_replicas, resumes=True)
+            return EpochPass.at(self.place, self.num_replicas, resumes=True)
         if self.progress is None or self.progress.over:
-            return Progress(self.epochs.current)
+            return EpochPass(epoch=self.epochs.current)
         return self.progress
 
     def state_dict(self) -> dict[str, Any]:
@@ -168,11 +168,11 @@ class EpochSampler(DistributedSampler[T]):
                 return progress.end(self.num_replicas, self._held()).following().state(self._facts)
         return progress.place(self.num_replicas, progress.skip + batches * size).state(self._facts)
 
-    def _is_over(self, progress: Progress) -> bool:
+    def _is_over(self, progress: EpochPass) -> bool:
         """Whether nothing more will be asked for in the latest pass."""
         return progress.over
 
-    def _given_after(self, progress: Progress, taken: int) -> int:
+    def _given_after(self, progress: EpochPass, taken: int) -> int:
         """How many items of the share were drawn beyond so many."""
         return progress.given - taken
 

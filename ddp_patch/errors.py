@@ -14,6 +14,7 @@
         ├── AlreadyPatchedError          also a RuntimeError: sharded already, for another world
         ├── NotPatchedError              also an AssertionError: the guard found unsharded loaders
         ├── ExhaustedSamplerError        also a RuntimeError: an iterator was given as sampler and has nothing left
+        ├── SamplerError                 also a ValueError: a sampler of ddp_patch.samplers was asked for what cannot be
         ├── StateError                   also a ValueError: a saved state that cannot be told or restored
         ├── OutputsError                 also a ValueError: outputs that are not those of one pass over the loader
         ├── StreamLengthError            also a RuntimeError: a sampler gave another number of items than it said
@@ -39,6 +40,7 @@ __all__ = [
     "OutputsError",
     "RankMismatchError",
     "RanksFailedError",
+    "SamplerError",
     "StateError",
     "StreamLengthError",
     "StreamLengthWarning",
@@ -85,6 +87,10 @@ class AlreadyPatchedError(DDPPatchError, RuntimeError):
 
 class NotPatchedError(DDPPatchError, AssertionError):
     """The guard found loaders that would give every rank the same data."""
+
+
+class SamplerError(DDPPatchError, ValueError):
+    """A sampler of ``ddp_patch.samplers`` was given what it cannot draw from, or a state that is not its own."""
 
 
 class StateError(DDPPatchError, ValueError):

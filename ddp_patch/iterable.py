@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ddp_patch.agreement import Agreed, length_of
+from ddp_patch.epoch_pass import EpochPass
 from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import StateError, StreamLengthError
 from ddp_patch.fingerprint import fingerprinted
@@ -21,7 +22,6 @@ from ddp_patch.loader import random_generators
 from ddp_patch.options import Options
 from ddp_patch.place import Place
 from ddp_patch.plan import Done, Plan
-from ddp_patch.progress import Progress
 from ddp_patch.seeding import EpochCounter, PrivateRNG
 from ddp_patch.sharing import share
 from ddp_patch.streams import draw
@@ -240,7 +240,7 @@ class StreamSampler(EpochSampler[None]):
 
     def _pass(self, epoch: int) -> Iterator[None]:
         place = self.place or Place(epoch, held=self._held())
-        progress = Progress.at(place, self.num_replicas, resumes=self.place is not None)
+        progress = EpochPass.at(place, self.num_replicas, resumes=self.place is not None)
         # Workers cannot meet; what they have drawn is compared here, in the main process, when the next pass begins.
         self._begin(epoch, {"position": progress.begins_at}, self.dataset.ended(self.epochs.passes))
         self.dataset.begin(self.epochs.passes, epoch)
@@ -274,10 +274,10 @@ class StreamSampler(EpochSampler[None]):
         if self.place is None:
             self.dataset.go_on(0, None)
 
-    def _is_over(self, progress: Progress) -> bool:
+    def _is_over(self, progress: EpochPass) -> bool:
         return progress.over or self.length_found() is not None  # persistent workers keep a pass that has ended
 
-    def _given_after(self, progress: Progress, taken: int) -> int:
+    def _given_after(self, progress: EpochPass, taken: int) -> int:
         return 0  # in workers
 
     def _place_now(self) -> Place:

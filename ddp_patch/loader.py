@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddp_patch.errors import NotALoaderError, UnsupportedLoaderError
+from ddp_patch.nesting import nested_samplers
 from ddp_patch.seeding import RandomGenerator
 
 __all__ = [
@@ -166,18 +167,6 @@ def copy_loader(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
                 "its sampler."
             )
     return clone
-
-
-def nested_samplers(sampler: object) -> Iterator[object]:
-    """Yield a sampler and all that it holds as ``.sampler`` or ``.batch_sampler``, from the outside in."""
-    waiting, seen = [sampler], set[int]()
-    while waiting:
-        found = waiting.pop(0)
-        if found is None or id(found) in seen:
-            continue
-        seen.add(id(found))
-        yield found
-        waiting += [getattr(found, name, None) for name in ("batch_sampler", "sampler")]
 
 
 def samplers_in_use(loader: DataLoader[Any]) -> Iterator[object]:

@@ -22,14 +22,13 @@ from torch.utils.data import (
 )
 
 from ddp_patch.errors import StreamLengthError
-from ddp_patch.permutation import Permutation
-from ddp_patch.seeding import shuffle_key
+from ddp_patch.plan import blocks
+from ddp_patch.samplers import ScalableRandomSampler
 
 __all__ = [
     "Order",
     "RandomAccess",
     "ScalableShuffle",
-    "blocks",
     "has_order",
     "is_random_access",
     "order_of",
@@ -38,15 +37,14 @@ __all__ = [
 # Of an order that is drawn turn by turn, how many items a turn has, at least.
 _TURN = 2**17
 
-_FIRST_BLOCK, _LARGEST_BLOCK = 64, 4096
-
 
 class RandomAccess(Protocol):
     """A sampler whose items can be looked up at any positions of any epoch.
 
     A sampler that has these methods is not drawn: each rank asks for the items of its own share, so it costs no more
     for any number of ranks. The items must follow from position and epoch alone, and be those that iterating gives. A
-    subclass that has an ``__iter__`` of its own, and no ``items_at``, is iterated.
+    subclass that has an ``__iter__`` of its own, and no ``items_at``, is iterated; so is a sampler whose attribute
+    ``has_random_access`` is False, for classes of which only some samplers can be looked up.
 
     Examples:
         >>> class Strided:
@@ -99,7 +97,12 @@ def has_order(sampler: object) -> bool:
 
 
 def is_random_access(sampler: object) -> TypeGuard[RandomAccess]:
-    """Tell whether the sampler's class, or the nearest base that says how to iterate it, has ``items_at``."""
+    """Tell whether the sampler's class, or the nearest base that says how to iterate it, has ``items_at``.
+
+    A sampler whose ``has_random_access`` is False has none, whatever its class has.
+    """
+    if getattr(sampler, "has_random_access", True) is False:
+        return False
     for base in type(sampler).__mro__:
         if "items_at" in vars(base):
             names = list(inspect.signature(vars(base)["items_at"]).parameters)[1:]
@@ -208,14 +211,6 @@ def _as_array(positions: range) -> npt.NDArray[np.int64]:
     return positions.start + step * np.arange(len(positions))
 
 
-def blocks(positions: range) -> Iterator[range]:
-    """Cut positions into blocks: a short one first, so that the first batch comes at once, then twice as many each."""
-    start, size = 0, _FIRST_BLOCK
-    while start < len(positions):
-        yield positions[start : start + size]
-        start, size = start + size, min(2 * size, _LARGEST_BLOCK)
-
-
 class ScalableShuffle(Sampler[int]):
     """The order of a shuffling sampler of torch's, in constant memory: computed at the positions asked for.
 
@@ -246,8 +241,8 @@ class ScalableShuffle(Sampler[int]):
         """Return the order of an epoch."""
         if isinstance(self.sampler, SubsetRandomSampler):
             indices = self.sampler.indices
-            shuffled = Permutation(len(indices), shuffle_key(self.seed, epoch))
-            return Order(len(indices), lambda p: [indices[place] for place in shuffled(_as_array(p)).tolist()])
+            at = ScalableRandomSampler(len(indices), seed=self.seed).items_at
+            return Order(len(indices), lambda p: [indices[place] for place in at(_as_array(p), epoch).tolist()])
         n = len(self.sampler.data_source)
-        shuffled = Permutation(n, shuffle_key(self.seed, epoch))
-        return Order(min(n, self.sampler.num_samples), lambda p: shuffled(_as_array(p)).tolist())
+        at = ScalableRandomSampler(n, seed=self.seed).items_at
+        return Order(min(n, self.sampler.num_samples), lambda p: at(_as_array(p), epoch).tolist())

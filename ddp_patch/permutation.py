@@ -10,6 +10,8 @@ __all__ = ["Permutation"]
 _ROUNDS = 8
 # So small a range is shuffled in a table: a Feistel network has too few halves there to look random.
 _TABLE = 2**16
+# So many positions are computed together: more do not stay in the processor's caches.
+_CHUNK = 2**16
 # Multipliers of splitmix64 (its finaliser mixes the round function's bits).
 _MULTIPLY = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
@@ -62,6 +64,12 @@ class Permutation:
         """
         if self._table is not None:
             return np.take(self._table, positions)
+        if len(positions) <= _CHUNK:
+            return self._computed(positions)
+        chunks = [positions[start : start + _CHUNK] for start in range(0, len(positions), _CHUNK)]
+        return np.concatenate([self._computed(chunk) for chunk in chunks])
+
+    def _computed(self, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         found = self._feistel(positions.astype(np.uint64))
         while len(outside := np.flatnonzero(found >= self.n)):
             found[outside] = self._feistel(found[outside])

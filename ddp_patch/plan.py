@@ -8,12 +8,15 @@ from typing import TypeAlias, TypeVar
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.options import Layout, Uneven, check_layout, check_uneven
 
-__all__ = ["Done", "Plan", "Rest"]
+__all__ = ["Done", "Plan", "Rest", "blocks"]
 
 T = TypeVar("T")
 
 # What was taken of a stream: by how many ranks, how many items each; in turn, where their number changed.
 Done: TypeAlias = Sequence[tuple[int, int]]
+
+
+_FIRST_BLOCK, _LARGEST_BLOCK = 64, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +175,11 @@ class Rest:
             yield islice(stream, run.start - at, run.stop - at)
             at = run.stop
         yield islice(stream, self.n - at, None)
+
+
+def blocks(positions: range, largest: int = _LARGEST_BLOCK) -> Iterator[range]:
+    """Cut positions into blocks: a short one first, so that the first batch comes at once, then twice as many each."""
+    start, size = 0, _FIRST_BLOCK
+    while start < len(positions):
+        yield positions[start : start + size]
+        start, size = start + size, min(2 * size, largest)

@@ -21,6 +21,7 @@ __all__ = [
     "PrivateRNG",
     "RandomGenerator",
     "WorkerSeeding",
+    "ambient_unmoved",
     "distributed_permutation",
     "epoch_seed",
     "generator_state",
@@ -154,6 +155,16 @@ class PrivateRNG:
         self._private = _GlobalState.capture()
         self._ambient.install()
         self._swapping.release()
+
+
+@contextmanager
+def ambient_unmoved() -> Iterator[None]:
+    """Put the global generators back, afterwards, into the states that they have now."""
+    state = _GlobalState.capture()
+    try:
+        yield
+    finally:
+        state.install()
 
 
 @contextmanager

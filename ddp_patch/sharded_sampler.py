@@ -10,15 +10,16 @@ from itertools import chain
 from typing import Any, Self, TypeVar, cast
 
 from ddp_patch.agreement import Agreed, describe
+from ddp_patch.epoch_pass import EpochPass
 from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError, StreamLengthWarning
 from ddp_patch.fingerprint import COMPARED, fingerprint, fingerprinted
 from ddp_patch.leader import FIRST_PIECE, LARGEST_PIECE
-from ddp_patch.loader import nested_samplers, random_generators
-from ddp_patch.orders import Order, ScalableShuffle, blocks, has_order, is_random_access, order_of
+from ddp_patch.loader import random_generators
+from ddp_patch.nesting import epoch_holders, nested_samplers, tell_epoch
+from ddp_patch.orders import Order, ScalableShuffle, has_order, is_random_access, order_of
 from ddp_patch.place import Held, Place
-from ddp_patch.plan import Plan, Rest
-from ddp_patch.progress import Progress
+from ddp_patch.plan import Plan, Rest, blocks
 from ddp_patch.seeding import PrivateRNG, distributed_permutation, unmoved
 from ddp_patch.sharing import share
 from ddp_patch.streams import MOST_AHEAD, draw, own
@@ -71,7 +72,7 @@ class ShardedSampler(EpochSampler[T]):
     def __len__(self) -> int:
         return self.num_samples
 
-    def _rest(self, progress: Progress) -> Rest:
+    def _rest(self, progress: EpochPass) -> Rest:
         return self.plan.rest(self._stream_length(progress.epoch), progress.before)
 
     def _stream_length(self, epoch: int) -> int:
@@ -104,15 +105,11 @@ class ShardedSampler(EpochSampler[T]):
         self._tell_nested(self.epochs.upcoming)
 
     def _tell_nested(self, epoch: int) -> None:
-        for nested in nested_samplers(self.sampler):
-            if callable(tell := getattr(nested, "set_epoch", None)):
-                tell(epoch)
+        tell_epoch(self.sampler, epoch)
         self._nested_epochs = self._read_nested_epochs()
 
     def _read_nested_epochs(self) -> list[int]:
-        epochs = [
-            getattr(nested, "epoch", None) for nested in nested_samplers(self.sampler) if hasattr(nested, "set_epoch")
-        ]
+        epochs = [getattr(holder, "epoch", None) for holder in epoch_holders(self.sampler)]
         return [epoch for epoch in epochs if isinstance(epoch, int)]
 
     def _take_over_epoch(self) -> None:
@@ -139,7 +136,7 @@ class ShardedSampler(EpochSampler[T]):
         is_computed = type(sampler) is ScalableShuffle or is_random_access(sampler)
         return is_computed or not self.agreed.options.verify
 
-    def _start(self) -> tuple[Iterator[T], AbstractContextManager[None], Progress]:
+    def _start(self) -> tuple[Iterator[T], AbstractContextManager[None], EpochPass]:
         """Begin the wrapped sampler's upcoming epoch."""
         epoch = self.epochs.upcoming
         self._tell_nested(epoch)
@@ -148,7 +145,7 @@ class ShardedSampler(EpochSampler[T]):
             place.held.reinstate(self._holders)  # others may have drawn from the generators since it was loaded
         else:
             place = Place(epoch, held=self._held())
-        progress = self.progress = Progress.at(place, self.num_replicas, resumes=self.place is not None)
+        progress = self.progress = EpochPass.at(place, self.num_replicas, resumes=self.place is not None)
         progress.sizes = deque() if self.tells_sizes else None
         # Where ranks meet, one with an item more must do as those do that have come to their end.
         if place.ended or (self._meets_unevenly and progress.skip and progress.skip == self._rounds(progress)):
@@ -167,7 +164,7 @@ class ShardedSampler(EpochSampler[T]):
         return stream, rng, progress
 
     def _pass(
-        self, stream: Iterator[T], rng: AbstractContextManager[None], progress: Progress
+        self, stream: Iterator[T], rng: AbstractContextManager[None], progress: EpochPass
     ) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
         if progress.ended:
@@ -187,7 +184,7 @@ class ShardedSampler(EpochSampler[T]):
         finally:
             progress.over = True
 
-    def _looked_up(self, rng: AbstractContextManager[None], progress: Progress) -> Iterator[Iterator[T]]:
+    def _looked_up(self, rng: AbstractContextManager[None], progress: EpochPass) -> Iterator[Iterator[T]]:
         """Yield this rank's items from an order that is known as a whole."""
         self._catch_up(progress)
         with rng:
@@ -215,7 +212,7 @@ class ShardedSampler(EpochSampler[T]):
         progress.draw_to_end()
 
     def _drawn(
-        self, stream: Iterator[T], rng: AbstractContextManager[None], again: bool, progress: Progress
+        self, stream: Iterator[T], rng: AbstractContextManager[None], again: bool, progress: EpochPass
     ) -> Iterator[Iterator[T]]:
         """Yield this rank's items of a stream that is drawn chunk by chunk."""
         one_shot = isinstance(self.sampler, Iterator)  # which no pass begins anew
@@ -235,13 +232,13 @@ class ShardedSampler(EpochSampler[T]):
             self._catch_up(progress)
             yield run
 
-    def _catch_up(self, progress: Progress) -> None:
+    def _catch_up(self, progress: EpochPass) -> None:
         """Once as much is drawn as when a state was taken, give the generators their states of then."""
         if progress.now is not None and progress.given >= progress.now[0]:
             progress.now[1].reinstate_generators(self._holders)
             progress.now = None
 
-    def _rounds(self, progress: Progress) -> int | None:
+    def _rounds(self, progress: EpochPass) -> int | None:
         """How many items the ranks with most of them take; None where that is not known."""
         length = self.rest_length(progress)
         return None if length is None else self.plan.rounds(length)
@@ -250,7 +247,7 @@ class ShardedSampler(EpochSampler[T]):
         """The sampler's stream, begun with its first item: an error then is one that the leader can tell of."""
         yield from self.sampler
 
-    def _parts(self, chunks: Iterator[list[T]], rest: Rest, progress: Progress) -> Iterator[list[T]]:
+    def _parts(self, chunks: Iterator[list[T]], rest: Rest, progress: EpochPass) -> Iterator[list[T]]:
         """Yield this rank's items: cut from what it draws, or as rank 0 sends them."""
         leader = self.agreed.leader
         if leader is None:
@@ -271,12 +268,12 @@ class ShardedSampler(EpochSampler[T]):
         shares = self._shares(chunks, plans, rest, progress)
         return leader.send(shares, turn, partial(self._note, progress), first_piece, largest_piece)
 
-    def _note(self, progress: Progress, is_last: bool) -> tuple[Held, Held | None, int | None]:
+    def _note(self, progress: EpochPass, is_last: bool) -> tuple[Held, Held | None, int | None]:
         """What the leader tells the others, so that every rank knows where the loader stands."""
         return progress.held, self._held() if is_last else None, progress.length
 
     def _shares(
-        self, chunks: Iterator[list[T]], plans: Sequence[Plan], rest: Rest, progress: Progress
+        self, chunks: Iterator[list[T]], plans: Sequence[Plan], rest: Rest, progress: EpochPass
     ) -> Iterator[list[list[T]]]:
         def at_end(drawn: int) -> None:
             progress.length = drawn
@@ -342,7 +339,7 @@ def _items_at(order: Order, rest: Rest, positions: range) -> Sequence[Any]:
     return order.at(runs[0]) if len(runs) == 1 else [item for run in runs for item in order.at(run)]
 
 
-def _take_note(progress: Progress, note: tuple[Held, Held | None, int | None]) -> None:
+def _take_note(progress: EpochPass, note: tuple[Held, Held | None, int | None]) -> None:
     progress.held, progress.after, progress.length = note
 
 

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_patch.agreement import Agreed, Proposal, agree, describe, refusals_told, require_length
 from ddp_patch.errors import AlreadyPatchedError, WorldError
-from ddp_patch.loader import is_ddp_aware, nested_samplers
+from ddp_patch.loader import is_ddp_aware
+from ddp_patch.nesting import nested_samplers
 from ddp_patch.options import Agreement, Layout, Options, Uneven
 from ddp_patch.sharded_sampler import ShardedSampler
 from ddp_patch.world import find_world

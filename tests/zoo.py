@@ -25,6 +25,16 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from ddp_patch.samplers import (
+    GroupedBatchSampler,
+    IterationBatchSampler,
+    LengthBucketBatchSampler,
+    PKBatchSampler,
+    ScalableRandomSampler,
+    WeightedClassSampler,
+    WindowSampler,
+)
+
 N = 23  # a prime: no world size but 1 divides it
 
 
@@ -448,7 +458,70 @@ KINDS = [
     ),
     Kind("iterable, batch_size=None", lambda: DataLoader(Source(), batch_size=None), shuffles=False, sized=False),
 ]
-BY_NAME = {kind.name: kind for kind in KINDS}
+
+LABELS = [0] * 12 + [1] * 7 + [2] * 4  # of N samples
+LENGTHS = [1 + 7 * i % 11 for i in range(N)]
+GROUPS = [length % 3 for length in LENGTHS]
+
+
+def pk_batches(**randomness: Any) -> PKBatchSampler:
+    return PKBatchSampler(["abcde"[i % 5] for i in range(N)], p=2, k=2, **randomness)
+
+
+def grouped(sampler: Iterable[int]) -> DataLoader[Any]:
+    return loader(batch_sampler=GroupedBatchSampler(sampler, GROUPS, 3))
+
+
+def by_iterations(batch_sampler: Iterable[list[int]], start_iteration: int = 0) -> DataLoader[Any]:
+    return loader(batch_sampler=IterationBatchSampler(batch_sampler, 11, start_iteration))
+
+
+# Samplers of ddp_patch.samplers, which docs/loaders.md does not compare with other libraries.
+OUR_KINDS = [
+    Kind("class-weighted", lambda: loader(sampler=WeightedClassSampler(LABELS, [1, 1, 2], 31))),
+    Kind("class-weighted, seed", lambda: loader(sampler=WeightedClassSampler(LABELS, [1, 1, 2], 31, seed=5))),
+    Kind(
+        "class-weighted, generator",
+        lambda: loader(sampler=WeightedClassSampler(LABELS, [1, 1, 2], 31, generator=seeded_generator())),
+        stateful=True,
+    ),
+    Kind("scalable", lambda: loader(sampler=ScalableRandomSampler(N))),
+    Kind("scalable, seed", lambda: loader(sampler=ScalableRandomSampler(N, seed=5))),
+    Kind(
+        "scalable, generator",
+        lambda: loader(sampler=ScalableRandomSampler(N, generator=seeded_generator())),
+        stateful=True,
+    ),
+    Kind("windows", lambda: loader(sampler=WindowSampler(N, 3))),
+    Kind("windows, seed", lambda: loader(sampler=WindowSampler(N, 3, seed=5))),
+    Kind("windows in their order", lambda: loader(sampler=WindowSampler(N, 4, 2, shuffle=False, seed=5))),
+    Kind("PKBatchSampler", lambda: loader(batch_sampler=pk_batches()), batches=True),
+    Kind("PKBatchSampler, seed", lambda: loader(batch_sampler=pk_batches(seed=5)), batches=True),
+    Kind(
+        "length buckets",
+        lambda: loader(batch_sampler=LengthBucketBatchSampler(LENGTHS, max_tokens=20)),
+        batches=True,
+    ),
+    Kind(
+        "length buckets, seed",
+        lambda: loader(batch_sampler=LengthBucketBatchSampler(LENGTHS, batch_size=3, seed=5)),
+        batches=True,
+    ),
+    Kind("grouped, in order", lambda: grouped(range(N)), shuffles=False, batches=True),
+    Kind("grouped, shuffled", lambda: grouped(RandomSampler(Indices())), batches=True),
+    Kind("grouped, seed", lambda: grouped(ScalableRandomSampler(N, seed=5)), batches=True),
+    Kind("grouped, drawn with replacement", lambda: grouped(WeightedRandomSampler(range(1, N + 1), 31)), batches=True),
+    Kind(
+        "grouped, other samples each epoch, seed",
+        lambda: grouped(WeightedClassSampler(LABELS, [1, 1, 2], 13, seed=5)),
+        batches=True,
+    ),
+    Kind("iterations", lambda: by_iterations(BatchSampler(RandomSampler(Indices()), 4, False), 3), batches=True),
+    Kind("iterations, seed", lambda: by_iterations(pk_batches(seed=5)), batches=True),
+    Kind("iterations, set_epoch", lambda: by_iterations(BatchSampler(EpochSeeded(), 4, False)), batches=True),
+]
+ALL_KINDS = [*KINDS, *OUR_KINDS]
+BY_NAME = {kind.name: kind for kind in ALL_KINDS}
 
 
 def units(kind: Kind, loader: Any, steps: int = STEPS) -> list[Any]:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -18,9 +17,10 @@ from rich.table import Table
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_patch import assert_loaders_patched, patch_dataloader_to_ddp
+from ddp_patch.samplers import IterationBatchSampler, PKBatchSampler, WeightedClassSampler
 
 Batch = tuple[Tensor, ...]  # images, labels, indices
 Loaders = dict[str, DataLoader[Batch]]
@@ -32,21 +32,6 @@ SEED, EPOCHS, BATCH_SIZE = 7, 5, 32
 TRAIN_SIZE, P, K, PK_BATCHES = 1500, 8, 4, 46
 EVALUATION = "evaluation"
 TOLERANCE = 1e-4
-
-
-class PKBatchSampler(Sampler[list[int]]):
-    """Batches of ``P`` labels with ``K`` instances each, drawn from torch's and numpy's global random states."""
-
-    def __init__(self, labels: Tensor) -> None:
-        self.indices_of = [np.flatnonzero(labels.numpy() == label) for label in np.unique(labels)]
-
-    def __len__(self) -> int:
-        return PK_BATCHES
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(PK_BATCHES):
-            chosen = torch.randperm(len(self.indices_of))[:P].tolist()
-            yield np.concatenate([np.random.choice(self.indices_of[c], K, replace=False) for c in chosen]).tolist()
 
 
 @dataclass(frozen=True)
@@ -75,12 +60,12 @@ def make_loaders(batch_size: int) -> Loaders:
     # TensorDataset(*data[a:b]) is the part with the indices still those of the whole.
     train, evaluation = TensorDataset(*data[:TRAIN_SIZE]), TensorDataset(*data[TRAIN_SIZE:])
     train_labels = labels[:TRAIN_SIZE]
-    weights = (1 / train_labels.bincount())[train_labels]
-    weighted = WeightedRandomSampler(weights.tolist(), num_samples=TRAIN_SIZE)
+    balanced = WeightedClassSampler.n_per_class(train_labels, TRAIN_SIZE // 10)
+    pk_batches = IterationBatchSampler(PKBatchSampler(train_labels, P, K), PK_BATCHES)
     return {
         "shuffled": DataLoader(train, batch_size, shuffle=True),
-        "class-weighted": DataLoader(train, batch_size, sampler=weighted),
-        "P x K batches": DataLoader(train, batch_sampler=PKBatchSampler(train_labels)),
+        "class-balanced": DataLoader(train, batch_size, sampler=balanced),
+        "P x K batches": DataLoader(train, batch_sampler=pk_batches),
         EVALUATION: DataLoader(evaluation, batch_size),
     }
 
@@ -174,7 +159,6 @@ def main() -> None:
     """Train on all ranks, then on rank 0 alone, and compare."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(SEED + rank)  # every rank differently: the patched loaders agree all the same
-    np.random.seed(SEED + rank)
     shares = {name: patch_dataloader_to_ddp(loader, seed=SEED) for name, loader in make_loaders(BATCH_SIZE).items()}
     assert_loaders_patched(shares)
     mlp = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 from zoo import Bare, as_it_is, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
@@ -55,7 +55,7 @@ def indices(n: int, batch_size: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(Anything(n), batch_size, collate_fn=as_it_is, **options)
 
 
-class Anything:
+class Anything(Dataset[Any]):
     """A dataset that gives the key back."""
 
     def __init__(self, n: int) -> None:

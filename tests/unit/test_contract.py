@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, DistributedSampler
-from zoo import BY_NAME, KINDS, STEPS, Kind, N, draw_ambient, loader, seed_ambient, units
+from zoo import ALL_KINDS, BY_NAME, STEPS, Kind, N, draw_ambient, loader, seed_ambient, units
 
 from ddp_patch import (
     ExhaustedSamplerError,
@@ -22,7 +22,7 @@ from ddp_patch.plan import Plan
 
 SEED = 7
 
-FINITE = [kind for kind in KINDS if not kind.endless]
+FINITE = [kind for kind in ALL_KINDS if not kind.endless]
 # A rank's own drop_last takes items off its share, so that shares of such a loader say nothing of the stream.
 WHOLE = [kind for kind in FINITE if not kind.make().drop_last]
 
@@ -101,7 +101,7 @@ def test_contiguous_shares_of_an_unknown_length_are_refused_at_the_patch(kind: K
 
 
 @pytest.mark.parametrize("world_size", range(1, 6))
-@over([kind for kind in KINDS if kind.endless])
+@over([kind for kind in ALL_KINDS if kind.endless])
 def test_an_endless_stream_is_shared_from_its_beginning(kind: Kind, world_size: int) -> None:
     """And its length is the usual TypeError."""
     ranks = [epochs_of(kind, rank, world_size) for rank in range(world_size)]
@@ -136,7 +136,7 @@ def test_an_iterator_says_that_nothing_is_left() -> None:
     )
 
 
-@over([kind for kind in KINDS if "iterable" not in kind.name and kind.warning is None])
+@over([kind for kind in ALL_KINDS if "iterable" not in kind.name and kind.warning is None])
 def test_drawing_leaves_no_trace_in_the_ambient_states(kind: Kind) -> None:
     seed_ambient(3)
     sampler = sharded(patch_dataloader_to_ddp(kind.make(), rank=0, num_replicas=2))
@@ -176,7 +176,7 @@ def test_any_epoch_is_drawn_without_those_before(kind: Kind) -> None:
         assert units(kind, patched) == whole[epoch]
 
 
-@over([kind for kind in KINDS if kind.stateful and "weighted" not in kind.name])
+@over([kind for kind in ALL_KINDS if kind.stateful and "weighted" not in kind.name])
 def test_ranks_stay_together_after_a_break_where_the_sampler_has_a_state(kind: Kind) -> None:
     shares = []
     for rank in range(2):

@@ -8,6 +8,7 @@ import torch
 from test_exports import MODULES
 
 import ddp_patch
+from ddp_patch import samplers
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -22,3 +23,8 @@ def test_examples(name: str) -> None:
 )
 def test_every_public_call_has_an_example(name: str) -> None:
     assert ">>> " in (getattr(ddp_patch, name).__doc__ or "")
+
+
+@pytest.mark.parametrize("name", samplers.__all__)
+def test_every_sampler_has_an_example(name: str) -> None:
+    assert ">>> " in (getattr(samplers, name).__doc__ or "")

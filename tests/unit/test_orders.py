@@ -30,8 +30,8 @@ from ddp_patch import (
     seeding,
     streams,
 )
-from ddp_patch.orders import ScalableShuffle, blocks, has_order, order_of
-from ddp_patch.plan import Plan
+from ddp_patch.orders import ScalableShuffle, has_order, order_of
+from ddp_patch.plan import Plan, blocks
 from ddp_patch.seeding import PrivateRNG, epoch_seed
 
 WORDS = [f"{index}.jpg" for index in range(103)]
@@ -152,6 +152,7 @@ def test_only_exactly_torchs_samplers_and_random_access_have_an_order() -> None:
     assert not has_order(range(3))
     assert not has_order(LookedUp)  # a class is no sampler
     assert has_order(LookedUp(3))
+    assert not has_order(OnlyIterated(3))
     assert not has_order(Reversed(3))
     assert not has_order(Delegating(LookedUp(3)))
     assert not has_order(OfSomethingElse(3))
@@ -199,6 +200,12 @@ class LookedUp:
         assert positions.min() >= 0
         assert positions.max() < self.n
         return self.n - 1 - positions
+
+
+class OnlyIterated(LookedUp):
+    """Of a class that has random access, one that has none."""
+
+    has_random_access = False
 
 
 class Reversed(LookedUp):

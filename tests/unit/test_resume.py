@@ -481,11 +481,9 @@ class Pairs(BatchSampler):
 
 def test_persistent_workers_whose_dataset_holds_a_generator_are_refused() -> None:
     class Holds(Source):
-        generator = None
-
         def __init__(self) -> None:
             super().__init__()
-            self.generator = np.random.default_rng(0)  # type: ignore[assignment]
+            self.generator = np.random.default_rng(0)
 
     persistent = start(DataLoader(Holds(), 2, num_workers=1, persistent_workers=True))
     with pytest.raises(StateError, match="The state of Holds cannot be told: it holds a random generator, which"):

@@ -1,0 +1,41 @@
+"""A shuffle in constant memory."""
+
+import numpy as np
+import torch
+
+from ddp_patch.permutation import Permutation
+from ddp_patch.samplers.checks import whole
+from ddp_patch.samplers.passes import At, KeyedSampler
+
+__all__ = ["ScalableRandomSampler"]
+
+
+class ScalableRandomSampler(KeyedSampler[int]):
+    """Shuffles ``range(n)`` in constant memory: what stands at a position is computed when it is asked for.
+
+    Args:
+        n: How many samples there are, from 0 to 2**63 - 1.
+        seed: What every epoch's order follows from, together with the epoch's number.
+        generator: What each pass draws one number from instead; without either, torch's global generator.
+
+    Raises:
+        SamplerError: ``n`` is no such number, or ``seed`` and ``generator`` are both given.
+
+    Examples:
+        >>> sampler = ScalableRandomSampler(10**12, seed=0)
+        >>> first = next(iter(sampler))
+        >>> first == sampler.items_at(np.array([0]), epoch=0).item()
+        True
+    """
+
+    _block = 2**16  # to compute a network takes some hundred calls, however few positions are asked for
+
+    def __init__(self, n: int, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
+        super().__init__(seed, generator)
+        self.n = whole("n", n, 0, "so many samples are shuffled")
+
+    def __len__(self) -> int:
+        return self.n
+
+    def _order(self, key: np.random.SeedSequence) -> At:
+        return Permutation(self.n, key)

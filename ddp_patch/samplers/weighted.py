@@ -1,0 +1,165 @@
+"""Draws with a given proportion for each class."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+from math import isfinite
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ddp_patch.errors import SamplerError
+from ddp_patch.samplers.checks import whole
+from ddp_patch.samplers.classes import Classes, Labels
+from ddp_patch.samplers.passes import At, KeyedSampler
+
+__all__ = ["WeightedClassSampler"]
+
+
+class WeightedClassSampler(KeyedSampler[int]):
+    """Draws a fixed number of indices with a given proportion for each class, exactly, and uniformly within a class.
+
+    A class of weight w gets ``length * w / sum(weights)`` draws, rounded so that all sum to ``length`` and none is off
+    by one or more. Of a class with that many samples none comes twice; of a smaller one each comes as often as any
+    other, or once more, and chance decides which. ``WeightedRandomSampler`` draws each index anew: of a class of which
+    it draws as many as there are it leaves out 37 % on the average.
+
+    Args:
+        labels: One for each sample, of any hashable type: a list, array or tensor.
+        weights: For each label its weight, of any scale: a mapping, or a sequence for the labels 0, 1, 2 and so on.
+        length: How many indices an epoch has.
+        seed: What every epoch's order follows from, together with the epoch's number.
+        generator: What each pass draws one number from instead, which its order follows from; without either, torch's
+            global generator.
+
+    Raises:
+        SamplerError: A label has no weight or a weight no label, weights are negative, not finite or all zero, or
+            an argument is of another kind.
+
+    Examples:
+        >>> sampler = WeightedClassSampler(["cat"] * 8 + ["dog"] * 2, {"cat": 1, "dog": 2}, length=9, seed=0)
+        >>> drawn = list(sampler)
+        >>> sum(index < 8 for index in drawn), sorted(index for index in drawn if index >= 8)
+        (3, [8, 8, 8, 9, 9, 9])
+        >>> len(WeightedClassSampler.upsample([0, 0, 0, 1])), len(WeightedClassSampler.downsample([0, 0, 0, 1]))
+        (6, 2)
+
+    Source:
+        The rounding is Hamilton's method of largest remainders: Balinski and Young, "Fair Representation", 1982.
+    """
+
+    def __init__(
+        self,
+        labels: Labels,
+        weights: Mapping[Any, float] | Sequence[float] | npt.NDArray[Any] | torch.Tensor,
+        length: int,
+        *,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(seed, generator)
+        self._classes = Classes.of("labels", labels)
+        self._length = whole("length", length, 1, "so many indices are drawn in an epoch")
+        self._counts = _largest_remainder(_checked(weights, self._classes.labels), self._length)
+
+    @classmethod
+    def n_per_class(
+        cls, labels: Labels, n: int, *, seed: int | None = None, generator: torch.Generator | None = None
+    ) -> Self:
+        """Return a sampler that draws n indices of every class."""
+        found = Classes.of("labels", labels).labels
+        n = whole("n", n, 1, "so many indices of every class are drawn in an epoch")
+        return cls(labels, dict.fromkeys(found, 1), n * len(found), seed=seed, generator=generator)
+
+    @classmethod
+    def upsample(cls, labels: Labels, *, seed: int | None = None, generator: torch.Generator | None = None) -> Self:
+        """Return a sampler that draws as many of every class as the largest has: nothing is left out."""
+        largest = int(Classes.of("labels", labels).sizes.max())
+        return cls.n_per_class(labels, largest, seed=seed, generator=generator)
+
+    @classmethod
+    def downsample(cls, labels: Labels, *, seed: int | None = None, generator: torch.Generator | None = None) -> Self:
+        """Return a sampler that draws as many of every class as the smallest has: nothing comes twice."""
+        least = int(Classes.of("labels", labels).sizes.min())
+        return cls.n_per_class(labels, least, seed=seed, generator=generator)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def counts(self) -> dict[Hashable, int]:
+        """How many indices of each class an epoch has."""
+        return dict(zip(self._classes.labels, self._counts, strict=True))
+
+    def _order(self, key: np.random.SeedSequence) -> At:
+        rng = np.random.Generator(np.random.PCG64(key))
+        of_class = np.split(self._classes.members, self._classes.starts[1:])
+        order = np.concatenate([_evenly(rng, of, n) for of, n in zip(of_class, self._counts, strict=True)])
+        rng.shuffle(order)
+        return partial(np.take, order)
+
+
+def _evenly(rng: np.random.Generator, members: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+    """Draw so many of the members, in no random order, each as often as any other or once more."""
+    times, rest = divmod(count, len(members))
+    # Those that come once more are chosen, or those that do not, whichever are fewer.
+    few = rng.choice(len(members), min(rest, len(members) - rest), replace=False, shuffle=False)
+    once_more = members[few] if 2 * rest <= len(members) else np.delete(members, few)
+    return np.concatenate([np.tile(members, times), once_more])
+
+
+def _checked(weights: Any, labels: list[Hashable]) -> list[Fraction]:
+    """Return the weight of each label, exactly."""
+    by_label = _by_label(weights)
+    if lacking := [label for label in labels if label not in by_label]:
+        raise SamplerError(
+            f"weights has none for the label {lacking[0]!r}: how often that is to be drawn is unclear. Give every "
+            "label a weight; with 0 it is not drawn."
+        )
+    known = set(labels)
+    if unknown := [label for label in by_label if label not in known]:
+        raise SamplerError(
+            f"weights has one for {unknown[0]!r}, which is none of the labels, so there is nothing to draw for it. "
+            "Leave it out; a sequence of weights is for the labels 0, 1, 2 and so on."
+        )
+    for label, weight in by_label.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or weight < 0:
+            raise SamplerError(
+                f"weights[{label!r}]={weight!r} is not a finite number of at least 0, and proportions are made of "
+                "these. Pass one."
+            )
+    if not any(by_label.values()):
+        raise SamplerError(
+            f"weights={by_label} are all 0, so no class can be drawn. Give at least one label a weight above 0."
+        )
+    return [Fraction(by_label[label]) for label in labels]
+
+
+def _by_label(weights: Any) -> dict[Hashable, Any]:
+    if isinstance(weights, Mapping):
+        pairs = list(weights.items())
+    elif isinstance(weights, torch.Tensor | np.ndarray):
+        pairs = list(enumerate(weights.tolist()))
+    elif isinstance(weights, Sequence) and not isinstance(weights, str):
+        pairs = list(enumerate(weights))
+    else:
+        raise SamplerError(
+            f"weights={weights!r} is a {type(weights).__name__}, and every label needs a weight. Pass a mapping from "
+            "label to weight, or a sequence for the labels 0, 1, 2 and so on."
+        )
+    return {
+        label: weight.item() if isinstance(weight, torch.Tensor | np.generic) else weight for label, weight in pairs
+    }
+
+
+def _largest_remainder(weights: list[Fraction], length: int) -> list[int]:
+    """Round ``length * weight / sum`` so that all sum to ``length``; of equal remainders the first are rounded up."""
+    total = sum(weights)
+    quotas = [length * weight / total for weight in weights]
+    counts = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda i: counts[i] - quotas[i])
+    for i in by_remainder[: length - sum(counts)]:
+        counts[i] += 1
+    return counts

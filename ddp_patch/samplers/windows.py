@@ -1,0 +1,125 @@
+"""Windows over a time series."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from ddp_patch.errors import SamplerError
+from ddp_patch.permutation import Permutation
+from ddp_patch.samplers.checks import flag, whole
+from ddp_patch.samplers.passes import At, KeyedSampler, Positions
+
+__all__ = ["WindowDataset", "WindowSampler"]
+
+
+class WindowSampler(KeyedSampler[int]):
+    """The starts of windows over a time series that is taken as a ring, from a random offset in each epoch.
+
+    Windows follow each other at ``stride`` and wrap round at the end, so that with the default stride an epoch sees
+    every point once, and a few points twice where the window does not divide the series. All are equally likely to be
+    these, and every point to stand anywhere in its window.
+
+    Args:
+        size: How many points the series has.
+        window: How many points a window has.
+        stride: How many points lie between the starts of neighbouring windows; by default ``window``.
+        shuffle: Whether the windows come in a random order, or in that of the series (from the offset on).
+        seed: What every epoch's order follows from, together with the epoch's number.
+        generator: What each pass draws one number from instead; without either, torch's global generator.
+
+    Raises:
+        SamplerError: The window or the stride is longer than the series, or an argument is of another kind.
+
+    Examples:
+        >>> sampler = WindowSampler(size=10, window=3, shuffle=False, seed=0)
+        >>> starts = list(sampler)
+        >>> len(starts), [(start - starts[0]) % 10 for start in starts]
+        (4, [0, 3, 6, 9])
+    """
+
+    _block = 2**16  # as in ScalableRandomSampler
+
+    def __init__(
+        self,
+        size: int,
+        window: int,
+        stride: int | None = None,
+        *,
+        shuffle: bool = True,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(seed, generator)
+        self.size = whole("size", size, 1, "the series has so many points")
+        self.window = _of_at_most("window", window, self.size, "would hold points twice")
+        step = self.window if stride is None else stride
+        self.stride = _of_at_most("stride", step, self.size, "would leave the series behind")
+        self.shuffle = flag("shuffle", shuffle, "windows come in a random order or in that of the series")
+
+    def __len__(self) -> int:
+        return -(-self.size // self.stride)
+
+    def _order(self, key: np.random.SeedSequence) -> At:
+        offset_key, shuffle_key = key.spawn(2)
+        offset = int(np.random.default_rng(offset_key).integers(self.size))
+        numbers = Permutation(len(self), shuffle_key) if self.shuffle else None
+        return partial(self._starts, offset, numbers)
+
+    def _starts(self, offset: int, numbers: Permutation | None, positions: Positions) -> Positions:
+        windows = positions if numbers is None else numbers(positions)
+        return (offset + windows * self.stride) % self.size
+
+
+class WindowDataset(Dataset[Any]):
+    """The windows of a time series, each by its start, wrapping round at the end.
+
+    A window that does not wrap is a slice of the data: of an array or tensor a view, without a copy.
+
+    Args:
+        data: A sequence, array (a memory-mapped one too) or tensor, with time as its first dimension.
+        window: How many points a window has.
+
+    Raises:
+        SamplerError: ``window`` is no whole number from 1 to ``len(data)``.
+
+    Examples:
+        >>> windows = WindowDataset(torch.arange(1, 11), window=3)
+        >>> windows[6], windows[9]
+        (tensor([7, 8, 9]), tensor([10,  1,  2]))
+    """
+
+    def __init__(self, data: Any, window: int) -> None:
+        self.data = data
+        self.window = _of_at_most("window", window, len(data), "would hold points twice")
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, start: int) -> Any:
+        if not 0 <= start < len(self.data):
+            raise IndexError(
+                f"window {start} begins outside of the series, whose {len(self.data)} points count from 0. Take starts "
+                f"from WindowSampler(size={len(self.data)}, window={self.window})."
+            )
+        stop = start + self.window
+        if stop <= len(self.data):
+            return self.data[start:stop]
+        parts = self.data[start:], self.data[: stop - len(self.data)]
+        if isinstance(self.data, torch.Tensor):
+            return torch.cat(parts)
+        if isinstance(self.data, list | tuple | str):
+            return parts[0] + parts[1]
+        return np.concatenate(parts)
+
+
+def _of_at_most(name: str, value: int, size: int, consequence: str) -> int:
+    number = whole(name, value, 1, "it counts points of the series")
+    if number > size:
+        raise SamplerError(
+            f"{name}={number} is longer than the series, which has {size} points, and {consequence}. Pass at most "
+            f"{size}."
+        )
+    return number

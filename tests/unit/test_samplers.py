@@ -1,0 +1,786 @@
+"""The samplers of the field: exact counts, uniform draws, whole batches on every rank, any epoch, any resumed pass."""
+
+import copy
+import json
+import pickle
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from zoo import GROUPS, LABELS, LENGTHS, EpochSeeded, Indices, N, Varying, as_it_is, loader, pk_batches
+
+from ddp_patch import DDPBatchSamplerWrapper, SamplerError, StreamLengthWarning, patch_dataloader_to_ddp
+from ddp_patch.orders import has_order
+from ddp_patch.samplers import (
+    GroupedBatchSampler,
+    IterationBatchSampler,
+    LengthBucketBatchSampler,
+    PKBatchSampler,
+    ScalableRandomSampler,
+    WeightedClassSampler,
+    WindowDataset,
+    WindowSampler,
+    aspect_ratio_groups,
+)
+
+MANY = 2000
+BOUND = 5.0  # standard deviations, as in test_permutation.py
+
+
+def generator(seed: int = 11) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# Each takes seed= or generator=, or neither.
+MAKE: dict[str, Callable[..., Any]] = {
+    "weighted": lambda **randomness: WeightedClassSampler(LABELS, [1, 1, 2], 31, **randomness),
+    "P x K": pk_batches,
+    "lengths": lambda **randomness: LengthBucketBatchSampler(LENGTHS, max_tokens=20, **randomness),
+    "windows": lambda **randomness: WindowSampler(N, 3, **randomness),
+    "scalable": lambda **randomness: ScalableRandomSampler(N, **randomness),
+    "grouped": lambda **randomness: GroupedBatchSampler(ScalableRandomSampler(N, **randomness), LABELS, 3),
+}
+every_sampler = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+
+
+# What all of them have in common.
+
+
+@every_sampler
+@pytest.mark.parametrize("randomness", [dict, lambda: {"seed": 5}, lambda: {"generator": generator()}])
+def test_the_length_is_that_of_a_pass_and_passes_differ(make: Callable[..., Any], randomness: Any) -> None:
+    torch.manual_seed(3)
+    sampler = make(**randomness())
+    passes = []
+    for _ in range(3):
+        said = len(sampler)
+        passes.append(list(sampler))
+        assert len(passes[-1]) == said
+    assert passes[0] != passes[1] != passes[2] != passes[0]
+
+
+@every_sampler
+def test_with_a_seed_an_epoch_follows_from_its_number(make: Callable[..., Any]) -> None:
+    sampler = make(seed=5)
+    passes = [list(sampler) for _ in range(3)]
+    torch.manual_seed(1)
+    other = make(seed=5)
+    for epoch in (2, 0, 0, 1):
+        other.set_epoch(epoch)
+        assert other.epoch == epoch
+        assert list(other) == passes[epoch]
+        found = other.items_at(np.arange(len(other)), epoch)
+        assert (found.tolist() if isinstance(found, np.ndarray) else found) == passes[epoch]
+    assert list(make(seed=6)) != passes[0]
+
+
+@every_sampler
+def test_a_pass_that_is_left_is_followed_by_the_next(make: Callable[..., Any]) -> None:
+    sampler = make(seed=5)
+    passes = [list(sampler) for _ in range(2)]
+    other = make(seed=5)
+    assert next(iter(other)) == passes[0][0]
+    iter(other)  # begun and never drawn from: no epoch
+    assert list(other) == passes[1]
+
+
+@every_sampler
+def test_without_a_seed_a_pass_draws_one_number(make: Callable[..., Any]) -> None:
+    """As torch's RandomSampler does, so that whoever draws next draws the same."""
+    torch.manual_seed(3)
+    torch.empty((), dtype=torch.int64).random_()
+    after = torch.rand(2)
+    torch.manual_seed(3)
+    sampler = make()
+    iterator = iter(sampler)
+    first = list(iterator)
+    assert torch.equal(torch.rand(2), after)
+    torch.manual_seed(3)
+    assert list(sampler) == first
+
+
+@every_sampler
+def test_a_generator_is_drawn_from_and_nothing_else(make: Callable[..., Any]) -> None:
+    passes = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        sampler = make(generator=generator())
+        passes.append([list(sampler) for _ in range(2)])
+        assert torch.equal(torch.get_rng_state(), before)
+    assert passes[0] == passes[1]
+    assert passes[0][0] != passes[0][1]
+
+
+@every_sampler
+def test_only_what_follows_from_a_seed_is_looked_up(make: Callable[..., Any]) -> None:
+    assert has_order(make(seed=5))
+    assert not has_order(make())
+    assert not has_order(make(generator=generator()))
+
+
+@every_sampler
+def test_an_epoch_is_drawn_once(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = make(seed=5)
+    keyed = getattr(sampler, "sampler", sampler)
+    drawn: list[Any] = []
+    order = keyed._order
+
+    def noted(key: Any) -> Any:
+        drawn.append(key)
+        return order(key)
+
+    monkeypatch.setattr(keyed, "_order", noted)
+    for position in range(len(sampler)):
+        sampler.items_at(np.array([position]), 3)
+    batched = {"batch_sampler": sampler} if isinstance(next(iter(make(seed=5))), list) else {"sampler": sampler}
+    patched = patch_dataloader_to_ddp(loader(**batched), rank=1, num_replicas=2)
+    drawn.clear()
+    list(patched)
+    list(patched)
+    assert len(drawn) <= 2
+
+
+@every_sampler
+@pytest.mark.parametrize("randomness", [dict, lambda: {"seed": 5}, lambda: {"generator": generator()}])
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("taken", [0, 1, 2, None])
+def test_a_pass_goes_on_where_its_state_was_taken(
+    make: Callable[..., Any], randomness: Any, before: int, taken: int | None
+) -> None:
+    torch.manual_seed(3)
+    sampler = make(**randomness())
+    for _ in range(before):
+        list(sampler)
+    iterator, ambient = iter(sampler), torch.get_rng_state()
+    list(islice(iterator, taken))
+    state = sampler.state_dict()
+    if not (taken and isinstance(sampler, GroupedBatchSampler)):  # which draws the wrapped sampler's pass anew
+        ambient = torch.get_rng_state()
+    rest = list(iterator) if taken else []  # a pass that nobody drew from has not begun
+    expected = [rest, list(sampler), list(sampler)][0 if taken else 1 :]
+
+    again = make(**randomness())
+    again.load_state_dict(state)
+    assert comparable(again.state_dict()) == comparable(state)
+    torch.set_rng_state(ambient)
+    assert [list(again) for _ in expected] == expected
+
+
+def comparable(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: comparable(value) for name, value in state.items()}
+    return state.tolist() if isinstance(state, torch.Tensor) else state
+
+
+@every_sampler
+def test_a_state_without_a_generators_is_plain(make: Callable[..., Any]) -> None:
+    sampler = make(seed=5)
+    next(iter(sampler))
+    assert json.loads(json.dumps(sampler.state_dict())) == sampler.state_dict()
+
+
+@every_sampler
+def test_setting_the_epoch_forgets_a_resumed_pass_of_another(make: Callable[..., Any]) -> None:
+    sampler = make(seed=5)
+    passes = [list(sampler) for _ in range(3)]
+    sampler.set_epoch(1)
+    iterator = iter(sampler)
+    next(iterator)
+    state = sampler.state_dict()
+    again = make(seed=5)
+    again.load_state_dict(state)
+    again.set_epoch(1)  # as a training script does that has resumed in epoch 1
+    assert list(again) == passes[1][1:]
+    again.load_state_dict(state)
+    again.set_epoch(2)
+    assert list(again) == passes[2]
+
+
+@every_sampler
+def test_it_can_be_copied_and_pickled_in_the_middle(make: Callable[..., Any]) -> None:
+    sampler = make(seed=5)
+    expected = [list(sampler), list(sampler)]
+    other = make(seed=5)
+    next(iter(other))
+    assert list(copy.deepcopy(other)) == list(pickle.loads(pickle.dumps(other))) == expected[1]  # noqa: S301 - our own
+
+
+@every_sampler
+@pytest.mark.parametrize("world_size", range(1, 6))
+def test_every_rank_gets_whole_items_of_the_one_stream(make: Callable[..., Any], world_size: int) -> None:
+    alone = make(seed=5)
+    streams = [list(alone) for _ in range(2)]
+    for epoch in range(2):
+        shares = []
+        for rank in range(world_size):
+            wrapper: Any = DDPBatchSamplerWrapper(make(seed=5), False, num_replicas=world_size, rank=rank)
+            wrapper.set_epoch(epoch)
+            shares.append(list(wrapper))
+        together = list(chain.from_iterable(zip(*shares, strict=True)))
+        assert together[: len(streams[epoch])] == streams[epoch]
+        assert together[len(streams[epoch]) :] == streams[epoch][: len(together) - len(streams[epoch])]
+
+
+# Class-balanced.
+
+
+def as_each_type(values: list[int]) -> list[Any]:
+    return [values, tuple(values), np.array(values), np.array(values, np.int8), torch.tensor(values)]
+
+
+def test_labels_of_every_sequence_give_the_same_stream() -> None:
+    drawn = [list(WeightedClassSampler(given, [1, 1, 2], 31, seed=5)) for given in as_each_type(LABELS)]
+    named: list[Any] = [("a", "b", "c")[label] for label in LABELS]
+    by_name: dict[str, Any] = {"c": 2, "b": 1.0, "a": np.float32(1)}
+    both: list[Any] = [named, np.array(named), np.array(named, object)]
+    drawn += [list(WeightedClassSampler(labels, by_name, 31, seed=5)) for labels in both]
+    scalars: list[Any] = [torch.tensor(label) for label in LABELS]
+    drawn.append(list(WeightedClassSampler(scalars, torch.tensor([1, 1, 2]), 31, seed=5)))
+    drawn.append(list(WeightedClassSampler(LABELS, np.array([0.25, 0.25, 0.5]), 31, seed=5)))
+    assert all(indices == drawn[0] for indices in drawn)
+    assert all(type(index) is int for index in drawn[0])
+
+
+def test_labels_that_cannot_be_compared_are_told_apart_too() -> None:
+    labels: list[Any] = ["a", None, (1, 2), "a", None]
+    sampler = WeightedClassSampler(labels, {"a": 1, None: 1, (1, 2): 2}, 8, seed=5)
+    assert sampler.counts == {"a": 2, None: 2, (1, 2): 4}
+    assert Counter(labels[index] for index in sampler) == sampler.counts
+
+
+@pytest.mark.parametrize(
+    ("weights", "length", "counts"),
+    [
+        # quotas 10/3 each: the first is rounded up
+        ([1, 1, 1], 10, [4, 3, 3]),
+        # 1, 2, 7: exact, although no double holds these weights
+        ([0.1, 0.2, 0.7], 10, [1, 2, 7]),
+        # 0.7, 2.1, 4.2
+        ([1, 3, 6], 7, [1, 2, 4]),
+        # a class that is not drawn
+        ([0, 1, 1], 5, [0, 3, 2]),
+        # scales at the end of the doubles
+        ([1e308, 1e308, 2e307], 11, [5, 5, 1]),
+        ([5e-324, 5e-324, 0], 4, [2, 2, 0]),
+    ],
+)
+def test_counts_are_those_of_the_largest_remainders(weights: Any, length: int, counts: list[int]) -> None:
+    sampler = WeightedClassSampler(LABELS, weights, length, seed=0)
+    assert list(sampler.counts.values()) == counts
+    for _ in range(3):
+        assert np.bincount([LABELS[index] for index in sampler], minlength=3).tolist() == counts
+
+
+def test_counts_are_never_off_by_one() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        weights = rng.random(3) ** 4
+        length = int(rng.integers(1, 100))
+        counts = np.array(list(WeightedClassSampler(LABELS, weights, length).counts.values()))
+        assert counts.sum() == length
+        assert (abs(counts - length * weights / weights.sum()) < 1).all()
+
+
+@pytest.mark.parametrize("length", [3, 20, 36, 37, 100])
+def test_samples_of_a_class_come_alike_often(length: int) -> None:
+    for seed in range(20):
+        times = Counter(WeightedClassSampler(LABELS, [1, 1, 1], length, seed=seed))
+        for label in range(3):
+            of_label = [times[index] for index in range(N) if LABELS[index] == label]
+            assert max(of_label) - min(of_label) <= 1
+
+
+def test_which_samples_come_more_often_and_where_is_left_to_chance() -> None:
+    # 11 draws of each: of 12 samples one is left out, of 7 four come twice, of 4 three come three times.
+    orders = np.stack([list(WeightedClassSampler(LABELS, [1, 1, 1], 33, seed=seed)) for seed in range(MANY)])
+    times = np.bincount(orders.ravel(), minlength=N)
+    for label, size in enumerate([12, 7, 4]):
+        share = (11 / size) % 1
+        of_label = times[np.array(LABELS) == label]
+        deviation = np.sqrt(MANY * share * (1 - share))
+        assert (abs(of_label - MANY * 11 / size) < BOUND * deviation).all()
+    classes = np.take(LABELS, orders)
+    for label in range(3):  # a third at every position
+        at_position = (classes == label).sum(axis=0)
+        assert (abs(at_position - MANY / 3) < BOUND * np.sqrt(MANY * 2 / 9)).all()
+
+
+def test_named_balances() -> None:
+    assert WeightedClassSampler.upsample(LABELS).counts == {0: 12, 1: 12, 2: 12}
+    assert set(WeightedClassSampler.upsample(LABELS)) == set(range(N))
+    assert WeightedClassSampler.downsample(LABELS).counts == {0: 4, 1: 4, 2: 4}
+    assert max(Counter(WeightedClassSampler.downsample(LABELS)).values()) == 1
+    assert WeightedClassSampler.n_per_class(LABELS, 5).counts == {0: 5, 1: 5, 2: 5}
+    seeded = WeightedClassSampler.n_per_class(torch.tensor(LABELS), 5, seed=3)
+    assert list(seeded) == list(WeightedClassSampler(LABELS, [1, 1, 1], 15, seed=3))
+
+
+# P x K.
+
+
+@pytest.mark.parametrize(("p", "k"), [(1, 1), (2, 3), (3, 4), (4, 9), (7, 2)])
+def test_batches_have_p_labels_of_k_and_an_epoch_every_label(p: int, k: int) -> None:
+    sizes = [1, 2, 3, 4, 5, 6, 20]
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(7), sizes))
+    sampler = PKBatchSampler(labels, p, k, seed=0)
+    assert sampler.batch_size == p * k
+    for _ in range(20):
+        batches = list(sampler)
+        assert len(batches) == len(sampler) == -(-7 // p)
+        for batch in batches:
+            assert len(batch) == p * k
+            assert sorted(Counter(labels[batch].tolist()).values()) == [k] * p
+            for index, times in Counter(batch).items():
+                size = sizes[labels[index]]
+                assert times in {k // size, -(-k // size)}
+        of_batch = [set(labels[batch].tolist()) for batch in batches]
+        assert set.union(*of_batch) == set(range(7))
+        assert sum(map(len, of_batch[:-1])) == len(set().union(*of_batch[:-1]))  # once each but for the last batch
+
+
+@pytest.mark.parametrize(("size", "k"), [(5, 2), (9, 8), (5, 5), (3, 7), (64, 3)])
+def test_instances_are_drawn_uniformly(size: int, k: int) -> None:
+    labels = np.repeat(np.arange(40), size)
+    times = np.zeros(size)
+    pairs = np.zeros((size, size))
+    epochs = 50
+    for batch in chain.from_iterable(PKBatchSampler(labels, 40, k, seed=seed) for seed in range(epochs)):
+        for row in np.reshape(batch, (40, k)) % size:
+            times += np.bincount(row, minlength=size)
+            if k < size:
+                pairs[np.ix_(row, row)] += 1
+    rows = 40 * epochs
+    share = (k / size) % 1
+    assert (abs(times - rows * k / size) <= BOUND * np.sqrt(rows * share * (1 - share))).all()
+    if 1 < k < size:
+        both = k * (k - 1) / size / (size - 1)  # the chance of any two to come together
+        off = pairs[~np.eye(size, dtype=bool)]
+        assert (abs(off - rows * both) <= BOUND * np.sqrt(rows * both * (1 - both))).all()
+
+
+def test_labels_meet_each_other_alike_often() -> None:
+    met = np.zeros((10, 10))
+    for seed in range(MANY):
+        for batch in PKBatchSampler(np.arange(10), 3, 1, seed=seed):
+            met[np.ix_(batch, batch)] += 1
+    times = np.diag(met)  # 12 places for 10 labels
+    assert (abs(times - MANY * 1.2) < BOUND * np.sqrt(MANY * 0.2 * 0.8)).all()
+    off = met[~np.eye(10, dtype=bool)]
+    both = 4 * 6 / 90  # four batches of 3 x 2 ordered pairs among 10 x 9
+    assert (abs(off - MANY * both) < BOUND * np.sqrt(MANY * both)).all()
+
+
+@pytest.mark.parametrize(("p", "most"), [(4, 2), (4, 3), (3, 1), (5, 1), (6, 4), (2, 2), (7, 9)])
+def test_batches_have_few_categories(p: int, most: int) -> None:
+    sizes = [5, 6, 7, 11, 9]
+    category_of = np.random.default_rng(1).permutation(np.repeat(np.arange(5), sizes))
+    labels = np.repeat(np.arange(38), 3)
+    categories = [f"category {category}" for category in category_of[labels]]
+    sampler = PKBatchSampler(labels, p, 2, categories=categories, max_categories=most, seed=0)
+    for _ in range(30):
+        batches = list(sampler)
+        assert len(batches) == len(sampler)
+        for batch in batches:
+            assert sorted(Counter(labels[batch].tolist()).values()) == [2] * p
+            assert len({categories[index] for index in batch}) <= most
+        assert {int(labels[index]) for batch in batches for index in batch} == set(range(38))
+
+
+def test_categories_meet_others_in_each_epoch() -> None:
+    labels = np.arange(40)
+    sampler = PKBatchSampler(labels, 4, 1, categories=labels // 5, max_categories=2, seed=0)
+    met = {frozenset(index // 5 for index in batch) for _ in range(200) for batch in sampler}
+    assert len([pair for pair in met if len(pair) == 2]) == 8 * 7 / 2
+
+
+# Groups.
+
+
+def by_first(batches: list[list[int]], order: list[int]) -> bool:
+    firsts = [order.index(batch[0]) for batch in batches]
+    return firsts == sorted(firsts)
+
+
+@pytest.mark.parametrize("drop_uneven", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 30])
+def test_batches_are_of_one_group_in_the_samplers_order(batch_size: int, drop_uneven: bool) -> None:
+    for seed in range(10):
+        order = np.random.default_rng(seed).permutation(N).tolist()
+        sampler = GroupedBatchSampler(order, LABELS, batch_size, drop_uneven)
+        batches = list(sampler)
+        assert len(batches) == len(sampler)
+        assert by_first(batches, order)
+        for batch in batches:
+            assert len({LABELS[index] for index in batch}) == 1
+            assert [order.index(index) for index in batch] == sorted(order.index(index) for index in batch)
+        for label in range(3):
+            expected = [index for index in order if LABELS[index] == label]
+            whole = len(expected) // batch_size * batch_size if drop_uneven else len(expected)
+            assert [index for batch in batches for index in batch if LABELS[index] == label] == expected[:whole]
+
+
+class Once(RandomSampler):
+    """A sampler of the user's."""
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        range(N),
+        torch.arange(N),
+        SequentialSampler(Indices()),
+        RandomSampler(Indices()),
+        RandomSampler(Indices(), num_samples=7),
+        RandomSampler(Indices(), replacement=True),
+        RandomSampler(Indices(), replacement=True, generator=generator()),
+        SubsetRandomSampler(range(3, 20)),
+        WeightedRandomSampler(range(1, N + 1), 31),
+        ScalableRandomSampler(N),
+        WeightedClassSampler(LABELS, [1, 1, 2], 9),
+        WeightedClassSampler(LABELS, [1, 1, 2], 9, seed=4),
+        EpochSeeded(),
+        Once(Indices(), replacement=True),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+@pytest.mark.parametrize("drop_uneven", [False, True])
+def test_the_number_of_batches_is_known_before(sampler: Any, drop_uneven: bool) -> None:
+    grouped = GroupedBatchSampler(sampler, GROUPS, 4, drop_uneven)
+    for _ in range(10):
+        said = len(grouped)
+        iterator = iter(grouped)
+        batches = list(islice(iterator, 1))
+        assert len(grouped) == said or not batches  # while the pass is running
+        assert len(batches + list(iterator)) == said
+
+
+def test_telling_the_number_of_batches_draws_nothing() -> None:
+    torch.manual_seed(3)
+    states = torch.get_rng_state(), torch.Generator.get_state(given := generator())
+    len(GroupedBatchSampler(Once(Indices(), replacement=True, generator=given), LABELS, 4))
+    len(GroupedBatchSampler(Once(Indices(), replacement=True), LABELS, 4))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(given.get_state(), states[1])
+
+
+class Loaded(Indices):
+    """Too much to be copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("copied")
+
+
+def test_telling_the_number_of_batches_copies_no_dataset() -> None:
+    assert len(GroupedBatchSampler(RandomSampler(Loaded(), num_samples=40), LABELS, 100)) == 3
+
+
+def test_the_wrapped_samplers_epoch_is_set_through_it() -> None:
+    grouped = GroupedBatchSampler(EpochSeeded(), LABELS, 3)
+    grouped.set_epoch(4)
+    assert grouped.epoch == 4
+    expected = list(GroupedBatchSampler(np.random.default_rng(4).permutation(N), LABELS, 3))
+    assert list(grouped) == expected
+    assert GroupedBatchSampler(range(3), "abc", 1).epoch == 0
+    assert not GroupedBatchSampler(range(3), "abc", 1).has_random_access
+
+
+def test_a_grouped_sampler_resumes_what_has_no_state_by_its_count() -> None:
+    grouped = GroupedBatchSampler(range(N), LABELS, 3)
+    iterator = iter(grouped)
+    list(islice(iterator, 3))
+    again = GroupedBatchSampler(range(N), LABELS, 3)
+    again.load_state_dict(grouped.state_dict())
+    again.set_epoch(4)  # as a training script does that has resumed in epoch 4
+    assert list(again) == list(iterator)
+
+
+def test_aspect_ratios_are_told_apart_at_the_edges() -> None:
+    widths, heights = [1, 2, 3, 4, 8], [2, 2, 2, 2, 2]
+    for given in (list, np.array, torch.tensor):
+        assert aspect_ratio_groups(given(widths), given(heights)).tolist() == [0, 1, 1, 1, 1]
+        assert aspect_ratio_groups(given(widths), given(heights), [0.5, 1.5, 2.5]).tolist() == [1, 1, 2, 2, 3]
+
+
+# Lengths.
+
+
+@pytest.mark.parametrize("max_padding", [0, 0.1, 0.3, 0.5])
+@pytest.mark.parametrize("how", [{"max_tokens": 300}, {"batch_size": 8}])
+def test_batches_keep_to_the_budget_and_the_padding(how: Any, max_padding: float) -> None:
+    lengths = np.random.default_rng(2).integers(1, 200, 1000)
+    sampler = LengthBucketBatchSampler(lengths, **how, max_padding=max_padding, seed=0)
+    passes = [list(sampler) for _ in range(3)]
+    for batches in passes:
+        assert len(batches) == len(sampler)
+        assert sorted(chain.from_iterable(batches)) == list(range(1000))
+        for batch in batches:
+            of_batch = lengths[batch]
+            assert of_batch.min() >= of_batch.max() * (1 - max_padding)
+            assert len(batch) * of_batch.max() <= 300 if "max_tokens" in how else len(batch) <= 8
+    assert [sorted(batches) for batches in passes] != sorted(passes)
+    assert sorted(map(sorted, passes[0])) != sorted(map(sorted, passes[1]))  # others meet
+
+
+def test_batches_are_as_large_as_the_budget_allows() -> None:
+    lengths = np.repeat([10, 5], 1000)
+    sizes = Counter(len(batch) for batch in LengthBucketBatchSampler(lengths, max_tokens=100))
+    assert sizes == {10: 100, 20: 50}
+
+
+@pytest.mark.parametrize("given", as_each_type(LENGTHS), ids=lambda given: type(given).__name__)
+def test_lengths_of_every_sequence_give_the_same_stream(given: Any) -> None:
+    expected = list(LengthBucketBatchSampler(LENGTHS, max_tokens=20, seed=1))
+    assert list(LengthBucketBatchSampler(given, max_tokens=20, seed=1)) == expected
+
+
+# Iterations.
+
+
+def batches_of_epochs(make: Callable[[], Any], iterations: int) -> list[list[int]]:
+    """What epochs 0, 1, 2 and so on give, one behind the other."""
+    sampler, epoch = make(), 0
+    batches: list[list[int]] = []
+    while len(batches) < iterations:
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        elif hasattr(getattr(sampler, "sampler", None), "set_epoch"):
+            sampler.sampler.set_epoch(epoch)
+        batches += list(sampler)
+        epoch += 1
+    return batches[:iterations]
+
+
+INNER: dict[str, Callable[[], Any]] = {
+    "a list": lambda: [[0, 1], [2], [3, 4]],
+    "set_epoch": lambda: BatchSampler(EpochSeeded(), 4, drop_last=False),
+    "seed": lambda: pk_batches(seed=5),
+    "generator": lambda: pk_batches(generator=generator()),
+    "torch's generator": lambda: BatchSampler(RandomSampler(Indices(), generator=generator()), 4, drop_last=True),
+    "other numbers of batches": lambda: GroupedBatchSampler(
+        WeightedClassSampler(LABELS, [1, 1, 2], 9, seed=4), GROUPS, 4
+    ),
+    "other numbers, drawn": lambda: BatchSampler(Varying(), 4, drop_last=False),
+}
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+@pytest.mark.parametrize("start", [0, 1, 5, 11, 19])
+def test_a_training_begins_at_any_iteration(inner: Callable[[], Any], start: int) -> None:
+    random.seed(4)
+    expected = batches_of_epochs(inner, 19)
+    random.seed(4)
+    sampler = IterationBatchSampler(inner(), 19, start)
+    assert len(sampler) == 19 - start
+    assert list(sampler) == expected[start:]
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+@pytest.mark.parametrize("taken", [0, 1, 7, 12])
+def test_a_training_goes_on_where_its_state_was_taken(inner: Callable[[], Any], taken: int) -> None:
+    random.seed(4)
+    sampler = IterationBatchSampler(inner(), 12)
+    iterator = iter(sampler)
+    list(islice(iterator, taken))
+    state = json.loads(json.dumps(sampler.state_dict()))
+    assert state["iteration"] == taken
+    rest = list(iterator)
+    random.seed(4)
+    again = IterationBatchSampler(inner(), 12)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    again.set_epoch(0)
+    assert list(again) == rest
+
+
+def test_a_second_training_has_epochs_of_its_own() -> None:
+    sampler = IterationBatchSampler(BatchSampler(EpochSeeded(), 4, drop_last=False), 13)
+    first, second = list(sampler), list(sampler)
+    assert sampler.state_dict() == {"kind": "IterationBatchSampler", "version": 1, "epoch": 2, "iteration": 0}
+    sampler.set_epoch(1)
+    assert list(sampler) == second
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    assert not {tuple(batch) for batch in first} & {tuple(batch) for batch in second}
+
+
+def test_what_comes_before_is_looked_up_where_there_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = IterationBatchSampler(inner := pk_batches(seed=5), 10**9, start_iteration=10**6)
+    drawn: list[Any] = []
+    order = inner._order
+
+    def noted(key: Any) -> Any:
+        drawn.append(key)
+        return order(key)
+
+    monkeypatch.setattr(inner, "_order", noted)
+    assert next(iter(sampler)) == inner.items_at(np.array([10**6 % 3]), 10**6 // 3).tolist()[0]
+    assert len(drawn) == 1
+
+
+def test_the_epochs_that_it_tells_are_not_taken_for_the_users() -> None:
+    """A wrapper takes over epochs that the user sets on a nested sampler; here they are set while a pass runs."""
+
+    def wrapper() -> Any:
+        batches = BatchSampler(EpochSeeded(), 4, drop_last=False)
+        return DDPBatchSamplerWrapper(IterationBatchSampler(batches, 30), False, num_replicas=1, rank=0)
+
+    sampler = IterationBatchSampler(BatchSampler(EpochSeeded(), 4, drop_last=False), 30)
+    patched = wrapper()
+    assert [list(patched) for _ in range(3)] == [list(sampler) for _ in range(3)]
+    patched = wrapper()
+    patched.sampler.set_epoch(2)  # but its own is
+    sampler.set_epoch(2)
+    assert list(patched) == list(sampler)
+
+
+# Windows.
+
+
+def test_the_windows_of_the_docs() -> None:
+    data = list(range(1, 11))
+    sampler = WindowSampler(10, 3, shuffle=False, seed=0)
+    windows = WindowDataset(data, 3)
+    by_offset = {starts[0]: [windows[start] for start in starts] for starts in (list(sampler) for _ in range(100))}
+    assert by_offset[0] == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 1, 2]]
+    assert by_offset[1] == [[2, 3, 4], [5, 6, 7], [8, 9, 10], [1, 2, 3]]
+    assert set(by_offset) == set(range(10))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    ("size", "window", "stride"), [(10, 3, None), (12, 3, None), (10, 10, None), (11, 4, 2), (7, 1, 1)]
+)
+def test_an_epoch_sees_every_point_alike(size: int, window: int, stride: int | None, shuffle: bool) -> None:
+    sampler = WindowSampler(size, window, stride, shuffle=shuffle, seed=0)
+    step = stride or window
+    total = np.zeros(size)
+    for _ in range(MANY):
+        starts = np.array(list(sampler))
+        assert len(starts) == len(sampler) == -(-size // step)
+        first = starts[0]
+        ring = [(start - first) % size for start in starts]
+        if not shuffle:
+            assert ring == [step * i for i in range(len(starts))]
+        seen = np.bincount(((starts[:, None] + np.arange(window)) % size).ravel(), minlength=size)
+        assert seen.min() >= window // step
+        assert seen.sum() == len(starts) * window
+        total += seen
+    expected = MANY * len(sampler) * window / size
+    assert (abs(total - expected) < BOUND * np.sqrt(MANY) * 2).all()
+
+
+def test_shuffled_windows_are_the_same_ones_in_another_order() -> None:
+    for epoch in range(20):
+        shuffled, ordered = (WindowSampler(103, 5, shuffle=shuffle, seed=3) for shuffle in (True, False))
+        positions = np.arange(len(ordered))
+        one, other = (sampler.items_at(positions, epoch) for sampler in (shuffled, ordered))
+        assert sorted(one) == sorted(other)
+        assert one.tolist() != other.tolist()
+
+
+@pytest.mark.parametrize("world_size", range(1, 5))
+def test_contiguous_ranks_get_runs_of_windows(world_size: int) -> None:
+    ranks = []
+    for rank in range(world_size):
+        given = DataLoader(
+            WindowDataset(np.arange(100), 10),
+            2,
+            sampler=WindowSampler(100, 10, shuffle=False, seed=1),
+            collate_fn=as_it_is,
+        )
+        patched = patch_dataloader_to_ddp(given, rank=rank, num_replicas=world_size, layout="contiguous", uneven="keep")
+        ranks.append([window for batch in patched for window in batch])
+    for windows in ranks:
+        points = np.concatenate(windows)
+        assert (np.diff(points) % 100 == 1).all()  # one run, whole windows
+    assert sorted(np.concatenate([window for windows in ranks for window in windows])) == list(range(100))
+
+
+def test_windows_that_do_not_wrap_are_views() -> None:
+    array: npt.NDArray[Any] = np.arange(20).reshape(10, 2)
+    assert np.shares_memory(WindowDataset(array, 3)[7], array)
+    assert WindowDataset(array, 3)[8].tolist() == [[16, 17], [18, 19], [0, 1]]
+    tensor = torch.arange(20).reshape(10, 2)
+    assert WindowDataset(tensor, 3)[7].data_ptr() == tensor[7].data_ptr()
+    assert WindowDataset(tensor, 3)[8].tolist() == [[16, 17], [18, 19], [0, 1]]
+    assert WindowDataset("abcde", 2)[4] == "ea"
+    assert WindowDataset((1, 2, 3), 2)[2] == (3, 1)
+    assert len(WindowDataset(tensor, 10)) == 10
+    assert WindowDataset(tensor, 10)[1][-1].tolist() == [0, 1]
+    every: Any = WindowDataset(np.arange(3), 2)  # which ends by its IndexError
+    assert [window.tolist() for window in every] == [[0, 1], [1, 2], [2, 0]]
+
+
+# The scalable shuffle.
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 23, 70_000])
+def test_a_scalable_shuffle_has_every_sample_once(n: int) -> None:
+    sampler = ScalableRandomSampler(n)
+    assert sorted(sampler) == list(range(n))
+
+
+def test_a_scalable_shuffle_of_a_loader_is_this_one() -> None:
+    for n in (N, 100_000):
+        patched = patch_dataloader_to_ddp(
+            DataLoader(Indices(n), sampler=RandomSampler(Indices(n)), batch_size=100),
+            rank=0,
+            num_replicas=1,
+            scalable_shuffle=True,
+            seed=9,
+        )
+        assert [index for batch in patched for index in batch.tolist()] == list(ScalableRandomSampler(n, seed=9))
+
+
+class Half(ScalableRandomSampler):
+    """A subclass that iterates in its own way is not looked up."""
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(super().__iter__(), len(self) // 2)
+
+
+def test_subclasses_with_an_order_of_their_own_are_iterated() -> None:
+    assert has_order(ScalableRandomSampler(N, seed=1))
+    assert not has_order(Half(N, seed=1))
+
+
+# Under a patch where they differ by rank, and misuse that no constructor can see.
+
+
+def test_an_index_without_a_group_is_refused_when_it_is_drawn() -> None:
+    with pytest.raises(SamplerError, match="gave the index 23, and group_ids has 23 entries"):
+        list(GroupedBatchSampler([1, 23], LABELS, 2))
+
+
+@pytest.mark.filterwarnings(f"error::{StreamLengthWarning.__module__}.{StreamLengthWarning.__name__}")
+def test_epochs_of_other_lengths_are_shared_without_a_warning() -> None:
+    inner: list[Callable[[], Iterable[int]]] = [
+        lambda: WeightedRandomSampler(range(1, N + 1), 31),
+        lambda: WeightedClassSampler(LABELS, [1, 1, 2], 13),
+        lambda: WeightedClassSampler(LABELS, [1, 1, 2], 13, seed=5),
+    ]
+    for make in inner:
+        patched = patch_dataloader_to_ddp(
+            loader(batch_sampler=GroupedBatchSampler(make(), LENGTHS, 3)), rank=1, num_replicas=2
+        )
+        lengths = set()
+        for _ in range(10):
+            batches = list(patched)
+            assert len(patched) == len(batches)
+            lengths.add(len(batches))
+        assert len(lengths) > 1
