@@ -37,7 +37,8 @@ def draw(
     They depend on nothing but the stream: every rank draws the same ones at the same step.
 
     Args:
-        iterator: What to draw from. An exception that it raises is raised unchanged, after what it gave before.
+        iterator: What to draw from. An exception that it raises is raised unchanged, after the whole rounds that it
+            gave before.
         rng: Entered for each chunk.
         round_size: Items in a round: one for each rank.
         most: How many samples may be drawn at once, where a round has fewer; an item is one, a batch as many as it has.
@@ -57,6 +58,7 @@ def draw(
                     ended = _extend_by_rounds(chunk, iterator, size, round_size, most)
             except Exception as error:  # noqa: BLE001 - the user's own, raised again below
                 failure = error
+                del chunk[len(chunk) - len(chunk) % round_size :]  # an incomplete round means the end
         if chunk:
             yield chunk
         if failure is not None:
