@@ -204,9 +204,9 @@ class EpochSampler(DistributedSampler[T]):
 
     def go_to(self, place: Place) -> None:
         """Make the next pass go on at a place."""
-        self.set_epoch(place.epoch)
-        self.place = place
         place.held.reinstate(self._holders)
+        self.set_epoch(place.epoch)  # also to samplers whose own state told of the epoch before
+        self.place = place
 
     def _refuse_ambient(self, what: str) -> None:
         if self.agreed.options.agreement == "ambient":
