@@ -21,7 +21,7 @@ def batches_of(given: Any) -> list[Any]:
     return [[comparable(item) for item in batch] for batch in given]
 
 
-def resumed(rank: int, world_size: int) -> list[list[Any]]:
+def resumed(rank: int, world_size: int) -> list[dict[str, Any]]:
     """Each rank's states of each kind in the middle and at the end, seeded, and led, by another rank's generators."""
     states = []
     for kind in KINDS:
