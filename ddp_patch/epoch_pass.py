@@ -68,6 +68,7 @@ class EpochPass(Progress):
             if self.to_end is None:
                 return False
             self.to_end()
+            self.to_end = _nothing
         return True
 
     def begin(self, part: Sequence[T]) -> Iterator[T]:
@@ -75,6 +76,10 @@ class EpochPass(Progress):
         if self.sizes is not None:
             self.sizes.extend(map(_samples, part[max(0, self.skip - self.given) :]))
         return super().begin(part)
+
+
+def _nothing() -> None:
+    """Draw what is left when all was drawn."""
 
 
 def _samples(item: Any) -> int:

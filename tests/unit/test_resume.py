@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -88,6 +89,52 @@ def test_the_rest_and_all_that_follows_are_those_of_a_run_that_was_never_stopped
             assert batches_of(kind, again) == batches
             assert not kind.sized or len(again) == len(epochs[2]) or "other samples" in kind.name
         del iterator
+
+
+@over([kind for kind in AGAIN if kind.epochs > 1 and not kind.endless])
+def test_telling_the_state_changes_nothing(kind: Kind) -> None:
+    undisturbed, told = patched(kind), patched(kind)
+    for _ in range(3):
+        batches = []
+        for step, batch in enumerate(told):
+            loader_state(told, batches_done=step)
+            loader_state(told, batches_done=step + 1)
+            batches.append(batch)
+        loader_state(told, batches_done=len(batches))
+        assert batches_of(kind, undisturbed) == batches_of(kind, Given(batches, told.batch_sampler))
+
+
+@pytest.mark.parametrize("name", ["shuffle=True, generator", "own torch.Generator"])
+def test_a_state_at_an_end_that_was_not_met_yet_is_where_the_epoch_leaves_the_generators(name: str) -> None:
+    """The batches divide the epoch, so with the last of them the sampler has not said yet that there are no more."""
+
+    def start() -> Any:
+        given = BY_NAME[name].make()
+        return patch_dataloader_to_ddp(loader(1, sampler=given.sampler), rank=0, num_replicas=1, seed=7)
+
+    whole = start()
+    epochs = [list(whole) for _ in range(3)]
+    running, told = start(), []
+    for epoch in epochs:
+        iterator = iter(running)
+        assert list(islice(iterator, N)) == epoch
+        told += [loader_state(running, batches_done=N), loader_state(running, batches_done=N)]
+        assert next(iterator, None) is None
+    assert told[0] == told[1] != told[2]
+    again = start()
+    restore_loader(again, told[0])
+    assert [list(again), list(again)] == epochs[1:]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Batches, as a loader gives them."""
+
+    batches: list[Any]
+    batch_sampler: object
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
 
 
 @pytest.mark.parametrize("name", ["shuffle=True, generator", "own numpy Generator", "P x K batches"])
