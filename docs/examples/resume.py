@@ -34,7 +34,7 @@ class PKBatchSampler(Sampler[list[int]]):
         # Sample i has the label i % LABELS.
         of_labels = [torch.randperm(SAMPLES_PER_LABEL) * LABELS + label for label in range(LABELS)]
         for start in range(0, SAMPLES_PER_LABEL, K):
-            for labels in torch.randperm(LABELS).split(P):
+            for labels in torch.randperm(LABELS).view(-1, P).tolist():
                 yield [index for label in labels for index in of_labels[label][start : start + K].tolist()]
 
 
@@ -116,7 +116,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     try:
         main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "shuffled")
-        # Nobody may end right after a collective: gloo's threads abort if they free its tensors while Python shuts down.
+        # Nobody may end right after a collective: gloo's threads abort if they free its tensors as Python shuts down.
         dist.monitored_barrier()
     finally:
         dist.destroy_process_group()

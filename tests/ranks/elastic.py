@@ -1,6 +1,6 @@
 """Runs docs/examples/resume.py under torch's elastic agent, with ranks that are killed.
 
-``python elastic.py LAUNCHES`` does what ``torchrun --standalone`` does, once for each launch and in one process, because
+``python elastic.py LAUNCHES`` does what ``torchrun --standalone`` does, once for each launch, in one process, because
 importing torch takes longer than what is launched. ``torchrun elastic.py LAUNCH`` is one of torchrun's ranks.
 """
 

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from test_contract import over
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from zoo import BY_NAME, KINDS, STEPS, Kind, N, PKBatches, Source, as_it_is, comparable, loader, seed_ambient
 
@@ -532,7 +533,7 @@ def test_a_sampler_in_a_distributed_checkpoint(name: str, tmp_path: Path) -> Non
     iterator = iter(running)
     next(iterator)
     level = "batch_sampler" if kind.batches else "sampler"
-    dcp.save({"sampler": getattr(running, level)}, checkpoint_id=tmp_path, no_dist=True)
+    save({"sampler": getattr(running, level)}, checkpoint_id=tmp_path, no_dist=True)
     again = patched(kind)
-    dcp.load({"sampler": getattr(again, level)}, checkpoint_id=tmp_path, no_dist=True)
+    load({"sampler": getattr(again, level)}, checkpoint_id=tmp_path, no_dist=True)
     assert [[*map(comparable, batch)] for batch in iterator] == batches_of(kind, again)
