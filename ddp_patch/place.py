@@ -129,7 +129,8 @@ class Place:
             "ended": self.ended,
             "generators": list(self.held.generators),
             "samplers": list(self.held.samplers),
-            "attributes": [dict(changed) for changed in self.held.attributes],
+            # Pairs, because torch.distributed.checkpoint looks into dicts, and for what it finds when it loads.
+            "attributes": [[list(pair) for pair in changed.items()] for changed in self.held.attributes],
             "now": None if self.now is None else [self.now[0], list(self.now[1].generators)],
         }
 
@@ -168,9 +169,10 @@ def read_state(state: Any, facts: Mapping[str, object], samplers: Sequence[Any])
 def _read_held(state: Mapping[str, Any], samplers: Sequence[Any]) -> Held:
     _require_number("generators", state["generators"], len(random_generators(samplers)))
     _require_number("samplers", state["samplers"], len(_stateful(samplers)))
-    attributes = state["attributes"]
-    if not isinstance(attributes, list | tuple) or not all(isinstance(changed, Mapping) for changed in attributes):
-        raise _damaged(f"its field attributes is {attributes!r}, not a list of dicts")
+    try:
+        attributes = [{str(name): value for name, value in changed} for changed in state["attributes"]]
+    except (TypeError, ValueError):
+        raise _damaged(f"its field attributes is {state['attributes']!r}, not a list of lists of pairs") from None
     if attributes:
         _require_number("attributes", attributes, len(samplers))
     return Held(state["generators"], state["samplers"], attributes)

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from test_contract import over
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from zoo import BY_NAME, KINDS, OUR_KINDS, STEPS, Kind, N, PKBatches, Source, as_it_is, comparable, loader, seed_ambient
 
@@ -463,7 +466,7 @@ DAMAGED: list[tuple[Any, str]] = [
     ({"ended": 1}, "its field ended is 1, neither True nor False"),
     ({"loader": "it"}, "its field loader is 'it', not a dict"),
     ({"generators": "none"}, "its field generators is 'none', not a list"),
-    ({"attributes": [1]}, "its field attributes is [1], not a list of dicts"),
+    ({"attributes": [1]}, "its field attributes is [1], not a list of lists of pairs"),
     ({"now": 3}, "its field now is 3, not a pair"),
 ]
 
@@ -564,3 +567,20 @@ def test_a_samplers_own_state_dict_is_restored_too() -> None:
         restore_loader(again, running.sampler.state_dict())
         assert again.sampler.state_dict()["epoch"] == (batches == 6)
         assert list(again) == (list(iterator) if batches == 2 else list(running))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process is what is meant
+@pytest.mark.parametrize(
+    "name", ["shuffle=True", "shuffle=True, generator", "a state that __iter__ changes", "P x K batches"]
+)
+def test_a_sampler_in_a_distributed_checkpoint(name: str, tmp_path: Path) -> None:
+    kind = BY_NAME[name]
+    running = patched(kind)
+    batches_of(kind, running)
+    iterator = iter(running)
+    next(iterator)
+    level = "batch_sampler" if kind.batches else "sampler"
+    save({"sampler": getattr(running, level)}, checkpoint_id=tmp_path, no_dist=True)
+    again = patched(kind)
+    load({"sampler": getattr(again, level)}, checkpoint_id=tmp_path, no_dist=True)
+    assert [[*map(comparable, batch)] for batch in iterator] == batches_of(kind, again)
