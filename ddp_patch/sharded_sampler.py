@@ -90,8 +90,15 @@ class ShardedSampler(EpochSampler[T]):
         return super()._held()
 
     def _sure_length(self, epoch: int) -> int | None:
-        is_sure = self._is_looked_up() or self.plan.layout == "contiguous"
-        return self._stream_length(epoch) if is_sure else None
+        if not (self._is_looked_up() or self.plan.layout == "contiguous"):
+            return None
+        told = [(holder, getattr(holder, "epoch", None)) for holder in epoch_holders(self.sampler)]
+        tell_epoch(self.sampler, epoch)  # epochs may have different lengths
+        try:
+            return self._stream_length(epoch)
+        finally:
+            for holder, before in told:
+                cast(Any, holder).set_epoch(before if isinstance(before, int) else self.epochs.upcoming)
 
     def _rng(self, epoch: int) -> AbstractContextManager[None]:
         return nullcontext() if self.agreed.options.agreement == "ambient" else PrivateRNG(self.seed, epoch)

@@ -30,6 +30,7 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.orders import order_of
+from ddp_patch.samplers import GroupedBatchSampler, WeightedClassSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
 
@@ -584,3 +585,23 @@ def test_a_sampler_in_a_distributed_checkpoint(name: str, tmp_path: Path) -> Non
     again = patched(kind)
     load({"sampler": getattr(again, level)}, checkpoint_id=tmp_path, no_dist=True)
     assert [[*map(comparable, batch)] for batch in iterator] == batches_of(kind, again)
+
+
+def test_an_epochs_own_length_says_whether_a_state_is_of_it() -> None:
+    def make(seed: int) -> Any:
+        drawn = WeightedClassSampler([0] * 100, [1], 40, seed=seed)
+        return start(
+            DataLoader(Numbers(100), batch_sampler=GroupedBatchSampler(drawn, [i % 40 for i in range(100)], 4))
+        )
+
+    lengths = set()
+    for seed in range(20):
+        running = make(seed)
+        running.batch_sampler.set_epoch(3)
+        lengths.add(len(running) - len(make(seed)))
+        iterator = iter(running)
+        list(islice(iterator, len(running) - 1))
+        again = make(seed)
+        restore_loader(again, loader_state(running, batches_done=len(running) - 1))
+        assert [batch.tolist() for batch in again] == [batch.tolist() for batch in iterator]
+    assert min(lengths) < 0 < max(lengths)  # epochs 0 and 3 have other numbers of batches
