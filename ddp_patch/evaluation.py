@@ -300,7 +300,8 @@ def _places(plan: Plan, counts: Sequence[int]) -> list[list[range]]:
         counts: How many rows each share has.
     """
     if plan.layout == "contiguous":
-        return [[range(end - count, end)] for count, end in zip(counts, accumulate(counts), strict=True)]
+        runs = zip(counts, accumulate(counts), strict=True)
+        return [[range(end - count, end)] if count else [] for count, end in runs]
     places: list[list[range]] = [[] for _ in counts]
     start = 0
     # Rounds in which the same ranks have a row: with drop_last and uneven="keep" some have a batch less.

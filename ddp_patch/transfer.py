@@ -89,7 +89,7 @@ def gathered(outputs: Any, own: Packed, members: Members, arrangement: Arrangeme
             result = _empty(form, given.get(path), arrangement.rows) if members.receives else None
             for share, source in enumerate(members.ranks):
                 places = arrangement.places[share]
-                leaf = given[path] if source == members.rank and any(places) else None
+                leaf = given[path] if source == members.rank and places else None
                 if form.is_pickled:
                     size = arrangement.pickled[share].get(path, 0)
                     _move_objects(channel, source, leaf, own.get(path, b""), size, result, places)

@@ -56,7 +56,7 @@ def assert_false_on_padding_alone(given: DataLoader[Any], batches: Masked, paddi
     """Where ``padding`` tells of each item of the share whether it is any."""
     assert all(mask.dtype == torch.bool for _, mask in batches)
     if given.batch_sampler is None:
-        assert [mask.tolist() for _, mask in batches] == [not pads for pads in padding]  # no lists: no dimension
+        assert [mask.item() for _, mask in batches] == [not pads for pads in padding]  # no lists: no dimension
     elif whole:
         expected = [[not pads] * len(batch) for (batch, _), pads in zip(batches, padding, strict=True)]
         assert [mask.tolist() for _, mask in batches] == expected
@@ -146,7 +146,7 @@ class Counting(DataLoader[Any]):
     """A subclass that needs arguments of its own."""
 
     def __init__(self, times: int, **options: Any) -> None:
-        super().__init__(range(times), **options)
+        super().__init__(Indices(times), **options)
 
 
 PAIRS = TensorDataset(torch.zeros(7, 3, 2), torch.zeros(7))
@@ -172,19 +172,19 @@ def test_nothing_is_padding_in_a_loader_that_is_not_shared(name: str) -> None:
 
 
 def test_an_unpatched_loader_without_batches_has_masks_without_dimensions() -> None:
-    pairs = list(iter_with_mask(DataLoader(range(3), batch_size=None)))
-    assert [(item, mask.tolist(), mask.ndim) for item, mask in pairs] == [(0, True, 0), (1, True, 0), (2, True, 0)]
+    pairs = list(iter_with_mask(DataLoader(Indices(3), batch_size=None)))
+    assert [(item, mask.item(), mask.ndim) for item, mask in pairs] == [(0, True, 0), (1, True, 0), (2, True, 0)]
 
 
 def test_outputs_of_an_unpatched_loader_come_back_as_they_are() -> None:
     outputs = [object()]
-    assert gather_in_order(outputs, DataLoader(range(3))) is outputs
-    assert gather_in_order(outputs, DataLoader(range(3)), dst=0) is outputs
+    assert gather_in_order(outputs, DataLoader(Indices(3))) is outputs
+    assert gather_in_order(outputs, DataLoader(Indices(3)), dst=0) is outputs
 
 
 # A world of one: everything but sending.
 
-Point = namedtuple("Point", ["x", "y"])  # noqa: PYI024 - as users write it
+Point = namedtuple("Point", ["x", "y"])
 
 
 def passed(**options: Any) -> DataLoader[Any]:
@@ -196,8 +196,7 @@ def passed(**options: Any) -> DataLoader[Any]:
 
 def test_a_nest_comes_back_as_it_was_given() -> None:
     logits = torch.arange(23.0, requires_grad=True) * 2
-    rows = [object() for _ in range(23)]
-    outputs = {"a": (logits, {"b": np.arange(23)}), 3: Point(logits, [str(i) for i in range(23)]), "c": ()}
+    outputs: dict[Any, Any] = {"a": (logits, {"b": np.arange(23)}), 3: Point(logits, list("a" * 23)), "c": ()}
     outputs["ordered"] = OrderedDict(d=list(range(23)))
     found = gather_in_order(outputs, passed())
     assert list(found) == ["a", 3, "c", "ordered"]
@@ -205,11 +204,11 @@ def test_a_nest_comes_back_as_it_was_given() -> None:
     assert not found["a"][0].requires_grad
     assert np.array_equal(found["a"][1]["b"], np.arange(23))
     assert type(found[3]) is Point
-    assert found[3].y == outputs[3].y  # type: ignore[union-attr]  # a Point
+    assert found[3].y == outputs[3].y
     assert found["c"] == ()
     assert found["ordered"] == {"d": list(range(23))}
     with pytest.raises(OutputsError, match="cannot be pickled"):
-        gather_in_order([lambda: row for row in rows], passed())
+        gather_in_order([lambda: None] * 23, passed())
 
 
 def test_every_batch_of_a_batch_sampler_is_a_row() -> None:
@@ -288,8 +287,8 @@ def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven, layout: Layo
 
 HEAD = "Gathering outputs: the ranks do not give the outputs of one whole pass over the loader.\n"
 TAIL = (
-    "\nCall gather_in_order() on every rank after the loop over the loader, with the same structure on each and one row "
-    "for each sample (or batch of a batch sampler) that the rank got, padding included."
+    "\nCall gather_in_order() on every rank after the loop over the loader, with the same structure on each and one "
+    "row for each sample (or batch of a batch sampler) that the rank got, padding included."
 )
 OUTPUTS: list[tuple[Any, str]] = [
     (None, "gives None at the outputs, which is no tensor, array or list"),
