@@ -20,7 +20,7 @@ METRICS = {"accuracy": MulticlassAccuracy, "AUROC": MulticlassAUROC, "mAP": Mult
 
 
 def make_loader(shuffle: bool) -> DataLoader[Any]:
-    """The 1797 digits, with what an imperfect classifier says of each: how near it is to each class's mean, and noise."""
+    """The 1797 digits, with what an imperfect classifier says of each: its distance to each mean, and noise."""
     images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
     means = torch.stack([images[labels == label].mean(dim=0) for label in range(10)])
     noise = torch.randn(len(labels), 10, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
