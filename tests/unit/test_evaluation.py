@@ -1,5 +1,6 @@
 """Masks of padding over every kind of loader, places of gathered rows, and what evaluation refuses: without ranks."""
 
+import pickle
 from collections import OrderedDict, namedtuple
 from itertools import islice, product
 from typing import Any
@@ -30,6 +31,8 @@ from ddp_patch import (
 from ddp_patch.evaluation import _places
 from ddp_patch.options import Layout, Uneven
 from ddp_patch.plan import Plan
+from ddp_patch.rows import structure_of
+from ddp_patch.transfer import packed
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
 
@@ -209,6 +212,13 @@ def test_a_nest_comes_back_as_it_was_given() -> None:
     assert found["ordered"] == {"d": list(range(23))}
     with pytest.raises(OutputsError, match="cannot be pickled"):
         gather_in_order([lambda: None] * 23, passed())
+
+
+def test_rows_that_are_views_are_sent_without_what_they_are_views_of() -> None:
+    rows = list(torch.arange(1024 * 100.0).reshape(1024, 100))
+    data = packed(rows, structure_of(rows), 1000)["the outputs"]
+    assert len(data) < 1.5 * 1000 * 100 * 4
+    assert all(torch.equal(one, other) for one, other in zip(pickle.loads(data), rows, strict=False))  # noqa: S301 - our own
 
 
 def test_every_batch_of_a_batch_sampler_is_a_row() -> None:
