@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ddp_patch.comparison import by_value, ranks_text
+from ddp_patch.epoch_pass import EpochPass
 from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import InvalidOptionError, OutputsError, UnsupportedLoaderError, WorldError
 from ddp_patch.exchange import exchange
@@ -20,7 +21,6 @@ from ddp_patch.iterable import StreamSampler
 from ddp_patch.loader import Level, copy_loader, require_loader, sharding
 from ddp_patch.patched import Batches, require_batches
 from ddp_patch.plan import Plan
-from ddp_patch.progress import Progress
 from ddp_patch.rows import Structure, structure_of
 from ddp_patch.transfer import Arrangement, Members, Packed, gathered, packed
 
@@ -117,14 +117,14 @@ def _masked(loader: DataLoader[Any], batches: Batches) -> Iterator[tuple[Any, to
     try:
         for number, batch in enumerate(loader):
             if number == 0:
-                progress, pass_number = cast(Progress, sampler.progress), sampler.epochs.passes
+                progress, pass_number = cast(EpochPass, sampler.progress), sampler.epochs.passes
             mask = _mask(batches, progress, pass_number, number)
             yield batch, mask[0] if is_unbatched else mask
     finally:
         sampler.tells_sizes = False
 
 
-def _mask(batches: Batches, progress: Progress, pass_number: int, number: int) -> torch.Tensor:
+def _mask(batches: Batches, progress: EpochPass, pass_number: int, number: int) -> torch.Tensor:
     """Tell which samples of a pass's batch ``number`` are no padding."""
     plan = batches.sampler.plan
     length = _length_found(batches.sampler, progress, pass_number)
@@ -195,7 +195,7 @@ def _members(batches: Batches, dst: int | None) -> Members:
     return Members([ranks[mine] for ranks in takers], dist.get_rank(), dst, timeout)
 
 
-def _length_found(sampler: EpochSampler[Any], progress: Progress, pass_number: int) -> int | None:
+def _length_found(sampler: EpochSampler[Any], progress: EpochPass, pass_number: int) -> int | None:
     """Return how many items all ranks share in a pass, once its end was found."""
     if isinstance(sampler, StreamSampler):
         return sampler.dataset.length_found(pass_number)
@@ -247,7 +247,7 @@ def _say(outputs: Any, batches: Batches, dst: int | None) -> tuple[_Said, Packed
     return _Said(dst, at, given, structure, {path: len(data) for path, data in own.items()}), own
 
 
-def _length_of_whole(sampler: EpochSampler[Any], progress: Progress) -> int | None:
+def _length_of_whole(sampler: EpochSampler[Any], progress: EpochPass) -> int | None:
     """Return how many items all ranks share in the latest pass, if this rank has come to its end."""
     found = _length_found(sampler, progress, sampler.epochs.passes)
     if isinstance(sampler, StreamSampler) or progress.ended:
