@@ -270,6 +270,7 @@ def _judge(plan: Plan, ranks: Collection[int], records: Mapping[int, _Said]) -> 
         {rank: said.problem for rank, said in records.items() if said.problem}
         or _unless_same({rank: said.at for rank, said in records.items()})
         or _unless_same({rank: f"gives {structure.forms_text()}" for rank, structure in with_rows.items()})
+        or _unless_same({rank: f"gives {structure.nest_text()}" for rank, structure in with_rows.items()})
         or _unless_same({rank: f"gives dst={said.dst}" for rank, said in records.items()})
     )
     if found:

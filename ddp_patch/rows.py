@@ -80,6 +80,10 @@ class Structure:
         """Return what the leaves are."""
         return "; ".join(f"{path}: {form}" for path, form in sorted(self.forms.items()))
 
+    def nest_text(self) -> str:
+        """Return how dicts and tuples lie in one another."""
+        return _nest_text(self.nest)
+
     def widened(self, others: Sequence["Structure"]) -> "Structure":
         """Return the structure with strings as wide as the others' too."""
         forms = {
@@ -121,8 +125,10 @@ def leaves_of(outputs: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _wrong(found: tuple[str, Any]) -> str:
     path, leaf = found
     match leaf:
-        case torch.Tensor() if leaf.layout != torch.strided or leaf.is_nested or hasattr(leaf, "full_tensor"):
-            return f"a sparse, nested or distributed tensor at {path}, which has no rows to send"
+        case torch.Tensor() if (
+            leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized or hasattr(leaf, "full_tensor")
+        ):
+            return f"a sparse, nested, quantized or distributed tensor at {path}, which has no rows to send"
         case np.ma.MaskedArray():
             return f"a masked array at {path}, whose mask would be lost"
         case torch.Tensor() | np.ndarray() if leaf.ndim:
@@ -162,6 +168,15 @@ def _filled(nest: Any, leaves: Mapping[str, Any]) -> Any:
         case tuple():
             return _tuple_like(nest, [_filled(value, leaves) for value in nest])
     return leaves[nest]
+
+
+def _nest_text(nest: Any) -> str:
+    match nest:
+        case dict():
+            return "{" + ", ".join(sorted(f"{key!r}: {_nest_text(value)}" for key, value in nest.items())) + "}"
+        case tuple():
+            return f"{type(nest).__name__}(" + ", ".join(map(_nest_text, nest)) + ")"
+    return "rows"
 
 
 def _tuple_like(given: tuple[Any, ...], parts: Sequence[Any]) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Self, TypeVar, cast
 
 from ddp_patch.agreement import Agreed, describe
@@ -148,8 +148,10 @@ class ShardedSampler(EpochSampler[T]):
         epoch = self.epochs.upcoming
         self._tell_nested(epoch)
         place = self.place
-        if place is not None and (place.done or place.now):
-            place.held.reinstate(self._holders)  # others may have drawn from the generators since it was loaded
+        if place is not None and place.is_begun:
+            place.held.reinstate(
+                self._holders, self._at_first
+            )  # others may have drawn from the generators since it was loaded
         else:
             place = Place(epoch, held=self._held())
         progress = self.progress = EpochPass.at(place, self.num_replicas, resumes=self.place is not None)
@@ -183,6 +185,7 @@ class ShardedSampler(EpochSampler[T]):
         self._begin(progress.epoch, {"position": progress.begins_at}, self._known_end)
         self._known_end = {}
         self.progress, self.place = progress, None
+        self._draw_from(progress)
         try:
             yield from (
                 self._looked_up(rng, progress) if self._is_looked_up() else self._drawn(stream, rng, again, progress)
@@ -191,12 +194,19 @@ class ShardedSampler(EpochSampler[T]):
         finally:
             progress.over = True
 
+    def _draw_from(self, progress: EpochPass) -> None:
+        """Have the generators where they were when the first item was drawn: a loader may draw from them before."""
+        if progress.resumes and progress.drawn_from is not None:
+            progress.drawn_from.reinstate_generators(self._holders)
+        elif not progress.resumes and (now := self._held()).generators != progress.held.generators:
+            progress.drawn_from = Held(now.generators)
+
     def _looked_up(self, rng: AbstractContextManager[None], progress: EpochPass) -> Iterator[Iterator[T]]:
         """Yield this rank's items from an order that is known as a whole."""
         self._catch_up(progress)
         with rng:
             order = order_of(self.sampler, progress.epoch)
-        progress.to_end = order.finish
+        progress.to_end = partial(_finished, order, progress)
         if progress.now is not None:  # when the state was taken the order was drawn
             progress.now[1].reinstate_generators(self._holders)
             progress.now = None
@@ -216,7 +226,7 @@ class ShardedSampler(EpochSampler[T]):
         for positions in blocks(real[max(progress.skip, rounds) :]):
             yield progress.begin(at(positions))
         yield progress.begin(padding[max(0, progress.skip - len(real)) :])
-        progress.draw_to_end()
+        progress.is_at_end()
 
     def _drawn(
         self, stream: Iterator[T], rng: AbstractContextManager[None], again: bool, progress: EpochPass
@@ -232,8 +242,11 @@ class ShardedSampler(EpochSampler[T]):
         if progress.before:
             stream = rest.select(stream)
         self._catch_up(progress)
+        if progress.before and not progress.skip:
+            progress.now = None  # which counts items of other ranks' shares
         chunks = _ReadAhead(draw(stream, rng, round_size=self.plan.num_replicas, most=most))
-        progress.to_end = chunks.to_end
+        # Of an iterator, what was read ahead would be lost to the next pass.
+        progress.to_end = None if one_shot else partial(chunks.is_at_end, self.plan)
         for part in self._parts(_not_empty(chunks, progress.epoch) if one_shot and again else chunks, rest, progress):
             run = progress.begin(part)
             self._catch_up(progress)
@@ -346,22 +359,43 @@ def _items_at(order: Order, rest: Rest, positions: range) -> Sequence[Any]:
     return order.at(runs[0]) if len(runs) == 1 else [item for run in runs for item in order.at(run)]
 
 
+def _finished(order: Order, progress: EpochPass) -> bool:
+    """Draw, once, what the sampler draws after its last item."""
+    order.finish()
+    progress.to_end = _nothing_left
+    return True
+
+
+def _nothing_left() -> bool:
+    return True
+
+
 def _take_note(progress: EpochPass, note: tuple[Held, Held | None, int | None]) -> None:
     progress.held, progress.after, progress.length = note
 
 
 class _ReadAhead(Iterator[list[T]]):
-    """An iterator over chunks that can be read to its end before they are asked for."""
+    """An iterator over chunks of which one can be read before it is asked for."""
 
     def __init__(self, chunks: Iterator[list[T]]) -> None:
         self._chunks = chunks
         self._read: deque[list[T]] = deque()
+        self._failure: list[Exception] = []
 
     def __next__(self) -> list[T]:
+        if not self._read and self._failure:
+            raise self._failure.pop()
         return self._read.popleft() if self._read else next(self._chunks)
 
-    def to_end(self) -> None:
-        self._read.extend(self._chunks)
+    def is_at_end(self, plan: Plan) -> bool:
+        """Read on, and tell whether no more than an incomplete round comes, which is left out."""
+        if not self._failure and not self._read:
+            try:
+                self._read.extend(islice(self._chunks, 1))
+            except Exception as error:  # noqa: BLE001 - the user's own, raised when its place comes
+                self._failure.append(error)
+        is_dropped = plan.uneven == "drop" and all(len(chunk) < plan.num_replicas for chunk in self._read)
+        return not self._failure and (is_dropped or not self._read)
 
 
 def _shuffled(stream: Iterator[T], seed: int, epoch: int) -> Iterator[T]:

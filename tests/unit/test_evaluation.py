@@ -311,7 +311,7 @@ OUTPUTS: list[tuple[Any, str]] = [
     ({"a": {"b": [1]}, "c": (np.zeros(23), [2, 3])}, "gives 1 rows at ['a']['b'], 2 rows at ['c'][1] for 23 samples"),
     (
         torch.zeros(23, 2).to_sparse(),
-        "gives a sparse, nested or distributed tensor at the outputs, which has no rows to send",
+        "gives a sparse, nested, quantized or distributed tensor at the outputs, which has no rows to send",
     ),
     (np.ma.zeros(23), "gives a masked array at the outputs, whose mask would be lost"),
 ]
