@@ -3,13 +3,14 @@
 import copy
 import json
 import pickle
+import array
 import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from fractions import Fraction
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -883,7 +884,7 @@ def test_a_loader_goes_on_whatever_pass_its_samplers_were_left_in(
     def patched() -> Any:
         batches = IterationBatchSampler(make(), 20) if over_iterations else make()
         return patch_dataloader_to_ddp(
-            DataLoader(range(50), batch_sampler=batches, collate_fn=as_it_is), rank=0, num_replicas=1
+            DataLoader(Indices(50), batch_sampler=batches, collate_fn=as_it_is), rank=0, num_replicas=1
         )
 
     running = patched()
@@ -965,9 +966,9 @@ def test_contiguous_ranks_get_runs_of_windows(world_size: int) -> None:
 
 
 def test_windows_that_do_not_wrap_are_views() -> None:
-    array: npt.NDArray[Any] = np.arange(20).reshape(10, 2)
-    assert np.shares_memory(WindowDataset(array, 3)[7], array)
-    assert WindowDataset(array, 3)[8].tolist() == [[16, 17], [18, 19], [0, 1]]
+    rows: npt.NDArray[Any] = np.arange(20).reshape(10, 2)
+    assert np.shares_memory(WindowDataset(rows, 3)[7], rows)
+    assert WindowDataset(rows, 3)[8].tolist() == [[16, 17], [18, 19], [0, 1]]
     tensor = torch.arange(20).reshape(10, 2)
     assert WindowDataset(tensor, 3)[7].data_ptr() == tensor[7].data_ptr()
     assert WindowDataset(tensor, 3)[8].tolist() == [[16, 17], [18, 19], [0, 1]]
@@ -977,9 +978,9 @@ def test_windows_that_do_not_wrap_are_views() -> None:
     assert WindowDataset(tensor, 10)[1][-1].tolist() == [0, 1]
     assert WindowDataset(b"abcde", 2)[4] == b"ea"
     assert WindowDataset(bytearray(b"abcde"), 2)[4] == bytearray(b"ea")
-    assert WindowDataset(array("i", range(5)), 2)[4] == array("i", [4, 0])
+    assert WindowDataset(machine_ints := array.array("i", range(5)), 2)[4] == machine_ints[4:] + machine_ints[:1]
     assert [WindowDataset(range(5), 2)[start] for start in (3, 4)] == [[3, 4], [4, 0]]
-    masked: Any = WindowDataset(np.ma.array([1, 2, 3], mask=[1, 0, 0]), 2)[2]
+    masked: Any = WindowDataset(np.ma.array([1, 2, 3], mask=[True, False, False]), 2)[2]
     assert masked.tolist() == [3, None]
     every: Any = WindowDataset(np.arange(3), 2)  # which ends by its IndexError
     assert [window.tolist() for window in every] == [[0, 1], [1, 2], [2, 0]]
@@ -989,7 +990,7 @@ def test_windows_of_the_longest_series_do_not_overflow() -> None:
     size = 2**62 - 1
     starts = list(WindowSampler(size, 2**59, shuffle=False, seed=1))
     assert all(0 <= start < size for start in starts)
-    assert all((after - before) % size == 2**59 for before, after in zip(starts, starts[1:], strict=False))
+    assert all((after - before) % size == 2**59 for before, after in pairwise(starts))
 
 
 # The scalable shuffle.
