@@ -1,9 +1,9 @@
 """The samplers of the field: exact counts, uniform draws, whole batches on every rank, any epoch, any resumed pass."""
 
+import array
 import copy
 import json
 import pickle
-import array
 import random
 import sys
 from collections import Counter
