@@ -48,7 +48,7 @@ class Held:
         ]
         changed = attributes if any(attributes) else ()
         try:
-            return cls(states, [copy.deepcopy(sampler.state_dict()) for sampler in _stateful(samplers)], changed)
+            return cls(states, [copy.deepcopy(_told(sampler)) for sampler in _stateful(samplers)], changed)
         except Exception as error:  # noqa: BLE001 - the user's code; it counts when a state is asked for
             why = f"when the epoch began, the state_dict() of a sampler in it raised {error!r}. Correct that method"
             return cls(states, (), changed, why)
@@ -94,6 +94,11 @@ def plain_attributes(samplers: Iterable[Any]) -> list[dict[str, Any]]:
 
 def _stateful(samplers: Iterable[Any]) -> list[Any]:
     return [sampler for sampler in samplers if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")]
+
+
+def _told(sampler: Any) -> Any:
+    """What a sampler's next pass follows from, which is more than where a pass stands that was left."""
+    return getattr(sampler, "state_between_passes", sampler.state_dict)()
 
 
 @dataclass(frozen=True, slots=True)

@@ -821,7 +821,7 @@ def test_counters_go_back_where_the_loader_has_been_iterated() -> None:
 
 
 def test_a_loader_can_be_copied_and_pickled_after_a_pass() -> None:
-    for given in (DataLoader(range(40), 2, sampler=Shuffled()), DataLoader(range(40), 2, shuffle=True)):  # type: ignore[arg-type]
+    for given in (DataLoader(Numbers(40), 2, sampler=Shuffled()), DataLoader(Numbers(40), 2, shuffle=True)):
         running = start(given)
         whole = start(given)
         list(whole)
