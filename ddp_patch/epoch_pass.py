@@ -29,8 +29,8 @@ class EpochPass(Progress):
         over: Whether nothing more will be asked for.
         after: What the samplers held after it, where another rank draws.
         sizes: How many samples each item has that was given, oldest first, where somebody wants to know.
-        to_end: Draws on, and tells whether nothing comes of which this rank or another takes an item; None where
-            another rank draws.
+        to_end: Draws on, and tells whether no more than so many items of the share come; None where that would be
+            known on one rank and not on another.
     """
 
     epoch: int
@@ -43,7 +43,7 @@ class EpochPass(Progress):
     over: bool = False
     after: Held | None = None
     sizes: deque[int] | None = None
-    to_end: Callable[[], bool] | None = None
+    to_end: Callable[[int], bool] | None = None
 
     @classmethod
     def at(cls, place: Place, num_replicas: int, *, resumes: bool) -> "EpochPass":
@@ -74,11 +74,11 @@ class EpochPass(Progress):
         """Return where the pass stands when all was taken."""
         return replace(self.place(num_replicas, self.taken), held=self.after or after, ended=True)
 
-    def is_at_end(self) -> bool:
-        """Tell whether all was given; then what the samplers hold is where the epoch leaves it."""
+    def is_at_end(self, unused: int = 0) -> bool:
+        """Tell whether all was given but ``unused`` items; then the samplers hold what the epoch leaves in them."""
         if self.ended or self.after is not None:
             return True
-        return self.to_end is not None and self.to_end()
+        return self.to_end is not None and self.to_end(unused)
 
     def begin(self, part: Sequence[T]) -> Iterator[T]:
         """Return an iterator over what is not to be skipped of this rank's items that come next."""

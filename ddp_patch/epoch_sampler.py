@@ -167,7 +167,8 @@ class EpochSampler(DistributedSampler[T]):
             is_last = batches == (left // size if drops_last else -(-left // size))
             # Where more was given the length is wrong.
             more = self._given_after(progress, progress.skip + batches * size)
-            if is_last and more < (size if drops_last else 1) and progress.is_at_end():
+            unused = (size - 1 if drops_last else 0) - more
+            if is_last and unused >= 0 and progress.is_at_end(unused):
                 return progress.end(self.num_replicas, self._held()).following().state(self._facts)
         return progress.place(self.num_replicas, progress.skip + batches * size).state(self._facts)
 

@@ -322,7 +322,7 @@ class IterableWorkerInit:
         info.dataset.begin_worker(self.epochs.passes + 1, self.worker_init_fn)
 
 
-def _is_told() -> bool:
+def _is_told(unused: int) -> bool:
     return True
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Self, TypeVar, cast
 
 from ddp_patch.agreement import Agreed, describe
@@ -246,7 +246,7 @@ class ShardedSampler(EpochSampler[T]):
             progress.now = None  # which counts items of other ranks' shares
         chunks = _ReadAhead(draw(stream, rng, round_size=self.plan.num_replicas, most=most))
         # Of an iterator, what was read ahead would be lost to the next pass.
-        progress.to_end = None if one_shot else partial(chunks.is_at_end, self.plan)
+        progress.to_end = None if one_shot else partial(chunks.ends_within, self.plan)
         for part in self._parts(_not_empty(chunks, progress.epoch) if one_shot and again else chunks, rest, progress):
             run = progress.begin(part)
             self._catch_up(progress)
@@ -274,9 +274,9 @@ class ShardedSampler(EpochSampler[T]):
             return (
                 part for (part,) in self._shares(self._verified(chunks, progress.epoch), [self.plan], rest, progress)
             )
+        progress.to_end = None  # every rank knows of the end when the leader sends it
         turn = {"patched as": f"number {self.agreed.number}", "epoch": progress.epoch, "pass": self.epochs.passes}
         if not leader.draws:
-            progress.to_end = None
             return leader.receive(turn, partial(_take_note, progress))
         plans = [self.agreed.plan(rank) for rank in (self.agreed.world.members or {}).values()]
         first_piece = LARGEST_PIECE if self._length_if_any(progress.epoch) is not None else FIRST_PIECE
@@ -359,14 +359,14 @@ def _items_at(order: Order, rest: Rest, positions: range) -> Sequence[Any]:
     return order.at(runs[0]) if len(runs) == 1 else [item for run in runs for item in order.at(run)]
 
 
-def _finished(order: Order, progress: EpochPass) -> bool:
+def _finished(order: Order, progress: EpochPass, unused: int) -> bool:
     """Draw, once, what the sampler draws after its last item."""
     order.finish()
     progress.to_end = _nothing_left
     return True
 
 
-def _nothing_left() -> bool:
+def _nothing_left(unused: int) -> bool:
     return True
 
 
@@ -387,15 +387,24 @@ class _ReadAhead(Iterator[list[T]]):
             raise self._failure.pop()
         return self._read.popleft() if self._read else next(self._chunks)
 
-    def is_at_end(self, plan: Plan) -> bool:
-        """Read on, and tell whether no more than an incomplete round comes, which is left out."""
-        if not self._failure and not self._read:
+    def ends_within(self, plan: Plan, most: int) -> bool:
+        """Read on, and tell whether no more than so many rounds come; of contiguous runs, which have an end, no items.
+
+        An incomplete round that is left out is none.
+        """
+
+        def rounds() -> int:
+            is_cut = plan.layout == "contiguous"
+            return 0 if is_cut else sum(plan.rounds(len(chunk)) for chunk in self._read)
+
+        while not self._failure and rounds() <= most:
             try:
-                self._read.extend(islice(self._chunks, 1))
+                self._read.append(next(self._chunks))
+            except StopIteration:
+                return True
             except Exception as error:  # noqa: BLE001 - the user's own, raised when its place comes
                 self._failure.append(error)
-        is_dropped = plan.uneven == "drop" and all(len(chunk) < plan.num_replicas for chunk in self._read)
-        return not self._failure and (is_dropped or not self._read)
+        return False
 
 
 def _shuffled(stream: Iterator[T], seed: int, epoch: int) -> Iterator[T]:

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import count, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -877,6 +877,27 @@ def test_a_batch_that_drop_last_leaves_out_is_none_that_is_done() -> None:
     with pytest.raises(InvalidOptionError, match="batches_done=7, and the pass in progress has given 6"):
         loader_state(running, batches_done=7)
     assert loader_state(running, batches_done=6)["epoch"] == 1
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
+def test_within_the_loops_last_turn_the_next_epoch_comes_whatever_is_still_to_be_drawn(
+    uneven: str, layout: str
+) -> None:
+    for n, world, size, drop_last in product([1, 4, 7, 11, 15, 18], [1, 2, 3], [1, 3, 5], [False, True]):
+        states = []
+        for rank in range(world):
+            given = DataLoader(Numbers(n), size, sampler=Shuffled(n), drop_last=drop_last)
+            running = start(given, rank, world, uneven=uneven, layout=layout)
+            for number, _ in enumerate(running, 1):
+                if number == len(running):
+                    states.append(loader_state(running, batches_done=number))
+        assert all(state["epoch"] == 1 for state in states[:1] + states * (uneven != "keep")), (
+            n,
+            world,
+            size,
+            drop_last,
+        )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
