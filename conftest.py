@@ -1,6 +1,6 @@
-"""The Python examples of the Markdown pages are tests too."""
+"""Every code block of the Markdown pages is a test too; tests/documented.py says of what."""
 
+from documented import blocks
 from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser
 
-pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"]).pytest()
+pytest_collect_file = Sybil(parsers=[blocks], patterns=["*.md"]).pytest()

@@ -1,0 +1,23 @@
+"""From catalyst's DistributedSamplerWrapper."""
+
+import torch
+import torch.distributed as dist
+from catalyst.data import DistributedSamplerWrapper
+from ranks import Indices, OwnBatchSampler, OwnSampler, show
+from torch.utils.data import DataLoader
+
+from ddp_patch import patch_dataloader_to_ddp
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())  # as for augmentations: on each rank another seed
+data = Indices()
+
+# Before
+show("before, sampler", lambda: DataLoader(data, 4, sampler=DistributedSamplerWrapper(OwnSampler())))
+show("before, batch sampler", lambda: DataLoader(data, batch_sampler=DistributedSamplerWrapper(OwnBatchSampler())))
+
+# After
+show("after, sampler", lambda: patch_dataloader_to_ddp(DataLoader(data, 4, sampler=OwnSampler())))
+show("after, batch sampler", lambda: patch_dataloader_to_ddp(DataLoader(data, batch_sampler=OwnBatchSampler())))
+
+dist.destroy_process_group()
