@@ -6,6 +6,7 @@ nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests", "lint", "types"]
 
+INTEGRATIONS = ["tests/integrations", "docs/coming-from.md"]  # what needs other packages
 EXTRAS: dict[str, list[str]] = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]
 
 
@@ -22,14 +23,16 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run every test that needs no third-party loader; arguments after ``--`` go to pytest."""
     install(session, ".[test]")
-    session.run("pytest", "-n", "auto", "--ignore", "tests/integrations", *session.posargs)
+    ignored = [f"--ignore={path}" for path in INTEGRATIONS]
+    session.run("pytest", "-n", "auto", *ignored, *session.posargs)
 
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """Run the tests with torchdata, torchmetrics, PyTorch Geometric and datasets; arguments go to pytest."""
+    """Run the tests and the pages that need other packages; arguments after ``--`` go to pytest."""
     install(session, ".[integrations]")
-    session.run("pytest", "-n", "auto", "tests/integrations", *session.posargs)
+    install(session, "--no-deps", "catalyst", "open-metric-learning")  # what the pages use of them needs no more
+    session.run("pytest", "-n", "auto", *INTEGRATIONS, *session.posargs)
 
 
 @nox.session
@@ -81,6 +84,13 @@ def samplers(session: nox.Session) -> None:
     """Measure the samplers, and write the table and the pictures of ``docs/samplers.md``; ``--n 100000`` is short."""
     install(session, ".[bench]")
     session.run("python", "benchmarks/samplers.py", *session.posargs)
+
+
+@nox.session
+def pictures(session: nox.Session) -> None:
+    """Share a loader on four ranks in three ways, and draw the picture of ``docs/index.md``."""
+    install(session, ".[bench]")
+    session.run("python", "benchmarks/pictures.py")
 
 
 def install(session: nox.Session, *packages: str) -> None:

@@ -8,7 +8,8 @@
 | any, below ``<!-- whole: FILE -->`` | it is that file (``part``: lines of it that follow each other) |
 | ``diff``, below ``<!-- whole: OLD NEW -->`` | it is the difference between the two (``part``: lines of it) |
 
-Files are named from the page's folder. In what a page shows as printed, ``...`` stands for what varies. Any other block fails.
+Files are named from the page's folder. In what a page shows as printed, ``...`` stands for what varies. Any other block
+fails.
 """
 
 import ast
@@ -231,8 +232,8 @@ def _quoted(example: Example, whole: bool, names: list[str]) -> str | None:
         return f"It quotes {' and '.join(names)}: name {'two files' if is_diff else 'one file'} of the page's folder."
     if files[-1].suffix == ".py" and not _is_run(files):
         return f"It quotes {' and '.join(names)}, and no console block of any page runs that."
-    texts = [file.read_text().splitlines() for file in files]
-    lines = list(difflib.unified_diff(*texts, n=10**6, lineterm=""))[3:] if is_diff else texts[0]
+    old, new = (files[0].read_text().splitlines(), files[-1].read_text().splitlines())
+    lines = list(difflib.unified_diff(old, new, n=10**6, lineterm=""))[3:] if is_diff else new
     lines = [line.rstrip() for line in lines]  # an empty line is " " in a difference, and editors take that away
     shown = str(example.parsed).splitlines()
     if whole:

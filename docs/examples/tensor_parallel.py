@@ -3,15 +3,15 @@
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_patch import patch_dataloader_to_ddp
 
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))  # makes the process group too
-loader = patch_dataloader_to_ddp(DataLoader(torch.arange(8), batch_size=2), device_mesh=mesh)
+loader = patch_dataloader_to_ddp(DataLoader(TensorDataset(torch.arange(8)), batch_size=2), device_mesh=mesh)
 
 batches: list[list[list[int]]] = [[]] * dist.get_world_size()
-dist.all_gather_object(batches, [batch.tolist() for batch in loader])
+dist.all_gather_object(batches, [batch.tolist() for (batch,) in loader])
 if dist.get_rank() == 0:
     for rank, share in enumerate(batches):
         print(f"rank {rank}, dp {rank // 2}, tp {rank % 2}: {share}")

@@ -21,7 +21,8 @@ show("before, batch sampler", lambda: fabric.setup_dataloaders(DataLoader(data, 
 # After: Fabric still moves batches to the device. A Trainer has the same option.
 def patched(loader: "DataLoader[int]") -> "DataLoader[int]":
     """Share the loader here, and not in Fabric."""
-    return fabric.setup_dataloaders(patch_dataloader_to_ddp(loader), use_distributed_sampler=False)
+    moved: DataLoader[int] = fabric.setup_dataloaders(patch_dataloader_to_ddp(loader), use_distributed_sampler=False)
+    return moved
 
 
 show("after, sampler", lambda: patched(DataLoader(data, 4, sampler=OwnSampler())))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 SAMPLES = 26
-GROUPS = [group.tolist() for group in torch.arange(SAMPLES).split(4)]  # samples that belong into one batch
+GROUPS = [list(range(SAMPLES))[start : start + 4] for start in range(0, SAMPLES, 4)]  # samples that belong together
 
 warnings.simplefilter("ignore")  # what libraries warn of, and log, is not what is shown here
 logging.disable(logging.WARNING)
