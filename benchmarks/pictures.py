@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Sampler
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.testing import run_ranks
 
-SAMPLES, RANKS, COLUMNS = 40, 4, 10
+SAMPLES, RANKS, COLUMNS = 40, 4, 20
 DOCS = Path(__file__).parents[1] / "docs"
 # Of a colour-blind safe palette: never seen, once, more than once. The number in each cell says it without colour.
 NEVER, ONCE, OFTEN = "#d55e00", "#56b4e9", "#e69f00"
@@ -56,20 +56,19 @@ def epochs(rank: int, world_size: int) -> dict[str, list[int]]:
 
 def picture(counts: dict[str, Counter[int]], ink: str) -> Any:
     """Draw a panel for each loader, with a cell for each sample."""
-    figure, panels = plt.subplots(1, len(counts), figsize=(9.6, 2.3), layout="constrained")
+    rows = SAMPLES // COLUMNS
+    figure, panels = plt.subplots(len(counts), 1, figsize=(8, 4.6), layout="constrained")
     for panel, (name, seen) in zip(panels, counts.items(), strict=True):
         for index in range(SAMPLES):
             column, row = index % COLUMNS, index // COLUMNS
             number = seen[index]
             colour = NEVER if number == 0 else ONCE if number == 1 else OFTEN
             panel.add_patch(plt.Rectangle((column + 0.05, row + 0.05), 0.9, 0.9, color=colour))
-            panel.text(column + 0.5, row + 0.54, number, ha="center", va="center", color="#000000", fontsize=11)
-        panel.set(xlim=(0, COLUMNS), ylim=(SAMPLES // COLUMNS, 0), aspect="equal")
+            panel.text(column + 0.5, row + 0.54, number, ha="center", va="center", color="#000000", fontsize=16)
+        panel.set(xlim=(0, COLUMNS), ylim=(rows, 0), aspect="equal")
         panel.axis("off")
-        panel.set_title(name, color=ink, fontsize=12, fontweight="bold")
-        panel.text(
-            COLUMNS / 2, SAMPLES // COLUMNS + 0.6, summary(seen), ha="center", va="center", color=ink, fontsize=11
-        )
+        panel.set_title(name, loc="left", color=ink, fontsize=15, fontweight="bold")
+        panel.set_title(summary(seen), loc="right", color=ink, fontsize=15)
     return figure
 
 

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -14,10 +15,11 @@ def main() -> None:
     torch.manual_seed(0)
     inputs, model = torch.randn(1125, 20), nn.Linear(20, 2)
     labels = (inputs @ torch.randn(20) > 0).long()
-    train_data, test_data = TensorDataset(inputs[:1024], labels[:1024]), TensorDataset(inputs[1024:], labels[1024:])
+    train_data = TensorDataset(inputs[:1024], labels[:1024])
+    test_data = TensorDataset(inputs[1024:], labels[1024:])
 
     order = torch.Generator().manual_seed(1)
-    train = DataLoader(train_data, batch_size=32, shuffle=True, generator=order)  # per rank
+    train = DataLoader(train_data, batch_size=32, shuffle=True, generator=order)
     test = DataLoader(test_data, batch_size=64)
     dist.init_process_group("gloo")
     train, test = patch_dataloader_to_ddp(train), patch_dataloader_to_ddp(test)
@@ -28,13 +30,13 @@ def main() -> None:
     for epoch in range(3):
         for x, y in train:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(parallel(x), y).backward()
+            cross_entropy(parallel(x), y).backward()
             optimizer.step()
         with torch.no_grad():
-            losses = torch.cat([nn.functional.cross_entropy(model(x), y, reduction="none") for x, y in test])
-        losses = gather_in_order(losses, test)
+            parts = [cross_entropy(model(x), y, reduction="none") for x, y in test]
+        losses = gather_in_order(torch.cat(parts), test)
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: {len(losses)} test samples, mean loss {losses.mean():.4f}")
+            print(f"epoch {epoch}: {len(losses)} samples, mean loss {losses.mean():.4f}")
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -10,7 +11,8 @@ def main() -> None:
     torch.manual_seed(0)
     inputs, model = torch.randn(1125, 20), nn.Linear(20, 2)
     labels = (inputs @ torch.randn(20) > 0).long()
-    train_data, test_data = TensorDataset(inputs[:1024], labels[:1024]), TensorDataset(inputs[1024:], labels[1024:])
+    train_data = TensorDataset(inputs[:1024], labels[:1024])
+    test_data = TensorDataset(inputs[1024:], labels[1024:])
 
     order = torch.Generator().manual_seed(1)
     train = DataLoader(train_data, batch_size=64, shuffle=True, generator=order)
@@ -20,11 +22,12 @@ def main() -> None:
     for epoch in range(3):
         for x, y in train:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
+            cross_entropy(model(x), y).backward()
             optimizer.step()
         with torch.no_grad():
-            losses = torch.cat([nn.functional.cross_entropy(model(x), y, reduction="none") for x, y in test])
-        print(f"epoch {epoch}: {len(losses)} test samples, mean loss {losses.mean():.4f}")
+            parts = [cross_entropy(model(x), y, reduction="none") for x, y in test]
+        losses = torch.cat(parts)
+        print(f"epoch {epoch}: {len(losses)} samples, mean loss {losses.mean():.4f}")
 
 
 if __name__ == "__main__":

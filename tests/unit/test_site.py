@@ -1,5 +1,6 @@
 """The pages make up one site: each is in the navigation, links lead somewhere, every public name is described."""
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,3 +64,14 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert "::: ddp_patch.errors" in (DOCS / "reference.md").read_text()
     public = {*ddp_patch.__all__, *samplers.__all__, *testing.__all__} - set(ddp_patch.errors.__all__)
     assert public - described == set()
+
+
+def test_every_option_is_in_the_table_with_its_default() -> None:
+    head, *rows = re.findall(r"^\| (`.*?`) \| ", (DOCS / "options.md").read_text(), re.MULTILINE)
+    told = re.findall(r"`(\w+(?:=[^`]+)?)`", "".join([head, *rows]))
+    parameters = list(inspect.signature(ddp_patch.patch_dataloader_to_ddp).parameters.values())[1:]
+    defaults = {parameter.name: parameter.default for parameter in parameters}
+    expected = [
+        name if default is None else f"{name}={default!r}".replace("'", '"') for name, default in defaults.items()
+    ]
+    assert sorted(told) == sorted(expected)

@@ -9,14 +9,16 @@ from ddp_patch import patch_dataloader_to_ddp
 
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(accelerator.process_index)  # as for augmentations: on each rank another seed
-data = Indices()
+
+own = DataLoader(Indices(), batch_size=4, sampler=OwnSampler())
+batched = DataLoader(Indices(), batch_sampler=OwnBatchSampler())
 
 # Before
-show("before, sampler", lambda: accelerator.prepare(DataLoader(data, 4, sampler=OwnSampler())))
-show("before, batch sampler", lambda: accelerator.prepare(DataLoader(data, batch_sampler=OwnBatchSampler())))
+show("before, sampler", lambda: accelerator.prepare(own))
+show("before, batch sampler", lambda: accelerator.prepare(batched))
 
-# After: the model and the optimizer still go through prepare; batches go to accelerator.device in the loop.
-show("after, sampler", lambda: patch_dataloader_to_ddp(DataLoader(data, 4, sampler=OwnSampler())))
-show("after, batch sampler", lambda: patch_dataloader_to_ddp(DataLoader(data, batch_sampler=OwnBatchSampler())))
+# After: model and optimizer still go through prepare, batches to accelerator.device.
+show("after, sampler", lambda: patch_dataloader_to_ddp(own))
+show("after, batch sampler", lambda: patch_dataloader_to_ddp(batched))
 
 accelerator.end_training()

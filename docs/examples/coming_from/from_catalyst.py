@@ -10,14 +10,18 @@ from ddp_patch import patch_dataloader_to_ddp
 
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())  # as for augmentations: on each rank another seed
-data = Indices()
+
+own = DataLoader(Indices(), batch_size=4, sampler=OwnSampler())
+batched = DataLoader(Indices(), batch_sampler=OwnBatchSampler())
 
 # Before
-show("before, sampler", lambda: DataLoader(data, 4, sampler=DistributedSamplerWrapper(OwnSampler())))
-show("before, batch sampler", lambda: DataLoader(data, batch_sampler=DistributedSamplerWrapper(OwnBatchSampler())))
+sampler = DistributedSamplerWrapper(OwnSampler())
+batch_sampler = DistributedSamplerWrapper(OwnBatchSampler())
+show("before, sampler", lambda: DataLoader(Indices(), batch_size=4, sampler=sampler))
+show("before, batch sampler", lambda: DataLoader(Indices(), batch_sampler=batch_sampler))
 
 # After
-show("after, sampler", lambda: patch_dataloader_to_ddp(DataLoader(data, 4, sampler=OwnSampler())))
-show("after, batch sampler", lambda: patch_dataloader_to_ddp(DataLoader(data, batch_sampler=OwnBatchSampler())))
+show("after, sampler", lambda: patch_dataloader_to_ddp(own))
+show("after, batch sampler", lambda: patch_dataloader_to_ddp(batched))
 
 dist.destroy_process_group()

@@ -1,5 +1,7 @@
 """From ignite's auto_dataloader."""
 
+from functools import partial
+
 import ignite.distributed as idist
 import torch
 from ranks import Indices, OwnBatchSampler, OwnSampler, show
@@ -9,14 +11,17 @@ from ddp_patch import patch_dataloader_to_ddp
 
 idist.initialize("gloo")
 torch.manual_seed(idist.get_rank())  # as for augmentations: on each rank another seed
-data = Indices()
+
+own = DataLoader(Indices(), batch_size=4, sampler=OwnSampler())
+batched = DataLoader(Indices(), batch_sampler=OwnBatchSampler())
 
 # Before: batch_size is that of all ranks together.
-show("before, sampler", lambda: idist.auto_dataloader(data, batch_size=8, sampler=OwnSampler()))
-show("before, batch sampler", lambda: idist.auto_dataloader(data, batch_sampler=OwnBatchSampler()))
+before = partial(idist.auto_dataloader, Indices())
+show("before, sampler", lambda: before(batch_size=8, sampler=OwnSampler()))
+show("before, batch sampler", lambda: before(batch_sampler=OwnBatchSampler()))
 
 # After: batch_size is that of each rank.
-show("after, sampler", lambda: patch_dataloader_to_ddp(DataLoader(data, 4, sampler=OwnSampler())))
-show("after, batch sampler", lambda: patch_dataloader_to_ddp(DataLoader(data, batch_sampler=OwnBatchSampler())))
+show("after, sampler", lambda: patch_dataloader_to_ddp(own))
+show("after, batch sampler", lambda: patch_dataloader_to_ddp(batched))
 
 idist.finalize()

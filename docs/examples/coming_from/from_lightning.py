@@ -1,5 +1,7 @@
 """From Lightning."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
@@ -11,21 +13,23 @@ from ddp_patch import patch_dataloader_to_ddp
 fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
 fabric.launch()
 torch.manual_seed(fabric.global_rank)  # as for augmentations: on each rank another seed
-data = Indices()
+
+own = DataLoader(Indices(), batch_size=4, sampler=OwnSampler())
+batched = DataLoader(Indices(), batch_sampler=OwnBatchSampler())
 
 # Before
-show("before, sampler", lambda: fabric.setup_dataloaders(DataLoader(data, 4, sampler=OwnSampler())))
-show("before, batch sampler", lambda: fabric.setup_dataloaders(DataLoader(data, batch_sampler=OwnBatchSampler())))
+show("before, sampler", lambda: fabric.setup_dataloaders(own))
+show("before, batch sampler", lambda: fabric.setup_dataloaders(batched))
 
 
 # After: Fabric still moves batches to the device. A Trainer has the same option.
-def patched(loader: "DataLoader[int]") -> "DataLoader[int]":
+def patched(loader: "DataLoader[int]") -> Any:
     """Share the loader here, and not in Fabric."""
-    moved: DataLoader[int] = fabric.setup_dataloaders(patch_dataloader_to_ddp(loader), use_distributed_sampler=False)
-    return moved
+    loader = patch_dataloader_to_ddp(loader)
+    return fabric.setup_dataloaders(loader, use_distributed_sampler=False)
 
 
-show("after, sampler", lambda: patched(DataLoader(data, 4, sampler=OwnSampler())))
-show("after, batch sampler", lambda: patched(DataLoader(data, batch_sampler=OwnBatchSampler())))
+show("after, sampler", lambda: patched(own))
+show("after, batch sampler", lambda: patched(batched))
 
 dist.destroy_process_group()

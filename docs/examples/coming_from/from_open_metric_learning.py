@@ -10,14 +10,16 @@ from ddp_patch import patch_dataloader_to_ddp
 
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())  # as for augmentations: on each rank another seed
-data = Indices()
+
+own = DataLoader(Indices(), batch_size=4, sampler=OwnSampler())
+batched = DataLoader(Indices(), batch_sampler=OwnBatchSampler())
 
 # Before
-show("before, sampler", lambda: oml.patch_dataloader_to_ddp(DataLoader(data, 4, sampler=OwnSampler())))
-show("before, batch sampler", lambda: oml.patch_dataloader_to_ddp(DataLoader(data, batch_sampler=OwnBatchSampler())))
+show("before, sampler", lambda: oml.patch_dataloader_to_ddp(own))
+show("before, batch sampler", lambda: oml.patch_dataloader_to_ddp(batched))
 
 # After
-show("after, sampler", lambda: patch_dataloader_to_ddp(DataLoader(data, 4, sampler=OwnSampler())))
-show("after, batch sampler", lambda: patch_dataloader_to_ddp(DataLoader(data, batch_sampler=OwnBatchSampler())))
+show("after, sampler", lambda: patch_dataloader_to_ddp(own))
+show("after, batch sampler", lambda: patch_dataloader_to_ddp(batched))
 
 dist.destroy_process_group()
