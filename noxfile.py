@@ -29,10 +29,10 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """Run the tests and the pages that need other packages; arguments after ``--`` go to pytest."""
+    """Run the tests and pages with other packages, and write ``docs/frameworks.md``; arguments go to pytest."""
     install(session, ".[integrations]")
     install(session, "--no-deps", "catalyst", "open-metric-learning")  # what the pages use of them needs no more
-    session.run("pytest", "-n", "auto", *INTEGRATIONS, *session.posargs)
+    session.run("pytest", "-n", "auto", "--write-frameworks", *INTEGRATIONS, *session.posargs)
 
 
 @nox.session

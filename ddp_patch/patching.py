@@ -30,6 +30,7 @@ from ddp_patch.iterable import IterableWorkerInit, ShardedIterable, StreamSample
 from ddp_patch.loader import (
     Level,
     copy_loader,
+    is_loader,
     level,
     require_copyable,
     require_loader,
@@ -251,7 +252,8 @@ def _check_iterable(loader: DataLoader[Any], options: Options) -> None:
 
 def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
     """Copy the loader with what chooses its samples sharded, and its workers seeded by rank."""
-    new: dict[str, Any] = {}
+    # accelerate's own mark on a loader that its `prepare` is not to share.
+    new: dict[str, Any] = {"_is_accelerate_prepared": True}
     sharded: EpochSampler[Any]
     batches: Any = loader.batch_sampler
     match level(loader):
@@ -261,6 +263,8 @@ def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
             new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
         case Level.BATCH:
             sharded = new["batch_sampler"] = DDPBatchSamplerWrapper.of(batches, agreed)
+            # Nothing is drawn from it; but here frameworks look for a DistributedSampler, and users for its set_epoch.
+            new["sampler"] = sharded
         case Level.UNBATCHED:
             sharded = new["sampler"] = DDPSamplerWrapper.of(_ordered(loader.sampler, agreed), agreed)
         case Level.ITERABLE:
@@ -342,6 +346,8 @@ def _leaves(loaders: Loaders, place: str) -> Iterator[tuple[str, DataLoader[Any]
         case list() | tuple():
             for index, nested in enumerate(loaders):
                 yield from _leaves(nested, f"{place}[{index}]")
+        case _ if is_loader(loaders):
+            yield place, loaders
         case _:
             raise NotALoaderError(
                 f"Found {loaders!r} ({type(loaders).__name__}) at {place or 'the top'} where a DataLoader or a list, "
