@@ -144,6 +144,8 @@ def run_command(command: str, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
         "COLUMNS": "100",
         "NO_COLOR": "1",
         "PYTHONUTF8": "1",
+        "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
+        "RAY_USAGE_STATS_ENABLED": "0",  # else it reports to its makers
     }
     process = subprocess.Popen(  # noqa: S603 - our own pages
         ["bash", "-o", "pipefail", "-c", command],  # noqa: S607 - the bash of the PATH, as in .ci/run
