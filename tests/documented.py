@@ -8,8 +8,9 @@
 | any, below ``<!-- whole: FILE -->`` | it is that file (``part``: lines of it that follow each other) |
 | ``diff``, below ``<!-- whole: OLD NEW -->`` | it is the difference between the two (``part``: lines of it) |
 
-Files are named from the page's folder. In what a page shows as printed, ``...`` stands for what varies. Any other block
-fails.
+Files are named from the page's folder. A command that fails is followed by ``$ echo $?``. In what a page shows as
+printed, ``...`` stands for what varies; or a regular expression does, in ``<!-- varies: EXPRESSION -->`` right above
+the block. Any other block fails.
 """
 
 import ast
@@ -37,7 +38,7 @@ __all__ = ["CHECKOUT", "blocks"]
 
 CHECKOUT = Path(__file__).parents[1]
 LIMIT_S = 240.0  # for one command
-SOURCE = re.compile(r"<!-- (?P<how>whole|part): (?P<files>[^\n]+?) -->\s*\Z")
+COMMENT = re.compile(r"<!-- (?P<what>whole|part|varies): (?P<value>[^\n]+?) -->\s*\Z")  # right above a block
 find_fences = RawFencedCodeBlockLexer(re.compile(r"(?P<info>[^\n]*)\n"))
 run_python = PythonEvaluator()
 
@@ -53,17 +54,18 @@ def blocks(document: Document) -> Iterable[Region]:
 def evaluate(example: Example) -> str | None:
     """Test a block; return what is wrong with it, if anything is."""
     region, document = example.region, example.document
-    if source := SOURCE.search(document.text[: region.start]):
-        return _quoted(example, whole=source["how"] == "whole", names=source["files"].split())
+    if found := _declared(document, region, "whole", "part"):
+        return _quoted(example, whole=found["what"] == "whole", names=found["value"].split())
     match language(region):
         case "python":
             return _python(example)
         case "text":
             above = _neighbour(document, region, -1)
-            shows = above is not None and language(above) == "python" and not _is_quoted(document, above)
+            shows = above is not None and _is_python(document, above)
             return None if shows else "A text block shows what the python block right above it prints: there is none."
         case "console":
-            return _console(region.parsed)
+            varies = _declared(document, region, "varies")
+            return _console(region.parsed, varies["value"] if varies else None)
         case "sh":
             return _sh(region.parsed)
         case other:
@@ -75,9 +77,21 @@ def language(region: Region) -> str:
     return str(region.lexemes["info"]).strip().split(" ")[0]
 
 
-def differs(shown: str, printed: str) -> str | None:
-    """Compare what a page shows with what was printed."""
-    want, got = ("".join(f"{line.rstrip()}\n" for line in text.splitlines()) for text in (shown, printed))
+def _declared(document: Document, region: Region, *kinds: str) -> re.Match[str] | None:
+    """Return the comment right above a block, if it is of one of these kinds."""
+    found = COMMENT.search(document.text[: region.start])
+    return found if found and found["what"] in kinds else None
+
+
+def _is_python(document: Document, region: Region) -> bool:
+    """Tell whether a block is run as Python."""
+    return language(region) == "python" and _declared(document, region, "whole", "part") is None
+
+
+def differs(shown: str, printed: str, varies: str | None = None) -> str | None:
+    """Compare what a page shows with what was printed, but for what a regular expression says to vary."""
+    texts = [text if varies is None else re.sub(varies, "(varies)", text) for text in (shown, printed)]
+    want, got = ("".join(f"{line.rstrip()}\n" for line in text.splitlines()) for text in texts)
     if doctest.OutputChecker().check_output(want, got, doctest.ELLIPSIS):
         return None
     lines = difflib.unified_diff(want.splitlines(), got.splitlines(), "shown", "printed", lineterm="")
@@ -93,8 +107,7 @@ def _python(example: Example) -> str | None:
     printed: dict[int, str] = document.__dict__.setdefault("printed", {})
     for earlier in document.examples():
         place = earlier.region.start
-        mine = language(earlier.region) == "python" and not _is_quoted(document, earlier.region)
-        if mine and place <= region.start and place not in printed:
+        if _is_python(document, earlier.region) and place <= region.start and place not in printed:
             with contextlib.redirect_stdout(io.StringIO()) as output:
                 run_python(earlier)
             printed[place] = output.getvalue()
@@ -122,16 +135,21 @@ def commands(source: str) -> Iterator[str]:
     yield from (line for line in source.replace("\\\n", "").splitlines() if line.strip())
 
 
-def _console(source: str) -> str | None:
-    parts = re.split(r"^\$ ", source.replace("\\\n", ""), flags=re.MULTILINE)
-    if parts[0].strip() or len(parts) == 1:
+def _console(source: str, varies: str | None) -> str | None:
+    before, *parts = re.split(r"^\$ ", source.replace("\\\n", ""), flags=re.MULTILINE)
+    if before.strip() or not parts:
         return "A console block begins with a command: `$ command`."
-    for part in parts[1:]:
+    status = 0
+    for place, part in enumerate(parts):
         command, _, shown = part.partition("\n")
-        status, printed, error = run_command(command)
-        if status != 0:
-            return f"`{command}` ended with status {status}:\n{printed}\n{error}"
-        if found := differs(shown, printed):
+        if command == "echo $?":
+            status, printed, error = 0, f"{status}\n", ""
+        else:
+            status, printed, error = run_command(command)
+            told = parts[place + 1 : place + 2] and parts[place + 1].startswith("echo $?\n")
+            if status != 0 and not told:
+                return f"`{command}` ended with status {status}:\n{printed}\n{error}"
+        if found := differs(shown, printed, varies):
             return f"`{command}`: {found}\n{error}"
     return None
 
@@ -171,7 +189,7 @@ def _sh(source: str) -> str | None:
         for command in line.split("&&"):
             program, *arguments = shlex.split(command)
             match [Path(program).name, *arguments]:
-                case ["python3", "-m", "venv", ".venv"]:
+                case ["python3", "-m", "venv", ".venv"] | ["source", ".venv/bin/activate"]:
                     found = None
                 case ["pip", "install", *wanted]:
                     found = _cannot_install(wanted)
@@ -222,18 +240,12 @@ def _dotted(decorator: ast.expr) -> str:
 # Quotations of files
 
 
-def _is_quoted(document: Document, region: Region) -> bool:
-    return SOURCE.search(document.text[: region.start]) is not None
-
-
 def _quoted(example: Example, whole: bool, names: list[str]) -> str | None:
     folder = Path(example.path).parent
     files = [folder / name for name in names]
     is_diff = language(example.region) == "diff"
     if len(files) != 1 + is_diff or not all(file.is_file() for file in files):
         return f"It quotes {' and '.join(names)}: name {'two files' if is_diff else 'one file'} of the page's folder."
-    if files[-1].suffix == ".py" and not _is_run(files):
-        return f"It quotes {' and '.join(names)}, and no console block of any page runs that."
     old, new = (files[0].read_text().splitlines(), files[-1].read_text().splitlines())
     lines = list(difflib.unified_diff(old, new, n=10**6, lineterm=""))[3:] if is_diff else new
     lines = [line.rstrip() for line in lines]  # an empty line is " " in a difference, and editors take that away
@@ -247,14 +259,6 @@ def _quoted(example: Example, whole: bool, names: list[str]) -> str | None:
         return None
     found = "\n".join(difflib.unified_diff(shown, lines, "shown", "file", lineterm=""))
     return f"It is not {'the whole' if whole else 'a piece'} of {' against '.join(names)}:\n{found}"
-
-
-def _is_run(files: list[Path]) -> bool:
-    """Tell whether some page runs every one of the files."""
-    pages = "".join(page.read_text() for page in [CHECKOUT / "README.md", *CHECKOUT.glob("docs/*.md")])
-    console = [line for line in pages.splitlines() if line.startswith("$ ")]
-    paths = [file.resolve().relative_to(CHECKOUT).as_posix() for file in files]
-    return all(any(path in line for line in console) for path in paths)
 
 
 def _dedented(lines: list[str]) -> list[str]:
