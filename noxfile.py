@@ -31,7 +31,11 @@ def tests(session: nox.Session) -> None:
 def integrations(session: nox.Session) -> None:
     """Run the tests and pages with other packages, and write ``docs/frameworks.md``; arguments go to pytest."""
     install(session, ".[integrations]")
-    install(session, "--no-deps", "catalyst", "open-metric-learning")  # what the pages use of them needs no more
+    # What the pages use of these needs no other packages; and newer pips refuse the metadata of catalyst.
+    install(session, "--no-deps", "open-metric-learning")
+    session.install("pip==24.0")
+    session.install("-c", "constraints.txt", "--no-deps", "catalyst")
+    session.install("--upgrade", "pip")  # which the next run of this session needs
     session.run("pytest", "-n", "auto", "--write-frameworks", *INTEGRATIONS, *session.posargs)
 
 
