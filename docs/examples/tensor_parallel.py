@@ -15,4 +15,5 @@ dist.all_gather_object(batches, [batch.tolist() for (batch,) in loader])
 if dist.get_rank() == 0:
     for rank, share in enumerate(batches):
         print(f"rank {rank}, dp {rank // 2}, tp {rank % 2}: {share}")
+dist.monitored_barrier()  # nobody ends while others still take part
 dist.destroy_process_group()

@@ -62,6 +62,8 @@ def show(title: str, make: Callable[[], DataLoader[int]]) -> None:
     dist.all_gather_object(ranks, epochs)
     if dist.get_rank() == 0:
         print(f"{title + ':':<22} {error or judge(ranks, with_groups='batch' in title)}")
+    # Nobody may end right after a collective: gloo's threads abort if they free its tensors while Python shuts down.
+    dist.monitored_barrier()
 
 
 def judge(ranks: list[list[list[list[int]]]], with_groups: bool) -> str:
