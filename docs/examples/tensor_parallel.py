@@ -7,7 +7,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_patch import patch_dataloader_to_ddp
 
-mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))  # makes the process group too
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 loader = patch_dataloader_to_ddp(DataLoader(TensorDataset(torch.arange(8)), batch_size=2), device_mesh=mesh)
 
 batches: list[list[list[int]]] = [[]] * dist.get_world_size()
