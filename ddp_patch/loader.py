@@ -25,6 +25,7 @@ __all__ = [
     "extract_loader_parameters",
     "generators",
     "is_ddp_aware",
+    "is_split_by_node",
     "level",
     "nested_samplers",
     "random_generators",
@@ -176,9 +177,18 @@ def samplers_in_use(loader: DataLoader[Any]) -> Iterator[object]:
 
 
 def sharding(loader: DataLoader[Any]) -> object | None:
-    """Return what shards the loader already, or None: a ``DistributedSampler``, or whatever says ``is_ddp_aware``."""
+    """Return what shards the loader already, or None.
+
+    That is a ``DistributedSampler``, whatever says ``is_ddp_aware``, or a stream that was split by node.
+    """
     holders = [*samplers_in_use(loader), loader.dataset]
-    return next((holder for holder in holders if is_ddp_aware(holder)), None)
+    return next((holder for holder in holders if is_ddp_aware(holder) or is_split_by_node(holder)), None)
+
+
+def is_split_by_node(dataset: object) -> bool:
+    """Tell whether a Hugging Face iterable dataset went through ``split_dataset_by_node()``."""
+    # It has no public name.
+    return isinstance(dataset, IterableDataset) and getattr(dataset, "_distributed", None) is not None
 
 
 def is_ddp_aware(holder: object) -> bool:

@@ -30,6 +30,7 @@ from ddp_patch.iterable import IterableWorkerInit, ShardedIterable, StreamSample
 from ddp_patch.loader import (
     Level,
     copy_loader,
+    is_split_by_node,
     level,
     require_copyable,
     require_loader,
@@ -152,6 +153,7 @@ def patch_dataloader_to_ddp(
 
 def _propose(loader: DataLoader[Any], options: Options, world: World) -> Proposal:
     """Return what this rank has to say of its loader, after refusing what cannot hold."""
+    _refuse_split_by_node(loader.dataset)
     if (found := _sharding_for(world, loader)) is not None:
         # Its ranks' lengths and generators may differ, rightly; that it is so on all of them is what counts.
         facts = {"loader": type(loader).__qualname__, "shared already by": type(found).__qualname__}
@@ -224,14 +226,18 @@ def _require_shuffle(stream: object) -> None:
         )
 
 
+def _refuse_split_by_node(dataset: object) -> None:
+    """Refuse a share whose number of steps nobody has made equal to the other ranks'."""
+    if is_split_by_node(dataset):
+        raise UnsupportedLoaderError(
+            f"{type(dataset).__name__} was split by split_dataset_by_node() already, and sharing a share again would "
+            "lose the rest of it. Patch a loader of the whole dataset, without that call."
+        )
+
+
 def _check_iterable(loader: DataLoader[Any], options: Options) -> None:
     """Refuse what cannot hold for a dataset whose items come without indices."""
     name = type(loader.dataset).__name__
-    if getattr(loader.dataset, "_distributed", None) is not None:  # Hugging Face's; it has no public name
-        raise UnsupportedLoaderError(
-            f"{name} was split by split_dataset_by_node() already, and sharing a share again would lose the rest of "
-            "it. Patch a loader of the whole dataset, without that call."
-        )
     if options.layout == "contiguous" and options.iterable_sharding == "by_worker":
         raise InvalidOptionError(
             f"layout='contiguous' cannot hold with iterable_sharding='by_worker': {name} itself decides what each "
