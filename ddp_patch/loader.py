@@ -3,6 +3,7 @@
 import copy
 import inspect
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import partial
@@ -21,6 +22,7 @@ from ddp_patch.seeding import RandomGenerator
 
 __all__ = [
     "Level",
+    "batch_sampler_type",
     "copy_loader",
     "extract_loader_parameters",
     "generators",
@@ -36,10 +38,8 @@ __all__ = [
 ]
 
 # torchdata's is torch's in all but name; it is named, not imported.
-_TORCHS_BATCH_SAMPLERS = {
-    "torch.utils.data.sampler.BatchSampler",
-    "torchdata.stateful_dataloader.sampler.BatchSampler",
-}
+_TORCHDATAS = "torchdata.stateful_dataloader"
+_TORCHS_BATCH_SAMPLERS = {"torch.utils.data.sampler.BatchSampler", f"{_TORCHDATAS}.sampler.BatchSampler"}
 # Of a container's elements, these many are looked at for random generators.
 _LOOKED_AT = 32
 
@@ -78,6 +78,18 @@ def level(loader: DataLoader[Any]) -> Level:
     batch_sampler = type(loader.batch_sampler)
     is_torchs = f"{batch_sampler.__module__}.{batch_sampler.__qualname__}" in _TORCHS_BATCH_SAMPLERS
     return Level.SAMPLE if is_torchs else Level.BATCH
+
+
+def batch_sampler_type(loader: DataLoader[Any]) -> type[Any]:
+    """Return what makes a patched loader's batches of samples: torch's class, or torchdata's where the loader is one.
+
+    A ``StatefulDataLoader`` that was given torch's own batch sampler could not tell its place in an epoch.
+    """
+    modules = {base.__module__ for base in type(loader).__mro__}
+    if f"{_TORCHDATAS}.stateful_dataloader" in modules:
+        found: type[Any] = sys.modules[f"{_TORCHDATAS}.sampler"].BatchSampler
+        return found
+    return type(loader.batch_sampler)
 
 
 def extract_loader_parameters(loader: DataLoader[Any], ignore_data_related_parameters: bool = False) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from ddp_patch.errors import (
 from ddp_patch.iterable import IterableWorkerInit, ShardedIterable, StreamSampler
 from ddp_patch.loader import (
     Level,
+    batch_sampler_type,
     copy_loader,
     is_split_by_node,
     level,
@@ -264,7 +265,7 @@ def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
         case Level.SAMPLE:
             sharded = new["sampler"] = DDPSamplerWrapper.of(_ordered(batches.sampler, agreed), agreed)
             new["batch_size"], new["drop_last"] = batches.batch_size, batches.drop_last
-            new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
+            new["batch_sampler"] = batch_sampler_type(loader)(sharded, batches.batch_size, batches.drop_last)
         case Level.BATCH:
             sharded = new["batch_sampler"] = DDPBatchSamplerWrapper.of(batches, agreed)
         case Level.UNBATCHED:
