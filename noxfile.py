@@ -27,9 +27,9 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """Run the tests with torchdata, torchmetrics, PyTorch Geometric and datasets; arguments go to pytest."""
+    """Run the tests with other packages, and write the table of ``docs/frameworks.md``; arguments go to pytest."""
     install(session, ".[integrations]")
-    session.run("pytest", "-n", "auto", "tests/integrations", *session.posargs)
+    session.run("pytest", "-n", "auto", "--write-frameworks", "tests/integrations", *session.posargs)
 
 
 @nox.session

@@ -268,6 +268,8 @@ def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
             new["batch_sampler"] = batch_sampler_type(loader)(sharded, batches.batch_size, batches.drop_last)
         case Level.BATCH:
             sharded = new["batch_sampler"] = DDPBatchSamplerWrapper.of(batches, agreed)
+            # Nothing is drawn from it; but here frameworks look for a DistributedSampler, and users for its set_epoch.
+            new["sampler"] = sharded
         case Level.UNBATCHED:
             sharded = new["sampler"] = DDPSamplerWrapper.of(_ordered(loader.sampler, agreed), agreed)
         case Level.ITERABLE:

@@ -1,0 +1,28 @@
+"""One loader of each kind in one framework after the other: what its training step sees, patched and not.
+
+``kinds.py`` has the loaders, ``judge.py`` says what came of them, ``page.py`` keeps the table of ``docs/frameworks.md``.
+Each other module is one framework and has a ``FRAMEWORK``.
+"""
+
+from importlib import import_module
+
+from frameworks.base import Framework
+
+__all__ = ["FRAMEWORKS", "framework"]
+
+# Modules, in the table's order. Each is imported by its own test, so that one can do without the others' packages.
+FRAMEWORKS = [
+    "torch_ddp",
+    "torch_fsdp",
+    "with_accelerate",
+    "lightning_fabric",
+    "lightning_trainer",
+    "ignite_engine",
+    "ignite_auto",
+]
+
+
+def framework(module: str) -> Framework:
+    """Return the framework that a module of this package describes."""
+    found: Framework = import_module(f"frameworks.{module}").FRAMEWORK
+    return found
