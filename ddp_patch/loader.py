@@ -27,6 +27,7 @@ __all__ = [
     "extract_loader_parameters",
     "generators",
     "is_ddp_aware",
+    "is_loader",
     "is_split_by_node",
     "level",
     "nested_samplers",
@@ -40,6 +41,12 @@ __all__ = [
 # torchdata's is torch's in all but name; it is named, not imported.
 _TORCHDATAS = "torchdata.stateful_dataloader"
 _TORCHS_BATCH_SAMPLERS = {"torch.utils.data.sampler.BatchSampler", f"{_TORCHDATAS}.sampler.BatchSampler"}
+# What shares in accelerate, where nothing is a DistributedSampler.
+_ACCELERATES_SHARING = {
+    "accelerate.data_loader.BatchSamplerShard",
+    "accelerate.data_loader.IterableDatasetShard",
+    "accelerate.data_loader.DataLoaderDispatcher",
+}
 # Of a container's elements, these many are looked at for random generators.
 _LOOKED_AT = 32
 
@@ -59,9 +66,14 @@ class Level(Enum):
     ITERABLE = "iterable"  # an IterableDataset, which no sampler chooses from
 
 
-def require_loader(operation: str, loader: object) -> None:
-    """Raise NotALoaderError unless it is a DataLoader."""
-    if not isinstance(loader, DataLoader):
+def is_loader(value: object) -> bool:
+    """Tell whether it is a DataLoader, or what a framework wraps one in, with the attributes that tell of sharing."""
+    return isinstance(value, DataLoader) or all(hasattr(value, name) for name in _OWN - {"_iterator"})
+
+
+def require_loader(operation: str, loader: object, wrappers: bool = True) -> None:
+    """Raise NotALoaderError unless it is a loader, or a framework's wrapper around one where these will do."""
+    if not (is_loader(loader) if wrappers else isinstance(loader, DataLoader)):
         raise NotALoaderError(
             f"{operation} needs a torch.utils.data.DataLoader and got {loader!r} ({type(loader).__name__}): only a "
             "loader knows its dataset, sampler and batches. Pass the finished loader itself."
@@ -117,9 +129,9 @@ def extract_loader_parameters(loader: DataLoader[Any], ignore_data_related_param
         (True, False)
         >>> other = DataLoader(range(20), batch_size=2, **parameters)
     """
-    require_loader("extract_loader_parameters", loader)
+    require_loader("extract_loader_parameters", loader, wrappers=False)
     left_out = _DATA_RELATED if ignore_data_related_parameters else frozenset()
-    names = [name for name in _signature(type(loader)) if name not in left_out]
+    names = [name for name in _signature(loader.__class__) if name not in left_out]
     return {name: getattr(loader, name) for name in names if hasattr(loader, name)}
 
 
@@ -138,7 +150,12 @@ def _signature(loader_type: type) -> list[str]:
 
 
 def require_copyable(loader: DataLoader[Any]) -> None:
-    """Raise UnsupportedLoaderError if the loader runs an iterator of its own, which a copy would go on sharing."""
+    """Raise UnsupportedLoaderError for a wrapper, and a loader whose own running iterator a copy would go on sharing."""
+    if not issubclass(type(loader), DataLoader):  # isinstance() believes accelerate's, which say that they are one
+        raise UnsupportedLoaderError(
+            f"{type(loader).__name__} cannot be patched: it is a framework's wrapper around a DataLoader. Patch the "
+            "loader first, and hand the patched one to the framework."
+        )
     # torch's own `_iterator`, kept by persistent workers, is begun anew for each epoch; what samplers and datasets
     # are is looked at elsewhere.
     kept = {name: value for name, value in vars(loader).items() if name not in _OWN}
@@ -191,9 +208,10 @@ def samplers_in_use(loader: DataLoader[Any]) -> Iterator[object]:
 def sharding(loader: DataLoader[Any]) -> object | None:
     """Return what shards the loader already, or None.
 
-    That is a ``DistributedSampler``, whatever says ``is_ddp_aware``, or a stream that was split by node.
+    That is a ``DistributedSampler``, what accelerate shares with, whatever says ``is_ddp_aware``, or a stream that was
+    split by node.
     """
-    holders = [*samplers_in_use(loader), loader.dataset]
+    holders = [*samplers_in_use(loader), loader.dataset, loader]
     return next((holder for holder in holders if is_ddp_aware(holder) or is_split_by_node(holder)), None)
 
 
@@ -204,8 +222,10 @@ def is_split_by_node(dataset: object) -> bool:
 
 
 def is_ddp_aware(holder: object) -> bool:
-    """Tell whether a sampler or dataset shards by itself."""
-    return isinstance(holder, DistributedSampler) or getattr(holder, "is_ddp_aware", False) is True
+    """Tell whether a sampler, dataset or loader shards by itself."""
+    if isinstance(holder, DistributedSampler) or getattr(holder, "is_ddp_aware", False) is True:
+        return True
+    return not _ACCELERATES_SHARING.isdisjoint(f"{kind.__module__}.{kind.__qualname__}" for kind in type(holder).__mro__)
 
 
 def generators(holders: Iterable[object]) -> list[torch.Generator]:

@@ -31,6 +31,7 @@ from ddp_patch.loader import (
     Level,
     batch_sampler_type,
     copy_loader,
+    is_loader,
     is_split_by_node,
     level,
     require_copyable,
@@ -258,7 +259,8 @@ def _check_iterable(loader: DataLoader[Any], options: Options) -> None:
 
 def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
     """Copy the loader with what chooses its samples sharded, and its workers seeded by rank."""
-    new: dict[str, Any] = {}
+    # accelerate's own mark on a loader that its `prepare` is not to share.
+    new: dict[str, Any] = {"_is_accelerate_prepared": True}
     sharded: EpochSampler[Any]
     batches: Any = loader.batch_sampler
     match level(loader):
@@ -351,6 +353,8 @@ def _leaves(loaders: Loaders, place: str) -> Iterator[tuple[str, DataLoader[Any]
         case list() | tuple():
             for index, nested in enumerate(loaders):
                 yield from _leaves(nested, f"{place}[{index}]")
+        case _ if is_loader(loaders):
+            yield place, loaders
         case _:
             raise NotALoaderError(
                 f"Found {loaders!r} ({type(loaders).__name__}) at {place or 'the top'} where a DataLoader or a list, "

@@ -11,7 +11,9 @@ import pytest
 
 import ddp_patch
 
-MODULES = ["ddp_patch", *(module.name for module in pkgutil.walk_packages(ddp_patch.__path__, "ddp_patch."))]
+FOUND = ["ddp_patch", *(module.name for module in pkgutil.walk_packages(ddp_patch.__path__, "ddp_patch."))]
+# What imports a framework is tested where that is installed.
+MODULES = [name for name in FOUND if not name.startswith("ddp_patch.integrations.")]
 
 # Floor by floor: nothing imports upwards, or sideways but for what is listed here.
 FLOORS = {
@@ -48,6 +50,7 @@ FLOORS = {
     "evaluation": 8,
     "patching": 9,
     "testing": 10,
+    "integrations": 10,
     "__init__": 11,
 }
 SIDEWAYS = {("options", "errors")}
@@ -120,6 +123,14 @@ def test_nothing_imports_upwards() -> None:
                 below = FLOORS[imported] < FLOORS[here]
                 within = here == imported == "samplers"  # Python itself refuses circles
                 assert below or within or (here, imported) in SIDEWAYS, f"{path} imports {imported}"
+
+
+def test_each_integration_imports_its_framework_at_the_top_and_public_names_only() -> None:
+    for path in (Path(ddp_patch.__path__[0]) / "integrations").glob("[!_]*.py"):
+        imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+        framework = [node for node in imports if str(node.module).split(".")[0] == path.stem]
+        assert framework, f"{path} does not import {path.stem}"
+        assert not any(name.name.startswith("_") for node in framework for name in node.names)
 
 
 def test_the_samplers_know_nothing_of_ranks() -> None:

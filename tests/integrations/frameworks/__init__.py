@@ -10,16 +10,17 @@ from frameworks.base import Framework
 
 __all__ = ["FRAMEWORKS", "framework"]
 
-# Modules, in the table's order. Each is imported by its own test, so that one can do without the others' packages.
-FRAMEWORKS = [
-    "torch_ddp",
-    "torch_fsdp",
-    "with_accelerate",
-    "lightning_fabric",
-    "lightning_trainer",
-    "ignite_engine",
-    "ignite_auto",
-]
+# Modules and what the table calls them, in its order. Each is imported by its own test, so that one can do without the
+# others' packages.
+FRAMEWORKS = {
+    "torch_ddp": "`DistributedDataParallel`",
+    "torch_fsdp": "FSDP2",
+    "with_accelerate": "accelerate",
+    "lightning_fabric": "Lightning Fabric",
+    "lightning_trainer": "Lightning `Trainer`",
+    "ignite_engine": "ignite `Engine`",
+    "ignite_auto": "ignite `auto_dataloader`",
+}
 
 
 def framework(module: str) -> Framework:

@@ -34,7 +34,6 @@ class Framework:
     """A framework and how a loader is handed to it.
 
     Attributes:
-        name: What the table calls it.
         packages: The distributions whose versions the table shows.
         passes: Called on every rank with a finished, unpatched loader, whether to patch it, and what epochs to pass
             over: None for the next one, or a number that is set by ``set_epoch``, in the way that the framework's
@@ -44,7 +43,6 @@ class Framework:
         launch: Runs a function on ranks: ``launch(fn, world_size, *args)``, with ``fn(rank, world_size, *args)``.
     """
 
-    name: str
     packages: tuple[str, ...]
     passes: Callable[[Any, bool, Sequence[int | None]], Epochs]
     moves: bool

@@ -25,4 +25,4 @@ def auto(loader: Any) -> Any:
     return idist.auto_dataloader(loader.dataset, **options)
 
 
-FRAMEWORK = Framework("ignite, `idist.auto_dataloader`", ("pytorch-ignite",), passes, moves=False)
+FRAMEWORK = Framework(("pytorch-ignite",), passes, moves=False)

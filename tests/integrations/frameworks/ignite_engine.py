@@ -40,4 +40,4 @@ def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
     return seen
 
 
-FRAMEWORK = Framework("ignite, `Engine.run`", ("pytorch-ignite",), passes, moves=False)
+FRAMEWORK = Framework(("pytorch-ignite",), passes, moves=False)

@@ -43,4 +43,4 @@ class Moved:
         return map(self.fabric.to_device, self.loader)
 
 
-FRAMEWORK = Framework("Lightning `Fabric.setup_dataloaders`", ("lightning",), passes, moves=True)
+FRAMEWORK = Framework(("lightning",), passes, moves=True)

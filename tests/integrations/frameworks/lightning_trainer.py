@@ -60,4 +60,4 @@ def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
     return module.seen
 
 
-FRAMEWORK = Framework("Lightning `Trainer.fit`", ("lightning",), passes, moves=True)
+FRAMEWORK = Framework(("lightning",), passes, moves=True)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from frameworks import FRAMEWORKS, framework
+from frameworks import FRAMEWORKS
 
 __all__ = ["PAGE", "Row", "read_rows", "write_rows"]
 
@@ -21,7 +21,7 @@ def read_rows() -> list[Row]:
 
 def write_rows(measured: list[Row]) -> None:
     """Put measured rows in the place of their frameworks' old ones, and leave the others as they are."""
-    names = [framework(module).name for module in FRAMEWORKS]
+    names = list(FRAMEWORKS.values())
     new = {row[0] for row in measured}
     rows = [row for row in read_rows() if row[0] in names and row[0] not in new] + measured
     rows.sort(key=lambda row: names.index(row[0]))  # stable: a framework's rows stay in order

@@ -21,4 +21,4 @@ def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
     return train(model, loader, epochs, set_epoch=lambda epoch: loader.sampler.set_epoch(epoch))
 
 
-FRAMEWORK = Framework("`DistributedDataParallel`", ("torch",), passes, moves=False)
+FRAMEWORK = Framework(("torch",), passes, moves=False)

@@ -24,4 +24,4 @@ def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
     return train(model, loader, epochs, set_epoch=lambda epoch: loader.sampler.set_epoch(epoch))
 
 
-FRAMEWORK = Framework("FSDP2", ("torch",), passes, moves=False)
+FRAMEWORK = Framework(("torch",), passes, moves=False)

@@ -9,6 +9,7 @@ from frameworks.kinds import tiny_model
 from frameworks.loops import train
 
 from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.integrations.accelerate import prepare_patched
 
 __all__ = ["FRAMEWORK"]
 
@@ -17,9 +18,9 @@ def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
     """Prepare model and loader."""
     accelerator = Accelerator(cpu=True)
     if patched:
-        loader = patch_dataloader_to_ddp(loader)
+        loader = prepare_patched(accelerator, patch_dataloader_to_ddp(loader))
     model, loader = accelerator.prepare(tiny_model(), loader)
     return train(model, loader, epochs, set_epoch=loader.set_epoch, backward=accelerator.backward)
 
 
-FRAMEWORK = Framework("accelerate, `Accelerator.prepare`", ("accelerate",), passes, moves=True)
+FRAMEWORK = Framework(("accelerate",), passes, moves=True)
