@@ -150,8 +150,9 @@ def _signature(loader_type: type) -> list[str]:
 
 
 def require_copyable(loader: DataLoader[Any]) -> None:
-    """Raise UnsupportedLoaderError for a wrapper, and a loader whose own running iterator a copy would go on sharing."""
-    if not issubclass(type(loader), DataLoader):  # isinstance() believes accelerate's, which say that they are one
+    """Raise UnsupportedLoaderError for a wrapper, and a loader whose own running iterator a copy would share."""
+    # isinstance() believes accelerate's, which say that they are one.
+    if not issubclass(type(loader), DataLoader) or _draws_from_another(loader):
         raise UnsupportedLoaderError(
             f"{type(loader).__name__} cannot be patched: it is a framework's wrapper around a DataLoader. Patch the "
             "loader first, and hand the patched one to the framework."
@@ -168,6 +169,12 @@ def require_copyable(loader: DataLoader[Any]) -> None:
                 f"already, {type(loader).__name__}(dataset, sampler=DDPSamplerWrapper(sampler, False), ...), or use a "
                 "DataLoader with persistent_workers=True."
             )
+
+
+def _draws_from_another(loader: DataLoader[Any]) -> bool:
+    """Tell whether the loader holds one with its own samplers, as Ray's wrapper does, which is the one it iterates."""
+    held = [value for value in vars(loader).values() if isinstance(value, DataLoader)]
+    return any((other.sampler, other.batch_sampler) == (loader.sampler, loader.batch_sampler) for other in held)
 
 
 def copy_loader(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
@@ -225,7 +232,8 @@ def is_ddp_aware(holder: object) -> bool:
     """Tell whether a sampler, dataset or loader shards by itself."""
     if isinstance(holder, DistributedSampler) or getattr(holder, "is_ddp_aware", False) is True:
         return True
-    return not _ACCELERATES_SHARING.isdisjoint(f"{kind.__module__}.{kind.__qualname__}" for kind in type(holder).__mro__)
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(holder).__mro__}
+    return not names.isdisjoint(_ACCELERATES_SHARING)
 
 
 def generators(holders: Iterable[object]) -> list[torch.Generator]:

@@ -15,5 +15,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not config.getoption("--write-frameworks"):
         return
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
-    found = [dict(getattr(report, "user_properties", ())) for report in reports if getattr(report, "when", "") == "call"]
+    found = [
+        dict(getattr(report, "user_properties", ())) for report in reports if getattr(report, "when", "") == "call"
+    ]
     write_rows([row for properties in found for row in properties.get("frameworks", [])])

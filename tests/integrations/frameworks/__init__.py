@@ -20,6 +20,12 @@ FRAMEWORKS = {
     "lightning_trainer": "Lightning `Trainer`",
     "ignite_engine": "ignite `Engine`",
     "ignite_auto": "ignite `auto_dataloader`",
+    "hf_trainer": "Hugging Face `Trainer`",
+    "hf_datasets": "Hugging Face `datasets`",
+    "torchdata_stateful": "torchdata `StatefulDataLoader`, resumed in each epoch",
+    "pyg": "PyTorch Geometric `DataLoader`",
+    "ray_train": "Ray `TorchTrainer`",
+    "ray_prepared": "Ray `prepare_data_loader`",
 }
 
 
