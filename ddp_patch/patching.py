@@ -268,6 +268,8 @@ def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
             sharded = new["sampler"] = DDPSamplerWrapper.of(_ordered(batches.sampler, agreed), agreed)
             new["batch_size"], new["drop_last"] = batches.batch_size, batches.drop_last
             new["batch_sampler"] = batch_sampler_type(loader)(sharded, batches.batch_size, batches.drop_last)
+            # Of a loader that resumes with accelerate's skip_first_batches, this alone is left to be told epochs.
+            new["batch_sampler"].set_epoch = sharded.set_epoch
         case Level.BATCH:
             sharded = new["batch_sampler"] = DDPBatchSamplerWrapper.of(batches, agreed)
             # Nothing is drawn from it; but here frameworks look for a DistributedSampler, and users for its set_epoch.
@@ -281,6 +283,8 @@ def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
             sharded = new["sampler"] = StreamSampler(new["dataset"], agreed, loader.num_workers, loader.batch_size or 1)
             if batches is not None:
                 new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
+    if not hasattr(loader, "set_epoch"):
+        new["set_epoch"] = sharded.set_epoch  # which Hugging Face's Trainer calls
     if loader.num_workers > 0:
         init = loader.worker_init_fn
         if "dataset" in new:
