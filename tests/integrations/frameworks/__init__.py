@@ -18,8 +18,7 @@ FRAMEWORKS = {
     "with_accelerate": "accelerate",
     "lightning_fabric": "Lightning Fabric",
     "lightning_trainer": "Lightning `Trainer`",
-    "ignite_engine": "ignite `Engine`",
-    "ignite_auto": "ignite `auto_dataloader`",
+    "with_ignite": "ignite",
 }
 
 

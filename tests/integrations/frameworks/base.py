@@ -1,7 +1,6 @@
 """What a framework's module describes, and how it is measured on ranks."""
 
 import faulthandler
-import os
 import pickle
 import traceback
 import warnings
@@ -23,7 +22,7 @@ __all__ = ["EPOCHS", "HANGS", "Epochs", "Framework", "Measured", "Raised", "meas
 Epochs: TypeAlias = list[list[Batch]]  # what a rank's training step saw: epochs of batches
 
 HANGS = "hangs"
-LIMIT_S = 40.0  # for one loader; none takes longer than a few seconds that does not hang
+LIMIT_S = 25.0  # for one loader; none takes longer than a few seconds that does not hang
 
 # Three passes as they come, and one of which the user says that it is epoch 1, as the second was.
 EPOCHS: tuple[int | None, ...] = (None, None, None, 1)
@@ -133,9 +132,8 @@ def _reports_in(path: Path) -> list[Epochs | Raised]:
 @contextmanager
 def _time_limit() -> Iterator[None]:
     """End this process if the body takes too long, wherever it hangs."""
-    with Path(os.devnull).open("w") as nowhere:
-        faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=nowhere)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
