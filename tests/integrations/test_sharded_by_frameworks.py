@@ -78,7 +78,7 @@ def shared_by_accelerate(rank: int, world_size: int) -> dict[str, Any]:
         prepare_patched(accelerator, numbered())
     for level, loader in {"iterable": streamed(), "unbatched": DataLoader(range(N), batch_size=None)}.items():  # type: ignore[arg-type]  # a range is a dataset
         shared = prepare_patched(accelerator, patch_dataloader_to_ddp(loader))
-        found[level] = torch.cat([batch.reshape(-1) for batch in shared]).tolist()
+        found[level] = torch.cat([torch.as_tensor(batch).reshape(-1) for batch in shared]).tolist()
     # The last batch of an epoch is known as such, and nothing gathered is cut off.
     ends = [accelerator.gradient_state.end_of_dataloader for _ in prepared]
     found["ends"] = ends == [False] * (len(ends) - 1) + [True]
@@ -137,7 +137,13 @@ def shared_by_others(rank: int, world_size: int) -> dict[str, Any]:
         batches += 1
         if batches == 2:
             break
+    # ignite takes a patched loader's sampler as it is, and its batch sizes are of all ranks.
+    of_sampler = idist.auto_dataloader(range(N), batch_size=8, sampler=patched.sampler)
+    patched.sampler.set_epoch(5)  # type: ignore[attr-defined]  # torch's type for samplers has none
+    batches_of_patched = [batch.tolist() for batch in patched]
+    patched.sampler.set_epoch(5)  # type: ignore[attr-defined]  # as above
     return {
+        "ignite's, of a patched sampler": [batch.tolist() for batch in of_sampler] == batches_of_patched,
         "Fabric's": left_alone(fabric.setup_dataloaders(numbered(shuffle=True))),
         "patched, then Fabric's": left_alone(wrapped),
         "state": loader_state(wrapped, batches_done=2) == loader_state(patched, batches_done=2),
@@ -153,4 +159,5 @@ def test_lightnings_and_ignites_loaders() -> None:
     for rank in run_ranks(shared_by_others, 2):
         assert rank["Fabric's"] and rank["patched, then Fabric's"] and rank["state"]
         assert "_FabricDataLoader cannot be patched: it is a framework's wrapper" in rank["Fabric's, not shared"]
+        assert rank["ignite's, of a patched sampler"]
         assert rank["ignite's"] and rank["ignite's, of a sampler"]

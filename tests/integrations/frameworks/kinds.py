@@ -16,7 +16,7 @@ BATCH_SIZE = 4
 
 @dataclass(frozen=True)
 class Batch:
-    """The numbers of a batch's samples, and the devices that a framework moved it to.
+    """The numbers of a batch's samples, and the types of device that a framework moved it to.
 
     Frameworks move whatever has a method ``to``.
     """
@@ -26,7 +26,7 @@ class Batch:
 
     def to(self, device: Any, **options: Any) -> "Batch":
         """Return the batch, moved."""
-        return Batch(self.numbers, (*self.moved_to, str(torch.device(device))))
+        return Batch(self.numbers, (*self.moved_to, torch.device(device).type))
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ KINDS = [
     Kind("`shuffle=True`", 27, partial(loader, 27, shuffle=True)),
     Kind("`WeightedRandomSampler`", 29, weighted),
     Kind("subclass of `BatchSampler`", 28, grouped, is_grouped),
-    Kind("batch sampler of its own", 28, lambda: loader(28, batch_sampler=Pairs(28)), is_pairs),
+    Kind("own class of batch sampler", 28, lambda: loader(28, batch_sampler=Pairs(28)), is_pairs),
 ]
 
 
