@@ -85,7 +85,9 @@ def _measured_on_new_ranks(module: str, world_size: int, cases: list[Case]) -> l
     with TemporaryDirectory() as folder:
         failure = None
         try:
-            framework(module).launch(_on_rank, world_size, module, cases, folder, timeout=START_S + LIMIT_S * len(cases))
+            framework(module).launch(
+                _on_rank, world_size, module, cases, folder, timeout=START_S + LIMIT_S * len(cases)
+            )
         except Exception as error:  # noqa: BLE001 - raised again, but for a hang
             failure = error
         reports = [_reports_in(Path(folder, str(rank))) for rank in range(world_size)]
