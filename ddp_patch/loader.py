@@ -137,7 +137,7 @@ def _signature(loader_type: type) -> list[str]:
 
 
 def require_copyable(loader: DataLoader[Any]) -> None:
-    """Raise UnsupportedLoaderError for a wrapper, and a loader whose own running iterator a copy would go on sharing."""
+    """Raise UnsupportedLoaderError for a wrapper, and for a loader whose running iterator a copy would share."""
     if not issubclass(type(loader), DataLoader):  # isinstance() believes accelerate's, which say that they are one
         raise UnsupportedLoaderError(
             f"{type(loader).__name__} cannot be patched: it is a framework's wrapper around a DataLoader. Patch the "
@@ -205,7 +205,8 @@ def is_ddp_aware(holder: object) -> bool:
     """Tell whether a sampler, dataset or loader shards by itself."""
     if isinstance(holder, DistributedSampler) or getattr(holder, "is_ddp_aware", False) is True:
         return True
-    return not _ACCELERATES_SHARING.isdisjoint(f"{kind.__module__}.{kind.__qualname__}" for kind in type(holder).__mro__)
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(holder).__mro__}
+    return not names.isdisjoint(_ACCELERATES_SHARING)
 
 
 def generators(holders: Iterable[object]) -> list[torch.Generator]:
