@@ -144,6 +144,54 @@ def test_attributes_that_the_user_set_and_iterators_that_run() -> None:
     assert next(iterator) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("make", [lambda: loader(shuffle=True), lambda: loader(batch_sampler=PKBatches())])
+@pytest.mark.parametrize("copied", [lambda patched: patched, copy.copy, copy.deepcopy])
+def test_a_patched_loader_and_its_batch_sampler_can_be_told_the_epoch(make: Any, copied: Any) -> None:
+    """Where Hugging Face's Trainer looks for ``set_epoch``: a copy tells its own sampler."""
+    patched = copied(patch_dataloader_to_ddp(make(), **WORLD))
+    epochs = [list(patched) for _ in range(3)]
+    for told in (patched, patched.batch_sampler):
+        told.set_epoch(1)
+        assert list(patched) == epochs[1]
+    assert "set_epoch" not in vars(make())
+
+
+class Counting(DataLoader[Any]):
+    """A loader that counts the epochs of its dataset, with a ``set_epoch`` of its own."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told = epoch
+
+
+def test_a_set_epoch_of_the_users_is_kept() -> None:
+    patched: Any = patch_dataloader_to_ddp(Counting(Indices()), **WORLD)
+    patched.set_epoch(4)
+    assert (patched.told, patched.sampler.epoch) == (4, 0)
+
+
+class Delegating(DataLoader[Any]):
+    """As Ray's wrapper: a loader with the attributes of another one, which is the one that it iterates."""
+
+    def __init__(self, wrapped: DataLoader[Any]) -> None:
+        vars(self).update(vars(wrapped), wrapped=wrapped)
+
+    def __iter__(self) -> Any:
+        return iter(self.wrapped)
+
+
+def test_a_loader_that_draws_from_another_one_counts_as_that_and_cannot_be_patched() -> None:
+    patched = Delegating(patch_dataloader_to_ddp(loader(), **WORLD))
+    assert check_loaders_is_patched(patched)
+    assert patch_dataloader_to_ddp(patched, **WORLD) is patched
+    with pytest.raises(
+        ddp_patch.UnsupportedLoaderError, match="Delegating cannot be patched: it is a framework's wrap"
+    ):
+        patch_dataloader_to_ddp(Delegating(loader()), **WORLD)
+    beside: Any = loader()
+    beside.validation = loader()
+    assert check_loaders_is_patched(patch_dataloader_to_ddp(beside, **WORLD))
+
+
 def test_shuffle_is_torchs_own_order_under_the_epochs_seed() -> None:
     given = loader(shuffle=True)
     patched = patch_dataloader_to_ddp(given, rank=0, num_replicas=1, seed=5)

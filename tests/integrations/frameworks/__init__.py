@@ -19,6 +19,12 @@ FRAMEWORKS = {
     "lightning_fabric": "Lightning Fabric",
     "lightning_trainer": "Lightning `Trainer`",
     "with_ignite": "ignite",
+    "hf_trainer": "Hugging Face `Trainer`",
+    "hf_datasets": "Hugging Face `datasets`",
+    "torchdata_stateful": "torchdata `StatefulDataLoader`, resumed in each epoch",
+    "pyg": "PyTorch Geometric `DataLoader`",
+    "ray_train": "Ray `TorchTrainer`",
+    "ray_prepared": "Ray `prepare_data_loader`",
 }
 
 
