@@ -358,7 +358,7 @@ def _leaves(loaders: Loaders, place: str) -> Iterator[tuple[str, DataLoader[Any]
             for index, nested in enumerate(loaders):
                 yield from _leaves(nested, f"{place}[{index}]")
         case _ if is_loader(loaders):
-            yield place, loaders
+            yield place, cast(DataLoader[Any], loaders)
         case _:
             raise NotALoaderError(
                 f"Found {loaders!r} ({type(loaders).__name__}) at {place or 'the top'} where a DataLoader or a list, "

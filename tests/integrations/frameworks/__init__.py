@@ -1,7 +1,7 @@
 """One loader of each kind in one framework after the other: what its training step sees, patched and not.
 
-``kinds.py`` has the loaders, ``judge.py`` says what came of them, ``page.py`` keeps the table of ``docs/frameworks.md``.
-Each other module is one framework and has a ``FRAMEWORK``.
+``kinds.py`` has the loaders, ``judge.py`` says what came of them, and ``page.py`` keeps the table of the docs. Each
+other module is one framework and has a ``FRAMEWORK``.
 """
 
 from importlib import import_module

@@ -12,10 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
-from frameworks.kinds import KINDS, Batch
 from zoo import seed_ambient
 
 from ddp_patch.testing import run_ranks
+from frameworks.kinds import KINDS, Batch
 
 __all__ = ["EPOCHS", "HANGS", "Epochs", "Framework", "Measured", "Raised", "measure"]
 
@@ -85,9 +85,8 @@ def _measured_on_new_ranks(module: str, world_size: int, cases: list[Case]) -> l
     with TemporaryDirectory() as folder:
         failure = None
         try:
-            framework(module).launch(
-                _on_rank, world_size, module, cases, folder, timeout=START_S + LIMIT_S * len(cases)
-            )
+            timeout = START_S + LIMIT_S * len(cases)
+            framework(module).launch(_on_rank, world_size, module, cases, folder, timeout=timeout)
         except Exception as error:  # noqa: BLE001 - raised again, but for a hang
             failure = error
         reports = [_reports_in(Path(folder, str(rank))) for rank in range(world_size)]

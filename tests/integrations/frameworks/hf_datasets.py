@@ -4,13 +4,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from frameworks.base import Epochs, Framework
-from frameworks.kinds import Batch, tiny_model
-from frameworks.loops import train
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ddp_patch import patch_dataloader_to_ddp
+from frameworks.base import Epochs, Framework
+from frameworks.kinds import Batch, tiny_model
+from frameworks.loops import train
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 

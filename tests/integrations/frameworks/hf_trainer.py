@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from frameworks.base import Epochs, Framework
-from frameworks.kinds import features, tiny_model
-from frameworks.tensors import NotedTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ddp_patch import patch_dataloader_to_ddp
+from frameworks.base import Epochs, Framework
+from frameworks.kinds import features, tiny_model
+from frameworks.tensors import NotedTensor
 
 __all__ = ["FRAMEWORK"]
 

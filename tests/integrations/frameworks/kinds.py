@@ -72,10 +72,12 @@ class Grouped(BatchSampler):
             if len(group) == self.batch_size:
                 yield group[:]
                 group.clear()
-        yield from filter(None, groups.values())
+        yield from (group for group in groups.values() if group)
 
     def __len__(self) -> int:
-        return sum(-(-len(range(remainder, len(self.sampler), 3)) // self.batch_size) for remainder in range(3))  # type: ignore[arg-type]  # torch's type for samplers has no length
+        sampler: Any = self.sampler  # torch's type for samplers has no length
+        groups = (len(range(remainder, len(sampler), 3)) for remainder in range(3))
+        return sum(-(-group // self.batch_size) for group in groups)
 
 
 def is_pairs(numbers: list[int]) -> bool:

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from frameworks.base import Epochs, Framework
-from frameworks.kinds import Batch, tiny_model
-from frameworks.loops import train
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_patch import patch_dataloader_to_ddp
+from frameworks.base import Epochs, Framework
+from frameworks.kinds import Batch, tiny_model
+from frameworks.loops import train
 
 with warnings.catch_warnings():
     # Importing PyTorch Geometric 2.8 calls torch.jit.script, which torch 2.13 deprecates.

@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ray.train.torch import prepare_data_loader, prepare_model
+
+from ddp_patch import patch_dataloader_to_ddp
 from frameworks.base import Epochs, Framework
 from frameworks.kinds import Batch, tiny_model
 from frameworks.loops import train
 from frameworks.ray_launch import launch
 from frameworks.tensors import NotedTensor
-from ray.train.torch import prepare_data_loader, prepare_model
-
-from ddp_patch import patch_dataloader_to_ddp
 
 __all__ = ["FRAMEWORK"]
 

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ray.train.torch import prepare_model
+
+from ddp_patch import patch_dataloader_to_ddp
 from frameworks.base import Epochs, Framework
 from frameworks.kinds import tiny_model
 from frameworks.loops import train
 from frameworks.ray_launch import launch
-from ray.train.torch import prepare_model
-
-from ddp_patch import patch_dataloader_to_ddp
 
 __all__ = ["FRAMEWORK"]
 

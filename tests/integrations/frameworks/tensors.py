@@ -3,6 +3,7 @@
 from typing import Any, Self, cast
 
 import torch
+
 from frameworks.kinds import Batch
 
 __all__ = ["NotedTensor"]

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from frameworks.base import Epochs, Framework
-from frameworks.kinds import Batch, tiny_model
-from frameworks.loops import train
 from torch.nn.parallel import DistributedDataParallel
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ddp_patch import patch_dataloader_to_ddp
+from frameworks.base import Epochs, Framework
+from frameworks.kinds import Batch, tiny_model
+from frameworks.loops import train
 
 __all__ = ["FRAMEWORK"]
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import ignite.distributed as idist
 import torch
-from frameworks.base import Epochs, Framework
-from frameworks.kinds import Batch, features, tiny_model
 from ignite.engine import Engine, Events
 from torch.utils.data import BatchSampler, RandomSampler
 
 from ddp_patch import extract_loader_parameters, patch_dataloader_to_ddp
+from frameworks.base import Epochs, Framework
+from frameworks.kinds import Batch, features, tiny_model
 
 __all__ = ["FRAMEWORK"]
 
@@ -30,7 +30,6 @@ def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
 
     trainer = Engine(step)
 
-    @trainer.on(Events.EPOCH_STARTED)
     def begin(engine: Engine) -> None:
         seen.append([])
         number = engine.state.epoch - 1
@@ -39,6 +38,7 @@ def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
         elif not patched and hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(number)  # which a patched loader does without
 
+    trainer.add_event_handler(Events.EPOCH_STARTED, begin)
     trainer.run(loader, max_epochs=len(epochs))
     return seen
 
