@@ -3,6 +3,7 @@
 import copy
 import inspect
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import partial
@@ -21,11 +22,13 @@ from ddp_patch.seeding import RandomGenerator
 
 __all__ = [
     "Level",
+    "batch_sampler_type",
     "copy_loader",
     "extract_loader_parameters",
     "generators",
     "is_ddp_aware",
     "is_loader",
+    "is_split_by_node",
     "level",
     "nested_samplers",
     "random_generators",
@@ -36,10 +39,8 @@ __all__ = [
 ]
 
 # torchdata's is torch's in all but name; it is named, not imported.
-_TORCHS_BATCH_SAMPLERS = {
-    "torch.utils.data.sampler.BatchSampler",
-    "torchdata.stateful_dataloader.sampler.BatchSampler",
-}
+_TORCHDATAS = "torchdata.stateful_dataloader"
+_TORCHS_BATCH_SAMPLERS = {"torch.utils.data.sampler.BatchSampler", f"{_TORCHDATAS}.sampler.BatchSampler"}
 # What shares in accelerate, where nothing is a DistributedSampler.
 _ACCELERATES_SHARING = {
     "accelerate.data_loader.BatchSamplerShard",
@@ -91,6 +92,18 @@ def level(loader: DataLoader[Any]) -> Level:
     return Level.SAMPLE if is_torchs else Level.BATCH
 
 
+def batch_sampler_type(loader: DataLoader[Any]) -> type[Any]:
+    """Return what makes a patched loader's batches of samples: torch's class, or torchdata's where the loader is one.
+
+    A ``StatefulDataLoader`` that was given torch's own batch sampler could not tell its place in an epoch.
+    """
+    modules = {base.__module__ for base in type(loader).__mro__}
+    if f"{_TORCHDATAS}.stateful_dataloader" in modules:
+        found: type[Any] = sys.modules[f"{_TORCHDATAS}.sampler"].BatchSampler
+        return found
+    return type(loader.batch_sampler)
+
+
 def extract_loader_parameters(loader: DataLoader[Any], ignore_data_related_parameters: bool = False) -> dict[str, Any]:
     """Return every argument of the loader's own signature that the loader still knows.
 
@@ -137,8 +150,9 @@ def _signature(loader_type: type) -> list[str]:
 
 
 def require_copyable(loader: DataLoader[Any]) -> None:
-    """Raise UnsupportedLoaderError for a wrapper, and a loader whose own running iterator a copy would go on sharing."""
-    if not issubclass(type(loader), DataLoader):  # isinstance() believes accelerate's, which say that they are one
+    """Raise UnsupportedLoaderError for a wrapper, and a loader whose own running iterator a copy would share."""
+    # isinstance() believes accelerate's, which say that they are one.
+    if not issubclass(type(loader), DataLoader) or _draws_from_another(loader):
         raise UnsupportedLoaderError(
             f"{type(loader).__name__} cannot be patched: it is a framework's wrapper around a DataLoader. Patch the "
             "loader first, and hand the patched one to the framework."
@@ -155,6 +169,12 @@ def require_copyable(loader: DataLoader[Any]) -> None:
                 f"already, {type(loader).__name__}(dataset, sampler=DDPSamplerWrapper(sampler, False), ...), or use a "
                 "DataLoader with persistent_workers=True."
             )
+
+
+def _draws_from_another(loader: DataLoader[Any]) -> bool:
+    """Tell whether the loader holds one with its own samplers, as Ray's wrapper does, which is the one it iterates."""
+    held = [value for value in vars(loader).values() if isinstance(value, DataLoader)]
+    return any((other.sampler, other.batch_sampler) == (loader.sampler, loader.batch_sampler) for other in held)
 
 
 def copy_loader(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
@@ -195,17 +215,25 @@ def samplers_in_use(loader: DataLoader[Any]) -> Iterator[object]:
 def sharding(loader: DataLoader[Any]) -> object | None:
     """Return what shards the loader already, or None.
 
-    That is a ``DistributedSampler``, what accelerate shares with, or whatever says ``is_ddp_aware``.
+    That is a ``DistributedSampler``, what accelerate shares with, whatever says ``is_ddp_aware``, or a stream that was
+    split by node.
     """
     holders = [*samplers_in_use(loader), loader.dataset, loader]
-    return next((holder for holder in holders if is_ddp_aware(holder)), None)
+    return next((holder for holder in holders if is_ddp_aware(holder) or is_split_by_node(holder)), None)
+
+
+def is_split_by_node(dataset: object) -> bool:
+    """Tell whether a Hugging Face iterable dataset went through ``split_dataset_by_node()``."""
+    # It has no public name.
+    return isinstance(dataset, IterableDataset) and getattr(dataset, "_distributed", None) is not None
 
 
 def is_ddp_aware(holder: object) -> bool:
     """Tell whether a sampler, dataset or loader shards by itself."""
     if isinstance(holder, DistributedSampler) or getattr(holder, "is_ddp_aware", False) is True:
         return True
-    return not _ACCELERATES_SHARING.isdisjoint(f"{kind.__module__}.{kind.__qualname__}" for kind in type(holder).__mro__)
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(holder).__mro__}
+    return not names.isdisjoint(_ACCELERATES_SHARING)
 
 
 def generators(holders: Iterable[object]) -> list[torch.Generator]:

@@ -29,8 +29,10 @@ from ddp_patch.errors import (
 from ddp_patch.iterable import IterableWorkerInit, ShardedIterable, StreamSampler
 from ddp_patch.loader import (
     Level,
+    batch_sampler_type,
     copy_loader,
     is_loader,
+    is_split_by_node,
     level,
     require_copyable,
     require_loader,
@@ -153,6 +155,7 @@ def patch_dataloader_to_ddp(
 
 def _propose(loader: DataLoader[Any], options: Options, world: World) -> Proposal:
     """Return what this rank has to say of its loader, after refusing what cannot hold."""
+    _refuse_split_by_node(loader.dataset)
     if (found := _sharding_for(world, loader)) is not None:
         # Its ranks' lengths and generators may differ, rightly; that it is so on all of them is what counts.
         facts = {"loader": type(loader).__qualname__, "shared already by": type(found).__qualname__}
@@ -225,14 +228,18 @@ def _require_shuffle(stream: object) -> None:
         )
 
 
+def _refuse_split_by_node(dataset: object) -> None:
+    """Refuse a share whose number of steps nobody has made equal to the other ranks'."""
+    if is_split_by_node(dataset):
+        raise UnsupportedLoaderError(
+            f"{type(dataset).__name__} was split by split_dataset_by_node() already, and sharing a share again would "
+            "lose the rest of it. Patch a loader of the whole dataset, without that call."
+        )
+
+
 def _check_iterable(loader: DataLoader[Any], options: Options) -> None:
     """Refuse what cannot hold for a dataset whose items come without indices."""
     name = type(loader.dataset).__name__
-    if getattr(loader.dataset, "_distributed", None) is not None:  # Hugging Face's; it has no public name
-        raise UnsupportedLoaderError(
-            f"{name} was split by split_dataset_by_node() already, and sharing a share again would lose the rest of "
-            "it. Patch a loader of the whole dataset, without that call."
-        )
     if options.layout == "contiguous" and options.iterable_sharding == "by_worker":
         raise InvalidOptionError(
             f"layout='contiguous' cannot hold with iterable_sharding='by_worker': {name} itself decides what each "
@@ -260,7 +267,9 @@ def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
         case Level.SAMPLE:
             sharded = new["sampler"] = DDPSamplerWrapper.of(_ordered(batches.sampler, agreed), agreed)
             new["batch_size"], new["drop_last"] = batches.batch_size, batches.drop_last
-            new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
+            new["batch_sampler"] = batch_sampler_type(loader)(sharded, batches.batch_size, batches.drop_last)
+            # Of a loader that resumes with accelerate's skip_first_batches, this alone is left to be told epochs.
+            new["batch_sampler"].set_epoch = sharded.set_epoch
         case Level.BATCH:
             sharded = new["batch_sampler"] = DDPBatchSamplerWrapper.of(batches, agreed)
             # Nothing is drawn from it; but here frameworks look for a DistributedSampler, and users for its set_epoch.
@@ -274,6 +283,8 @@ def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
             sharded = new["sampler"] = StreamSampler(new["dataset"], agreed, loader.num_workers, loader.batch_size or 1)
             if batches is not None:
                 new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
+    if not hasattr(loader, "set_epoch"):
+        new["set_epoch"] = sharded.set_epoch  # which Hugging Face's Trainer calls
     if loader.num_workers > 0:
         init = loader.worker_init_fn
         if "dataset" in new:
@@ -347,7 +358,7 @@ def _leaves(loaders: Loaders, place: str) -> Iterator[tuple[str, DataLoader[Any]
             for index, nested in enumerate(loaders):
                 yield from _leaves(nested, f"{place}[{index}]")
         case _ if is_loader(loaders):
-            yield place, loaders
+            yield place, cast(DataLoader[Any], loaders)
         case _:
             raise NotALoaderError(
                 f"Found {loaders!r} ({type(loaders).__name__}) at {place or 'the top'} where a DataLoader or a list, "

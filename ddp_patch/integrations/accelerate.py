@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoader[T]:
-    """Prepare a patched loader as ``accelerator.prepare`` does others: put its batches on the device, know the last one.
+    """Prepare a patched loader as ``accelerator.prepare`` does others: batches on the device, the last one known.
 
     ``accelerator.prepare`` leaves a patched loader as it is, so that its batches stay on the CPU and gradient
     accumulation does not see where an epoch ends.
@@ -37,7 +37,7 @@ def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoad
     return prepared
 
 
-class _Prepared(DataLoaderShard):
+class _Prepared(DataLoaderShard):  # type: ignore[misc]  # accelerate is not there where types are checked
     """A patched loader within accelerate's, which counts no epochs of its own."""
 
     # Of accelerate's state, so that `prepare` registers it and does nothing else.

@@ -15,5 +15,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not config.getoption("--write-frameworks"):
         return
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
-    found = [dict(getattr(report, "user_properties", ())) for report in reports if getattr(report, "when", "") == "call"]
-    write_rows([row for properties in found for row in properties.get("frameworks", [])])
+    calls = [report for report in reports if getattr(report, "when", None) == "call"]
+    write_rows([row for report in calls for row in dict(report.user_properties).get("frameworks", [])])

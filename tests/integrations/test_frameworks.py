@@ -12,11 +12,13 @@ from frameworks.kinds import KINDS, Batch, Kind
 from frameworks.page import read_rows
 
 RANKS = 2
+# Starting Ray takes most of a minute.
+MODULES = [pytest.param(name, marks=pytest.mark.ray) if name.startswith("ray_") else name for name in FRAMEWORKS]
 
 
 # By parts of torch that ignite imports.
 @pytest.mark.filterwarnings(r"ignore:.torch.jit.\w+. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("module", FRAMEWORKS)
+@pytest.mark.parametrize("module", MODULES)
 def test_a_patched_loader_is_shared_once(module: str, record_property: Callable[[str, object], None]) -> None:
     described = framework(module)
     ranks = measure(module, RANKS)

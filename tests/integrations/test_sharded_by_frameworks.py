@@ -78,7 +78,7 @@ def shared_by_accelerate(rank: int, world_size: int) -> dict[str, Any]:
         prepare_patched(accelerator, numbered())
     for level, loader in {"iterable": streamed(), "unbatched": DataLoader(range(N), batch_size=None)}.items():  # type: ignore[arg-type]  # a range is a dataset
         shared = prepare_patched(accelerator, patch_dataloader_to_ddp(loader))
-        found[level] = torch.cat([batch.reshape(-1) for batch in shared]).tolist()
+        found[level] = torch.cat([torch.as_tensor(batch).reshape(-1) for batch in shared]).tolist()
     # The last batch of an epoch is known as such, and nothing gathered is cut off.
     ends = [accelerator.gradient_state.end_of_dataloader for _ in prepared]
     found["ends"] = ends == [False] * (len(ends) - 1) + [True]
@@ -99,13 +99,14 @@ def shared_by_accelerate(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+SHARED = ["shard", "shard of an iterable", "dispatcher", "dispatcher of an iterable", "patched", "prepared"]
+SHARED += ["ends", "resumed"]
+
+
 def test_accelerates_loaders() -> None:
     first, second = run_ranks(shared_by_accelerate, 2)
     for rank in (first, second):
-        assert rank["shard"] and rank["shard of an iterable"]
-        assert rank["dispatcher"] and rank["dispatcher of an iterable"]
-        assert rank["patched"] and rank["prepared"]
-        assert rank["ends"] and rank["resumed"]
+        assert all(rank[name] for name in SHARED)
         assert sum(rank["gathered"]) == N + 1
         assert rank["in order"] == list(range(N))
     for name in ("iterable", "unbatched"):
@@ -132,12 +133,16 @@ def shared_by_others(rank: int, world_size: int) -> dict[str, Any]:
     fabric.launch()
     patched = patch_dataloader_to_ddp(numbered(shuffle=True))
     wrapped: Any = fabric.setup_dataloaders(patched)
-    batches = 0
-    for _ in wrapped:
-        batches += 1
-        if batches == 2:
-            break
+    passing = iter(wrapped)
+    for _ in range(2):
+        next(passing)
+    # ignite takes a patched loader's sampler as it is, and its batch sizes are of all ranks.
+    of_sampler = idist.auto_dataloader(range(N), batch_size=8, sampler=patched.sampler)
+    patched.sampler.set_epoch(5)  # type: ignore[attr-defined]  # torch's type for samplers has none
+    batches_of_patched = [batch.tolist() for batch in patched]
+    patched.sampler.set_epoch(5)  # type: ignore[attr-defined]  # as above
     return {
+        "ignite's, of a patched sampler": [batch.tolist() for batch in of_sampler] == batches_of_patched,
         "Fabric's": left_alone(fabric.setup_dataloaders(numbered(shuffle=True))),
         "patched, then Fabric's": left_alone(wrapped),
         "state": loader_state(wrapped, batches_done=2) == loader_state(patched, batches_done=2),
@@ -151,6 +156,5 @@ def shared_by_others(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_lightnings_and_ignites_loaders() -> None:
     for rank in run_ranks(shared_by_others, 2):
-        assert rank["Fabric's"] and rank["patched, then Fabric's"] and rank["state"]
-        assert "_FabricDataLoader cannot be patched: it is a framework's wrapper" in rank["Fabric's, not shared"]
-        assert rank["ignite's"] and rank["ignite's, of a sampler"]
+        assert "_FabricDataLoader cannot be patched: it is a framework's wrapper" in rank.pop("Fabric's, not shared")
+        assert rank == dict.fromkeys(rank, True)

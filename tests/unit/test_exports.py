@@ -31,6 +31,7 @@ FLOORS = {
     "world": 2,
     "permutation": 2,
     "comparison": 2,
+    "contents": 2,
     "transfer": 2,
     "samplers": 3,
     "place": 3,

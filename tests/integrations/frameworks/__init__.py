@@ -1,7 +1,7 @@
 """One loader of each kind in one framework after the other: what its training step sees, patched and not.
 
-``kinds.py`` has the loaders, ``judge.py`` says what came of them, ``page.py`` keeps the table of ``docs/frameworks.md``.
-Each other module is one framework and has a ``FRAMEWORK``.
+``kinds.py`` has the loaders, ``judge.py`` says what came of them, and ``page.py`` keeps the table of the docs. Each
+other module is one framework and has a ``FRAMEWORK``.
 """
 
 from importlib import import_module
@@ -18,8 +18,13 @@ FRAMEWORKS = {
     "with_accelerate": "accelerate",
     "lightning_fabric": "Lightning Fabric",
     "lightning_trainer": "Lightning `Trainer`",
-    "ignite_engine": "ignite `Engine`",
-    "ignite_auto": "ignite `auto_dataloader`",
+    "with_ignite": "ignite",
+    "hf_trainer": "Hugging Face `Trainer`",
+    "hf_datasets": "Hugging Face `datasets`",
+    "torchdata_stateful": "torchdata `StatefulDataLoader`, resumed in each epoch",
+    "pyg": "PyTorch Geometric `DataLoader`",
+    "ray_train": "Ray `TorchTrainer`",
+    "ray_prepared": "Ray `prepare_data_loader`",
 }
 
 

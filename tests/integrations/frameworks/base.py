@@ -1,7 +1,6 @@
 """What a framework's module describes, and how it is measured on ranks."""
 
 import faulthandler
-import os
 import pickle
 import traceback
 import warnings
@@ -13,17 +12,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
-from frameworks.kinds import KINDS, Batch
 from zoo import seed_ambient
 
 from ddp_patch.testing import run_ranks
+from frameworks.kinds import KINDS, Batch
 
 __all__ = ["EPOCHS", "HANGS", "Epochs", "Framework", "Measured", "Raised", "measure"]
 
 Epochs: TypeAlias = list[list[Batch]]  # what a rank's training step saw: epochs of batches
 
 HANGS = "hangs"
-LIMIT_S = 40.0  # for one loader; none takes longer than a few seconds that does not hang
+START_S = 90.0  # for ranks to start, and to import the framework
+LIMIT_S = 25.0  # for one loader; none takes longer than a few seconds that does not hang
 
 # Three passes as they come, and one of which the user says that it is epoch 1, as the second was.
 EPOCHS: tuple[int | None, ...] = (None, None, None, 1)
@@ -85,7 +85,8 @@ def _measured_on_new_ranks(module: str, world_size: int, cases: list[Case]) -> l
     with TemporaryDirectory() as folder:
         failure = None
         try:
-            framework(module).launch(_on_rank, world_size, module, cases, folder, timeout=LIMIT_S * len(cases))
+            timeout = START_S + LIMIT_S * len(cases)
+            framework(module).launch(_on_rank, world_size, module, cases, folder, timeout=timeout)
         except Exception as error:  # noqa: BLE001 - raised again, but for a hang
             failure = error
         reports = [_reports_in(Path(folder, str(rank))) for rank in range(world_size)]
@@ -133,9 +134,8 @@ def _reports_in(path: Path) -> list[Epochs | Raised]:
 @contextmanager
 def _time_limit() -> Iterator[None]:
     """End this process if the body takes too long, wherever it hangs."""
-    with Path(os.devnull).open("w") as nowhere:
-        faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=nowhere)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -14,8 +14,7 @@ def judge(kind: Kind, ranks: "list[Epochs | Raised]") -> str:
     if errors := sorted({rank.error for rank in ranks if isinstance(rank, Raised)}):
         return "hangs" if errors == [HANGS] else f"raises `{'`, `'.join(errors)}`"
     epochs: list[tuple[list[list[int]], ...]] = [
-        tuple([batch.numbers for batch in epoch] for epoch in rank_epochs)
-        for rank_epochs in zip(*ranks, strict=True)  # type: ignore[arg-type]  # none raised
+        tuple([batch.numbers for batch in epoch] for epoch in rank_epochs) for rank_epochs in zip(*ranks, strict=True)
     ][: EPOCHS.index(1)]
     facts = [*_cover(kind, epochs), *_steps(epochs)]
     facts.append("a new order each epoch" if _is_new(epochs) else "the same order in every epoch")

@@ -16,7 +16,7 @@ BATCH_SIZE = 4
 
 @dataclass(frozen=True)
 class Batch:
-    """The numbers of a batch's samples, and the devices that a framework moved it to.
+    """The numbers of a batch's samples, and the types of device that a framework moved it to.
 
     Frameworks move whatever has a method ``to``.
     """
@@ -26,7 +26,7 @@ class Batch:
 
     def to(self, device: Any, **options: Any) -> "Batch":
         """Return the batch, moved."""
-        return Batch(self.numbers, (*self.moved_to, str(torch.device(device))))
+        return Batch(self.numbers, (*self.moved_to, torch.device(device).type))
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,12 @@ class Grouped(BatchSampler):
             if len(group) == self.batch_size:
                 yield group[:]
                 group.clear()
-        yield from filter(None, groups.values())
+        yield from (group for group in groups.values() if group)
 
     def __len__(self) -> int:
-        return sum(-(-len(range(remainder, len(self.sampler), 3)) // self.batch_size) for remainder in range(3))  # type: ignore[arg-type]  # torch's type for samplers has no length
+        sampler: Any = self.sampler  # torch's type for samplers has no length
+        groups = (len(range(remainder, len(sampler), 3)) for remainder in range(3))
+        return sum(-(-group // self.batch_size) for group in groups)
 
 
 def is_pairs(numbers: list[int]) -> bool:
@@ -109,7 +111,7 @@ KINDS = [
     Kind("`shuffle=True`", 27, partial(loader, 27, shuffle=True)),
     Kind("`WeightedRandomSampler`", 29, weighted),
     Kind("subclass of `BatchSampler`", 28, grouped, is_grouped),
-    Kind("batch sampler of its own", 28, lambda: loader(28, batch_sampler=Pairs(28)), is_pairs),
+    Kind("own class of batch sampler", 28, lambda: loader(28, batch_sampler=Pairs(28)), is_pairs),
 ]
 
 

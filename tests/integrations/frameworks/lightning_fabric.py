@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from frameworks.base import Epochs, Framework
-from frameworks.kinds import tiny_model
-from frameworks.loops import train
 from lightning.fabric import Fabric
 
 from ddp_patch import patch_dataloader_to_ddp
+from frameworks.base import Epochs, Framework
+from frameworks.kinds import tiny_model
+from frameworks.loops import train
 
 __all__ = ["FRAMEWORK"]
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from frameworks.base import Epochs, Framework
-from frameworks.kinds import Batch, features, tiny_model
 from lightning.pytorch import LightningModule, Trainer
 
 from ddp_patch import patch_dataloader_to_ddp
+from frameworks.base import Epochs, Framework
+from frameworks.kinds import Batch, features, tiny_model
 
 __all__ = ["FRAMEWORK"]
 
 
-class Module(LightningModule):
+class Module(LightningModule):  # type: ignore[misc]  # it is not there where types are checked
     """A module that makes its loader in ``train_dataloader``, where the process group exists."""
 
     def __init__(self, loader: Any, patched: bool, epochs: Sequence[int | None]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
 from frameworks.base import Epochs
 from frameworks.kinds import features
 

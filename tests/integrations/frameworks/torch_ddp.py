@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from frameworks.base import Epochs, Framework
-from frameworks.kinds import tiny_model
-from frameworks.loops import train
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_patch import patch_dataloader_to_ddp
+from frameworks.base import Epochs, Framework
+from frameworks.kinds import tiny_model
+from frameworks.loops import train
 
 __all__ = ["FRAMEWORK"]
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from frameworks.base import Epochs, Framework
-from frameworks.kinds import tiny_model
-from frameworks.loops import train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ddp_patch import patch_dataloader_to_ddp
+from frameworks.base import Epochs, Framework
+from frameworks.kinds import tiny_model
+from frameworks.loops import train
 
 __all__ = ["FRAMEWORK"]
 

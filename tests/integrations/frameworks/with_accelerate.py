@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from accelerate import Accelerator
-from frameworks.base import Epochs, Framework
-from frameworks.kinds import tiny_model
-from frameworks.loops import train
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.integrations.accelerate import prepare_patched
+from frameworks.base import Epochs, Framework
+from frameworks.kinds import tiny_model
+from frameworks.loops import train
 
 __all__ = ["FRAMEWORK"]
 
