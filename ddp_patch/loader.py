@@ -8,7 +8,7 @@ from enum import Enum
 from functools import partial
 from itertools import chain, cycle, islice
 from types import CellType, FunctionType, GeneratorType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ __all__ = [
     "samplers_in_use",
     "sharding",
 ]
+
+L = TypeVar("L", bound=DataLoader[Any])
 
 # torchdata's is torch's in all but name; it is named, not imported.
 _TORCHS_BATCH_SAMPLERS = {
@@ -140,7 +142,7 @@ def require_copyable(loader: DataLoader[Any]) -> None:
             )
 
 
-def copy_loader(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
+def copy_loader(loader: L, **replaced: Any) -> L:
     """Return a copy of the loader, of the same class and with every attribute, but for those replaced.
 
     A shallow copy: dataset, samplers and functions are the given loader's own. A running iterator (that of
