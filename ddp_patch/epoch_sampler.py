@@ -38,11 +38,12 @@ class EpochSampler(DistributedSampler[T]):
     def __init__(self, agreed: Agreed, holders: Sequence[object], facts: Mapping[str, object]) -> None:
         # DistributedSampler.__init__ is not called: it fixes the length, once, and so needs one.
         self.agreed = agreed
-        self.plan = agreed.plan(agreed.world.rank)
-        self.seed = agreed.seed
-        self.epochs = EpochCounter()
+        self.plan: Plan = agreed.plan(agreed.world.rank)
+        self.seed: int = agreed.seed
+        self.epochs: EpochCounter = EpochCounter()
         # The names by which DistributedSampler's users know these.
-        self.num_replicas, self.rank = agreed.world.num_replicas, agreed.world.rank
+        self.num_replicas: int = agreed.world.num_replicas
+        self.rank: int = agreed.world.rank
         self.progress: EpochPass | None = None
         self.place: Place | None = None
         self._holders = holders  # what may hold random generators, or a state of its own
@@ -60,6 +61,10 @@ class EpochSampler(DistributedSampler[T]):
         """Begin an epoch, in step with the other ranks where the user wants that checked."""
         self.agreed.check("Beginning an epoch", {"epoch": epoch, "seed": self.seed, **facts}, known)
         self.epochs.begin(epoch)
+
+    def _enter(self, progress: EpochPass) -> None:
+        """Go on with a pass, and with what was loaded for it."""
+        self.progress, self.place = progress, None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins a pass of its own; one that runs cannot be copied.

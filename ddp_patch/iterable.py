@@ -257,7 +257,7 @@ class StreamSampler(EpochSampler[None]):
         self.dataset.begin(number, epoch)
         if self.place is None:
             self.dataset.go_on(0, None)
-        self.progress, self.place = progress, None
+        self._enter(progress)
         # Told here too: where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it. Two workers that change it at once could leave it wrong.
         if callable(tell := getattr(self.dataset.dataset, "set_epoch", None)):

@@ -44,7 +44,7 @@ class ShardedSampler(EpochSampler[T]):
         }
         super().__init__(agreed, list(nested_samplers(sampler)), facts)
         self.sampler = sampler
-        self.dataset = cast(Any, sampler)  # DistributedSampler's name for it
+        self.dataset: Any = sampler  # DistributedSampler's name for it
         self.shuffle = shuffle
         self._warned_of_length = False
         self._nested_epochs = self._read_nested_epochs()
@@ -184,7 +184,7 @@ class ShardedSampler(EpochSampler[T]):
             stream, rng, progress = self._start()
         self._begin(progress.epoch, {"position": progress.begins_at}, self._known_end)
         self._known_end = {}
-        self.progress, self.place = progress, None
+        self._enter(progress)
         self._draw_from(progress)
         try:
             yield from (

@@ -23,13 +23,13 @@ def options(loader: DataLoader[str]) -> None:
     patch_dataloader_to_ddp(loader, rank="0", num_replicas=2)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     patch_dataloader_to_ddp(loader, process_group=0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     patch_dataloader_to_ddp(loader, unknown=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-    patch_dataloader_to_ddp(loader, "drop")  # type: ignore[misc]  # pyright: ignore[reportCallIssue]
+    patch_dataloader_to_ddp(loader, "drop")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 
 
 def what_is_no_loader(dataset: Dataset[str], loader: DataLoader[str]) -> None:
     patch_dataloader_to_ddp(dataset)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
     assert_loaders_patched([dataset])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
-    gather_in_order([1], dataset)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    gather_in_order([1], dataset)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
     loader_state(loader)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     restore_loader(loader, 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 

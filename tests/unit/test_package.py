@@ -47,7 +47,7 @@ def test_every_process_imports_the_package_under_test(arguments: list[str], tmp_
 
 def origin(rank: int, world_size: int) -> str | None:
     spec = importlib.util.find_spec("ddp_patch")
-    return spec and spec.origin
+    return None if spec is None else spec.origin
 
 
 def test_every_rank_imports_the_package_under_test() -> None:
