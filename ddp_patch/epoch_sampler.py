@@ -62,10 +62,6 @@ class EpochSampler(DistributedSampler[T]):
         self.agreed.check("Beginning an epoch", {"epoch": epoch, "seed": self.seed, **facts}, known)
         self.epochs.begin(epoch)
 
-    def _enter(self, progress: EpochPass) -> None:
-        """Go on with a pass, and with what was loaded for it."""
-        self.progress, self.place = progress, None
-
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins a pass of its own; one that runs cannot be copied.
         return {**self.__dict__, "progress": None}

@@ -216,6 +216,9 @@ class StreamSampler(EpochSampler[None]):
     its first batch, and has the ``set_epoch`` that training loops and frameworks call.
     """
 
+    progress: EpochPass | None
+    place: Place | None
+
     def __init__(self, dataset: ShardedIterable[Any], agreed: Agreed, num_workers: int, batch_size: int) -> None:
         facts: dict[str, object] = {
             "dataset": type(dataset.dataset).__qualname__,
@@ -257,7 +260,7 @@ class StreamSampler(EpochSampler[None]):
         self.dataset.begin(number, epoch)
         if self.place is None:
             self.dataset.go_on(0, None)
-        self._enter(progress)
+        self.progress, self.place = progress, None
         # Told here too: where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it. Two workers that change it at once could leave it wrong.
         if callable(tell := getattr(self.dataset.dataset, "set_epoch", None)):

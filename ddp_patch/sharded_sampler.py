@@ -36,6 +36,9 @@ class ShardedSampler(EpochSampler[T]):
         sampler: The wrapped sampler.
     """
 
+    progress: EpochPass | None
+    place: Place | None
+
     def __init__(self, sampler: Iterable[T], shuffle: bool, agreed: Agreed) -> None:
         facts = {
             "shared by": type(self).__name__,
@@ -184,7 +187,7 @@ class ShardedSampler(EpochSampler[T]):
             stream, rng, progress = self._start()
         self._begin(progress.epoch, {"position": progress.begins_at}, self._known_end)
         self._known_end = {}
-        self._enter(progress)
+        self.progress, self.place = progress, None
         self._draw_from(progress)
         try:
             yield from (
