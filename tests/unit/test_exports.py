@@ -124,13 +124,13 @@ def added_by(code: str) -> frozenset[str]:
 
 
 def test_importing_it_imports_no_framework_not_even_one_that_is_not_installed() -> None:
-    assert packages(added_by("import ddp_patch")) == {"ddp_patch", "numpy"}
+    assert packages(added_by("import ddp_patch")) - packages(added_by("import numpy.random")) == {"ddp_patch"}
 
 
 @pytest.mark.parametrize("other", ["hypothesis", "not_installed"])
 def test_the_check_above_can_fail(other: str) -> None:
     code = f"import ddp_patch, contextlib\nwith contextlib.suppress(ImportError): import {other}"
-    assert packages(added_by(code)) >= {"ddp_patch", "numpy", other}
+    assert packages(added_by(code)) >= {"ddp_patch", other}
 
 
 def test_importing_it_adds_few_modules_to_those_of_torch() -> None:
