@@ -49,7 +49,7 @@ __all__ = [
     "sample_order",
 ]
 
-logger = logging.getLogger("ddp_patch")
+logger: logging.Logger = logging.getLogger("ddp_patch")
 
 # Of so many ranks an error lists who takes which share.
 _TOLD_IN_FULL = 16

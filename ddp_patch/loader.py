@@ -9,7 +9,7 @@ from enum import Enum
 from functools import partial
 from itertools import chain, cycle, islice
 from types import CellType, FunctionType, GeneratorType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ __all__ = [
     "samplers_in_use",
     "sharding",
 ]
+
+L = TypeVar("L", bound=DataLoader[Any])
 
 # torchdata's is torch's in all but name; it is named, not imported.
 _TORCHDATAS = "torchdata.stateful_dataloader"
@@ -177,7 +179,7 @@ def _draws_from_another(loader: DataLoader[Any]) -> bool:
     return any((other.sampler, other.batch_sampler) == (loader.sampler, loader.batch_sampler) for other in held)
 
 
-def copy_loader(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
+def copy_loader(loader: L, **replaced: Any) -> L:
     """Return a copy of the loader, of the same class and with every attribute, but for those replaced.
 
     A shallow copy: dataset, samplers and functions are the given loader's own. A running iterator (that of

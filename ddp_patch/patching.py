@@ -47,12 +47,12 @@ from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
 __all__ = ["assert_loaders_patched", "check_loaders_is_patched", "patch_dataloader_to_ddp"]
 
-T = TypeVar("T")
+L = TypeVar("L", bound=DataLoader[Any])
 Loaders: TypeAlias = "DataLoader[Any] | Mapping[str, Loaders] | Sequence[Loaders]"
 
 
 def patch_dataloader_to_ddp(
-    loader: DataLoader[T],
+    loader: L,
     *,
     uneven: Uneven = "pad",
     layout: Layout = "interleaved",
@@ -67,7 +67,7 @@ def patch_dataloader_to_ddp(
     scalable_shuffle: bool = False,
     verify: bool = False,
     timeout: float = 300.0,
-) -> DataLoader[T]:
+) -> L:
     """Return a copy of a finished loader that gives this rank its correct share of the data.
 
     Call it on every rank of the group, after ``torch.distributed.init_process_group()``. A sampler is shared
@@ -257,7 +257,7 @@ def _check_iterable(loader: DataLoader[Any], options: Options) -> None:
         )
 
 
-def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
+def _shard(loader: L, agreed: Agreed) -> L:
     """Copy the loader with what chooses its samples sharded, and its workers seeded by rank."""
     # accelerate's own mark on a loader that its `prepare` is not to share.
     new: dict[str, Any] = {"_is_accelerate_prepared": True}
@@ -277,7 +277,7 @@ def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
         case Level.UNBATCHED:
             sharded = new["sampler"] = DDPSamplerWrapper.of(_ordered(loader.sampler, agreed), agreed)
         case Level.ITERABLE:
-            dataset = cast(IterableDataset[T], loader.dataset)
+            dataset = cast(IterableDataset[Any], loader.dataset)
             plan = agreed.plan(agreed.world.rank)
             new["dataset"] = ShardedIterable(dataset, plan, agreed.options, loader.batch_size or 1, loader.drop_last)
             sharded = new["sampler"] = StreamSampler(new["dataset"], agreed, loader.num_workers, loader.batch_size or 1)

@@ -17,7 +17,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, TypeVarTuple
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,16 @@ from ddp_patch.errors import InvalidOptionError, RanksFailedError
 __all__ = ["run_ranks"]
 
 R = TypeVar("R")
+Arguments = TypeVarTuple("Arguments")
 
 
-def run_ranks(fn: Callable[..., R], world_size: int, *args: Any, timeout: float = 120.0, grace: float = 5.0) -> list[R]:
+def run_ranks(
+    fn: Callable[[int, int, *Arguments], R],
+    world_size: int,
+    *args: *Arguments,
+    timeout: float = 120.0,
+    grace: float = 5.0,
+) -> list[R]:
     """Call ``fn(rank, world_size, *args)`` on every rank of a new gloo group and return what each rank returned.
 
     Every rank is a process of its own (started by ``spawn``, one torch thread) with an initialised default process

@@ -156,7 +156,9 @@ def _console(source: str, varies: str | None) -> str | None:
 
 def run_command(command: str, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
     """Run a command as a user does, in this environment; return its exit status and what it wrote."""
-    environment = os.environ | {
+    # A script finds the modules beside it, as for a user: the folders of scripts do not hold the package.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    environment = inherited | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "OMP_NUM_THREADS": "1",  # torchrun sets it by itself where it is unset, and warns about it
         "COLUMNS": "100",
@@ -193,8 +195,11 @@ def _sh(source: str) -> str | None:
                     found = None
                 case ["pip", "install", *wanted]:
                     found = _cannot_install(wanted)
-                case ["nox", "-s", *names]:
+                case ["nox", "-s", *names] | ["nox", "-r", "-s", *names]:
                     found = _unknown_sessions(names)
+                case ["pytest", "-n", "auto", *paths]:
+                    missing = [path for path in paths if not (CHECKOUT / path).exists()]
+                    found = f"names what does not exist: {', '.join(missing)}" if missing else None
                 case _:
                     found = "is not run, so it would not be tested: show it in a console block, with what it prints"
             if found:
@@ -210,7 +215,7 @@ def _cannot_install(wanted: list[str]) -> str | None:
         if wanted[1:2] != [constraints.name]:
             return f"names other constraints than {constraints.name}"
         wanted = wanted[2:]
-    for requirement in wanted:
+    for requirement in wanted[wanted[:1] == ["-e"] :]:
         name, _, extras = requirement.removesuffix("]").partition("[")
         unknown = set(filter(None, extras.split(","))) - set(project["optional-dependencies"])
         if name in {".", project["name"]} and unknown:

@@ -35,7 +35,13 @@ PRINTING = fenced("python", "print(1 + 1)")
         (fenced("console", "$ echo a; exit 3", "a", "$ echo $?", "3", "$ echo $?", "0"), 0),
         ("<!-- varies: [0-9]+ s -->\n" + fenced("console", "$ echo took 12 s", "took 3 s"), 0),
         (fenced("sh", "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt nox"), 0),
-        (fenced("sh", ".venv/bin/nox -s tests lint types", "nox -s bench -- --largest 6"), 0),
+        (fenced("sh", "pip install -e '.[test]'", "pytest -n auto tests/unit"), 0),
+        (
+            fenced(
+                "sh", "nox -r -s tests -- -k shares", ".venv/bin/nox -s tests lint types", "nox -s bench -- --largest 6"
+            ),
+            0,
+        ),
         (fenced("sh", "python3 -m venv .venv && source .venv/bin/activate", "pip install '.[demo,test]'"), 0),
         ("<!-- part: examples/single.py -->\n" + fenced("python", "import torch", "from torch import nn"), 0),
         (
@@ -68,6 +74,7 @@ def test_what_holds(page: str, block: int) -> None:
         (fenced("sh", "torchrun docs/examples/ddp.py"), 0, "is not run"),
         (fenced("sh", "nox -s tests nothing"), 0, "sessions that do not exist: nothing"),
         (fenced("sh", "nox"), 0, "is not run"),
+        (fenced("sh", "pytest -n auto tests/nothing"), 0, "names what does not exist: tests/nothing"),
         (fenced("sh", "pip install '.[nothing]'"), 0, "extras that do not exist: nothing"),
         (fenced("sh", "pip install -c other.txt nox"), 0, "other constraints"),
         (fenced("sh", "pip install left-pad"), 0, "what constraints.txt does not: left-pad"),
