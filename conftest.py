@@ -1,6 +1,15 @@
-"""The Python examples of the Markdown pages are tests too."""
+"""Every code block of the Markdown pages is a test too; tests/documented.py says of what."""
 
+import pytest
+from documented import blocks
 from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser
+from sybil.integration.pytest import SybilItem
 
-pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"]).pytest()
+pytest_collect_file = Sybil(parsers=[blocks], patterns=["*.md"]).pytest()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts Ray: that takes up to a minute, so it can be left out by ``-m "not ray"``."""
+    for item in items:
+        if isinstance(item, SybilItem) and "from_ray.py" in str(item.example.parsed):
+            item.add_marker("ray")

@@ -1,12 +1,32 @@
 """What can be done with a checkout; ``nox --list`` shows it."""
 
+import shutil
+from pathlib import Path
+
 import nox
 
 nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests", "lint", "types"]
 
-EXTRAS: dict[str, list[str]] = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]
+INTEGRATIONS = ["tests/integrations", "docs/coming-from.md"]  # what needs other packages
+WITHOUT_INTEGRATIONS = [f"--ignore={path}" for path in INTEGRATIONS]
+PROJECT = nox.project.load_toml("pyproject.toml")["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+# The lowest versions that the package says it works with.
+LOWEST_PYTHON = PROJECT["requires-python"].removeprefix(">=")
+LOWEST = [requirement.replace(">=", "==") for requirement in PROJECT["dependencies"]]
+DIST = Path("dist")
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build the sdist, and from it the wheel, into ``dist/``, and check both."""
+    install(session, *EXTRAS["package"])
+    shutil.rmtree(DIST, ignore_errors=True)
+    session.run("python", "-m", "build", "--no-isolation")  # hatchling is here, in the version of constraints.txt
+    session.run("twine", "check", "--strict", *map(str, DIST.iterdir()))
+    session.run("check-wheel-contents", str(DIST))
 
 
 @nox.session
@@ -18,18 +38,32 @@ def demo(session: nox.Session) -> None:
     session.run(*command, env={"OMP_NUM_THREADS": "1"})
 
 
-@nox.session
+@nox.session(requires=["package"])
 def tests(session: nox.Session) -> None:
-    """Run every test that needs no third-party loader; arguments after ``--`` go to pytest."""
-    install(session, ".[test]")
-    session.run("pytest", "-n", "auto", "--ignore", "tests/integrations", *session.posargs)
+    """Test the wheel with all that needs no third-party loader; arguments after ``--`` go to pytest."""
+    install_wheel(session, "test")
+    run_tests(session, *WITHOUT_INTEGRATIONS)
 
 
-@nox.session
+@nox.session(requires=["package"], python=LOWEST_PYTHON)
+def minimum(session: nox.Session) -> None:
+    """Test the wheel with the lowest versions that it claims, without the tests on real ranks."""
+    install_wheel(session, "test")
+    session.install(*LOWEST)
+    session.run("pip", "check")
+    run_tests(session, "tests/unit", "tests/properties", "README.md", "docs", *WITHOUT_INTEGRATIONS)
+
+
+@nox.session(requires=["package"])
 def integrations(session: nox.Session) -> None:
-    """Run the tests with torchdata, torchmetrics, PyTorch Geometric and datasets; arguments go to pytest."""
-    install(session, ".[integrations]")
-    session.run("pytest", "-n", "auto", "tests/integrations", *session.posargs)
+    """Test the wheel and pages with other packages, and write ``docs/frameworks.md``; arguments go to pytest."""
+    install_wheel(session, "integrations")
+    # What the pages use of these needs no other packages; and newer pips refuse the metadata of catalyst.
+    install(session, "--no-deps", "open-metric-learning")
+    session.install("pip==24.0")
+    session.install("-c", "constraints.txt", "--no-deps", "catalyst")
+    session.install("--upgrade", "pip")  # which the next run of this session needs
+    run_tests(session, "--write-frameworks", *INTEGRATIONS)
 
 
 @nox.session
@@ -40,11 +74,17 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
 
 
-@nox.session
+@nox.session(requires=["package"])
 def types(session: nox.Session) -> None:
-    """Check types, strictly."""
-    install(session, ".[demo,test,types]", "nox")
+    """Check types, strictly: the checkout's, and those that users see of the wheel."""
+    install_wheel(session, "demo,test,types")
+    install(session, "nox")
     session.run("mypy")
+    # From the folder itself, where ddp_patch is the wheel's.
+    with session.chdir("tests/typing"):
+        session.run("mypy", "--strict", "--config-file=", ".")
+        session.run("basedpyright")
+        session.run("basedpyright", "--verifytypes", "ddp_patch", "--ignoreexternal")
 
 
 @nox.session
@@ -77,12 +117,40 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def imports(session: nox.Session) -> None:
+    """Measure what ``import ddp_patch`` adds to ``import torch``, and write the table of ``docs/benchmarks.md``."""
+    install(session, ".[demo]")
+    session.run("python", "benchmarks/imports.py", *session.posargs)
+
+
+@nox.session
 def samplers(session: nox.Session) -> None:
     """Measure the samplers, and write the table and the pictures of ``docs/samplers.md``; ``--n 100000`` is short."""
     install(session, ".[bench]")
     session.run("python", "benchmarks/samplers.py", *session.posargs)
 
 
+@nox.session
+def pictures(session: nox.Session) -> None:
+    """Share a loader on four ranks in three ways, and draw the picture of ``docs/index.md``."""
+    install(session, ".[bench]")
+    session.run("python", "benchmarks/pictures.py")
+
+
 def install(session: nox.Session, *packages: str) -> None:
     """Install what is named and all that it needs, in the versions of constraints.txt only."""
     session.install("-c", "constraints.txt", "--build-constraint", "constraints.txt", *packages)
+
+
+def install_wheel(session: nox.Session, extras: str) -> None:
+    """Install the wheel that the session ``package`` built, anew where a kept environment has another one."""
+    (wheel,) = DIST.glob("*.whl")
+    install(session, f"{wheel}[{extras}]")
+    session.install("--no-deps", "--force-reinstall", str(wheel))
+
+
+def run_tests(session: nox.Session, *arguments: str) -> None:
+    """Run pytest in such a way that no process imports ``ddp_patch`` from the checkout."""
+    # PYTHONSAFEPATH: the folder in which a process starts is not where it imports from.
+    environment = {"PYTHONSAFEPATH": "1", "DDP_PATCH_DIST": str(DIST.resolve())}
+    session.run("pytest", "-n", "auto", *arguments, *session.posargs, env=environment)

@@ -24,7 +24,8 @@ from torch.utils.data import (
 )
 
 from ddp_patch.comparison import by_value, ranks_text, require_same
-from ddp_patch.errors import InvalidOptionError, LeaderWarning
+from ddp_patch.contents import chosen_samples, spread
+from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
 from ddp_patch.exchange import exchange, refuse
 from ddp_patch.fingerprint import COMPARED, fingerprint
 from ddp_patch.leader import Leader
@@ -48,7 +49,7 @@ __all__ = [
     "sample_order",
 ]
 
-logger = logging.getLogger("ddp_patch")
+logger: logging.Logger = logging.getLogger("ddp_patch")
 
 # Of so many ranks an error lists who takes which share.
 _TOLD_IN_FULL = 16
@@ -139,6 +140,7 @@ class _Record:
 
     facts: Mapping[str, object]
     order: str | None  # a fingerprint of the stream's first items, or None where there is none
+    samples: str | None  # a fingerprint of which samples the dataset was cut down to, or None where it cannot be told
     seed: int
     generators: Sequence[torch.Tensor]
     meets: bool  # whether the ranks will meet in every epoch
@@ -180,6 +182,7 @@ def agree(world: World, options: Options, proposal: Proposal, stacklevel: int = 
     record = _Record(
         facts={**proposal.facts, **_facts(options), **_sharing(world.members), "generators": len(found)},
         order=sample_order(proposal.sampler, proposal.dataset) if options.agreement == "auto" else None,
+        samples=chosen_samples(proposal.dataset) if options.agreement in {"auto", "leader"} else None,
         seed=_default_seed(world) if options.seed is None else options.seed,
         generators=[generator.get_state() for generator in found],
         meets=options.verify or options.agreement == "leader",
@@ -272,12 +275,27 @@ def require_length(options: Options, world: World, name: str, length: object) ->
 
 
 def _judge(records: Mapping[int, _Record]) -> dict[int, _Verdict]:
+    _require_same_samples({rank: record.samples for rank, record in records.items()})
     require_same(AGREEING, {rank: record.facts for rank, record in records.items()})
     first = next(iter(records.values()))
     disagreement = _disagreement({rank: record.order for rank, record in records.items()})
     if disagreement or first.meets:
         require_same(AGREEING, {rank: {"batches fetched ahead": said.ahead} for rank, said in records.items()})
     return dict.fromkeys(records, _Verdict(first.seed, first.generators, disagreement, next(_numbers)))
+
+
+def _require_same_samples(samples: Mapping[int, str | None]) -> None:
+    parties = by_value(samples)
+    if None in parties or len(parties) == 1:
+        return
+    listed = " and ".join(ranks_text(ranks) for ranks in parties.values())
+    raise RankMismatchError(
+        f"{AGREEING}: the datasets of {listed} hold different samples, as the indices of a Subset or the first and "
+        "last rows of a Hugging Face dataset tell. Each rank would take a share of its own part only, and the rest "
+        "would be lost. Patch a loader of the whole dataset: without split_dataset_by_node() or shard(), and with "
+        "random_split() or shuffle() seeded alike on every rank. If only the rows' content differs, agreement='seeded' "
+        "does not look."
+    )
 
 
 def _disagreement(orders: Mapping[int, str | None]) -> str:
@@ -347,12 +365,7 @@ def _parameters(sampler: Any) -> list[object] | None:
     if type(sampler) is RandomSampler:
         return ["random", sampler.replacement, sampler.num_samples, sampler.generator is None]
     if type(sampler) is SubsetRandomSampler:
-        return ["subset", *_spread(sampler.indices)]
+        return ["subset", *spread(sampler.indices)]
     if type(sampler) is WeightedRandomSampler:
-        return ["weighted", sampler.replacement, sampler.num_samples, *_spread(sampler.weights)]
+        return ["weighted", sampler.replacement, sampler.num_samples, *spread(sampler.weights)]
     return None
-
-
-def _spread(values: Any) -> list[Any]:
-    """Some of the values, from all over the sequence."""
-    return [values[position] for position in range(0, len(values), max(1, len(values) // COMPARED))]

@@ -38,11 +38,12 @@ class EpochSampler(DistributedSampler[T]):
     def __init__(self, agreed: Agreed, holders: Sequence[object], facts: Mapping[str, object]) -> None:
         # DistributedSampler.__init__ is not called: it fixes the length, once, and so needs one.
         self.agreed = agreed
-        self.plan = agreed.plan(agreed.world.rank)
-        self.seed = agreed.seed
-        self.epochs = EpochCounter()
+        self.plan: Plan = agreed.plan(agreed.world.rank)
+        self.seed: int = agreed.seed
+        self.epochs: EpochCounter = EpochCounter()
         # The names by which DistributedSampler's users know these.
-        self.num_replicas, self.rank = agreed.world.num_replicas, agreed.world.rank
+        self.num_replicas: int = agreed.world.num_replicas
+        self.rank: int = agreed.world.rank
         self.progress: EpochPass | None = None
         self.place: Place | None = None
         self._holders = holders  # what may hold random generators, or a state of its own

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast, overload
 from uuid import uuid4
 
 import torch
@@ -26,12 +26,18 @@ from ddp_patch.transfer import Arrangement, Members, Packed, gathered, packed
 
 __all__ = ["gather_in_order", "iter_with_mask"]
 
+Outputs = TypeVar("Outputs")
+
 _GATHERING = "Gathering outputs"
 
 # What a row of the outputs stands for.
 _UNITS = {Level.SAMPLE: "samples", Level.BATCH: "batches", Level.UNBATCHED: "items", Level.ITERABLE: "samples"}
 
 
+@overload
+def gather_in_order(outputs: Outputs, loader: DataLoader[Any], *, dst: None = None) -> Outputs: ...
+@overload
+def gather_in_order(outputs: Outputs, loader: DataLoader[Any], *, dst: int | None) -> Outputs | None: ...
 def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None) -> Any:
     """Return the outputs of all ranks in the order in which the unpatched loader gives its samples, without padding.
 

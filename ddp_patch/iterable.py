@@ -216,6 +216,9 @@ class StreamSampler(EpochSampler[None]):
     its first batch, and has the ``set_epoch`` that training loops and frameworks call.
     """
 
+    progress: EpochPass | None
+    place: Place | None
+
     def __init__(self, dataset: ShardedIterable[Any], agreed: Agreed, num_workers: int, batch_size: int) -> None:
         facts: dict[str, object] = {
             "dataset": type(dataset.dataset).__qualname__,

@@ -3,12 +3,13 @@
 import copy
 import inspect
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import partial
 from itertools import chain, cycle, islice
 from types import CellType, FunctionType, GeneratorType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,10 +22,13 @@ from ddp_patch.seeding import RandomGenerator
 
 __all__ = [
     "Level",
+    "batch_sampler_type",
     "copy_loader",
     "extract_loader_parameters",
     "generators",
     "is_ddp_aware",
+    "is_loader",
+    "is_split_by_node",
     "level",
     "nested_samplers",
     "random_generators",
@@ -34,10 +38,16 @@ __all__ = [
     "sharding",
 ]
 
+L = TypeVar("L", bound=DataLoader[Any])
+
 # torchdata's is torch's in all but name; it is named, not imported.
-_TORCHS_BATCH_SAMPLERS = {
-    "torch.utils.data.sampler.BatchSampler",
-    "torchdata.stateful_dataloader.sampler.BatchSampler",
+_TORCHDATAS = "torchdata.stateful_dataloader"
+_TORCHS_BATCH_SAMPLERS = {"torch.utils.data.sampler.BatchSampler", f"{_TORCHDATAS}.sampler.BatchSampler"}
+# What shares in accelerate, where nothing is a DistributedSampler.
+_ACCELERATES_SHARING = {
+    "accelerate.data_loader.BatchSamplerShard",
+    "accelerate.data_loader.IterableDatasetShard",
+    "accelerate.data_loader.DataLoaderDispatcher",
 }
 # Of a container's elements, these many are looked at for random generators.
 _LOOKED_AT = 32
@@ -58,9 +68,14 @@ class Level(Enum):
     ITERABLE = "iterable"  # an IterableDataset, which no sampler chooses from
 
 
-def require_loader(operation: str, loader: object) -> None:
-    """Raise NotALoaderError unless it is a DataLoader."""
-    if not isinstance(loader, DataLoader):
+def is_loader(value: object) -> bool:
+    """Tell whether it is a DataLoader, or what a framework wraps one in, with the attributes that tell of sharing."""
+    return isinstance(value, DataLoader) or all(hasattr(value, name) for name in _OWN - {"_iterator"})
+
+
+def require_loader(operation: str, loader: object, wrappers: bool = True) -> None:
+    """Raise NotALoaderError unless it is a loader, or a framework's wrapper around one where these will do."""
+    if not (is_loader(loader) if wrappers else isinstance(loader, DataLoader)):
         raise NotALoaderError(
             f"{operation} needs a torch.utils.data.DataLoader and got {loader!r} ({type(loader).__name__}): only a "
             "loader knows its dataset, sampler and batches. Pass the finished loader itself."
@@ -77,6 +92,18 @@ def level(loader: DataLoader[Any]) -> Level:
     batch_sampler = type(loader.batch_sampler)
     is_torchs = f"{batch_sampler.__module__}.{batch_sampler.__qualname__}" in _TORCHS_BATCH_SAMPLERS
     return Level.SAMPLE if is_torchs else Level.BATCH
+
+
+def batch_sampler_type(loader: DataLoader[Any]) -> type[Any]:
+    """Return what makes a patched loader's batches of samples: torch's class, or torchdata's where the loader is one.
+
+    A ``StatefulDataLoader`` that was given torch's own batch sampler could not tell its place in an epoch.
+    """
+    modules = {base.__module__ for base in type(loader).__mro__}
+    if f"{_TORCHDATAS}.stateful_dataloader" in modules:
+        found: type[Any] = sys.modules[f"{_TORCHDATAS}.sampler"].BatchSampler
+        return found
+    return type(loader.batch_sampler)
 
 
 def extract_loader_parameters(loader: DataLoader[Any], ignore_data_related_parameters: bool = False) -> dict[str, Any]:
@@ -104,9 +131,9 @@ def extract_loader_parameters(loader: DataLoader[Any], ignore_data_related_param
         (True, False)
         >>> other = DataLoader(range(20), batch_size=2, **parameters)
     """
-    require_loader("extract_loader_parameters", loader)
+    require_loader("extract_loader_parameters", loader, wrappers=False)
     left_out = _DATA_RELATED if ignore_data_related_parameters else frozenset()
-    names = [name for name in _signature(type(loader)) if name not in left_out]
+    names = [name for name in _signature(loader.__class__) if name not in left_out]
     return {name: getattr(loader, name) for name in names if hasattr(loader, name)}
 
 
@@ -125,7 +152,13 @@ def _signature(loader_type: type) -> list[str]:
 
 
 def require_copyable(loader: DataLoader[Any]) -> None:
-    """Raise UnsupportedLoaderError if the loader runs an iterator of its own, which a copy would go on sharing."""
+    """Raise UnsupportedLoaderError for a wrapper, and a loader whose own running iterator a copy would share."""
+    # isinstance() believes accelerate's, which say that they are one.
+    if not issubclass(type(loader), DataLoader) or _draws_from_another(loader):
+        raise UnsupportedLoaderError(
+            f"{type(loader).__name__} cannot be patched: it is a framework's wrapper around a DataLoader. Patch the "
+            "loader first, and hand the patched one to the framework."
+        )
     # torch's own `_iterator`, kept by persistent workers, is begun anew for each epoch; what samplers and datasets
     # are is looked at elsewhere.
     kept = {name: value for name, value in vars(loader).items() if name not in _OWN}
@@ -140,7 +173,13 @@ def require_copyable(loader: DataLoader[Any]) -> None:
             )
 
 
-def copy_loader(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
+def _draws_from_another(loader: DataLoader[Any]) -> bool:
+    """Tell whether the loader holds one with its own samplers, as Ray's wrapper does, which is the one it iterates."""
+    held = [value for value in vars(loader).values() if isinstance(value, DataLoader)]
+    return any((other.sampler, other.batch_sampler) == (loader.sampler, loader.batch_sampler) for other in held)
+
+
+def copy_loader(loader: L, **replaced: Any) -> L:
     """Return a copy of the loader, of the same class and with every attribute, but for those replaced.
 
     A shallow copy: dataset, samplers and functions are the given loader's own. A running iterator (that of
@@ -176,14 +215,27 @@ def samplers_in_use(loader: DataLoader[Any]) -> Iterator[object]:
 
 
 def sharding(loader: DataLoader[Any]) -> object | None:
-    """Return what shards the loader already, or None: a ``DistributedSampler``, or whatever says ``is_ddp_aware``."""
-    holders = [*samplers_in_use(loader), loader.dataset]
-    return next((holder for holder in holders if is_ddp_aware(holder)), None)
+    """Return what shards the loader already, or None.
+
+    That is a ``DistributedSampler``, what accelerate shares with, whatever says ``is_ddp_aware``, or a stream that was
+    split by node.
+    """
+    holders = [*samplers_in_use(loader), loader.dataset, loader]
+    return next((holder for holder in holders if is_ddp_aware(holder) or is_split_by_node(holder)), None)
+
+
+def is_split_by_node(dataset: object) -> bool:
+    """Tell whether a Hugging Face iterable dataset went through ``split_dataset_by_node()``."""
+    # It has no public name.
+    return isinstance(dataset, IterableDataset) and getattr(dataset, "_distributed", None) is not None
 
 
 def is_ddp_aware(holder: object) -> bool:
-    """Tell whether a sampler or dataset shards by itself."""
-    return isinstance(holder, DistributedSampler) or getattr(holder, "is_ddp_aware", False) is True
+    """Tell whether a sampler, dataset or loader shards by itself."""
+    if isinstance(holder, DistributedSampler) or getattr(holder, "is_ddp_aware", False) is True:
+        return True
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(holder).__mro__}
+    return not names.isdisjoint(_ACCELERATES_SHARING)
 
 
 def generators(holders: Iterable[object]) -> list[torch.Generator]:

@@ -7,7 +7,7 @@ from typing import Literal, SupportsIndex, TypeAlias
 
 from ddp_patch.errors import InvalidOptionError
 
-__all__ = ["Agreement", "IterableSharding", "Layout", "Options", "Uneven", "check_layout", "check_uneven"]
+__all__ = ["Agreement", "IterableSharding", "Layout", "Options", "Uneven", "check_layout", "check_rank", "check_uneven"]
 
 Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 Layout: TypeAlias = Literal["interleaved", "contiguous"]
@@ -83,6 +83,19 @@ class Options:
 
 def _is_seed(seed: object) -> bool:
     return isinstance(seed, SupportsIndex) and not isinstance(seed, bool) and operator.index(seed) >= 0
+
+
+def check_rank(rank: int, num_replicas: int) -> None:
+    """Raise InvalidOptionError unless there can be such a rank among so many."""
+    if num_replicas < 1:
+        raise InvalidOptionError(
+            f"num_replicas={num_replicas} leaves no rank to share with: pass the number of ranks, at least 1."
+        )
+    if not 0 <= rank < num_replicas:
+        raise InvalidOptionError(
+            f"rank={rank} is out of range for num_replicas={num_replicas}: ranks count from 0 to {num_replicas - 1}. "
+            "Pass this process's rank within the group."
+        )
 
 
 def check_uneven(uneven: object) -> None:

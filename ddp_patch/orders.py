@@ -177,7 +177,7 @@ class ScalableShuffle(Sampler[int]):
     def __init__(self, sampler: RandomSampler | SubsetRandomSampler, seed: int) -> None:
         self.sampler = sampler
         self.seed = seed
-        self.epoch = 0
+        self.epoch: int = 0
 
     def __len__(self) -> int:
         return len(self.sampler)

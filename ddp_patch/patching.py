@@ -29,7 +29,10 @@ from ddp_patch.errors import (
 from ddp_patch.iterable import IterableWorkerInit, ShardedIterable, StreamSampler
 from ddp_patch.loader import (
     Level,
+    batch_sampler_type,
     copy_loader,
+    is_loader,
+    is_split_by_node,
     level,
     require_copyable,
     require_loader,
@@ -44,12 +47,12 @@ from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
 __all__ = ["assert_loaders_patched", "check_loaders_is_patched", "patch_dataloader_to_ddp"]
 
-T = TypeVar("T")
+L = TypeVar("L", bound=DataLoader[Any])
 Loaders: TypeAlias = "DataLoader[Any] | Mapping[str, Loaders] | Sequence[Loaders]"
 
 
 def patch_dataloader_to_ddp(
-    loader: DataLoader[T],
+    loader: L,
     *,
     uneven: Uneven = "pad",
     layout: Layout = "interleaved",
@@ -64,7 +67,7 @@ def patch_dataloader_to_ddp(
     scalable_shuffle: bool = False,
     verify: bool = False,
     timeout: float = 300.0,
-) -> DataLoader[T]:
+) -> L:
     """Return a copy of a finished loader that gives this rank its correct share of the data.
 
     Call it on every rank of the group, after ``torch.distributed.init_process_group()``. A sampler is shared
@@ -152,6 +155,7 @@ def patch_dataloader_to_ddp(
 
 def _propose(loader: DataLoader[Any], options: Options, world: World) -> Proposal:
     """Return what this rank has to say of its loader, after refusing what cannot hold."""
+    _refuse_split_by_node(loader.dataset)
     if (found := _sharding_for(world, loader)) is not None:
         # Its ranks' lengths and generators may differ, rightly; that it is so on all of them is what counts.
         facts = {"loader": type(loader).__qualname__, "shared already by": type(found).__qualname__}
@@ -224,14 +228,18 @@ def _require_shuffle(stream: object) -> None:
         )
 
 
+def _refuse_split_by_node(dataset: object) -> None:
+    """Refuse a share whose number of steps nobody has made equal to the other ranks'."""
+    if is_split_by_node(dataset):
+        raise UnsupportedLoaderError(
+            f"{type(dataset).__name__} was split by split_dataset_by_node() already, and sharing a share again would "
+            "lose the rest of it. Patch a loader of the whole dataset, without that call."
+        )
+
+
 def _check_iterable(loader: DataLoader[Any], options: Options) -> None:
     """Refuse what cannot hold for a dataset whose items come without indices."""
     name = type(loader.dataset).__name__
-    if getattr(loader.dataset, "_distributed", None) is not None:  # Hugging Face's; it has no public name
-        raise UnsupportedLoaderError(
-            f"{name} was split by split_dataset_by_node() already, and sharing a share again would lose the rest of "
-            "it. Patch a loader of the whole dataset, without that call."
-        )
     if options.layout == "contiguous" and options.iterable_sharding == "by_worker":
         raise InvalidOptionError(
             f"layout='contiguous' cannot hold with iterable_sharding='by_worker': {name} itself decides what each "
@@ -249,27 +257,34 @@ def _check_iterable(loader: DataLoader[Any], options: Options) -> None:
         )
 
 
-def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
+def _shard(loader: L, agreed: Agreed) -> L:
     """Copy the loader with what chooses its samples sharded, and its workers seeded by rank."""
-    new: dict[str, Any] = {}
+    # accelerate's own mark on a loader that its `prepare` is not to share.
+    new: dict[str, Any] = {"_is_accelerate_prepared": True}
     sharded: EpochSampler[Any]
     batches: Any = loader.batch_sampler
     match level(loader):
         case Level.SAMPLE:
             sharded = new["sampler"] = DDPSamplerWrapper.of(_ordered(batches.sampler, agreed), agreed)
             new["batch_size"], new["drop_last"] = batches.batch_size, batches.drop_last
-            new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
+            new["batch_sampler"] = batch_sampler_type(loader)(sharded, batches.batch_size, batches.drop_last)
+            # Of a loader that resumes with accelerate's skip_first_batches, this alone is left to be told epochs.
+            new["batch_sampler"].set_epoch = sharded.set_epoch
         case Level.BATCH:
             sharded = new["batch_sampler"] = DDPBatchSamplerWrapper.of(batches, agreed)
+            # Nothing is drawn from it; but here frameworks look for a DistributedSampler, and users for its set_epoch.
+            new["sampler"] = sharded
         case Level.UNBATCHED:
             sharded = new["sampler"] = DDPSamplerWrapper.of(_ordered(loader.sampler, agreed), agreed)
         case Level.ITERABLE:
-            dataset = cast(IterableDataset[T], loader.dataset)
+            dataset = cast(IterableDataset[Any], loader.dataset)
             plan = agreed.plan(agreed.world.rank)
             new["dataset"] = ShardedIterable(dataset, plan, agreed.options, loader.batch_size or 1, loader.drop_last)
             sharded = new["sampler"] = StreamSampler(new["dataset"], agreed, loader.num_workers, loader.batch_size or 1)
             if batches is not None:
                 new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
+    if not hasattr(loader, "set_epoch"):
+        new["set_epoch"] = sharded.set_epoch  # which Hugging Face's Trainer calls
     if loader.num_workers > 0:
         init = loader.worker_init_fn
         if "dataset" in new:
@@ -342,6 +357,8 @@ def _leaves(loaders: Loaders, place: str) -> Iterator[tuple[str, DataLoader[Any]
         case list() | tuple():
             for index, nested in enumerate(loaders):
                 yield from _leaves(nested, f"{place}[{index}]")
+        case _ if is_loader(loaders):
+            yield place, cast(DataLoader[Any], loaders)
         case _:
             raise NotALoaderError(
                 f"Found {loaders!r} ({type(loaders).__name__}) at {place or 'the top'} where a DataLoader or a list, "

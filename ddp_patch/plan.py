@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TypeAlias, TypeVar
 
-from ddp_patch.errors import InvalidOptionError
-from ddp_patch.options import Layout, Uneven, check_layout, check_uneven
+from ddp_patch.options import Layout, Uneven, check_layout, check_rank, check_uneven
 
 __all__ = ["Done", "Plan", "Rest", "blocks"]
 
@@ -54,11 +53,7 @@ class Plan:
     layout: Layout = "interleaved"
 
     def __post_init__(self) -> None:
-        if self.num_replicas < 1 or not 0 <= self.rank < self.num_replicas:
-            raise InvalidOptionError(
-                f"rank={self.rank} of num_replicas={self.num_replicas} does not exist: "
-                "ranks count from 0 to num_replicas - 1. Pass a rank in that range."
-            )
+        check_rank(self.rank, self.num_replicas)
         check_uneven(self.uneven)
         check_layout(self.layout)
 

@@ -75,8 +75,8 @@ class EpochCounter:
     """
 
     def __init__(self) -> None:
-        self.current = 0
-        self.passes = 0
+        self.current: int = 0
+        self.passes: int = 0
         self._begun = False
 
     @property

@@ -36,6 +36,9 @@ class ShardedSampler(EpochSampler[T]):
         sampler: The wrapped sampler.
     """
 
+    progress: EpochPass | None
+    place: Place | None
+
     def __init__(self, sampler: Iterable[T], shuffle: bool, agreed: Agreed) -> None:
         facts = {
             "shared by": type(self).__name__,
@@ -44,7 +47,7 @@ class ShardedSampler(EpochSampler[T]):
         }
         super().__init__(agreed, list(nested_samplers(sampler)), facts)
         self.sampler = sampler
-        self.dataset = cast(Any, sampler)  # DistributedSampler's name for it
+        self.dataset: Any = sampler  # DistributedSampler's name for it
         self.shuffle = shuffle
         self._warned_of_length = False
         self._nested_epochs = self._read_nested_epochs()

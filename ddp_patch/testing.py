@@ -17,7 +17,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, TypeVarTuple
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,13 @@ from ddp_patch.errors import InvalidOptionError, RanksFailedError
 __all__ = ["run_ranks"]
 
 R = TypeVar("R")
+Arguments = TypeVarTuple("Arguments")
 
 
 def run_ranks(
-    fn: Callable[..., R],
+    fn: Callable[[int, int, *Arguments], R],
     world_size: int,
-    *args: Any,
+    *args: *Arguments,
     timeout: float = 120.0,
     grace: float = 5.0,
     start_method: Literal["spawn", "forkserver"] = "spawn",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_patch.errors import InvalidOptionError, WorldError
+from ddp_patch.options import check_rank
 
 __all__ = ["DATA_PARALLEL_DIMENSIONS", "World", "find_world"]
 
@@ -45,15 +46,7 @@ class World:
     members: Mapping[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.num_replicas < 1:
-            raise InvalidOptionError(
-                f"num_replicas={self.num_replicas} leaves no rank to share with: pass the number of ranks, at least 1."
-            )
-        if not 0 <= self.rank < self.num_replicas:
-            raise InvalidOptionError(
-                f"rank={self.rank} is out of range for num_replicas={self.num_replicas}: "
-                f"ranks count from 0 to {self.num_replicas - 1}. Pass this process's rank within the group."
-            )
+        check_rank(self.rank, self.num_replicas)
 
 
 def find_world(

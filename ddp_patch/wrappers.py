@@ -108,6 +108,11 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
         pad_data_to_num_gpus: bool = True,
         **options: Unpack[SharingOptions],
     ) -> None:
+        if isinstance(batch_sampler, DDPBatchSamplerWrapper) and options.keys() == {"batch_size", "drop_last"}:
+            # So a framework (Lightning, to predict) makes a batch sampler anew, as if it were torch's, of the sampler
+            # that it finds in the loader, which is this one: it stays what it was.
+            vars(self).update(vars(batch_sampler))
+            return
         agreed = _agree_alone(type(self), batch_sampler, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
         super().__init__(batch_sampler, shuffle_samples_between_gpus, agreed)
 

@@ -66,8 +66,8 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
     def __init__(self, sampler: Iterable[int], group_ids: Labels, batch_size: int, drop_uneven: bool = False) -> None:
         self.sampler = sampler
         self._groups = Classes.of("group_ids", group_ids)
-        self.batch_size = whole("batch_size", batch_size, 1, "a batch has so many samples")
-        self.drop_uneven = flag("drop_uneven", drop_uneven, "batches with fewer samples are left out or come")
+        self.batch_size: int = whole("batch_size", batch_size, 1, "a batch has so many samples")
+        self.drop_uneven: bool = flag("drop_uneven", drop_uneven, "batches with fewer samples are left out or come")
         _require_groups_for_all(sampler, len(self._groups.codes))
         self._length = 0  # of the latest pass
         self._begun: dict[str, Any] | None = None  # what the latest pass follows from, if that can be told

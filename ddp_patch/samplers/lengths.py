@@ -61,10 +61,10 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
                 f"max_tokens={max_tokens!r} and batch_size={batch_size!r}: either says how large a batch is. Pass one "
                 "of them."
             )
-        self.max_tokens = (
+        self.max_tokens: int | None = (
             None if max_tokens is None else whole("max_tokens", max_tokens, 1, "a batch has at most so many")
         )
-        self.batch_size = (
+        self.batch_size: int | None = (
             None if batch_size is None else whole("batch_size", batch_size, 1, "a batch has so many samples")
         )
         if self.max_tokens is not None and (longest := int(found.max())) > self.max_tokens:
@@ -72,7 +72,7 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
                 f"lengths[{found.argmax()}]={longest} is longer than max_tokens={self.max_tokens}, so no batch can "
                 "hold that sample. Pass a larger max_tokens, or shorten it or leave it out."
             )
-        self.max_padding = _part(max_padding)
+        self.max_padding: float = _part(max_padding)
         self._members, sizes, longest_of = _buckets(found, self.max_padding)
         self._starts, self._stops = cut(sizes, self.batch_size or min(self.max_tokens or 0, sys.maxsize) // longest_of)
         self._splits = np.cumsum(sizes)[:-1]

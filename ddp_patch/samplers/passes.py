@@ -145,7 +145,7 @@ class CountingSampler(ResumableSampler[T]):
     """A resumable sampler that counts epochs of its own."""
 
     def __init__(self) -> None:
-        self.epochs = EpochCounter()
+        self.epochs: EpochCounter = EpochCounter()
 
     @property
     def epoch(self) -> int:
@@ -220,7 +220,7 @@ class KeyedSampler(CountingSampler[T]):
 
     def __init__(self, seed: int | None, generator: torch.Generator | None) -> None:
         super().__init__()
-        self.seed = randomness(seed, generator)
+        self.seed: int | None = randomness(seed, generator)
         self.generator = generator
         self._drawn: int | None = None  # of the pass that is running
         self._to_come: int | None = None  # of the pass that was loaded

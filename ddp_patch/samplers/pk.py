@@ -67,14 +67,14 @@ class PKBatchSampler(KeyedSampler[list[int]]):
     ) -> None:
         super().__init__(seed, generator)
         self._classes = Classes.of("labels", labels)
-        self.p = whole("p", p, 1, "a batch has so many labels")
-        self.k = whole("k", k, 1, "a batch has so many instances of each label")
+        self.p: int = whole("p", p, 1, "a batch has so many labels")
+        self.k: int = whole("k", k, 1, "a batch has so many instances of each label")
         if self.p > len(self._classes.labels):
             raise SamplerError(
                 f"p={p} labels were asked for in a batch, and there are {len(self._classes.labels)}: no batch could be "
                 f"made. Pass p of at most {len(self._classes.labels)}."
             )
-        self.batch_size = self.p * self.k
+        self.batch_size: int = self.p * self.k
         self._category_of = self._categories(categories, max_categories)
         self._apart = self._category_of is not None and max_categories == 1
 

@@ -55,11 +55,11 @@ class WindowSampler(KeyedSampler[int]):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(seed, generator)
-        self.size = whole("size", size, 1, "the series has so many points", bits=62)
-        self.window = _of_at_most("window", window, self.size, "would hold points twice")
+        self.size: int = whole("size", size, 1, "the series has so many points", bits=62)
+        self.window: int = _of_at_most("window", window, self.size, "would hold points twice")
         step = self.window if stride is None else stride
-        self.stride = _of_at_most("stride", step, self.size, "would leave the series behind")
-        self.shuffle = flag("shuffle", shuffle, "windows come in a random order or in that of the series")
+        self.stride: int = _of_at_most("stride", step, self.size, "would leave the series behind")
+        self.shuffle: bool = flag("shuffle", shuffle, "windows come in a random order or in that of the series")
 
     def __len__(self) -> int:
         return -(-self.size // self.stride)
@@ -96,7 +96,7 @@ class WindowDataset(Dataset[Any]):
 
     def __init__(self, data: Any, window: int) -> None:
         self.data = data
-        self.window = _of_at_most("window", window, len(data), "would hold points twice")
+        self.window: int = _of_at_most("window", window, len(data), "would hold points twice")
 
     def __len__(self) -> int:
         return len(self.data)

@@ -4,6 +4,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
 from zoo import N, seed_ambient
 
-from ddp_patch import UnsupportedLoaderError, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch import DDPPatchError, check_loaders_is_patched, patch_dataloader_to_ddp
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 
@@ -123,27 +124,43 @@ def test_who_reads_what(sharding: Any, workers: int, tmp_path: Path) -> None:
         assert read == Counter({number: 2 * max(workers, 1) for number in range(N)})
 
 
-def on_rank(rank: int, world_size: int, persistent: bool) -> list[list[int]]:
+def on_rank(rank: int, world_size: int, persistent: bool) -> tuple[list[list[int]], list[tuple[bool, str]]]:
     seed_ambient(100 + rank)
     dataset = streamed().shuffle(seed=1, buffer_size=5)
     patched = patch_dataloader_to_ddp(loader(dataset, num_workers=2, persistent_workers=persistent))
-    return [[number for batch in patched for number in numbers(batch)] for _ in range(3)]
+    epochs = [[number for batch in patched for number in numbers(batch)] for _ in range(3)]
+    split = partial(split_dataset_by_node, rank=rank, world_size=world_size)
+    whole, halves = map_style(), map_style().select(range(N - 1))
+    return epochs, [told(split(dataset)) for dataset in (whole, halves, halves.shuffle(seed=1), streamed())]
+
+
+def told(dataset: Any) -> tuple[bool, str]:
+    """Whether a loader of the dataset counts as sharded, and what the patch says of it."""
+    with pytest.raises(DDPPatchError) as caught:
+        patch_dataloader_to_ddp(loader(dataset))
+    return check_loaders_is_patched(loader(dataset)), str(caught.value)
 
 
 def test_real_ranks() -> None:
-    first, second = run_ranks(on_rank, 2, True)
+    """What was split by node is refused by name: a map-style share bears no mark, but the ranks' rows differ."""
+    (first, said), (second, said_by_second) = run_ranks(on_rank, 2, True)
     for shares in zip(first, second, strict=True):
         assert_shared_exactly(list(shares), N)
     assert first[0] != first[1] != first[2]
+    assert said == said_by_second
+    *map_styles, (iterable_counts, iterable) = said
+    for counts, message in map_styles:
+        assert not counts
+        assert "the datasets of rank 0 and rank 1 hold different samples" in message
+        assert "without split_dataset_by_node()" in message
+    assert iterable_counts
+    assert "was split by split_dataset_by_node() already" in iterable
 
 
 def test_why_a_streamed_dataset_is_not_split_by_node_of_itself() -> None:
-    """Shards of different sizes make different numbers of steps, which would hang the ranks; and a split one is "
-    "refused."""
+    """Shards of different sizes make different numbers of steps, which would hang the ranks."""
     shards = [range(10), range(10, 20), range(20, 30), range(30, 31)]
     dataset = datasets.IterableDataset.from_generator(read, gen_kwargs={"shards": shards, "reads": None})
     split = [split_dataset_by_node(dataset, rank=rank, world_size=2) for rank in range(2)]
     assert [len(list(part)) for part in split] == [20, 11]
     assert_shared_exactly(epoch_of(ranks_of(lambda: loader(dataset), 2), numbers), 31)
-    with pytest.raises(UnsupportedLoaderError, match=r"was split by split_dataset_by_node\(\) already"):
-        patch_dataloader_to_ddp(loader(split[0]), rank=0, num_replicas=2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torchdata.stateful_dataloader.sampler as torchdata_samplers
 from quick import run_ranks
+from torch.utils.data import BatchSampler, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
 from zoo import Drawn, Indices, N, PKBatches, Source, as_it_is, by_numpy, seed_ambient, seeded_generator
@@ -39,6 +40,12 @@ def drawn_with_numpy(**options: Any) -> Any:
     return loader(sampler=Drawn(by_numpy, lazily=True), **options)
 
 
+def batched_by_torch(batch_size: int, **options: Any) -> Any:
+    """torch's own batch sampler says nothing of its place; torchdata's does, and takes over."""
+    sampler = RandomSampler(Indices(), generator=seeded_generator())
+    return loader(batch_sampler=BatchSampler(sampler, batch_size, drop_last=False), **options)
+
+
 def pk_batches(**options: Any) -> Any:
     return loader(batch_sampler=PKBatches(), **options)
 
@@ -47,7 +54,7 @@ def pk_batches(**options: Any) -> Any:
 # is found with the last batch and not after it.
 LOADERS: dict[str, Make] = {
     f"{make.__name__}, batches of {batch_size}": partial(make, batch_size=batch_size)
-    for make in (shuffled, shuffled_by_its_sampler, drawn_with_numpy)
+    for make in (shuffled, shuffled_by_its_sampler, batched_by_torch, drawn_with_numpy)
     for batch_size in (4, 5)
 }
 LOADERS |= {

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from quick import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 from zoo import KINDS, STEPS, Forever, Indices, N, Own, as_it_is, loader, seed_ambient, units
 
 from ddp_patch import DDPPatchError, DDPSamplerWrapper, LeaderWarning, exchange, patch_dataloader_to_ddp, testing
@@ -43,6 +43,7 @@ def differing(rank: int, world_size: int) -> list[tuple[str, str]]:
         said(lambda: patch_dataloader_to_ddp(loader(shuffle=odd))),
         said(lambda: patch_dataloader_to_ddp(loader(), uneven="drop" if odd else "pad", seed=rank)),
         said(lambda: DDPSamplerWrapper(range(9 if odd else 10))),
+        said(lambda: patch_dataloader_to_ddp(DataLoader(Subset(Indices(), range(5 * odd, 5 * odd + 5))))),
     ]
 
 
@@ -52,7 +53,8 @@ def test_ranks_that_differ_are_told_so_on_every_rank_at_once() -> None:
     assert time.monotonic() - start < 60  # and not at any time-out
     assert ranks[0] == ranks[1] == ranks[2]
     assert {name for name, _ in ranks[0]} == {"RankMismatchError"}
-    tables = [message.split("\n")[1:-1] for _, message in ranks[0]]
+    *differing_facts, (_, differing_samples) = ranks[0]
+    tables = [message.split("\n")[1:-1] for _, message in differing_facts]
     assert tables == [
         ["  stream length: 10 on ranks 0, 2; 9 on rank 1"],
         ["  dataset length: 20 on ranks 0, 2; 21 on rank 1", "  stream length: 20 on ranks 0, 2; 21 on rank 1"],
@@ -63,6 +65,13 @@ def test_ranks_that_differ_are_told_so_on_every_rank_at_once() -> None:
     ]
     assert ranks[0][0][1].startswith("Agreeing on how data is shared: the ranks differ, so their shares would overlap")
     assert ranks[0][0][1].endswith("Make these the same on every rank, and call and iterate the same loaders on each.")
+    assert differing_samples == (
+        "Agreeing on how data is shared: the datasets of ranks 0, 2 and rank 1 hold different samples, as the indices "
+        "of a Subset or the first and last rows of a Hugging Face dataset tell. Each rank would take a share of its "
+        "own part only, and the rest would be lost. Patch a loader of the whole dataset: without "
+        "split_dataset_by_node() or shard(), and with random_split() or shuffle() seeded alike on every rank. If only "
+        "the rows' content differs, agreement='seeded' does not look."
+    )
 
 
 class OfASet(Sampler[str]):
@@ -322,7 +331,7 @@ def refusing(rank: int, world_size: int, odd: int) -> list[tuple[str, str]]:
         said(lambda: patch_dataloader_to_ddp(loader(sampler=unsized), layout="contiguous")),
         said(lambda: patch_dataloader_to_ddp(ready if is_odd else loader())),
         said(lambda: DDPSamplerWrapper(range(N), timeout=-1 if is_odd else 9)),
-        said(lambda: patch_dataloader_to_ddp(5 if is_odd else loader())),  # type: ignore[arg-type]
+        said(lambda: patch_dataloader_to_ddp(5 if is_odd else loader())),  # type: ignore[type-var]
         said(lambda: len(patch_dataloader_to_ddp(loader(), seed=1))),  # and then they are in step again
     ]
 

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from zoo import (
     KINDS,
     Forever,
@@ -29,6 +36,7 @@ from zoo import (
 from ddp_patch import RankMismatchError, patch_dataloader_to_ddp
 from ddp_patch.agreement import sample_order
 from ddp_patch.comparison import require_same
+from ddp_patch.contents import chosen_samples
 from ddp_patch.leader import FIRST_PIECE, LARGEST_PIECE, Leader, _pieces
 
 
@@ -157,6 +165,20 @@ def test_a_table_of_who_has_what() -> None:
         "  batch_size: 4 on ranks 0, 1; nothing on rank 2\n"
         "Make these the same on every rank, and call and iterate the same loaders on each."
     )
+
+
+def test_which_samples_a_subset_holds() -> None:
+    """A list of indices and a range of them are alike; a Subset of a Subset is told by both."""
+    whole = Indices()
+    assert chosen_samples(whole) is None
+    first, again, second = (chosen_samples(Subset(whole, indices)) for indices in (range(5), [*range(5)], range(5, 10)))
+    assert None not in {first, second}
+    assert first == again != second
+    of_the_first, of_the_second = (
+        chosen_samples(Subset(Subset(whole, half), [0])) for half in (range(5), range(5, 10))
+    )
+    assert of_the_first != of_the_second
+    assert chosen_samples(Subset(whole, iter(range(5)))) is None  # type: ignore[arg-type]  # which nobody can look up
 
 
 def test_an_explicit_world_compares_nothing() -> None:

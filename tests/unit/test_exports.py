@@ -5,13 +5,17 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import ddp_patch
 
-MODULES = ["ddp_patch", *(module.name for module in pkgutil.walk_packages(ddp_patch.__path__, "ddp_patch."))]
+FOUND = ["ddp_patch", *(module.name for module in pkgutil.walk_packages(ddp_patch.__path__, "ddp_patch."))]
+# What imports a framework is tested where that is installed.
+MODULES = [name for name in FOUND if not name.startswith("ddp_patch.integrations.")]
 
 # Floor by floor: nothing imports upwards, or sideways but for what is listed here.
 FLOORS = {
@@ -29,6 +33,7 @@ FLOORS = {
     "world": 2,
     "permutation": 2,
     "comparison": 2,
+    "contents": 2,
     "transfer": 2,
     "samplers": 3,
     "place": 3,
@@ -47,6 +52,7 @@ FLOORS = {
     "evaluation": 8,
     "patching": 9,
     "testing": 10,
+    "integrations": 10,
     "__init__": 11,
 }
 SIDEWAYS = {("options", "errors")}
@@ -93,20 +99,48 @@ def test_every_module_lists_what_it_exports_sorted(name: str) -> None:
     assert all(hasattr(module, public) for public in module.__all__)
 
 
-def imported_by(code: str) -> set[str]:
-    script = f"import sys; before = set(sys.modules); {code}; print(*{{m.split('.')[0] for m in sys.modules}})"
-    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603 - our own script
-    return set(output.stdout.split()) - sys.stdlib_module_names
+# Sees each import that is tried, of what is not installed too.
+TRIED = """
+import sys
+tried = set()
+class Noting:
+    def find_spec(name, path=None, target=None):
+        tried.add(name)
+sys.meta_path.insert(0, Noting)
+{code}
+print(*tried)
+"""
 
 
-def test_importing_it_imports_no_framework() -> None:
-    torchs = imported_by("import torch.distributed, torch.utils.data, numpy.random")
-    assert imported_by("import ddp_patch") - torchs == {"ddp_patch"}
+@cache
+def imported_by(code: str) -> frozenset[str]:
+    """The modules that are imported, or tried to be."""
+    command = [sys.executable, "-c", TRIED.format(code=code)]
+    return frozenset(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())  # noqa: S603 - as above
 
 
-def test_the_check_above_can_fail() -> None:
-    torchs = imported_by("import torch.distributed, torch.utils.data, numpy.random")
-    assert imported_by("import ddp_patch, hypothesis") - torchs > {"ddp_patch", "hypothesis"}
+def packages(modules: Iterable[str]) -> set[str]:
+    return {module.split(".")[0] for module in modules} - sys.stdlib_module_names
+
+
+def added_by(code: str) -> frozenset[str]:
+    return imported_by(f"import torch\n{code}") - imported_by("import torch")
+
+
+def test_importing_it_imports_no_framework_not_even_one_that_is_not_installed() -> None:
+    assert packages(added_by("import ddp_patch")) - packages(added_by("import numpy.random")) == {"ddp_patch"}
+
+
+@pytest.mark.parametrize("other", ["hypothesis", "not_installed"])
+def test_the_check_above_can_fail(other: str) -> None:
+    code = f"import ddp_patch, contextlib\nwith contextlib.suppress(ImportError): import {other}"
+    assert packages(added_by(code)) >= {"ddp_patch", other}
+
+
+def test_importing_it_adds_few_modules_to_those_of_torch() -> None:
+    """How long that takes is in docs/benchmarks.md."""
+    others = {name for name in added_by("import ddp_patch") if name.split(".")[0] != "ddp_patch"}
+    assert len(others) <= 25  # numpy.random, numpy.typing, and decimal and fractions
 
 
 def test_nothing_imports_upwards() -> None:
@@ -119,6 +153,14 @@ def test_nothing_imports_upwards() -> None:
                 below = FLOORS[imported] < FLOORS[here]
                 within = here == imported == "samplers"  # Python itself refuses circles
                 assert below or within or (here, imported) in SIDEWAYS, f"{path} imports {imported}"
+
+
+def test_each_integration_imports_its_framework_at_the_top_and_public_names_only() -> None:
+    for path in (Path(ddp_patch.__path__[0]) / "integrations").glob("[!_]*.py"):
+        imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+        framework = [node for node in imports if str(node.module).split(".")[0] == path.stem]
+        assert framework, f"{path} does not import {path.stem}"
+        assert not any(name.name.startswith("_") for node in framework for name in node.names)
 
 
 def test_the_samplers_know_nothing_of_ranks() -> None:

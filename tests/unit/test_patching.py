@@ -1,5 +1,7 @@
 """The one call and the guard: what is wrapped, what is kept, what comes back."""
 
+import copy
+import pickle
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 from zoo import Drawn, EpochSeeded, Indices, N, PKBatches, Reversed, as_it_is, by_torch, loader, seeded_generator
@@ -21,6 +24,7 @@ from ddp_patch import (
     extract_loader_parameters,
     patch_dataloader_to_ddp,
 )
+from ddp_patch.loader import is_ddp_aware
 from ddp_patch.seeding import WorkerSeeding, epoch_seed
 
 WORLD: dict[str, Any] = {"rank": 1, "num_replicas": 3}
@@ -57,6 +61,33 @@ def test_any_other_batch_sampler_is_wrapped_whole() -> None:
     assert patched.batch_sampler.sampler is given.batch_sampler
     assert list(patched) == [[16, 17, 18, 19], [4, 5, 6, 7]]
     assert (patched.batch_sampler.batch_size, patched.batch_sampler.drop_last) == (4, False)
+
+
+def pickled(patched: Any) -> Any:
+    return pickle.loads(pickle.dumps(patched))  # noqa: S301 - our own
+
+
+@pytest.mark.parametrize("make", [lambda patched: patched, copy.copy, copy.deepcopy, pickled])
+def test_of_whole_batches_too_the_loaders_sampler_is_what_shares(make: Any) -> None:
+    """There frameworks look for a ``DistributedSampler``, and users for its ``set_epoch``."""
+    patched = make(patch_dataloader_to_ddp(loader(batch_sampler=PKBatches()), **WORLD))
+    assert patched.sampler is patched.batch_sampler
+    assert isinstance(patched.sampler, DistributedSampler)
+    epochs = [flat(patched) for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    patched.sampler.set_epoch(0)
+    assert flat(patched) == epochs[0]
+
+
+def test_a_wrapper_made_anew_as_torchs_batch_sampler_is_stays_what_it_was() -> None:
+    """So Lightning does with the sampler that it finds in the loader."""
+    for rank in range(2):
+        given = loader(batch_sampler=LastFirst(SequentialSampler(Indices()), 4, drop_last=False))
+        patched: Any = patch_dataloader_to_ddp(given, rank=rank, num_replicas=2)
+        anew = type(patched.batch_sampler)(patched.sampler, batch_size=4, drop_last=False)
+        assert list(anew) == list(patched.batch_sampler)
+    with pytest.raises(TypeError, match="has no option batch_size, drop_last"):
+        DDPBatchSamplerWrapper(PKBatches(), batch_size=4, drop_last=False, **WORLD)  # type: ignore[call-arg]  # on purpose
 
 
 def test_a_batch_sampler_without_batch_size_lends_none() -> None:
@@ -111,6 +142,54 @@ def test_attributes_that_the_user_set_and_iterators_that_run() -> None:
     assert vars(patched)["name"] == "train"
     assert next(iter(patched)) == [1, 4, 7, 10]
     assert next(iterator) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("make", [lambda: loader(shuffle=True), lambda: loader(batch_sampler=PKBatches())])
+@pytest.mark.parametrize("copied", [lambda patched: patched, copy.copy, copy.deepcopy])
+def test_a_patched_loader_and_its_batch_sampler_can_be_told_the_epoch(make: Any, copied: Any) -> None:
+    """Where Hugging Face's Trainer looks for ``set_epoch``: a copy tells its own sampler."""
+    patched = copied(patch_dataloader_to_ddp(make(), **WORLD))
+    epochs = [list(patched) for _ in range(3)]
+    for told in (patched, patched.batch_sampler):
+        told.set_epoch(1)
+        assert list(patched) == epochs[1]
+    assert "set_epoch" not in vars(make())
+
+
+class Counting(DataLoader[Any]):
+    """A loader that counts the epochs of its dataset, with a ``set_epoch`` of its own."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told = epoch
+
+
+def test_a_set_epoch_of_the_users_is_kept() -> None:
+    patched: Any = patch_dataloader_to_ddp(Counting(Indices()), **WORLD)
+    patched.set_epoch(4)
+    assert (patched.told, patched.sampler.epoch) == (4, 0)
+
+
+class Delegating(DataLoader[Any]):
+    """As Ray's wrapper: a loader with the attributes of another one, which is the one that it iterates."""
+
+    def __init__(self, wrapped: DataLoader[Any]) -> None:
+        vars(self).update(vars(wrapped), wrapped=wrapped)
+
+    def __iter__(self) -> Any:
+        return iter(self.wrapped)
+
+
+def test_a_loader_that_draws_from_another_one_counts_as_that_and_cannot_be_patched() -> None:
+    patched = Delegating(patch_dataloader_to_ddp(loader(), **WORLD))
+    assert check_loaders_is_patched(patched)
+    assert patch_dataloader_to_ddp(patched, **WORLD) is patched
+    with pytest.raises(
+        ddp_patch.UnsupportedLoaderError, match="Delegating cannot be patched: it is a framework's wrap"
+    ):
+        patch_dataloader_to_ddp(Delegating(loader()), **WORLD)
+    beside: Any = loader()
+    beside.validation = loader()
+    assert check_loaders_is_patched(patch_dataloader_to_ddp(beside, **WORLD))
 
 
 def test_shuffle_is_torchs_own_order_under_the_epochs_seed() -> None:
@@ -231,6 +310,66 @@ def test_the_guard_walks_nests() -> None:
     assert check_loaders_is_patched({"train": patched, "val": [patched, (patched,)]})
     assert not check_loaders_is_patched({"train": patched, "val": [patched, (loader(),)]})
     assert_loaders_patched([patched, {"val": patched}])
+
+
+class Wrapping:
+    """As Lightning Fabric's wrapper, which is no DataLoader and has its attributes."""
+
+    def __init__(self, wrapped: Any) -> None:
+        vars(self).update(vars(wrapped))
+
+
+class Posing(Wrapping):
+    """As accelerate's, which says that it is a DataLoader."""
+
+    @property  # type: ignore[misc]  # so it is in accelerate
+    def __class__(self) -> Any:
+        return DataLoader
+
+
+@pytest.mark.parametrize("wrap", [Wrapping, Posing])
+def test_a_frameworks_wrapper_counts_as_what_it_wraps_and_cannot_be_patched(wrap: Any) -> None:
+    patched = wrap(patch_dataloader_to_ddp(loader(), **WORLD))
+    assert check_loaders_is_patched({"train": [patched]})
+    assert patch_dataloader_to_ddp(patched, **WORLD) is patched
+    unpatched = wrap(loader())
+    with pytest.raises(ddp_patch.NotPatchedError, match=r"1 of 2 loaders: val\. "):
+        assert_loaders_patched({"train": patched, "val": unpatched})
+    with pytest.raises(ddp_patch.UnsupportedLoaderError) as caught:
+        patch_dataloader_to_ddp(unpatched, **WORLD)
+    assert str(caught.value) == (
+        f"{wrap.__name__} cannot be patched: it is a framework's wrapper around a DataLoader. Patch the loader first, "
+        "and hand the patched one to the framework."
+    )
+
+
+@pytest.mark.parametrize("name", ["BatchSamplerShard", "IterableDatasetShard", "DataLoaderDispatcher"])
+def test_what_accelerate_shares_with_is_known_by_name(name: str) -> None:
+    shares = type(name, (), {"__module__": "accelerate.data_loader"})()
+    assert is_ddp_aware(shares)
+    assert is_ddp_aware(type("Subclass", (type(shares),), {})())
+    assert not is_ddp_aware(type(name, (), {"__module__": "accelerate.elsewhere"})())
+
+
+SCHEDULERS = {
+    "SLURM": {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"},
+    "OpenMPI": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_scheduler_is_recognised_as_torch_recognises_it(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at all by its own variables, and by ``WORLD_SIZE`` where its script sets that."""
+    for name, value in SCHEDULERS[scheduler].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="environment variable RANK expected"):
+        dist.init_process_group("gloo")
+    given = loader()
+    with pytest.warns(ddp_patch.NotDistributedWarning):
+        assert patch_dataloader_to_ddp(given) is given
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ddp_patch.WorldError, match="The environment says WORLD_SIZE=4"):
+        patch_dataloader_to_ddp(given)
 
 
 def test_one_process_gets_its_loader_back_with_one_warning() -> None:

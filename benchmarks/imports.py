@@ -1,0 +1,53 @@
+"""What ``import ddp_patch`` adds to ``import torch``, in processes of their own, as ``python -X importtime`` tells.
+
+Prints a table. Run it with ``nox -s imports``; ``docs/benchmarks.md`` holds its table.
+"""
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- imports: begin -->\n", "<!-- imports: end -->\n"
+LINE = re.compile(r"import time:\s+(?P<own>\d+) \|\s+(?P<all>\d+) \|(?P<depth> +)(?P<module>\S+)")
+
+
+def measure() -> dict[str, float]:
+    """The milliseconds of one process."""
+    command = [sys.executable, "-X", "importtime", "-c", "import torch; import ddp_patch"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()  # noqa: S603 - as above
+    told = {found["module"]: found for found in map(LINE.fullmatch, lines) if found}
+    own = sum(int(found["own"]) for module, found in told.items() if module.split(".")[0] == "ddp_patch")
+    return {
+        "import torch": int(told["torch"]["all"]) / 1000,
+        "import ddp_patch, after it": int(told["ddp_patch"]["all"]) / 1000,
+        "of which its own modules": own / 1000,
+    }
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--repeats", type=int, default=15, help="how many processes are started")
+    repeats = parser.parse_args().repeats
+    measure()  # the first reads the files from the disk, and may compile them
+    runs = [measure() for _ in range(repeats)]
+    columns = ("statement", "median ms", "fastest ms")
+    rows = [(name, *(f"{of(run[name] for run in runs):,.1f}" for of in (statistics.median, min))) for name in runs[0]]
+    table = Table(*columns, title=f"{repeats} processes")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    lines = ["| " + " | ".join(cells) + " |" for cells in (columns, ["---"] * len(columns), *rows)]
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    main()

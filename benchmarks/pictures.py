@@ -1,0 +1,95 @@
+"""Draw the picture of the first page: how often four ranks see each sample, before and after the patch.
+
+``nox -s pictures`` runs this; it prints what it counts and writes ``docs/index-light.svg`` and ``docs/index-dark.svg``.
+"""
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib import pyplot as plt
+from torch.utils.data import DataLoader, Sampler
+
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.testing import run_ranks
+
+SAMPLES, RANKS, COLUMNS = 40, 4, 20
+DOCS = Path(__file__).parents[1] / "docs"
+# Of a colour-blind safe palette: never seen, once, more than once. The number in each cell says it without colour.
+NEVER, ONCE, OFTEN = "#d55e00", "#56b4e9", "#e69f00"
+INK = {"light": "#222222", "dark": "#e6e6e6"}
+
+
+class OwnSampler(Sampler[int]):
+    """Every sample once, in a new order in each epoch, drawn from torch's global random state."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(SAMPLES).tolist())
+
+
+def epochs(rank: int, world_size: int) -> dict[str, list[int]]:
+    """Return what this rank sees in an epoch, by what became of the loader."""
+    warnings.simplefilter("ignore")
+    os.environ["TORCHELASTIC_RUN_ID"] = "pictures"  # this process was started by something else than Fabric
+    from lightning.fabric import Fabric
+
+    torch.manual_seed(rank)  # as for augmentations
+    loader = DataLoader(range(SAMPLES), batch_size=5, sampler=OwnSampler())  # type: ignore[arg-type]  # a range will do
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy="ddp")
+    fabric.launch()
+    loaders: dict[str, Any] = {
+        "the loader as it is": loader,
+        f"Lightning Fabric {version('lightning')}": fabric.setup_dataloaders(loader),
+        "patch_dataloader_to_ddp": patch_dataloader_to_ddp(loader),
+    }
+    return {name: torch.cat(list(made)).tolist() for name, made in loaders.items()}
+
+
+def picture(counts: dict[str, Counter[int]], ink: str) -> Any:
+    """Draw a panel for each loader, with a cell for each sample."""
+    rows = SAMPLES // COLUMNS
+    figure, panels = plt.subplots(len(counts), 1, figsize=(8, 4.6), layout="constrained")
+    for panel, (name, seen) in zip(panels, counts.items(), strict=True):
+        for index in range(SAMPLES):
+            column, row = index % COLUMNS, index // COLUMNS
+            number = seen[index]
+            colour = NEVER if number == 0 else ONCE if number == 1 else OFTEN
+            panel.add_patch(plt.Rectangle((column + 0.05, row + 0.05), 0.9, 0.9, color=colour))
+            panel.text(column + 0.5, row + 0.54, number, ha="center", va="center", color="#000000", fontsize=16)
+        panel.set(xlim=(0, COLUMNS), ylim=(rows, 0), aspect="equal")
+        panel.axis("off")
+        panel.set_title(name, loc="left", color=ink, fontsize=15, fontweight="bold")
+        panel.set_title(summary(seen), loc="right", color=ink, fontsize=15)
+    return figure
+
+
+def summary(seen: Counter[int]) -> str:
+    """Put the counts into words."""
+    return f"{SAMPLES - len(seen)} never, {seen.total() - len(seen)} repeated"
+
+
+def main() -> None:
+    """Run the ranks, print the counts and draw them."""
+    ranks = run_ranks(epochs, RANKS)
+    counts = {name: Counter(index for rank in ranks for index in rank[name]) for name in ranks[0]}
+    for name, seen in counts.items():
+        print(f"{name}: {summary(seen)}")
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "ddp_patch"
+    for scheme, ink in INK.items():
+        figure = picture(counts, ink)
+        figure.savefig(DOCS / f"index-{scheme}.svg", metadata={"Date": None}, transparent=True)
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

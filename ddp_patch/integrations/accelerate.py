@@ -1,0 +1,68 @@
+"""accelerate: a patched loader with what accelerate's own loaders do, but for sharing it a second time."""
+
+from typing import Any, TypeVar, cast
+
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
+from torch.utils.data import DataLoader
+
+from ddp_patch.epoch_sampler import EpochSampler
+from ddp_patch.patched import patched_sampler
+
+__all__ = ["prepare_patched"]
+
+T = TypeVar("T")
+
+
+def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoader[T]:
+    """Prepare a patched loader as ``accelerator.prepare`` does others: batches on the device, the last one known.
+
+    ``accelerator.prepare`` leaves a patched loader as it is, so that its batches stay on the CPU and gradient
+    accumulation does not see where an epoch ends.
+
+    Args:
+        accelerator: Whose device and settings count.
+        loader: What ``patch_dataloader_to_ddp`` returned.
+
+    Returns:
+        A loader over ``loader``, to which ``accelerator.prepare`` does nothing more. In a single process, what
+        ``accelerator.prepare`` returns.
+
+    Raises:
+        NotPatchedError: Several processes share the data, and the loader is not patched.
+    """
+    if accelerator.num_processes > 1:
+        loader = cast(Any, _Prepared(accelerator, loader, patched_sampler("prepare_patched", loader)))
+    prepared: DataLoader[T] = accelerator.prepare(loader)
+    return prepared
+
+
+class _Prepared(DataLoaderShard):  # type: ignore[misc]  # accelerate is not there where types are checked
+    """A patched loader within accelerate's, which counts no epochs of its own."""
+
+    # Of accelerate's state, so that `prepare` registers it and does nothing else.
+    _is_accelerate_prepared = True
+
+    def __init__(self, accelerator: Accelerator, loader: DataLoader[Any], sampler: EpochSampler[Any]) -> None:
+        self._sampler = sampler
+        super().__init__(
+            loader.dataset,
+            device=accelerator.device if accelerator.device_placement else None,
+            # gather_for_metrics would cut off what it takes for padding, by the length of the unshared dataset.
+            _drop_last=True,
+            _non_blocking=accelerator.non_blocking,
+        )
+        self.base_dataloader = loader
+
+    @property
+    def iteration(self) -> int:
+        """The epoch of the next pass, which each pass sets."""
+        return self._sampler.epochs.upcoming
+
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        """Nothing: the sampler counts, also on from a restored place."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one."""
+        self._sampler.set_epoch(epoch)

@@ -1,0 +1,19 @@
+"""The table of ``docs/frameworks.md`` is written from what the tests of frameworks measured."""
+
+from typing import Any
+
+import pytest
+from frameworks.page import write_rows
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-frameworks", action="store_true", help="write what was measured into docs/frameworks.md")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Once all tests are done, which under xdist is in the process that started the others."""
+    if not config.getoption("--write-frameworks"):
+        return
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    calls = [report for report in reports if getattr(report, "when", None) == "call"]
+    write_rows([row for report in calls for row in dict(report.user_properties).get("frameworks", [])])

@@ -1,0 +1,77 @@
+"""Hugging Face's ``Trainer``, whose ``get_train_dataloader`` returns the loader."""
+
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from ddp_patch import patch_dataloader_to_ddp
+from frameworks.base import Epochs, Framework
+from frameworks.kinds import features, tiny_model
+from frameworks.tensors import NotedTensor
+
+__all__ = ["FRAMEWORK"]
+
+
+def as_inputs(numbers: list[int]) -> dict[str, torch.Tensor]:
+    """A batch as the Trainer takes it: tensors by name."""
+    return {"numbers": NotedTensor.of(numbers)}
+
+
+class OwnLoader(Trainer):
+    """A Trainer that gets its loader from a method of its user's."""
+
+    def __init__(self, loader: Any, patched: bool, **options: Any) -> None:
+        self.given, self.patched = loader, patched
+        self.seen: Epochs = []
+        super().__init__(**options)
+
+    def get_train_dataloader(self) -> Any:
+        if self.patched:
+            return patch_dataloader_to_ddp(self.given)
+        # What the Trainer's own method does with the loader that it makes.
+        return self.accelerator.prepare(self.given)
+
+    def compute_loss(self, model: Any, inputs: Any, *positional: Any, **options: Any) -> torch.Tensor:
+        batch = inputs["numbers"].as_batch()
+        self.seen[-1].append(batch)
+        loss: torch.Tensor = model(features(batch)).square().mean()
+        return loss
+
+
+class EachEpoch(TrainerCallback):
+    """Says which epoch comes, where one is said, and begins a new list of what is seen."""
+
+    def __init__(self, trainer: OwnLoader, epochs: Sequence[int | None]) -> None:
+        self.trainer, self.epochs = trainer, iter(epochs)
+
+    def on_epoch_begin(self, *positional: Any, train_dataloader: Any, **options: Any) -> None:
+        epoch = next(self.epochs)
+        if epoch is not None:
+            train_dataloader.sampler.set_epoch(epoch)
+        self.trainer.seen.append([])
+
+
+def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
+    """Train for some epochs."""
+    loader.collate_fn = as_inputs
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            num_train_epochs=len(epochs),
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_strategy="no",
+        )
+        trainer = OwnLoader(loader, patched, model=tiny_model(), args=arguments)
+        trainer.add_callback(EachEpoch(trainer, epochs))
+        trainer.train()
+    assert trainer.state.global_step == sum(map(len, trainer.seen))  # it had planned for as many steps as it made
+    return trainer.seen
+
+
+FRAMEWORK = Framework(("transformers", "accelerate"), passes, moves=True)

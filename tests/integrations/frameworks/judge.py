@@ -1,0 +1,62 @@
+"""What became of a loader on all ranks, said in a few words."""
+
+from collections import Counter
+from itertools import chain
+
+from frameworks.base import EPOCHS, HANGS, Epochs, Raised
+from frameworks.kinds import Kind
+
+__all__ = ["judge"]
+
+
+def judge(kind: Kind, ranks: "list[Epochs | Raised]") -> str:
+    """Say what the ranks' training steps saw of a kind of loader, in the passes before one that goes back."""
+    if errors := sorted({rank.error for rank in ranks if isinstance(rank, Raised)}):
+        return "hangs" if errors == [HANGS] else f"raises `{'`, `'.join(errors)}`"
+    epochs: list[tuple[list[list[int]], ...]] = [
+        tuple([batch.numbers for batch in epoch] for epoch in rank_epochs) for rank_epochs in zip(*ranks, strict=True)
+    ][: EPOCHS.index(1)]
+    facts = [*_cover(kind, epochs), *_steps(epochs)]
+    facts.append("a new order each epoch" if _is_new(epochs) else "the same order in every epoch")
+    return ", ".join(facts)
+
+
+def _cover(kind: Kind, epochs: list[tuple[list[list[int]], ...]]) -> list[str]:
+    """Whose the samples are, in the epoch where most of them are amiss, and whether batches are those of the user."""
+    _, worst = max(_cover_of_epoch(kind, shares) for shares in epochs)
+    return [worst, *_torn(kind, epochs)]
+
+
+def _cover_of_epoch(kind: Kind, shares: tuple[list[list[int]], ...]) -> tuple[int, str]:
+    """How many samples are amiss, and what that is."""
+    taken = [Counter(chain.from_iterable(share)) for share in shares]
+    together = sum(taken, Counter[int]())
+    missing, repeated = kind.n - len(together), together.total() - len(together)
+    if all(len(numbers) == kind.n for numbers in taken):
+        return missing + repeated, "every rank gets all data"
+    # One unit less than there are ranks may be needed to fill the last round: a sample, or a batch of them.
+    unit = 1 if kind.is_whole is None else max(len(batch) for share in shares for batch in share)
+    if not missing and repeated <= (len(shares) - 1) * unit:
+        return 0, "each sample once"
+    parts = {"missing": missing, "repeated": repeated}
+    return missing + repeated, " and ".join(f"{number} of {kind.n} {what}" for what, number in parts.items() if number)
+
+
+def _torn(kind: Kind, epochs: list[tuple[list[list[int]], ...]]) -> list[str]:
+    if kind.is_whole is None:
+        return []
+    batches = list(chain.from_iterable(chain.from_iterable(epochs)))
+    return ["batches whole" if all(map(kind.is_whole, batches)) else "batches torn"]
+
+
+def _steps(epochs: list[tuple[list[list[int]], ...]]) -> list[str]:
+    steps = [[len(share) for share in shares] for shares in epochs]
+    if all(len(set(numbers)) == 1 for numbers in steps):
+        return [f"{' or '.join(map(str, sorted({numbers[0] for numbers in steps})))} steps on each rank"]
+    uneven = next(numbers for numbers in steps if len(set(numbers)) > 1)
+    return [f"{' and '.join(map(str, uneven))} steps"]
+
+
+def _is_new(epochs: list[tuple[list[list[int]], ...]]) -> bool:
+    """Whether every rank sees another order in every epoch."""
+    return all(len({repr(epoch) for epoch in rank}) == len(rank) for rank in zip(*epochs, strict=True))

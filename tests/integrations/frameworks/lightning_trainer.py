@@ -1,0 +1,63 @@
+"""Lightning: ``Trainer.fit``."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+
+from ddp_patch import patch_dataloader_to_ddp
+from frameworks.base import Epochs, Framework
+from frameworks.kinds import Batch, features, tiny_model
+
+__all__ = ["FRAMEWORK"]
+
+
+class Module(LightningModule):  # type: ignore[misc]  # it is not there where types are checked
+    """A module that makes its loader in ``train_dataloader``, where the process group exists."""
+
+    def __init__(self, loader: Any, patched: bool, epochs: Sequence[int | None]) -> None:
+        super().__init__()
+        self.model = tiny_model()
+        self.loader, self.patched, self.epochs = loader, patched, epochs
+        self.seen: Epochs = []
+
+    def train_dataloader(self) -> Any:
+        return patch_dataloader_to_ddp(self.loader) if self.patched else self.loader
+
+    def on_train_epoch_start(self) -> None:
+        # The Trainer has called set_epoch itself; a call here comes after it.
+        if (epoch := self.epochs[self.current_epoch]) is not None:
+            self.trainer.train_dataloader.sampler.set_epoch(epoch)
+        self.seen.append([])
+
+    def training_step(self, batch: Batch) -> torch.Tensor:
+        self.seen[-1].append(batch)
+        loss: torch.Tensor = self.model(features(batch)).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
+    """Fit for some epochs."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # the ranks were started by something else than the Trainer
+    module = Module(loader, patched, epochs)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy="ddp",
+        max_epochs=len(epochs),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module)
+    return module.seen
+
+
+FRAMEWORK = Framework(("lightning",), passes, moves=True)

@@ -1,0 +1,38 @@
+"""Ray Train: ``ray.train.torch.prepare_data_loader``."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ray.train.torch import prepare_data_loader, prepare_model
+
+from ddp_patch import patch_dataloader_to_ddp
+from frameworks.base import Epochs, Framework
+from frameworks.kinds import Batch, tiny_model
+from frameworks.loops import train
+from frameworks.ray_launch import launch
+from frameworks.tensors import NotedTensor
+
+__all__ = ["FRAMEWORK"]
+
+
+class Seen:
+    """A loader of tensors, whose batches are seen as numbers."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (numbers.as_batch() for numbers in self.loader)
+
+
+def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
+    """Prepare model and loader."""
+    loader.collate_fn = NotedTensor.of
+    if patched:
+        loader = patch_dataloader_to_ddp(loader)
+    loader = prepare_data_loader(loader)
+    model = prepare_model(tiny_model())
+    return train(model, Seen(loader), epochs, set_epoch=lambda epoch: loader.sampler.set_epoch(epoch))
+
+
+FRAMEWORK = Framework(("ray",), passes, moves=True, launch=launch)

@@ -1,0 +1,67 @@
+"""Hugging Face's ``Trainer`` resumes a patched loader where its checkpoint was taken, which it does by epochs and steps."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from frameworks.hf_trainer import OwnLoader, as_inputs
+from frameworks.kinds import KINDS, Kind, tiny_model
+from transformers import TrainerCallback, TrainingArguments
+from zoo import seed_ambient
+
+from ddp_patch.testing import run_ranks
+
+EPOCHS = 3
+
+
+class EachEpoch(TrainerCallback):
+    """Begins a new list of what is seen."""
+
+    def __init__(self, trainer: OwnLoader) -> None:
+        self.trainer = trainer
+
+    def on_epoch_begin(self, *positional: Any, **options: Any) -> None:
+        self.trainer.seen.append([])
+
+
+def trained(kind: Kind, folder: str, resume_from: str | None = None) -> tuple[list[list[int]], int]:
+    """The numbers of every batch that was seen, and how many steps an epoch has."""
+    loader = kind.make()
+    loader.collate_fn = as_inputs
+    arguments = TrainingArguments(
+        folder,
+        num_train_epochs=EPOCHS,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        save_strategy="no" if resume_from else "steps",
+        save_steps=1,
+    )
+    trainer = OwnLoader(loader, True, model=tiny_model(), args=arguments)
+    trainer.add_callback(EachEpoch(trainer))
+    trainer.train(resume_from_checkpoint=resume_from)
+    return [batch.numbers for epoch in trainer.seen for batch in epoch], trainer.state.max_steps // EPOCHS
+
+
+def on_rank(rank: int, world_size: int, shared: str) -> list[tuple[bool, bool]]:
+    """Whether, of each kind of loader, training resumed in an epoch and between two goes on as it did before."""
+    results = []
+    for kind in KINDS:
+        seed_ambient(100 + rank)
+        folder = str(Path(shared, str(KINDS.index(kind))))
+        whole, steps = trained(kind, folder)
+        dist.barrier()  # the first rank has written the checkpoints
+        resumed = []
+        for done in (steps + 2, 2 * steps):
+            seed_ambient(200 + rank)
+            resumed.append(trained(kind, folder, str(Path(folder, f"checkpoint-{done}")))[0] == whole[done:])
+        results.append((resumed[0], resumed[1]))
+    return results
+
+
+def test_resumed_from_checkpoints() -> None:
+    with tempfile.TemporaryDirectory() as shared:
+        ranks = run_ranks(on_rank, 2, shared, timeout=240)
+    assert ranks == [[(True, True)] * len(KINDS)] * 2

@@ -1,0 +1,167 @@
+"""Loaders that a framework has shared already are left alone, or refused by name; and the guard counts them."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from worlds import assert_shared_exactly
+from zoo import seed_ambient
+
+from ddp_patch import (
+    NotPatchedError,
+    UnsupportedLoaderError,
+    check_loaders_is_patched,
+    gather_in_order,
+    iter_with_mask,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
+from ddp_patch.integrations.accelerate import prepare_patched
+from ddp_patch.testing import run_ranks
+
+with warnings.catch_warnings():
+    # Importing ignite imports parts of torch that use torch.jit, which torch 2.13 deprecates.
+    warnings.filterwarnings("ignore", r"`torch.jit.\w+` is deprecated", DeprecationWarning)
+    import ignite.distributed as idist
+
+N = 21
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(N))
+
+
+def numbered(**options: Any) -> DataLoader[Any]:
+    return DataLoader(range(N), batch_size=4, **options)  # type: ignore[arg-type]  # a range is a dataset
+
+
+def streamed() -> DataLoader[Any]:
+    return DataLoader(Numbers(), batch_size=4)
+
+
+def left_alone(loader: Any) -> bool:
+    return patch_dataloader_to_ddp(loader) is loader and check_loaders_is_patched({"train": [loader]})
+
+
+def refusal(loader: Any) -> str:
+    assert not check_loaders_is_patched([loader])
+    with pytest.raises(UnsupportedLoaderError) as error:
+        patch_dataloader_to_ddp(loader)
+    return str(error.value)
+
+
+def shared_by_accelerate(rank: int, world_size: int) -> dict[str, Any]:
+    seed_ambient(100 + rank)
+    accelerator = Accelerator(cpu=True)
+    dispatching = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    sharing = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    patched = patch_dataloader_to_ddp(numbered(shuffle=True))
+    prepared: Any = prepare_patched(accelerator, patched)
+    found: dict[str, Any] = {
+        "shard": left_alone(accelerator.prepare(numbered())),
+        "shard of an iterable": left_alone(sharing.prepare(streamed())),
+        "dispatcher": left_alone(dispatching.prepare(numbered())),
+        "dispatcher of an iterable": left_alone(accelerator.prepare(streamed())),
+        "patched": accelerator.prepare(patched) is patched,
+        "prepared": accelerator.prepare(prepared) is prepared and left_alone(prepared),
+    }
+    with pytest.raises(NotPatchedError, match="prepare_patched was given a DataLoader that was not patched"):
+        prepare_patched(accelerator, numbered())
+    for level, loader in {"iterable": streamed(), "unbatched": DataLoader(range(N), batch_size=None)}.items():  # type: ignore[arg-type]  # a range is a dataset
+        shared = prepare_patched(accelerator, patch_dataloader_to_ddp(loader))
+        found[level] = torch.cat([torch.as_tensor(batch).reshape(-1) for batch in shared]).tolist()
+    # The last batch of an epoch is known as such, and nothing gathered is cut off.
+    ends = [accelerator.gradient_state.end_of_dataloader for _ in prepared]
+    found["ends"] = ends == [False] * (len(ends) - 1) + [True]
+    found["gathered"] = [len(accelerator.gather_for_metrics(batch)) for batch in prepared]
+    outputs = [batch[mask] for batch, mask in iter_with_mask(prepared)]
+    found["masked"] = torch.cat(outputs).tolist()
+    found["in order"] = sorted(gather_in_order(torch.cat(list(prepared)), prepared).tolist())
+    # A place of a later epoch is kept, although accelerate's loaders call set_epoch at each pass.
+    prepared.set_epoch(7)
+    whole = [batch.tolist() for batch in prepared]
+    prepared.set_epoch(7)
+    for _ in prepared:
+        state = loader_state(prepared, batches_done=1)
+        break
+    again = patch_dataloader_to_ddp(numbered(shuffle=True), seed=patched.sampler.seed)  # type: ignore[attr-defined]
+    restore_loader(again, state)
+    found["resumed"] = [batch.tolist() for batch in prepare_patched(accelerator, again)] == whole[1:]
+    return found
+
+
+SHARED = ["shard", "shard of an iterable", "dispatcher", "dispatcher of an iterable", "patched", "prepared"]
+SHARED += ["ends", "resumed"]
+
+
+def test_accelerates_loaders() -> None:
+    first, second = run_ranks(shared_by_accelerate, 2)
+    for rank in (first, second):
+        assert all(rank[name] for name in SHARED)
+        assert sum(rank["gathered"]) == N + 1
+        assert rank["in order"] == list(range(N))
+    for name in ("iterable", "unbatched"):
+        assert_shared_exactly([first[name], second[name]], N)
+    assert sorted(first["masked"] + second["masked"]) == list(range(N))
+
+
+def test_in_a_single_process_accelerate_prepares_it() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = numbered()
+    prepared: Any = prepare_patched(accelerator, loader)
+    assert [batch.tolist() for batch in prepared] == [batch.tolist() for batch in loader]
+    assert prepared.device == accelerator.device
+    # It is shared among one, and its wrapper cannot be shared among more.
+    assert not check_loaders_is_patched([prepared])
+    with pytest.raises(UnsupportedLoaderError, match="DataLoaderShard cannot be patched: it is a framework's wrapper"):
+        patch_dataloader_to_ddp(prepared, rank=0, num_replicas=2)
+
+
+def shared_by_others(rank: int, world_size: int) -> dict[str, Any]:
+    seed_ambient(100 + rank)
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # the ranks were started by something else than Fabric
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy="ddp")
+    fabric.launch()
+    patched = patch_dataloader_to_ddp(numbered(shuffle=True))
+    sampler: Any = patched.sampler
+    wrapped: Any = fabric.setup_dataloaders(patched)
+    passing = iter(wrapped)
+    for _ in range(2):
+        next(passing)
+    found: dict[str, Any] = {
+        "Fabric's": left_alone(fabric.setup_dataloaders(numbered(shuffle=True))),
+        "patched, then Fabric's": left_alone(wrapped),
+        "state": loader_state(wrapped, batches_done=2) == loader_state(patched, batches_done=2),
+        "Fabric's, not shared": refusal(fabric.setup_dataloaders(numbered(), use_distributed_sampler=False)),
+        "ignite's": left_alone(idist.auto_dataloader(range(N), batch_size=8)),
+        "ignite's, of a sampler": left_alone(
+            idist.auto_dataloader(range(N), batch_size=8, sampler=WeightedRandomSampler([1.0] * N, N))
+        ),
+    }
+    # Fabric's wrapper says which epoch comes; passing over the patched loader itself goes on from a place.
+    sampler.set_epoch(5)
+    whole = [batch.tolist() for batch in patched]
+    sampler.set_epoch(5)
+    next(iter(patched))
+    restore_loader(patched, loader_state(patched, batches_done=1))
+    found["resumed"] = [fabric.to_device(batch).tolist() for batch in patched] == whole[1:]
+    # ignite takes a patched loader's sampler as it is; its batch size is that of all ranks together.
+    sampler.set_epoch(5)
+    of_sampler = idist.auto_dataloader(range(N), batch_size=8, sampler=sampler)
+    found["ignite's, of a patched sampler"] = [batch.tolist() for batch in of_sampler] == whole
+    return found
+
+
+def test_lightnings_and_ignites_loaders() -> None:
+    for rank in run_ranks(shared_by_others, 2):
+        assert "_FabricDataLoader cannot be patched: it is a framework's wrapper" in rank.pop("Fabric's, not shared")
+        assert rank == dict.fromkeys(rank, True)
