@@ -2,6 +2,7 @@
 
 from ddp_patch.errors import (
     AlreadyPatchedError,
+    AuditError,
     DDPPatchError,
     ExhaustedSamplerError,
     InvalidOptionError,
@@ -29,6 +30,7 @@ from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
 __all__ = [
     "AlreadyPatchedError",
+    "AuditError",
     "DDPBatchSamplerWrapper",
     "DDPPatchError",
     "DDPSamplerWrapper",

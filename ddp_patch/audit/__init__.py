@@ -1,0 +1,9 @@
+"""Prove any loader on one machine: what every rank of a made-up world would get of it.
+
+Its parts: ``simulate`` draws every rank, ``counting`` and ``judge`` compare what they got, ``report`` says it.
+"""
+
+from ddp_patch.audit.auditing import audit
+from ddp_patch.audit.report import KINDS, EpochReport, Kind, Pictured, Problem, Report
+
+__all__ = ["KINDS", "EpochReport", "Kind", "Pictured", "Problem", "Report", "audit"]
