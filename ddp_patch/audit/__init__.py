@@ -4,6 +4,6 @@ Its parts: ``simulate`` draws every rank, ``counting`` and ``judge`` compare wha
 """
 
 from ddp_patch.audit.auditing import audit
-from ddp_patch.audit.report import KINDS, EpochReport, Kind, Pictured, Problem, Report
+from ddp_patch.audit.report import EpochReport, Kind, Pictured, Problem, Report, problem_kinds
 
-__all__ = ["KINDS", "EpochReport", "Kind", "Pictured", "Problem", "Report", "audit"]
+__all__ = ["EpochReport", "Kind", "Pictured", "Problem", "Report", "audit", "problem_kinds"]

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from ddp_patch.audit.coding import Coding, Numbers
-from ddp_patch.audit.counting import batches_of
 from ddp_patch.audit.judge import (
     About,
     Allowance,
@@ -22,7 +21,7 @@ from ddp_patch.audit.judge import (
     signature,
 )
 from ddp_patch.audit.processes import drawn_by_processes
-from ddp_patch.audit.report import KINDS, EpochReport, Kind, Pictured, Problem, Report, Units
+from ddp_patch.audit.report import EpochReport, Kind, Pictured, Problem, Report, Units, problem_kinds
 from ddp_patch.audit.simulate import Drawn, Factory, Rank, Subject, made_of_batches, ranks_of, stream_of
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loader import Level, level, samplers_in_use
@@ -69,7 +68,7 @@ def audit(
         set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch, so that the audit does.
         padding: Whether samples may be repeated to fill the last round; False for an evaluation.
         epochs_differ: Whether every epoch must have another order.
-        allow: Problems, by their names in ``ddp_patch.audit.KINDS``, that are told of in ``report.allowed`` instead.
+        allow: Problems, by their names in ``ddp_patch.audit.problem_kinds``, that are told of in ``report.allowed`` instead.
         cost: What a sample costs, such as its length: a sequence, or a function of its index. For the balance of ranks.
         max_items: How many items of each rank's epoch are drawn; where there are more, the report is of a sample.
         processes: Draw on real ranks, processes of a gloo group, which differ in all that processes differ in (a hash
@@ -106,9 +105,13 @@ def audit(
 def _check(world_size: int, epochs: int, max_items: int, allow: Collection[str]) -> None:
     for name, value in {"world_size": world_size, "epochs": epochs, "max_items": max_items}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InvalidOptionError(f"audit with {name}={value!r} can draw nothing: pass a whole number of at least 1.")
-    if unknown := sorted(set(allow) - set(KINDS)):
-        raise InvalidOptionError(f"allow={unknown} names no kind of problem. Those that exist: {', '.join(KINDS)}.")
+            raise InvalidOptionError(
+                f"audit with {name}={value!r} can draw nothing: pass a whole number of at least 1."
+            )
+    if unknown := sorted(set(allow) - set(problem_kinds)):
+        raise InvalidOptionError(
+            f"allow={unknown} names no kind of problem. Those that exist: {', '.join(problem_kinds)}."
+        )
 
 
 def _ignore(done: int, of: int) -> None:
@@ -459,9 +462,3 @@ def _later_occurrences(epoch: Epoch, judged: Judged) -> set[tuple[int, int]]:
             later.add((rank, place))
         seen.add(item)
     return later
-
-
-# Used by the command line to show what each rank gets first.
-def first_batches(drawn: Drawn, coding: Coding, steps: int) -> list[list[str]]:
-    """Return the names of the first batches' items."""
-    return [[coding.name(int(code)) for code in batch] for batch in batches_of(drawn.first_steps(steps))]

@@ -67,7 +67,9 @@ class Coding:
 
 def _index(item: Any) -> int | None:
     """Return the index that an item is to any dataset, or None if it is another kind of key."""
-    is_tensor = isinstance(item, torch.Tensor) and item.ndim == 0 and not (item.is_floating_point() or item.is_complex())
+    is_tensor = (
+        isinstance(item, torch.Tensor) and item.ndim == 0 and not (item.is_floating_point() or item.is_complex())
+    )
     if isinstance(item, bool) or not (is_tensor or isinstance(item, int | np.integer)):
         return None
     index = operator.index(item)

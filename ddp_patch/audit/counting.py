@@ -51,11 +51,11 @@ def coverage(expected: Numbers, shares: Sequence[Numbers]) -> Coverage:
         for share in shares:
             difference -= _counts(share, low, span)
         missing, repeated = np.flatnonzero(difference > 0), np.flatnonzero(difference < 0)
-        return Coverage(
-            missing + low, int(difference[missing].sum()), repeated + low, -int(difference[repeated].sum())
-        )
+        return Coverage(missing + low, int(difference[missing].sum()), repeated + low, -int(difference[repeated].sum()))
     names, places = np.unique(np.concatenate(arrays), return_inverse=True)
-    found = coverage(places[: len(expected)], np.split(places[len(expected) :], np.cumsum([len(s) for s in shares])[:-1]))
+    found = coverage(
+        places[: len(expected)], np.split(places[len(expected) :], np.cumsum([len(s) for s in shares])[:-1])
+    )
     return Coverage(names[found.missing], found.lacking, names[found.repeated], found.extra)
 
 
@@ -74,7 +74,9 @@ def as_units(drawn: Sequence[Drawn]) -> list[Numbers]:
     """Return, for each of those drawn, its batches as numbers: equal ones where the batches are."""
     known: dict[bytes, int] = {}
     return [
-        np.array([known.setdefault(batch.astype(np.int64).tobytes(), len(known)) for batch in batches_of(one)], np.int64)
+        np.array(
+            [known.setdefault(batch.astype(np.int64).tobytes(), len(known)) for batch in batches_of(one)], np.int64
+        )
         for one in drawn
     ]
 

@@ -13,7 +13,18 @@ from ddp_patch.audit.report import Kind, Problem, Units
 from ddp_patch.audit.simulate import Drawn
 from ddp_patch.loader import is_ddp_aware, samplers_in_use
 
-__all__ = ["About", "Allowance", "Cause", "Epoch", "Judged", "cause_of", "judge_epoch", "lost_problem", "order_problem", "signature"]
+__all__ = [
+    "About",
+    "Allowance",
+    "Cause",
+    "Epoch",
+    "Judged",
+    "cause_of",
+    "judge_epoch",
+    "lost_problem",
+    "order_problem",
+    "signature",
+]
 
 _EXAMPLES = 3
 _PATCH = "Pass the loader through patch_dataloader_to_ddp()"

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from ddp_patch.errors import AuditError
 
-__all__ = ["KINDS", "EpochReport", "Kind", "Pictured", "Problem", "Report", "Units"]
+__all__ = ["EpochReport", "Kind", "Pictured", "Problem", "Report", "Units", "problem_kinds"]
 
 Kind: TypeAlias = Literal[
     "not_sharded",
@@ -23,7 +23,7 @@ Kind: TypeAlias = Literal[
     "wrong_length",
     "error",
 ]
-KINDS: Mapping[Kind, str] = {
+problem_kinds: Mapping[Kind, str] = {
     "not_sharded": "every rank gets all data",
     "double_sharding": "a share is shared again",
     "ranks_disagree": "the ranks draw different orders",
@@ -45,7 +45,7 @@ class Problem:
     """Something that does not hold, and what to do about it.
 
     Attributes:
-        kind: One of ``KINDS``.
+        kind: One of ``problem_kinds``.
         what: What was found, with its values.
         where: In which epoch, on which ranks.
         why: What it does to a training, and where it comes from.
@@ -169,8 +169,7 @@ class Report:
             ("shared", f"{self.units}, over {self.world_size} ranks"),
             ("drawn", self.how + (" (a sample: the first items of each rank)" if self.is_sample else "")),
         ]
-        for epoch in self.epochs:
-            told.append((f"epoch {epoch.epoch}", _epoch_text(epoch, self.units)))
+        told += [(f"epoch {epoch.epoch}", _epoch_text(epoch, self.units)) for epoch in self.epochs]
         if self.epochs:
             told.append(("global batch", _batches_text(self.epochs[0].global_batches)))
         told += [("epochs differ", _yes(self.epochs_differ)), ("seeds agree", _yes(self.seeds_agree))]
@@ -217,7 +216,7 @@ def _epoch_text(epoch: EpochReport, units: Units) -> str:
 
 
 def _batches_text(batches: Mapping[int, int]) -> str:
-    parts = [f"{size} in {steps} steps" for size, steps in batches.items()]
+    parts = [f"{size} in {steps} step{'s' if steps > 1 else ''}" for size, steps in batches.items()]
     more = len(parts) - 4
     return "; ".join(parts[:4]) + (f"; {more} more sizes" if more > 0 else "") if parts else "none"
 

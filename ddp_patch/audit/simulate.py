@@ -17,6 +17,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -242,12 +243,11 @@ def _shared(loader: DataLoader[Any]) -> dict[int, Any]:
     memo: dict[int, Any] = {} if is_iterable else {id(loader.dataset): loader.dataset}
     holders = [*samplers_in_use(loader), *nested_samplers(loader.sampler), *([loader.dataset] if is_iterable else [])]
     for holder in holders:
+        data: Any = torch.Tensor | np.ndarray
+        data = data | list | range if type(holder) in _READ_ONLY else data if is_iterable else ()
         for value in getattr(holder, "__dict__", {}).values():
-            if isinstance(value, Dataset | nn.Module) and value is not loader.dataset:
-                memo[id(value)] = value
-            elif (type(holder) in _READ_ONLY and isinstance(value, torch.Tensor | np.ndarray | list | range)) or (
-                is_iterable and isinstance(value, torch.Tensor | np.ndarray)
-            ):
+            is_data = isinstance(value, Dataset | nn.Module) and not isinstance(value, IterableDataset)
+            if is_data or isinstance(value, data):
                 memo[id(value)] = value
             elif type(value) is list and set(map(type, value)) <= {int, float, str}:
                 memo[id(value)] = value[:]  # as deepcopy would, without a look at each
@@ -265,7 +265,9 @@ def stream_of(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader that leaves no last batch out, whose items are those that there are to share."""
     batches: Any = loader.batch_sampler
     if level(loader) is Level.SAMPLE and batches.drop_last:
-        return copy_loader(loader, drop_last=False, batch_sampler=BatchSampler(batches.sampler, batches.batch_size, False))
+        return copy_loader(
+            loader, drop_last=False, batch_sampler=BatchSampler(batches.sampler, batches.batch_size, False)
+        )
     if level(loader) is Level.ITERABLE and loader.drop_last:
         return copy_loader(loader, drop_last=False)
     return loader
@@ -412,4 +414,5 @@ class _Worker:
 def _shared_memory(dataset: object) -> dict[int, Any]:
     """The tensors that a dataset shares with its workers."""
     values = getattr(dataset, "__dict__", {}).values()
-    return {id(value): value for value in values if isinstance(value, torch.Tensor) and value.is_shared()}
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return {id(value): value for value in tensors if value.is_shared()}  # type: ignore[no-untyped-call]  # torch's

@@ -31,6 +31,7 @@ FLOORS = {
     "transfer": 2,
     "samplers": 3,
     "place": 3,
+    "guard": 3,
     "sharing": 3,
     "exchange": 3,
     "orders": 4,

@@ -1,0 +1,197 @@
+"""``ddp-patch audit`` and ``ddp-patch show``, with click and rich."""
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+from torch.utils.data import DataLoader
+
+from ddp_patch.audit.auditing import audit
+from ddp_patch.audit.coding import Coding
+from ddp_patch.audit.counting import batches_of
+from ddp_patch.audit.finding import find
+from ddp_patch.audit.report import Report, problem_kinds
+from ddp_patch.audit.simulate import Factory, Subject, ranks_of
+from ddp_patch.loader import Level, extract_loader_parameters, level, sharding
+
+__all__ = ["commands"]
+
+_HOLDS, _DOES_NOT = 0, 1
+_COULD_NOT = 2  # click's own for wrong usage, too
+
+_WHY = {
+    Level.SAMPLE: "torch's own BatchSampler makes the batches, so indices are shared and each rank makes its own.",
+    Level.BATCH: "a batch sampler of its own makes the batches, so whole batches are shared.",
+    Level.UNBATCHED: "the loader makes no batches (batch_size=None), so what its sampler yields is shared.",
+    Level.ITERABLE: "an iterable dataset has no indices, so its items are shared as they come.",
+}
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn whatever goes wrong on the way into one line and exit code 2."""
+    try:
+        yield
+    except click.exceptions.Exit:
+        raise
+    except Exception as error:
+        raise _CouldNotRunError(f"{type(error).__name__}: {error}") from error
+
+
+class _CouldNotRunError(click.ClickException):
+    exit_code = _COULD_NOT
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"Could not run: {self.message}", file=file or sys.stderr)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ddp-patch")
+def commands() -> None:
+    """Prove on one machine what every rank of a world would get of a DataLoader."""
+
+
+@commands.command("audit")
+@click.argument("target")
+@click.option("--world-size", "-w", type=click.IntRange(1), required=True, help="The number of ranks.")
+@click.option("--epochs", "-e", type=click.IntRange(1), default=2, show_default=True, help="How many to draw.")
+@click.option("--format", "form", type=click.Choice(["text", "json", "markdown"]), default="text", show_default=True)
+@click.option("--no-patch", is_flag=True, help="Audit loaders as they stand, not as the patch would share them.")
+@click.option("--set-epoch", is_flag=True, help="The training calls set_epoch(epoch) before each epoch.")
+@click.option("--no-padding", is_flag=True, help="No sample may be repeated: for an evaluation.")
+@click.option("--epochs-differ", is_flag=True, help="Every epoch must have another order.")
+@click.option(
+    "--allow", multiple=True, type=click.Choice(sorted(problem_kinds)), help="A problem that is all right here."
+)
+@click.option("--max-items", type=click.IntRange(1), default=2_000_000, show_default=True, help="For each rank.")
+@click.option("--processes", is_flag=True, help="Draw on real ranks, processes of a gloo group.")
+@click.option("--uneven", type=click.Choice(["pad", "drop", "keep"]), help="As in patch_dataloader_to_ddp().")
+@click.option("--layout", type=click.Choice(["interleaved", "contiguous"]), help="As there.")
+@click.option("--seed", type=click.IntRange(0), help="As there.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with pictures, too.")
+def audit_command(target: str, world_size: int, form: str, no_patch: bool, html: Path | None, **given: Any) -> None:
+    """Audit TARGET: package.module:name or path/to/file.py:name.
+
+    It names a loader, a dict or list of loaders, a function make() that returns any of these, or a function
+    make(rank, world_size) that builds one rank's loader. Exits with 0 when all hold, 1 when not, 2 when it could not
+    run.
+    """
+    options = {name: given.pop(name) for name in ("uneven", "layout", "seed")}
+    chosen = {name: value for name, value in options.items() if value is not None}
+    padding = not given.pop("no_padding")
+    with _refusing(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what libraries warn of while loaders are made is not the audit's to tell
+        reports = {}
+        terminal = Console(stderr=True)
+        with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
+            for place, loader in find(target).items():
+                task = bar.add_task(escape(place), total=None)
+
+                def progress(done: int, of: int, task: Any = task) -> None:
+                    bar.update(task, completed=done, total=of)
+
+                reports[place] = audit(
+                    loader, world_size, patch=not no_patch, padding=padding, progress=progress, **given, **chosen
+                )
+        if not reports:
+            raise click.ClickException(f"{target} holds no loader.")
+        if html is not None:
+            from ddp_patch.audit.pictures import page
+
+            html.write_text(page(reports), encoding="utf-8")
+        _print(reports, form)
+    sys.exit(_HOLDS if all(report.ok for report in reports.values()) else _DOES_NOT)
+
+
+def _print(reports: dict[str, Report], form: str) -> None:
+    if form == "json":
+        click.echo(json.dumps({place: report.to_dict() for place, report in reports.items()}, indent=2))
+    elif form == "markdown":
+        click.echo("\n\n".join(f"## {place}\n\n{report.to_markdown()}" for place, report in reports.items()))
+    else:
+        console = Console(soft_wrap=False)
+        for place, report in reports.items():
+            console.print(_shown(place, report))
+
+
+def _shown(place: str, report: Report) -> Group:
+    """Return a report as a table, with its problems under it."""
+    mark = "[bold green]✔ holds[/]" if report.ok else "[bold red]✘ does not hold[/]"
+    title = f"{escape(place)} on {report.world_size} ranks: {mark}"
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in report.facts():
+        table.add_row(escape(name), escape(value))
+    below = []
+    for problem in report.problems:
+        below += [f"[bold red]✘ {problem.kind}[/] ({problem.where})", escape(f"  {problem.what} {problem.why}")]
+        below += [f"  [bold]Remedy:[/] {escape(problem.remedy)}"]
+    below += [f"[yellow]! {problem.kind}[/] (allowed) {escape(problem.what)}" for problem in report.allowed]
+    return Group(table, *below, "")
+
+
+@commands.command("show")
+@click.argument("target")
+@click.option("--world-size", "-w", type=click.IntRange(1), default=2, show_default=True, help="The number of ranks.")
+@click.option("--batches", "-b", type=click.IntRange(1), default=3, show_default=True, help="How many to show.")
+def show_command(target: str, world_size: int, batches: int) -> None:
+    """Show what the loader TARGET is, what of it would be shared and why, and what each rank gets first."""
+    with _refusing(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as above
+        console = Console()
+        for place, loader in find(target).items():
+            console.print(_description(place, loader, world_size, batches))
+
+
+def _description(place: str, given: DataLoader[Any] | Factory, world_size: int, batches: int) -> Group:
+    shares = isinstance(given, DataLoader) and sharding(given) is None
+    loader = given if isinstance(given, DataLoader) else given(0, world_size)
+    parameters = Table(title=f"{escape(place)}: {_type_name(loader)}", title_justify="left", show_header=False)
+    parameters.add_column(no_wrap=True)
+    parameters.add_column(overflow="fold")
+    for name, value in extract_loader_parameters(loader).items():
+        parameters.add_row(name, escape(_short(value)))
+    found = sharding(loader)
+    if found is None:
+        told = f"Would be shared at the level '{level(loader).value}': {_WHY[level(loader)]}"
+    else:
+        told = f"Is shared already, by {_type_name(found)}."
+    first = _first(given, world_size, batches) if shares or not isinstance(given, DataLoader) else ""
+    return Group(parameters, escape(told), first, "")
+
+
+def _first(given: DataLoader[Any] | Factory, world_size: int, batches: int) -> Table:
+    # A batch of more items than this is cut by max_items, which shows enough of it.
+    subject = Subject(given, patch=True, options={}, set_epoch=False, max_items=batches * 4096)
+    table = Table(title=f"The first {batches} batches of each of {world_size} ranks", title_justify="left")
+    for name in ("rank", *(f"batch {number}" for number in range(batches))):
+        table.add_column(name, overflow="fold")
+    coding = Coding()
+    for number, rank in enumerate(ranks_of(subject, world_size)):
+        got = batches_of(rank.epoch(0, coding).first_steps(batches))
+        shown = [_listed([coding.name(int(code)) for code in batch]) for batch in got]
+        table.add_row(str(number), *map(escape, shown), *[""] * (batches - len(shown)))
+    return table
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:12]) + (f", ... ({len(names)})" if len(names) > 12 else "")
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{_type_name(value)} of {len(text)} characters"

@@ -1,0 +1,69 @@
+"""For pytest: the fixture ``ddp_audit``, and a guard against unpatched loaders on several ranks."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import pytest
+from torch.utils.data import DataLoader
+
+from ddp_patch.audit.auditing import audit
+from ddp_patch.audit.report import Report
+from ddp_patch.audit.simulate import Factory
+from ddp_patch.guard import guarded, places_recorded
+
+__all__ = ["DDPAudit", "ddp_audit", "pytest_addoption", "pytest_configure"]
+
+
+class DDPAudit(Protocol):
+    """What the fixture ``ddp_audit`` is."""
+
+    def __call__(self, loader: DataLoader[Any] | Factory, world_size: int = 2, **expect: Any) -> Report:
+        """Audit a loader; fail the test if something does not hold."""
+
+
+@pytest.fixture
+def ddp_audit() -> DDPAudit:
+    """Audit a loader as ``ddp_patch.audit.audit`` does, and fail the test with the report if something does not hold.
+
+    ``ddp_audit(loader, world_size=8, epochs=2, padding=False)``: all options are those of ``audit``.
+    """
+
+    def run(loader: DataLoader[Any] | Factory, world_size: int = 2, **expect: Any) -> Report:
+        report = audit(loader, world_size, **expect)
+        if not report.ok:
+            pytest.fail(str(report), pytrace=False)
+        return report
+
+    return run
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option and the setting that guard every test."""
+    text = "fail a test in which an unpatched DataLoader is iterated on one of several ranks"
+    parser.getgroup("ddp_patch").addoption("--ddp-guard", action="store_true", help=text)
+    parser.addini("ddp_guard", text, type="bool", default=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Announce the marker; where every test is guarded, write down from now on where loaders are made."""
+    config.addinivalue_line(
+        "markers", "ddp_guard: fail if an unpatched DataLoader is iterated while several ranks are up"
+    )
+    if _guards_all(config):
+        recorded = ExitStack()
+        recorded.enter_context(places_recorded())
+        config.add_cleanup(recorded.close)
+
+
+def _guards_all(config: pytest.Config) -> bool:
+    return bool(config.getoption("--ddp-guard") or config.getini("ddp_guard"))
+
+
+@pytest.fixture(autouse=True)
+def _ddp_guard(request: pytest.FixtureRequest) -> Iterator[None]:
+    if _guards_all(request.config) or request.node.get_closest_marker("ddp_guard") is not None:
+        with guarded():
+            yield
+    else:
+        yield
