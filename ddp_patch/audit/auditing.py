@@ -68,7 +68,7 @@ def audit(
         set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch, so that the audit does.
         padding: Whether samples may be repeated to fill the last round; False for an evaluation.
         epochs_differ: Whether every epoch must have another order.
-        allow: Problems, by their names in ``ddp_patch.audit.problem_kinds``, that are told of in ``report.allowed`` instead.
+        allow: Problems, by their names in ``ddp_patch.audit.problem_kinds``, that ``report.allowed`` tells of instead.
         cost: What a sample costs, such as its length: a sequence, or a function of its index. For the balance of ranks.
         max_items: How many items of each rank's epoch are drawn; where there are more, the report is of a sample.
         processes: Draw on real ranks, processes of a gloo group, which differ in all that processes differ in (a hash

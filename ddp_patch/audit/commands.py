@@ -69,9 +69,7 @@ def commands() -> None:
 @click.option("--set-epoch", is_flag=True, help="The training calls set_epoch(epoch) before each epoch.")
 @click.option("--no-padding", is_flag=True, help="No sample may be repeated: for an evaluation.")
 @click.option("--epochs-differ", is_flag=True, help="Every epoch must have another order.")
-@click.option(
-    "--allow", multiple=True, type=click.Choice(sorted(problem_kinds)), help="A problem that is all right here."
-)
+@click.option("--allow", multiple=True, type=click.Choice(sorted(problem_kinds)), help="What is all right here.")
 @click.option("--max-items", type=click.IntRange(1), default=2_000_000, show_default=True, help="For each rank.")
 @click.option("--processes", is_flag=True, help="Draw on real ranks, processes of a gloo group.")
 @click.option("--uneven", type=click.Choice(["pad", "drop", "keep"]), help="As in patch_dataloader_to_ddp().")
