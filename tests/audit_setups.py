@@ -64,13 +64,14 @@ class Torn(Sampler[list[int]]):
 class WholeBatchPadding(Sampler[int]):
     """Fills every rank's last batch from the beginning."""
 
-    def __init__(self, rank: int, world_size: int, batch_size: int) -> None:
-        self.rank, self.world_size, self.batch_size = rank, world_size, batch_size
+    def __init__(self, rank: int, world_size: int, batch_size: int, shuffles: bool = False) -> None:
+        self.rank, self.world_size, self.batch_size, self.shuffles = rank, world_size, batch_size, shuffles
 
     def __iter__(self) -> Iterator[int]:
         round_size = self.world_size * self.batch_size
         total = -(-N // round_size) * round_size if self.world_size > 1 else N
-        return (position % N for position in range(self.rank, total, self.world_size))
+        order = torch.randperm(N).tolist() if self.shuffles else range(N)
+        return (order[position % N] for position in range(self.rank, total, self.world_size))
 
 
 def loader(sampler: Any, n: int = N, **options: Any) -> DataLoader[Any]:
@@ -157,6 +158,10 @@ def wrong_length(rank: int, world_size: int) -> DataLoader[Any]:
 
 def whole_batch_padding(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(WholeBatchPadding(rank, world_size, 4))
+
+
+def shuffled_padding(rank: int, world_size: int) -> DataLoader[Any]:
+    return loader(WholeBatchPadding(rank, world_size, 4, shuffles=True))
 
 
 class Failing(Sampler[int]):

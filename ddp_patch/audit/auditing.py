@@ -296,7 +296,7 @@ class _Audit:
             return again, judge_epoch(again, self._allowance(again))
 
         cause = cause_of(epoch, judged, alike, self.world.first, self.world.coding, self.expect.padding)
-        self.problems.append(cause.problem)
+        self.problems += cause.problems
         self.seeds_agree = cause.seeds_agree
 
     def _look_at_steps(self, epoch: Epoch) -> None:

@@ -159,9 +159,9 @@ def _such(shown: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A problem of coverage, and whether ranks that are seeded alike agree."""
+    """What is wrong with an epoch's shares, and whether ranks agree that are seeded differently."""
 
-    problem: Problem
+    problems: tuple[Problem, ...]
     seeds_agree: bool | None
 
 
@@ -184,36 +184,42 @@ def cause_of(
         pads: Whether samples may be repeated to fill the last round.
     """
     about = About(epoch, judged, coding)
-    epoch_alike, judged_alike = alike()
     world = len(epoch.ranks)
-    if _is_whole_on_every_rank(epoch) or _is_same_on_every_rank(epoch_alike):
-        each = max(len(drawn.items) for drawn in epoch.ranks)
-        return Cause(
-            about.problem(
-                "not_sharded",
-                f"Every one of {world} ranks gets the whole stream, {each} samples.",
-                f"An epoch costs {world} times what it should, and gradients average repeated samples.",
-                f"{_PATCH} on every rank, after init_process_group().",
-            ),
-            None,
-        )
     if not pads and not judged.found.lacking and judged.found.extra < world:
-        return Cause(_padding(about, f"None may be repeated (padding=False), and {judged.found.extra} are."), True)
-    if judged_alike.is_covered:
-        return Cause(
-            about.problem(
-                "ranks_disagree",
-                f"{about.counts()} With all ranks seeded alike nothing is.",
-                "The order comes from the global random states, in which the ranks differ.",
-                f"{_PATCH}, which derives the order from (seed, epoch); or seed every rank alike where samplers draw.",
-            ),
-            False,
-        )
-    return Cause(_structural(epoch_alike, judged_alike, loader, about), None)
+        return Cause((_padding(about, f"None may be repeated (padding=False), and {judged.found.extra} are."),), True)
+    again, judged_again = alike()
+    if _is_whole_on_every_rank(epoch) or _is_same_on_every_rank(again):
+        return Cause((_not_sharded(about),), None)
+    if judged_again.is_covered:
+        return Cause((_disagreement(about, "nothing is"),), False)
+    structural = _structural(About(again, judged_again, coding), loader)
+    if judged.found.lacking and not judged_again.found.lacking:
+        return Cause((_disagreement(about, "none is missing"), structural), False)
+    return Cause((structural,), None)
 
 
-def _structural(epoch: Epoch, judged: Judged, loader: DataLoader[object], about: About) -> Problem:
+def _not_sharded(about: About) -> Problem:
+    world, each = len(about.epoch.ranks), max(len(drawn.items) for drawn in about.epoch.ranks)
+    return about.problem(
+        "not_sharded",
+        f"Every one of {world} ranks gets the whole stream, {each} samples.",
+        f"An epoch costs {world} times what it should, and gradients average repeated samples.",
+        f"{_PATCH} on every rank, after init_process_group().",
+    )
+
+
+def _disagreement(about: About, alike: str) -> Problem:
+    return about.problem(
+        "ranks_disagree",
+        f"{about.counts()} With all ranks seeded alike {alike}.",
+        "The order comes from the global random states, in which the ranks differ.",
+        f"{_PATCH}, which derives the order from (seed, epoch); or seed every rank alike where samplers draw.",
+    )
+
+
+def _structural(about: About, loader: DataLoader[object]) -> Problem:
     """Say what is wrong where the ranks' seeds are not to blame."""
+    epoch, judged = about.epoch, about.judged
     found, world = judged.found, len(epoch.ranks)
     if found.lacking and _is_shared_twice(epoch, loader):
         return about.problem(

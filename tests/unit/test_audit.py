@@ -56,6 +56,12 @@ def test_a_broken_set_up_is_found_and_named_with_its_remedy(make: Any, kind: str
     assert audit(make, world_size=4, allow=[kind]).ok  # type: ignore[list-item]  # one of problem_kinds, as was just seen
 
 
+def test_two_causes_are_told_apart() -> None:
+    report = audit(setups.shuffled_padding, world_size=4)
+    assert kinds(report) == ["ranks_disagree", "padding"]
+    assert "missing" not in report.problems[1].what
+
+
 def test_every_kind_of_problem_has_a_broken_set_up() -> None:
     assert {kind for _, kind, _ in BROKEN} | {"missing", "repeated"} == set(problem_kinds)
 
