@@ -1,7 +1,7 @@
 """The one call: draw every rank's epochs, compare them, and report."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,6 +31,8 @@ __all__ = ["Cost", "Progress", "audit"]
 Cost: TypeAlias = Callable[[int], float] | Sequence[float] | NDArray[Any]
 Progress: TypeAlias = Callable[[int, int], object]  # how many of how many draws are done
 
+# Options of patch_dataloader_to_ddp() that real ranks alone can follow.
+_COMMUNICATING = {"agreement", "verify", "process_group", "device_mesh", "data_parallel_dimensions"}
 _PICTURED_ITEMS, _PICTURED_STEPS = 24, 160
 
 
@@ -132,16 +134,21 @@ class _World:
     def __init__(
         self, subject: Subject, world_size: int, epochs: int, processes: bool, timeout: float, progress: Progress
     ) -> None:
+        made_up = subject
         if processes and isinstance(subject.make, DataLoader) and subject.patch:
             # Real ranks take rank 0's seed, and one process alone must have the same.
-            subject = Subject(subject.make, True, {"seed": 0, **subject.options}, subject.set_epoch, subject.max_items)
+            subject = replace(subject, options={"seed": 0, **subject.options})
+            # A made-up world has nobody to communicate with.
+            alone = {name: value for name, value in subject.options.items() if name not in _COMMUNICATING}
+            made_up = replace(subject, options=alone)
+        self._made_up = made_up
         self.subject, self.world_size, self.epochs = subject, world_size, epochs
         self.processes, self._timeout, self._progress = processes, timeout, progress
         self.coding = Coding()
-        whole = Subject(subject.make, subject.patch, subject.options, subject.set_epoch, subject.max_items * world_size)
+        whole = replace(made_up, max_items=subject.max_items * world_size)
         self._alone = Rank(lambda: stream_of(whole.loader(0, 1)), whole, seeded_as=0)
         self.units: Units = "batches" if made_of_batches(self._alone.loader) else "samples"
-        self.first = Rank(lambda: subject.loader(0, world_size), subject, seeded_as=0).loader
+        self.first = Rank(lambda: made_up.loader(0, world_size), made_up, seeded_as=0).loader
 
     def drawn(self) -> Iterator[Epoch]:
         """Draw every epoch."""
@@ -174,7 +181,7 @@ class _World:
 
     def is_changed_by_epoch(self, first: Drawn) -> bool:
         """Tell whether rank 0's first pass would be another if ``set_epoch(1)`` had been called."""
-        rank = Rank(lambda: self.subject.loader(0, self.world_size), self.subject, seeded_as=0)
+        rank = Rank(lambda: self._made_up.loader(0, self.world_size), self._made_up, seeded_as=0)
         steps = len(first.sizes)
         return signature([rank.epoch(1, self.coding, tells_epoch=True).first_steps(steps)]) != signature([first])
 
