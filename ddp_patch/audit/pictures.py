@@ -60,7 +60,7 @@ def page(reports: Mapping[str, Report]) -> str:
         >>> from ddp_patch.audit import audit
         >>> html = page({"train": audit(DataLoader(range(10), batch_size=2), world_size=4)})
         >>> html.count("<svg"), "http" in html
-        (3, False)
+        (2, False)
     """
     broken = sum(not report.ok for report in reports.values())
     verdict = f"✘ {broken} of {len(reports)} do not hold" if broken else f"✔ all {len(reports)} hold"
