@@ -271,3 +271,25 @@ def test_a_loader_patched_by_the_factory_is_audited_as_it_stands() -> None:
         return patch_dataloader_to_ddp(loader(shuffle=True), rank=rank, num_replicas=world_size)
 
     assert audit(make, 3).ok
+
+
+def test_a_rank_without_any_step_is_told() -> None:
+    """Eight ranks with three samples each make no batch of four."""
+    report = audit(loader(shuffle=True, drop_last=True), 8)
+    assert report.epochs[0].steps == (0,) * 8
+    assert kinds(report) == ["tail_lost"]
+
+
+def test_workers_of_an_iterable_dataset_are_simulated() -> None:
+    """By-worker sharding gives what the dataset gives each worker; unpatched, every rank reads all."""
+    given = BY_NAME["iterable, splits itself, 2 workers"].make()
+    by_worker = audit(given, 2, iterable_sharding="by_worker", allow=["uneven_steps"])
+    assert by_worker.ok
+    assert by_worker.epochs[0].missing == 0
+    assert "reading the iterable dataset" in by_worker.how
+    assert kinds(audit(given, 2, patch=False)) == ["not_sharded"]
+
+
+def test_sparse_and_negative_indices_are_counted() -> None:
+    assert audit(loader(sampler=[10**15, 3, -1, 2**70, 7]), 2).ok
+    assert kinds(audit(loader(sampler=[10**15, 3, -1, 2**70, 7]), 2, patch=False)) == ["not_sharded"]
