@@ -27,7 +27,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """Run the tests with torchdata, PyTorch Geometric and Hugging Face datasets; arguments go to pytest."""
+    """Run the tests with torchdata, torchmetrics, PyTorch Geometric and datasets; arguments go to pytest."""
     install(session, ".[integrations]")
     session.run("pytest", "-n", "auto", "tests/integrations", *session.posargs)
 

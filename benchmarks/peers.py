@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -27,7 +27,10 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from zoo import BY_NAME, KINDS, STEPS, Kind, comparable, seed_ambient
 
-from ddp_patch import RanksFailedError, patch_dataloader_to_ddp
+from ddp_patch import RanksFailedError, patch_dataloader_to_ddp, sharded_sampler
+from ddp_patch.loader import random_generators
+from ddp_patch.orders import Order, order_of
+from ddp_patch.seeding import ambient_unmoved, unmoved
 from ddp_patch.testing import run_ranks
 
 SEED = 100
@@ -226,11 +229,13 @@ def batch_name(batch: Any) -> tuple[str, ...]:
     return tuple(map(item_name, batch.tolist() if isinstance(batch, torch.Tensor) else batch))
 
 
-def recording(kind: Kind, draws: list[Draw]) -> AbstractContextManager[object]:
+@contextmanager
+def recording(kind: Kind, draws: list[Draw]) -> Iterator[None]:
     """Have the class of the kind's own sampler record what each pass over it gives."""
     sampler = users_sampler(kind.make())
     if not isinstance(sampler, Sampler) or type(sampler) is BatchSampler:
-        return nullcontext()
+        yield
+        return
     begin = type(sampler).__iter__
     name = batch_name if kind.batches else item_name
 
@@ -238,7 +243,20 @@ def recording(kind: Kind, draws: list[Draw]) -> AbstractContextManager[object]:
         draws.append(Draw())
         return record(begin(self), name, draws[-1])
 
-    return patch.object(type(sampler), "__iter__", recorded)
+    # This package looks torch's own orders up instead of iterating: what iterating would give is recorded then.
+    with (
+        patch.object(type(sampler), "__iter__", recorded),
+        patch.object(sharded_sampler, "order_of", iterated_first),
+    ):
+        yield
+
+
+def iterated_first(sampler: Any, epoch: int) -> Order:
+    """Iterate the sampler as torch does, put all random states back, and look the order up."""
+    with ambient_unmoved(), unmoved(random_generators([sampler])):
+        for _ in sampler:
+            pass
+    return order_of(sampler, epoch)
 
 
 def users_sampler(loader: DataLoader[Any]) -> object:

@@ -55,6 +55,8 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     ),
     "PKBatchSampler, 32 x 4": lambda n: PKBatchSampler(np.arange(2 * n) // 8, 32, 4, seed=SEED),
     "PKBatchSampler, 32 x 16": lambda n: PKBatchSampler(np.arange(2 * n) // 32, 32, 16, seed=SEED),
+    "PKBatchSampler, 32 x 256": lambda n: PKBatchSampler(np.arange(2 * n) // 512, 32, 256, seed=SEED),
+    "PKBatchSampler, 32 x 1000": lambda n: PKBatchSampler(np.arange(2 * n) // 2000, 32, 1000, seed=SEED),
     "PKBatchSampler, 32 x 4, 4 categories": lambda n: PKBatchSampler(
         np.arange(2 * n) // 8, 32, 4, categories=np.arange(2 * n) // 8000, max_categories=4, seed=SEED
     ),
@@ -230,8 +232,9 @@ def windows() -> Any:
                         )  # fmt: skip
         axis.axhline(5.5, color="black", linewidth=1)
         how = "shuffle=True" if layout == "interleaved" else 'shuffle=False, layout="contiguous"'
-        axis.set(title=how, xlabel="time", xlim=(0, 100), yticks=[2, 9])
+        axis.set(title=how, xlabel="time (the series is a ring of 100 points)", xlim=(0, 100), yticks=[2, 9])
         axis.set_yticklabels(["epoch 0", "epoch 1"])
+    axes[0].set_ylabel("a row for each step")
     axes[0].invert_yaxis()  # which both share
     axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
@@ -245,6 +248,9 @@ def scalable() -> Any:
     for epoch, axis in enumerate(axes):
         axis.plot(positions, sampler.items_at(positions, epoch), ".", markersize=2)
         axis.set(title=f"epoch {epoch}", xlabel="every 200th position of 100,000", ylabel="" if epoch else "sample")
+        ticks = [0, 50_000, 100_000]
+        axis.set_xticks(ticks, ["0", "50,000", "100,000 "], ha="center")
+        axis.set_yticks(ticks, ["0", "50,000", "100,000"])
     return figure
 
 

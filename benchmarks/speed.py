@@ -37,7 +37,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
+from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 BATCH, WORLD, N = 64, 8, 10**7
@@ -128,6 +128,15 @@ def scalable(sampler: Any, world_size: int) -> Iterable[Any]:
     return ours(sampler, world_size, scalable_shuffle=True)
 
 
+def from_the_middle(sampler: Any, world_size: int) -> Iterable[Any]:
+    """Patch a loader, with a scalable shuffle, and go on from the middle of an epoch."""
+    given: DataLoader[Any] = DataLoader(Numbers(len(sampler)), BATCH, sampler=sampler)
+    patched = patch_dataloader_to_ddp(given, rank=0, num_replicas=world_size, scalable_shuffle=True)
+    half = len(sampler) // world_size // BATCH // 2 * BATCH
+    restore_loader(patched, loader_state(patched, batches_done=0) | {"done": [[world_size, half]]})
+    return patched.batch_sampler or ()
+
+
 def torchs(sampler: Any, world_size: int) -> Iterable[Any]:
     """Torch's DistributedSampler."""
     return BatchSampler(DistributedSampler(Numbers(len(sampler)), world_size, 0), BATCH, drop_last=False)
@@ -170,6 +179,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Any, int], Iterable[Any]]] = {
     "ddp_patch": ours,
     "ddp_patch, unbatched": unbatched,
     "ddp_patch, scalable_shuffle": scalable,
+    "ddp_patch, scalable_shuffle, from the middle": from_the_middle,
     "torch DistributedSampler": torchs,
     "accelerate": accelerates,
     "Lightning": lightnings,
@@ -260,14 +270,14 @@ def samplers(n: int, repeats: int) -> list[list[str]]:
 
 def scalable_shuffles(repeats: int) -> list[list[str]]:
     """The scalable shuffle on rank 0 of 1024."""
-    rows = [["n", "first batch ms", "ns an index", "growth MB"]]
+    rows = [["n", "first batch ms", "from the middle ms", "ns an index", "growth MB"]]
     steps = 4000
-    for exponent in (6, 9, 12):
-        first, whole, growth = case(
-            "ddp_patch, scalable_shuffle", "RandomSampler", 10**exponent, 1024, repeats, steps if exponent > 6 else None
-        )
-        taken = min((steps + 1) * BATCH, -(-(10**exponent) // 1024))
-        rows.append([f"10^{exponent}", f"{1e3 * first:.2f}", f"{1e9 * whole / taken:.0f}", f"{growth:.1f}"])
+    for exponent in (9, 12):
+        n = 10**exponent
+        first, whole, growth = case("ddp_patch, scalable_shuffle", "RandomSampler", n, 1024, repeats, steps)
+        middle, _, _ = case("ddp_patch, scalable_shuffle, from the middle", "RandomSampler", n, 1024, repeats, 1)
+        each = 1e9 * whole / ((steps + 1) * BATCH)
+        rows.append([f"10^{exponent}", f"{1e3 * first:.2f}", f"{1e3 * middle:.2f}", f"{each:.0f}", f"{growth:.1f}"])
     return rows
 
 
@@ -358,6 +368,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--largest", type=int, default=8, help="the largest n, as a power of ten, from 5 to 8")
     parser.add_argument("--repeats", type=int, default=3, help="how often each case is repeated")
+    parser.add_argument(
+        "--only", nargs="+", choices=("peers", "samplers", "scalable", "loaders"), help="measure these tables alone"
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
@@ -367,11 +380,18 @@ def main() -> None:
         print(json.dumps(measure(*json.loads(arguments.case))))
         return
     n = 10 ** min(arguments.largest, 7)
+    tables: dict[str, Callable[[], list[list[str]]]] = {
+        "peers": lambda: beside_the_peers(n, arguments.repeats),
+        "samplers": lambda: samplers(n, arguments.repeats),
+        "scalable": lambda: scalable_shuffles(arguments.repeats),
+        "loaders": lambda: loaders(arguments.repeats),
+    }
     page = PAGE.read_text()
-    page = write("peers", beside_the_peers(n, arguments.repeats), page)
-    page = write("samplers", samplers(n, arguments.repeats), page)
-    page = write("scalable", scalable_shuffles(arguments.repeats), page)
-    page = write("loaders", loaders(arguments.repeats), page)
+    for name in arguments.only or tables:
+        page = write(name, tables[name](), page)
+    if arguments.only:
+        PAGE.write_text(page)
+        return
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy", *PEERS))
     page = write("versions", [["measured with"], [f"{versions}; n = {n:,}"]], page)
     draw(growing(arguments.largest, arguments.repeats))

@@ -23,30 +23,41 @@ class EpochPass(Progress):
         held: What the samplers held before it.
         before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
         resumes: Whether it goes on from a place that was loaded.
-        now: Of that place, until it is reached.
+        drawn_from: What the generators' states were when the first item was drawn, if they were others by then.
+        now: Of the place that it goes on from, until it is reached.
         length: How many items the rest has, once its end was found.
         over: Whether nothing more will be asked for.
         after: What the samplers held after it, where another rank draws.
         sizes: How many samples each item has that was given, oldest first, where somebody wants to know.
-        to_end: Draws what is left of the stream, nothing of which is this rank's; None where another rank draws.
+        to_end: Draws on, and tells whether no more than so many items of the share come; None where that would be
+            known on one rank and not on another.
     """
 
     epoch: int
     held: Held = field(default_factory=Held)
     before: Done = ()
     resumes: bool = False
+    drawn_from: Held | None = None
     now: tuple[int, Held] | None = None
     length: int | None = None
     over: bool = False
     after: Held | None = None
     sizes: deque[int] | None = None
-    to_end: Callable[[], object] | None = None
+    to_end: Callable[[int], bool] | None = None
 
     @classmethod
     def at(cls, place: Place, num_replicas: int, *, resumes: bool) -> "EpochPass":
         """Return the pass that goes on from a place."""
         before, skip = place.split(num_replicas)
-        return cls(epoch=place.epoch, held=place.held, before=before, skip=skip, resumes=resumes, now=place.now)
+        return cls(
+            epoch=place.epoch,
+            held=place.held,
+            before=before,
+            skip=skip,
+            resumes=resumes,
+            drawn_from=place.drawn_from,
+            now=place.now,
+        )
 
     @property
     def begins_at(self) -> str:
@@ -55,20 +66,19 @@ class EpochPass(Progress):
 
     def place(self, num_replicas: int, taken: int, now: Held | None = None) -> Place:
         """Return where the pass stands when so many items of the share were taken."""
-        done = (*self.before, (num_replicas, taken)) if taken else self.before
-        return Place(self.epoch, done, self.held, now=None if now is None else (self.given, now))
+        before = tuple(stint for stint in self.before if stint[1])
+        told = None if now is None else (self.given, now)
+        return Place(self.epoch, (*before, (num_replicas, taken)), self.held, drawn_from=self.drawn_from, now=told)
 
     def end(self, num_replicas: int, after: Held) -> Place:
         """Return where the pass stands when all was taken."""
         return replace(self.place(num_replicas, self.taken), held=self.after or after, ended=True)
 
-    def draw_to_end(self) -> bool:
-        """Bring what the samplers hold to where it is after the epoch, all of which was given; tell whether it is."""
-        if self.held and not self.ended and self.after is None:
-            if self.to_end is None:
-                return False
-            self.to_end()
-        return True
+    def is_at_end(self, unused: int = 0) -> bool:
+        """Tell whether all was given but ``unused`` items; then the samplers hold what the epoch leaves in them."""
+        if self.ended or self.after is not None:
+            return True
+        return self.to_end is not None and self.to_end(unused)
 
     def begin(self, part: Sequence[T]) -> Iterator[T]:
         """Return an iterator over what is not to be skipped of this rank's items that come next."""

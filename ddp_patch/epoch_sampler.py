@@ -61,6 +61,10 @@ class EpochSampler(DistributedSampler[T]):
         self.agreed.check("Beginning an epoch", {"epoch": epoch, "seed": self.seed, **facts}, known)
         self.epochs.begin(epoch)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy begins a pass of its own; one that runs cannot be copied.
+        return {**self.__dict__, "progress": None}
+
     def _held(self) -> Held:
         return Held.by(self._holders, self._at_first)
 
@@ -148,7 +152,8 @@ class EpochSampler(DistributedSampler[T]):
         """
         self._refuse_ambient("told")
         progress = self.progress if self.place is None else None
-        taken = 0 if progress is None else -(-(progress.taken - progress.skip) // size)
+        taken = 0 if progress is None else progress.taken - progress.skip
+        taken = taken // size if drops_last else -(-taken // size)
         if batches > taken:
             raise InvalidOptionError(
                 f"batches_done={batches}, and the pass in progress has given {taken}. Pass how many of its batches the "
@@ -156,21 +161,16 @@ class EpochSampler(DistributedSampler[T]):
             )
         if progress is None:
             return self.state_dict()
-        if batches == 0 and self._is_over(progress):  # no pass is in progress
-            return Place(self.epochs.upcoming, held=progress.after or self._held()).state(self._facts)
         length = self.rest_length(progress)
         if length is not None:
             left = self.plan.rounds(length) - progress.skip
             is_last = batches == (left // size if drops_last else -(-left // size))
             # Where more was given the length is wrong.
             more = self._given_after(progress, progress.skip + batches * size)
-            if is_last and more < (size if drops_last else 1) and progress.draw_to_end():
+            unused = (size - 1 if drops_last else 0) - more
+            if is_last and unused >= 0 and progress.is_at_end(unused):
                 return progress.end(self.num_replicas, self._held()).following().state(self._facts)
         return progress.place(self.num_replicas, progress.skip + batches * size).state(self._facts)
-
-    def _is_over(self, progress: EpochPass) -> bool:
-        """Whether nothing more will be asked for in the latest pass."""
-        return progress.over
 
     def _given_after(self, progress: EpochPass, taken: int) -> int:
         """How many items of the share were drawn beyond so many."""
@@ -204,7 +204,7 @@ class EpochSampler(DistributedSampler[T]):
 
     def go_to(self, place: Place) -> None:
         """Make the next pass go on at a place."""
-        place.held.reinstate(self._holders)
+        place.held.reinstate(self._holders, self._at_first)
         self.set_epoch(place.epoch)  # also to samplers whose own state told of the epoch before
         self.place = place
 

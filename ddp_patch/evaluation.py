@@ -1,27 +1,35 @@
 """All ranks' outputs in the order of the unpatched loader; and which samples of a batch are padding."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, cast
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ddp_patch.comparison import by_value, ranks_text
+from ddp_patch.epoch_pass import EpochPass
+from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import InvalidOptionError, OutputsError, UnsupportedLoaderError, WorldError
 from ddp_patch.exchange import exchange
 from ddp_patch.iterable import StreamSampler
-from ddp_patch.loader import Level, require_loader, sharding
+from ddp_patch.loader import Level, copy_loader, require_loader, sharding
 from ddp_patch.patched import Batches, require_batches
 from ddp_patch.plan import Plan
 from ddp_patch.rows import Structure, structure_of
-from ddp_patch.transfer import Members, gathered
+from ddp_patch.transfer import Arrangement, Members, Packed, gathered, packed
 
 __all__ = ["gather_in_order", "iter_with_mask"]
 
 _GATHERING = "Gathering outputs"
+
+# What a row of the outputs stands for.
+_UNITS = {Level.SAMPLE: "samples", Level.BATCH: "batches", Level.UNBATCHED: "items", Level.ITERABLE: "samples"}
 
 
 def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None) -> Any:
@@ -62,19 +70,14 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
     if _is_alone(loader):
         return outputs
     batches = _require_one_stream("gather_in_order", loader)
-    members = Members(_ranks_by_share(batches), dst)
-    if dst is not None and dst not in members.ranks:
-        raise InvalidOptionError(
-            f"dst={dst!r} is none of the ranks {members.ranks} that share the loader. Pass one of these, or leave it "
-            "out."
-        )
-    said = _Said.of(outputs, batches)
-    judge = partial(_judge, batches.sampler.plan)
+    members = _members(batches, dst)
+    said, own = _say(outputs, batches, dst)
+    judge = partial(_judge, batches.sampler.plan, batches.sampler.agreed.world.members or [0])
     if len(members.ranks) == 1:
-        pass_ = judge({members.ranks[0]: said})[members.ranks[0]]
+        arrangement = judge({members.rank: said})[members.rank]
     else:
-        pass_ = exchange(members.ranks, _GATHERING, said, judge, batches.sampler.agreed.options.timeout)
-    return gathered(outputs, pass_.structure, members, pass_.places, pass_.rows)
+        arrangement = exchange(members.ranks, _GATHERING, said, judge, members.timeout)
+    return gathered(outputs, own, members, arrangement)
 
 
 def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -102,35 +105,35 @@ def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]
         [0] [False]
     """
     if _is_alone(loader):
-        for batch in loader:
-            yield batch, torch.ones(_samples_in(batch), dtype=torch.bool)
-        return
-    batches = _require_one_stream("iter_with_mask", loader)
+        return _all_real(loader)
+    return _masked(loader, _require_one_stream("iter_with_mask", loader))
+
+
+def _masked(loader: DataLoader[Any], batches: Batches) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each batch with its mask, which follows from the place of its items in this rank's share."""
     sampler = batches.sampler
-    sampler.tells_sizes = True
+    is_unbatched = loader.batch_sampler is None
+    sampler.tells_sizes = batches.level is Level.BATCH
     try:
-        iterator = iter(loader)
-        for number, batch in enumerate(iterator):
+        for number, batch in enumerate(loader):
             if number == 0:
-                progress = sampler.progress
-            yield batch, _mask(batches, progress, number)
+                progress, pass_number = cast(EpochPass, sampler.progress), sampler.epochs.passes
+            mask = _mask(batches, progress, pass_number, number)
+            yield batch, mask[0] if is_unbatched else mask
     finally:
         sampler.tells_sizes = False
 
 
-def _mask(batches: Batches, progress: Any, number: int) -> torch.Tensor:
+def _mask(batches: Batches, progress: EpochPass, pass_number: int, number: int) -> torch.Tensor:
     """Tell which samples of a pass's batch ``number`` are no padding."""
     plan = batches.sampler.plan
-    length = _length_found(batches)
+    length = _length_found(batches.sampler, progress, pass_number)
     first = progress.skip + number * batches.size
     # Padding is given after the stream's end was found.
     share = first + batches.size if length is None else len(plan.share(length))
     real = share if length is None else share - len(plan.padding(length))
-    match batches.level:
-        case Level.BATCH:
-            return torch.full((progress.sizes.popleft(),), first < real)
-        case Level.UNBATCHED:
-            return torch.tensor(first < real)
+    if batches.level is Level.BATCH:
+        return torch.full((cast("deque[int]", progress.sizes).popleft(),), first < real)
     return torch.arange(first, min(first + batches.size, share)) < real
 
 
@@ -140,16 +143,25 @@ def _is_alone(loader: DataLoader[Any]) -> bool:
     return sharding(loader) is None and (not dist.is_initialized() or dist.get_world_size() == 1)
 
 
-def _samples_in(batch: Any) -> int:
-    """Return how many samples a batch has, by the first dimension of what is in it."""
-    match batch:
-        case torch.Tensor() if batch.ndim:
-            return len(batch)
-        case Mapping() if batch:
-            return _samples_in(next(iter(batch.values())))
-        case tuple() if batch:
-            return _samples_in(batch[0])
-    return len(batch)
+def _all_real(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each batch of an unpatched loader with a mask that is True for all of it."""
+    if loader.batch_sampler is None:
+        for item in loader:
+            yield item, torch.tensor(True)
+        return
+    # Only the samples, before they are put together, tell for any batch how many they are.
+    for samples, batch in copy_loader(loader, collate_fn=_Counted(loader.collate_fn)):
+        yield batch, torch.ones(samples, dtype=torch.bool)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """A ``collate_fn`` that puts the number of samples before what the user's returns."""
+
+    collate_fn: Callable[[Any], Any]
+
+    def __call__(self, samples: Any) -> tuple[int, Any]:
+        return len(samples), self.collate_fn(samples)
 
 
 def _require_one_stream(operation: str, loader: DataLoader[Any]) -> Batches:
@@ -162,32 +174,32 @@ def _require_one_stream(operation: str, loader: DataLoader[Any]) -> Batches:
     return batches
 
 
-def _ranks_by_share(batches: Batches) -> list[int]:
-    """Return one global rank for each share, this one among them.
+def _members(batches: Batches, dst: int | None) -> Members:
+    """Return who gathers: one rank for each share, this one among them.
 
     Where several take the same share, those with the same place among them gather from each other.
     """
-    world = batches.sampler.agreed.world
+    agreed = batches.sampler.agreed
+    world, timeout = agreed.world, agreed.options.timeout
     if world.members is None:
         if world.num_replicas > 1:
             raise WorldError(
                 f"gather_in_order cannot gather from {world.num_replicas} ranks: the loader's world was given by rank= "
                 "and num_replicas=, and nothing tells which processes these are. Patch it with a process group."
             )
-        return [0]
+        return Members([0], 0, dst, timeout)
     takers: list[list[int]] = [[] for _ in range(world.num_replicas)]
     for rank, share in world.members.items():
         takers[share].append(rank)
     mine = takers[world.rank].index(dist.get_rank())
-    return [ranks[mine] for ranks in takers]
+    return Members([ranks[mine] for ranks in takers], dist.get_rank(), dst, timeout)
 
 
-def _length_found(batches: Batches) -> int | None:
-    """Return how many items all ranks share in the latest pass, once its end was found."""
-    sampler = batches.sampler
+def _length_found(sampler: EpochSampler[Any], progress: EpochPass, pass_number: int) -> int | None:
+    """Return how many items all ranks share in a pass, once its end was found."""
     if isinstance(sampler, StreamSampler):
-        return sampler.length_found()
-    return None if sampler.progress is None else sampler.progress.length
+        return sampler.dataset.length_found(pass_number)
+    return progress.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,84 +207,109 @@ class _Said:
     """What a rank says of its outputs.
 
     Attributes:
-        at: Which pass they are of, and where it began.
-        length: How many items all ranks share in it.
-        skip: How many items of its share this rank had taken before it.
-        samples: How many rows it must have.
+        dst: Who is to get the result.
+        at: Which pass they are of.
+        given: How many rows this rank has to give, padding left out.
         structure: The outputs.
+        pickled: How many bytes its rows of objects are, by their path.
         problem: Why they are not those of a whole pass, or nothing.
     """
 
-    at: str
-    length: int
-    skip: int
-    samples: int
-    structure: Structure
-    problem: str
-
-    @classmethod
-    def of(cls, outputs: Any, batches: Batches) -> "_Said":
-        progress = batches.sampler.progress
-        if progress is None:
-            return cls("", 0, 0, 0, structure_of(None), "has made no pass over the loader")
-        length = _length_found(batches)
-        if length is None and not isinstance(batches.sampler, StreamSampler):
-            length = batches.sampler.rest_length(progress)
-        share = 0 if length is None else len(batches.sampler.plan.share(length))
-        at = f"epoch {progress.epoch} from {progress.begins_at} on"
-        is_whole = progress.ended or isinstance(batches.sampler, StreamSampler) or progress.taken >= share
-        if length is None or not is_whole:
-            return cls(at, 0, 0, 0, structure_of(None), f"is in the middle of epoch {progress.epoch}")
-        samples = max(0, share - progress.skip)
-        if batches.drops_last:
-            samples -= samples % batches.size
-        structure = structure_of(outputs)
-        return cls(at, length, progress.skip, samples, structure, structure.problem(samples))
+    dst: int | None
+    at: str = ""
+    given: int = 0
+    structure: Structure = field(default_factory=lambda: structure_of(None))
+    pickled: Mapping[str, int] = field(default_factory=dict)
+    problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """What all ranks agreed to gather.
+def _say(outputs: Any, batches: Batches, dst: int | None) -> tuple[_Said, Packed]:
+    """Return what this rank says of its outputs, and those of them that are sent pickled."""
+    sampler, progress = batches.sampler, batches.sampler.progress
+    if progress is None:
+        return _Said(dst, problem="has made no pass over the loader"), {}
+    length = _length_of_whole(sampler, progress)
+    if length is None:
+        return _Said(dst, problem=f"is in the middle of epoch {progress.epoch}"), {}
+    begins = "" if progress.begins_at == "0" else f" from {progress.begins_at} on"
+    at = f"gives the outputs of epoch {progress.epoch}{begins}, of {length} items"
+    samples = max(0, len(sampler.plan.share(length)) - progress.skip)
+    if batches.drops_last:
+        samples -= samples % batches.size
+    structure = structure_of(outputs)
+    if problem := structure.problem(samples, _UNITS[batches.level]):
+        return _Said(dst, at, problem=problem), {}
+    given = len(sampler.plan.sources(length)[0][progress.skip : progress.skip + samples])
+    try:
+        own = packed(outputs, structure, given)
+    except Exception as error:  # noqa: BLE001 - the user's objects; all ranks are told
+        return _Said(dst, at, problem=f"gives what cannot be pickled: {error}"), {}
+    return _Said(dst, at, given, structure, {path: len(data) for path, data in own.items()}), own
 
-    Attributes:
-        structure: Of the result, by the first rank that has rows.
-        places: Where in the result the rows of each share stand.
-        rows: How many rows the result has.
-    """
 
-    structure: Structure
-    places: Sequence[slice]
-    rows: int
+def _length_of_whole(sampler: EpochSampler[Any], progress: EpochPass) -> int | None:
+    """Return how many items all ranks share in the latest pass, if this rank has come to its end."""
+    found = _length_found(sampler, progress, sampler.epochs.passes)
+    if isinstance(sampler, StreamSampler) or progress.ended:
+        return found
+    # Whoever takes as many batches as len() says does not ask for the end.
+    length = sampler.rest_length(progress)
+    return length if length is not None and progress.taken >= len(sampler.plan.share(length)) else None
 
 
-def _judge(plan: Plan, records: Mapping[int, _Said]) -> dict[int, _Pass]:
-    found = {rank: said.problem for rank, said in records.items() if said.problem}
-    if not found:
-        passes = {rank: f"gives {said.at}, of {said.length} items" for rank, said in records.items()}
-        found = passes if len(by_value(passes)) > 1 else {}
-    with_rows = {rank: said.structure for rank, said in records.items() if said.samples} if not found else {}
-    if len(by_value({rank: structure.forms_text() for rank, structure in with_rows.items()})) > 1:
-        found = {rank: f"gives {structure.forms_text()}" for rank, structure in with_rows.items()}
+def _judge(plan: Plan, ranks: Collection[int], records: Mapping[int, _Said]) -> dict[int, Arrangement]:
+    """Return where all rows stand; raise where the ranks do not give the same pass in the same form."""
+    wrong_dst = [said.dst for said in records.values() if said.dst is not None and said.dst not in ranks]
+    if wrong_dst:
+        raise InvalidOptionError(
+            f"dst={wrong_dst[0]!r} is none of the ranks {list(ranks)} that share the loader. Pass one of these, or "
+            "leave it out."
+        )
+    with_rows = {rank: said.structure for rank, said in records.items() if any(said.structure.rows.values())}
+    found = (
+        {rank: said.problem for rank, said in records.items() if said.problem}
+        or _unless_same({rank: said.at for rank, said in records.items()})
+        or _unless_same({rank: f"gives {structure.forms_text()}" for rank, structure in with_rows.items()})
+        or _unless_same({rank: f"gives {structure.nest_text()}" for rank, structure in with_rows.items()})
+        or _unless_same({rank: f"gives dst={said.dst}" for rank, said in records.items()})
+    )
     if found:
         listed = "\n".join(f"  {ranks_text(ranks)}: {what}" for what, ranks in by_value(found).items())
         raise OutputsError(
             f"{_GATHERING}: the ranks do not give the outputs of one whole pass over the loader.\n{listed}\n"
             "Call gather_in_order() on every rank after the loop over the loader, with the same structure on each and "
-            "one row for each sample that the rank got, padding included."
+            "one row for each sample (or batch of a batch sampler) that the rank got, padding included."
         )
-    first = next(iter(records.values()))
-    plans = [Plan(share, len(records), plan.uneven, plan.layout) for share in range(len(records))]
-    shares = [
-        each.sources(said.length)[0][said.skip : said.skip + said.samples]
-        for each, said in zip(plans, records.values(), strict=True)
-    ]
-    structure = next(iter(with_rows.values()), first.structure).merged(list(with_rows.values()))
-    return dict.fromkeys(records, _Pass(structure, _places(plan, shares), sum(map(len, shares))))
+    # Where nobody has a row, any structure that is one will do.
+    structures = list(with_rows.values()) or [said.structure for said in records.values() if not said.structure.wrong]
+    structure = structures[0].widened(structures) if structures else structure_of(None)
+    counts = [said.given for said in records.values()]
+    pickled = [said.pickled for said in records.values()]
+    arrangement = Arrangement(structure, sum(counts), _places(plan, counts), pickled, uuid4().hex)
+    return dict.fromkeys(records, arrangement)
 
 
-def _places(plan: Plan, shares: Sequence[range]) -> list[slice]:
-    """Return where the items of each share stand among those of all, in the stream's order."""
-    if plan.layout == "interleaved":
-        return [slice(share, share + len(shares) * len(own), len(shares)) for share, own in enumerate(shares)]
-    starts = [sum(map(len, shares[:share])) for share in range(len(shares))]
-    return [slice(start, start + len(own)) for start, own in zip(starts, shares, strict=True)]
+def _unless_same(said: Mapping[int, str]) -> Mapping[int, str]:
+    return said if len(by_value(said)) > 1 else {}
+
+
+def _places(plan: Plan, counts: Sequence[int]) -> list[list[range]]:
+    """Return where the rows of each share stand among those of all, in the stream's order.
+
+    Args:
+        plan: How the stream was shared.
+        counts: How many rows each share has.
+    """
+    if plan.layout == "contiguous":
+        runs = zip(counts, accumulate(counts), strict=True)
+        return [[range(end - count, end)] if count else [] for count, end in runs]
+    places: list[list[range]] = [[] for _ in counts]
+    start = 0
+    # Rounds in which the same ranks have a row: with drop_last and uneven="keep" some have a batch less.
+    for before, until in pairwise(sorted({0, *counts})):
+        takers = [share for share, count in enumerate(counts) if count >= until]
+        end = start + len(takers) * (until - before)
+        for place, share in enumerate(takers):
+            places[share].append(range(start + place, end, len(takers)))
+        start = end
+    return places

@@ -49,11 +49,13 @@ class ShardedIterable(IterableDataset[T]):
         dataset: The dataset that the user gave.
     """
 
-    def __init__(self, dataset: IterableDataset[T], plan: Plan, options: Options, batch_size: int) -> None:
+    def __init__(
+        self, dataset: IterableDataset[T], plan: Plan, options: Options, batch_size: int, drops_last: bool
+    ) -> None:
         self.dataset = dataset
         self._plan = plan
         self._options = options
-        self._batch_size = batch_size
+        self._batch_size, self._drops_last = batch_size, drops_last
         self._first_pass: int | None = None
         self._place: tuple[int, Place] | None = None  # which pass goes on from where
         self._latest_pass = _shared(1)
@@ -76,6 +78,11 @@ class ShardedIterable(IterableDataset[T]):
         """Let pass ``number`` begin at a place, from workers that are started after this call on."""
         self._place = None if place is None else (number, place)
 
+    def forget(self, number: int) -> None:
+        """Let lengths be told of whole epochs again, if pass ``number`` went on from a place."""
+        if self._place is not None and self._place[0] == number:
+            self._place = None
+
     def __getattr__(self, name: str) -> Any:
         # The user's own attributes stay within reach; but a position in the whole stream is none in this share, so
         # the dataset's state is not this one's.
@@ -93,6 +100,9 @@ class ShardedIterable(IterableDataset[T]):
             tell(epoch)
         goes_on = self._place is not None and (self._place[0], self._place[1].epoch) == (number, epoch)
         before, skip = self._place[1].split(self._plan.num_replicas) if self._place and goes_on else ((), 0)
+        if self._place is not None and goes_on and self._place[1].is_begun:
+            # Here too: a loader may have drawn its workers' seed from them since.
+            self._place[1].held.reinstate_generators([random_holder(self.dataset)])
         if self._options.iterable_sharding == "exact":
             yield from self._exact(epoch, number, before, skip)
         else:
@@ -121,7 +131,7 @@ class ShardedIterable(IterableDataset[T]):
         # The loader asks its workers in turn, so of the batches that were done this one made every workers-th.
         done = max(0, -(-(skip // self._batch_size - role) // workers)) * self._batch_size
         skipped = sum(1 for _ in islice(items, done))
-        if skipped <= done - self._batch_size:
+        if skipped < done if self._drops_last else skipped <= done - self._batch_size:
             raise StateError(
                 f"{type(self.dataset).__name__} cannot go on from the state: worker {role} of {workers} had only "
                 f"{skipped} items before its end, so the workers no longer took turns and which batches were done "
@@ -219,9 +229,7 @@ class StreamSampler(EpochSampler[None]):
                 "num_workers": num_workers,
                 "batch_size": batch_size,
             }
-        # Its random generators only: a dataset's own state is a position in it, which is kept here.
-        holder = SimpleNamespace(generators=random_generators([dataset.dataset]))
-        super().__init__(agreed, [holder], facts)
+        super().__init__(agreed, [random_holder(dataset.dataset)], facts)
         self.dataset: ShardedIterable[Any] = dataset
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
@@ -241,9 +249,12 @@ class StreamSampler(EpochSampler[None]):
     def _pass(self, epoch: int) -> Iterator[None]:
         place = self.place or Place(epoch, held=self._held())
         progress = EpochPass.at(place, self.num_replicas, resumes=self.place is not None)
+        if place.is_begun:
+            place.held.reinstate_generators(self._holders)  # a loader may have drawn from them since
         # Workers cannot meet; what they have drawn is compared here, in the main process, when the next pass begins.
         self._begin(epoch, {"position": progress.begins_at}, self.dataset.ended(self.epochs.passes))
-        self.dataset.begin(self.epochs.passes, epoch)
+        number = self.epochs.passes
+        self.dataset.begin(number, epoch)
         if self.place is None:
             self.dataset.go_on(0, None)
         self.progress, self.place = progress, None
@@ -252,13 +263,14 @@ class StreamSampler(EpochSampler[None]):
         if callable(tell := getattr(self.dataset.dataset, "set_epoch", None)):
             tell(epoch)
         progress.given = progress.skip
+        progress.to_end = _is_told  # the end is found in workers, if there is one
         try:
             while True:
                 progress.given += 1
                 yield None
         finally:
             progress.over = True
-            self.dataset.go_on(0, None)
+            self.dataset.forget(number)
 
     def __len__(self) -> int:
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
@@ -274,8 +286,11 @@ class StreamSampler(EpochSampler[None]):
         if self.place is None:
             self.dataset.go_on(0, None)
 
-    def _is_over(self, progress: EpochPass) -> bool:
-        return progress.over or self.length_found() is not None  # persistent workers keep a pass that has ended
+    def rest_length(self, progress: EpochPass) -> int | None:
+        """How many items all ranks share in a pass: as the dataset says, or as was found by the end of the pass."""
+        told = super().rest_length(progress)
+        # Before, one rank may know and another not yet.
+        return self.length_found() if told is None and progress.over else told
 
     def _given_after(self, progress: EpochPass, taken: int) -> int:
         return 0  # in workers
@@ -305,6 +320,15 @@ class IterableWorkerInit:
         """Prepare worker ``worker_id``."""
         info: Any = get_worker_info()
         info.dataset.begin_worker(self.epochs.passes + 1, self.worker_init_fn)
+
+
+def _is_told(unused: int) -> bool:
+    return True
+
+
+def random_holder(dataset: object) -> SimpleNamespace:
+    """Return what holds a dataset's random generators and nothing else: its own state is a position in it."""
+    return SimpleNamespace(generators=random_generators([dataset]))
 
 
 def _this_worker() -> tuple[int, int]:

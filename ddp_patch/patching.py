@@ -266,7 +266,7 @@ def _shard(loader: DataLoader[T], agreed: Agreed) -> DataLoader[T]:
         case Level.ITERABLE:
             dataset = cast(IterableDataset[T], loader.dataset)
             plan = agreed.plan(agreed.world.rank)
-            new["dataset"] = ShardedIterable(dataset, plan, agreed.options, loader.batch_size or 1)
+            new["dataset"] = ShardedIterable(dataset, plan, agreed.options, loader.batch_size or 1, loader.drop_last)
             sharded = new["sampler"] = StreamSampler(new["dataset"], agreed, loader.num_workers, loader.batch_size or 1)
             if batches is not None:
                 new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)

@@ -8,12 +8,13 @@ from typing import Any
 from ddp_patch.errors import StateError
 from ddp_patch.loader import random_generators
 from ddp_patch.plan import Done
-from ddp_patch.seeding import generator_state, set_generator_state
+from ddp_patch.seeding import generator_state, set_generator_state, unmoved
 
 __all__ = ["Held", "Place", "plain_attributes", "read_state"]
 
 _VERSION = 1
-_FIELDS = ("version", "loader", "epoch", "done", "ended", "generators", "samplers", "attributes", "now")
+_PLAIN = {bool, int, float, str, type(None)}
+_FIELDS = ("version", "loader", "epoch", "done", "ended", "generators", "samplers", "attributes", "drawn_from", "now")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +48,25 @@ class Held:
         ]
         changed = attributes if any(attributes) else ()
         try:
-            return cls(states, [copy.deepcopy(sampler.state_dict()) for sampler in _stateful(samplers)], changed)
+            return cls(states, [copy.deepcopy(_told(sampler)) for sampler in _stateful(samplers)], changed)
         except Exception as error:  # noqa: BLE001 - the user's code; it counts when a state is asked for
             why = f"when the epoch began, the state_dict() of a sampler in it raised {error!r}. Correct that method"
             return cls(states, (), changed, why)
 
-    def reinstate(self, samplers: Sequence[Any]) -> None:
-        """Make the samplers hold this again."""
+    def reinstate(self, samplers: Sequence[Any], at_first: Sequence[Mapping[str, Any]]) -> None:
+        """Make the samplers hold this again.
+
+        Args:
+            samplers: The samplers.
+            at_first: As for ``by``.
+        """
         self.reinstate_generators(samplers)
         for sampler, state in zip(_stateful(samplers), self.samplers, strict=True):
             sampler.load_state_dict(copy.deepcopy(state))
-        for sampler, changed in zip(samplers, self.attributes, strict=False):
-            vars(sampler).update(changed)
+        attributes = self.attributes or [{} for _ in samplers]
+        for sampler, first, changed in zip(samplers, at_first, attributes, strict=True):
+            if plain := {**first, **changed}:
+                vars(sampler).update(plain)
 
     def reinstate_generators(self, samplers: Sequence[Any]) -> None:
         """Put the samplers' random generators into these states."""
@@ -75,7 +83,7 @@ def plain_attributes(samplers: Iterable[Any]) -> list[dict[str, Any]]:
         {
             name: value
             for name, value in getattr(sampler, "__dict__", {}).items()
-            if isinstance(value, bool | int | float | str | None)
+            if type(value) in _PLAIN  # and no subclass, as numpy's numbers are
             and not (name == "epoch" and hasattr(sampler, "set_epoch"))  # which is told
         }
         if not _stateful([sampler])
@@ -88,6 +96,11 @@ def _stateful(samplers: Iterable[Any]) -> list[Any]:
     return [sampler for sampler in samplers if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")]
 
 
+def _told(sampler: Any) -> Any:
+    """What a sampler's next pass follows from, which is more than where a pass stands that was left."""
+    return getattr(sampler, "state_between_passes", sampler.state_dict)()
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a pass begins or stands.
@@ -97,6 +110,7 @@ class Place:
         done: What was taken of that epoch.
         held: What the samplers held before it; or after it, where it has ended.
         ended: Whether nothing of it is left: the pass that comes next has nothing to give.
+        drawn_from: What the generators' states were when the first item was drawn, if they were others by then.
         now: How many items of its share a rank had drawn, and what the generators' states were then. Others may have
             drawn from them since the epoch began: a ``DataLoader`` its workers' seed.
     """
@@ -105,7 +119,13 @@ class Place:
     done: Done = ()
     held: Held = field(default_factory=Held)
     ended: bool = False
+    drawn_from: Held | None = None
     now: tuple[int, Held] | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it is within a pass, not where one begins."""
+        return bool(self.done)
 
     def split(self, num_replicas: int) -> tuple[Done, int]:
         """Return what other numbers of ranks took, and how many items each of so many took after that."""
@@ -129,7 +149,9 @@ class Place:
             "ended": self.ended,
             "generators": list(self.held.generators),
             "samplers": list(self.held.samplers),
-            "attributes": [dict(changed) for changed in self.held.attributes],
+            # Pairs, because torch.distributed.checkpoint looks into dicts, and for what it finds when it loads.
+            "attributes": [[list(pair) for pair in changed.items()] for changed in self.held.attributes],
+            "drawn_from": None if self.drawn_from is None else list(self.drawn_from.generators),
             "now": None if self.now is None else [self.now[0], list(self.now[1].generators)],
         }
 
@@ -162,15 +184,33 @@ def read_state(state: Any, facts: Mapping[str, object], samplers: Sequence[Any])
     if not isinstance(state["ended"], bool):
         raise _damaged(f"its field ended is {state['ended']!r}, neither True nor False")
     done = tuple((ranks, taken) for ranks, taken in state["done"])
-    return Place(state["epoch"], done, _read_held(state, samplers), state["ended"], _read_now(state["now"], samplers))
+    drawn_from = None
+    if state["drawn_from"] is not None:
+        drawn_from = Held(_read_generators("drawn_from", state["drawn_from"], samplers))
+    held, now = _read_held(state, samplers), _read_now(state["now"], samplers)
+    return Place(state["epoch"], done, held, state["ended"], drawn_from, now)
+
+
+def _read_generators(name: str, states: Any, samplers: Sequence[Any]) -> Sequence[Any]:
+    """Return the states of the samplers' generators, after trying each on its own."""
+    found = random_generators(samplers)
+    _require_number(name, states, len(found))
+    with unmoved(found):
+        for generator, state in zip(found, states, strict=True):
+            try:
+                set_generator_state(generator, state)
+            except Exception as error:
+                raise _damaged(f"its field {name} holds what is no state of a {type(generator).__name__}") from error
+    return states  # type: ignore[no-any-return]  # a list, as was made sure of
 
 
 def _read_held(state: Mapping[str, Any], samplers: Sequence[Any]) -> Held:
-    _require_number("generators", state["generators"], len(random_generators(samplers)))
+    _read_generators("generators", state["generators"], samplers)
     _require_number("samplers", state["samplers"], len(_stateful(samplers)))
-    attributes = state["attributes"]
-    if not isinstance(attributes, list | tuple) or not all(isinstance(changed, Mapping) for changed in attributes):
-        raise _damaged(f"its field attributes is {attributes!r}, not a list of dicts")
+    try:
+        attributes = [{str(name): value for name, value in changed} for changed in state["attributes"]]
+    except (TypeError, ValueError):
+        raise _damaged(f"its field attributes is {state['attributes']!r}, not a list of lists of pairs") from None
     if attributes:
         _require_number("attributes", attributes, len(samplers))
     return Held(state["generators"], state["samplers"], attributes)
@@ -181,8 +221,7 @@ def _read_now(now: Any, samplers: Sequence[Any]) -> tuple[int, Held] | None:
         return None
     if not (isinstance(now, list | tuple) and len(now) == 2 and _is_count(now[0])):
         raise _damaged(f"its field now is {now!r}, not a pair")
-    _require_number("now", now[1], len(random_generators(samplers)))
-    return now[0], Held(now[1])
+    return now[0], Held(_read_generators("now", now[1], samplers))
 
 
 def _require_number(name: str, states: Any, here: int) -> None:

@@ -106,11 +106,9 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     sampler.agreed.compare(
         _RESTORING,
         {
-            "epoch": place.epoch,
+            "epoch to go on in": place.epoch,
             "done": json.dumps(place.done),
-            "held": fingerprint(
-                [json.dumps([place.held.generators, place.held.samplers, place.held.attributes], default=repr)]
-            ),
+            "held": fingerprint([place.held.generators, place.held.samplers, place.held.attributes]),
         },
     )
     sampler.go_to(place)

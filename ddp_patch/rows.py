@@ -9,9 +9,11 @@ import torch
 
 __all__ = ["Form", "Leaf", "Structure", "leaves_of", "structure_of"]
 
-Leaf: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | list[Any]"
+Leaf: TypeAlias = torch.Tensor | np.ndarray[Any, Any] | list[Any]
 
 _ALL = "the outputs"  # the path of outputs that are no nest
+
+_STRINGS = {"U": "str", "S": "bytes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +24,29 @@ class Form:
         kind: "tensor", "array" or "list".
         dtype: Of a tensor or an array.
         row: The shape of a row of these.
-        device: The type of the device that a tensor, or those in a list, lie on.
-        is_bytes: Whether rows are so many bytes each; else they are objects, to be pickled.
+        device: The type of the device that a tensor lies on.
     """
 
     kind: str
     dtype: Any = None
     row: tuple[int, ...] = ()
     device: str = "cpu"
-    is_bytes: bool = False
 
     def __str__(self) -> str:
         if self.kind == "list":
             return "list"
-        # Strings of other lengths are strings all the same.
-        dtype = self.dtype if self.is_bytes else self.dtype.kind
+        dtype = _STRINGS[self.dtype.kind] if self.is_string else self.dtype  # of any width
         return f"{self.kind} {dtype} {('n', *self.row)}".replace("'", "")
+
+    @property
+    def is_string(self) -> bool:
+        """Whether it is an array of strings, which are as wide as the widest of them."""
+        return self.kind == "array" and self.dtype.kind in _STRINGS
+
+    @property
+    def is_pickled(self) -> bool:
+        """Whether rows are objects, or of various widths; else they are so many bytes each."""
+        return self.kind == "list" or self.is_string or (self.kind == "array" and self.dtype.hasobject)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +54,7 @@ class Structure:
     """A nest with its leaves replaced by their paths, and what these are.
 
     Attributes:
-        nest: Dicts and tuples, with a path in the place of each leaf.
+        nest: Dicts and tuples, with a path in the place of each leaf; None where there is nothing to put together.
         forms: What each leaf is, by its path.
         rows: How many rows each has, by its path.
         wrong: What is in the nest and should not be.
@@ -56,27 +65,31 @@ class Structure:
     rows: Mapping[str, int]
     wrong: str = ""
 
-    def problem(self, samples: int) -> str:
+    def problem(self, rows: int, unit: str) -> str:
         """Return why this cannot be the output for so many samples, or nothing."""
-        if not samples and not any(self.rows.values()):
+        if not rows and not any(self.rows.values()):
             return ""
         if self.wrong:
             return f"gives {self.wrong}"
-        wrong = [f"{rows} rows at {path}" for path, rows in self.rows.items() if rows != samples]
+        wrong = [f"{found} rows at {path}" for path, found in self.rows.items() if found != rows]
         if wrong or not self.rows:
-            return f"gives {', '.join(wrong) or 'nothing'} for {samples} samples (or batches)"
+            return f"gives {', '.join(wrong) or 'nothing'} for {rows} {unit}"
         return ""
 
     def forms_text(self) -> str:
         """Return what the leaves are."""
         return "; ".join(f"{path}: {form}" for path, form in sorted(self.forms.items()))
 
-    def merged(self, others: Sequence["Structure"]) -> "Structure":
-        """Return the structure with types that hold the others' strings too."""
+    def nest_text(self) -> str:
+        """Return how dicts and tuples lie in one another."""
+        return _nest_text(self.nest)
+
+    def widened(self, others: Sequence["Structure"]) -> "Structure":
+        """Return the structure with strings as wide as the others' too."""
         forms = {
-            path: form
-            if form.kind == "list" or form.is_bytes
-            else replace(form, dtype=np.result_type(*(other.forms[path].dtype for other in others)))
+            path: replace(form, dtype=np.result_type(*(other.forms[path].dtype for other in others)))
+            if form.is_string
+            else form
             for path, form in self.forms.items()
         }
         return replace(self, forms=forms)
@@ -112,38 +125,29 @@ def leaves_of(outputs: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _wrong(found: tuple[str, Any]) -> str:
     path, leaf = found
     match leaf:
-        case torch.Tensor() if leaf.layout != torch.strided or leaf.is_nested:
-            return f"a sparse or nested tensor at {path}, which has no rows to send"
+        case torch.Tensor() if (
+            leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized or hasattr(leaf, "full_tensor")
+        ):
+            return f"a sparse, nested, quantized or distributed tensor at {path}, which has no rows to send"
+        case np.ma.MaskedArray():
+            return f"a masked array at {path}, whose mask would be lost"
         case torch.Tensor() | np.ndarray() if leaf.ndim:
             return ""
         case list():
             return ""
         case torch.Tensor() | np.ndarray():
             return f"a {type(leaf).__name__} without dimensions at {path}, which has no rows"
-    return f"{type(leaf).__name__} at {path}, which is no tensor, array or list"
+        case None:
+            return f"None at {path}, which is no tensor, array or list"
+    return f"a {type(leaf).__name__} at {path}, which is no tensor, array or list"
 
 
 def _form(leaf: Leaf) -> Form:
     if isinstance(leaf, torch.Tensor):
-        return Form("tensor", leaf.dtype, tuple(leaf.shape[1:]), leaf.device.type, is_bytes=True)
+        return Form("tensor", leaf.dtype, tuple(leaf.shape[1:]), leaf.device.type)
     if isinstance(leaf, np.ndarray):
-        return Form(
-            "array", leaf.dtype, leaf.shape[1:], is_bytes=not leaf.dtype.hasobject and leaf.dtype.kind not in "US"
-        )
-    devices = [tensor.device.type for element in leaf[:1] for tensor in _tensors(element)]
-    return Form("list", device=next(iter(devices), "cpu"))
-
-
-def _tensors(element: Any) -> Iterator[torch.Tensor]:
-    match element:
-        case torch.Tensor():
-            yield element
-        case Mapping():
-            for value in element.values():
-                yield from _tensors(value)
-        case list() | tuple():
-            for value in element:
-                yield from _tensors(value)
+        return Form("array", leaf.dtype, leaf.shape[1:])
+    return Form("list")
 
 
 def _emptied(outputs: Any, path: str) -> Any:
@@ -151,16 +155,30 @@ def _emptied(outputs: Any, path: str) -> Any:
         case dict():
             return {key: _emptied(value, f"{path}[{key!r}]") for key, value in outputs.items()}
         case tuple():
-            parts = [_emptied(value, f"{path}[{place}]") for place, value in enumerate(outputs)]
-            return type(outputs)(*parts) if hasattr(outputs, "_fields") else tuple(parts)
+            return _tuple_like(outputs, [_emptied(value, f"{path}[{place}]") for place, value in enumerate(outputs)])
     return path or _ALL
 
 
 def _filled(nest: Any, leaves: Mapping[str, Any]) -> Any:
     match nest:
+        case None:
+            return None
         case dict():
             return {key: _filled(value, leaves) for key, value in nest.items()}
         case tuple():
-            parts = [_filled(value, leaves) for value in nest]
-            return type(nest)(*parts) if hasattr(nest, "_fields") else tuple(parts)
+            return _tuple_like(nest, [_filled(value, leaves) for value in nest])
     return leaves[nest]
+
+
+def _nest_text(nest: Any) -> str:
+    match nest:
+        case dict():
+            return "{" + ", ".join(sorted(f"{key!r}: {_nest_text(value)}" for key, value in nest.items())) + "}"
+        case tuple():
+            return f"{type(nest).__name__}(" + ", ".join(map(_nest_text, nest)) + ")"
+    return "rows"
+
+
+def _tuple_like(given: tuple[Any, ...], parts: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the parts as a tuple, or as a named one of the given class."""
+    return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)

@@ -21,6 +21,7 @@ __all__ = [
     "PrivateRNG",
     "RandomGenerator",
     "WorkerSeeding",
+    "ambient_state",
     "ambient_unmoved",
     "distributed_permutation",
     "epoch_seed",
@@ -155,6 +156,13 @@ class PrivateRNG:
         self._private = _GlobalState.capture()
         self._ambient.install()
         self._swapping.release()
+
+
+def ambient_state() -> tuple[object, ...]:
+    """Return what is equal only where none of the global generators was drawn from in between."""
+    state = _GlobalState.capture()
+    numpy = np.random.get_state(legacy=False)
+    return state.torch.numpy().tobytes(), repr(_plain(numpy)), state.python
 
 
 @contextmanager

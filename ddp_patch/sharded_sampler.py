@@ -90,8 +90,15 @@ class ShardedSampler(EpochSampler[T]):
         return super()._held()
 
     def _sure_length(self, epoch: int) -> int | None:
-        is_sure = self._is_looked_up() or self.plan.layout == "contiguous"
-        return self._stream_length(epoch) if is_sure else None
+        if not (self._is_looked_up() or self.plan.layout == "contiguous"):
+            return None
+        told = [(holder, getattr(holder, "epoch", None)) for holder in epoch_holders(self.sampler)]
+        tell_epoch(self.sampler, epoch)  # epochs may have different lengths
+        try:
+            return self._stream_length(epoch)
+        finally:
+            for holder, before in told:
+                cast(Any, holder).set_epoch(before if isinstance(before, int) else self.epochs.upcoming)
 
     def _rng(self, epoch: int) -> AbstractContextManager[None]:
         return nullcontext() if self.agreed.options.agreement == "ambient" else PrivateRNG(self.seed, epoch)
@@ -141,8 +148,10 @@ class ShardedSampler(EpochSampler[T]):
         epoch = self.epochs.upcoming
         self._tell_nested(epoch)
         place = self.place
-        if place is not None and (place.done or place.now):
-            place.held.reinstate(self._holders)  # others may have drawn from the generators since it was loaded
+        if place is not None and place.is_begun:
+            place.held.reinstate(
+                self._holders, self._at_first
+            )  # others may have drawn from the generators since it was loaded
         else:
             place = Place(epoch, held=self._held())
         progress = self.progress = EpochPass.at(place, self.num_replicas, resumes=self.place is not None)
@@ -176,6 +185,7 @@ class ShardedSampler(EpochSampler[T]):
         self._begin(progress.epoch, {"position": progress.begins_at}, self._known_end)
         self._known_end = {}
         self.progress, self.place = progress, None
+        self._draw_from(progress)
         try:
             yield from (
                 self._looked_up(rng, progress) if self._is_looked_up() else self._drawn(stream, rng, again, progress)
@@ -184,12 +194,19 @@ class ShardedSampler(EpochSampler[T]):
         finally:
             progress.over = True
 
+    def _draw_from(self, progress: EpochPass) -> None:
+        """Have the generators where they were when the first item was drawn: a loader may draw from them before."""
+        if progress.resumes and progress.drawn_from is not None:
+            progress.drawn_from.reinstate_generators(self._holders)
+        elif not progress.resumes and (now := self._held()).generators != progress.held.generators:
+            progress.drawn_from = Held(now.generators)
+
     def _looked_up(self, rng: AbstractContextManager[None], progress: EpochPass) -> Iterator[Iterator[T]]:
         """Yield this rank's items from an order that is known as a whole."""
         self._catch_up(progress)
         with rng:
             order = order_of(self.sampler, progress.epoch)
-        progress.to_end = order.finish
+        progress.to_end = partial(_finished, order, progress)
         if progress.now is not None:  # when the state was taken the order was drawn
             progress.now[1].reinstate_generators(self._holders)
             progress.now = None
@@ -209,7 +226,7 @@ class ShardedSampler(EpochSampler[T]):
         for positions in blocks(real[max(progress.skip, rounds) :]):
             yield progress.begin(at(positions))
         yield progress.begin(padding[max(0, progress.skip - len(real)) :])
-        progress.draw_to_end()
+        progress.is_at_end()
 
     def _drawn(
         self, stream: Iterator[T], rng: AbstractContextManager[None], again: bool, progress: EpochPass
@@ -225,8 +242,11 @@ class ShardedSampler(EpochSampler[T]):
         if progress.before:
             stream = rest.select(stream)
         self._catch_up(progress)
+        if progress.before and not progress.skip:
+            progress.now = None  # which counts items of other ranks' shares
         chunks = _ReadAhead(draw(stream, rng, round_size=self.plan.num_replicas, most=most))
-        progress.to_end = chunks.to_end
+        # Of an iterator, what was read ahead would be lost to the next pass.
+        progress.to_end = None if one_shot else partial(chunks.ends_within, self.plan)
         for part in self._parts(_not_empty(chunks, progress.epoch) if one_shot and again else chunks, rest, progress):
             run = progress.begin(part)
             self._catch_up(progress)
@@ -254,9 +274,9 @@ class ShardedSampler(EpochSampler[T]):
             return (
                 part for (part,) in self._shares(self._verified(chunks, progress.epoch), [self.plan], rest, progress)
             )
+        progress.to_end = None  # every rank knows of the end when the leader sends it
         turn = {"patched as": f"number {self.agreed.number}", "epoch": progress.epoch, "pass": self.epochs.passes}
         if not leader.draws:
-            progress.to_end = None
             return leader.receive(turn, partial(_take_note, progress))
         plans = [self.agreed.plan(rank) for rank in (self.agreed.world.members or {}).values()]
         first_piece = LARGEST_PIECE if self._length_if_any(progress.epoch) is not None else FIRST_PIECE
@@ -339,22 +359,52 @@ def _items_at(order: Order, rest: Rest, positions: range) -> Sequence[Any]:
     return order.at(runs[0]) if len(runs) == 1 else [item for run in runs for item in order.at(run)]
 
 
+def _finished(order: Order, progress: EpochPass, unused: int) -> bool:
+    """Draw, once, what the sampler draws after its last item."""
+    order.finish()
+    progress.to_end = _nothing_left
+    return True
+
+
+def _nothing_left(unused: int) -> bool:
+    return True
+
+
 def _take_note(progress: EpochPass, note: tuple[Held, Held | None, int | None]) -> None:
     progress.held, progress.after, progress.length = note
 
 
 class _ReadAhead(Iterator[list[T]]):
-    """An iterator over chunks that can be read to its end before they are asked for."""
+    """An iterator over chunks of which one can be read before it is asked for."""
 
     def __init__(self, chunks: Iterator[list[T]]) -> None:
         self._chunks = chunks
         self._read: deque[list[T]] = deque()
+        self._failure: list[Exception] = []
 
     def __next__(self) -> list[T]:
+        if not self._read and self._failure:
+            raise self._failure.pop()
         return self._read.popleft() if self._read else next(self._chunks)
 
-    def to_end(self) -> None:
-        self._read.extend(self._chunks)
+    def ends_within(self, plan: Plan, most: int) -> bool:
+        """Read on, and tell whether no more than so many rounds come; of contiguous runs, which have an end, no items.
+
+        An incomplete round that is left out is none.
+        """
+
+        def rounds() -> int:
+            is_cut = plan.layout == "contiguous"
+            return 0 if is_cut else sum(plan.rounds(len(chunk)) for chunk in self._read)
+
+        while not self._failure and rounds() <= most:
+            try:
+                self._read.append(next(self._chunks))
+            except StopIteration:
+                return True
+            except Exception as error:  # noqa: BLE001 - the user's own, raised when its place comes
+                self._failure.append(error)
+        return False
 
 
 def _shuffled(stream: Iterator[T], seed: int, epoch: int) -> Iterator[T]:

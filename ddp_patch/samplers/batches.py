@@ -39,13 +39,13 @@ class Batches:
 
 
 def cut(
-    sizes: npt.NDArray[np.int64], batch_sizes: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64], batch_sizes: npt.NDArray[np.int64] | int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Cut groups that stand one behind the other into batches; the last of each group holds what is left.
 
     Args:
         sizes: How many samples each group has.
-        batch_sizes: How many of each group make a batch.
+        batch_sizes: How many of each group make a batch, or of all groups alike; of any size.
 
     Returns:
         Where the batches begin, and where they end.
@@ -55,6 +55,9 @@ def cut(
         >>> starts.tolist(), stops.tolist()
         ([0, 2, 4, 5], [2, 4, 5, 7])
     """
+    if isinstance(batch_sizes, int):
+        batch_sizes = np.full(len(sizes), min(batch_sizes, sizes.max(initial=1)))
+    batch_sizes = np.clip(batch_sizes, 1, np.maximum(sizes, 1))  # none is larger, and so no sum below is
     counts = -(-sizes // batch_sizes)
     group = np.repeat(np.arange(len(sizes)), counts)
     number = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)  # of a batch within its group

@@ -1,6 +1,6 @@
 """Labels of any hashable type, told apart and numbered."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, TypeAlias
@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 
 from ddp_patch.errors import SamplerError
+from ddp_patch.samplers.checks import sequence
 
-__all__ = ["Classes", "Labels", "smallest"]
+__all__ = ["Classes", "Labels", "plain", "smallest"]
 
 Labels: TypeAlias = Sequence[Hashable] | npt.NDArray[Any] | torch.Tensor
 
@@ -34,8 +35,8 @@ class Classes:
     codes: npt.NDArray[np.integer[Any]]
 
     @classmethod
-    def of(cls, name: str, labels: Labels) -> Self:
-        """Tell labels apart.
+    def of(cls, name: str, labels: "Labels | Classes") -> Self:
+        """Tell labels apart, unless they are already.
 
         Args:
             name: What they are called in errors.
@@ -44,13 +45,14 @@ class Classes:
         Raises:
             SamplerError: There is none, they are no flat sequence, or one is not hashable or not equal to itself.
         """
-        if isinstance(labels, torch.Tensor):
-            labels = labels.detach().cpu().numpy()
-        if isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype != object and len(labels):
-            found, codes = np.unique(labels, return_inverse=True)
-            names: list[Hashable] = found.tolist()
+        if isinstance(labels, cls):
+            return labels
+        given = sequence(name, labels, "every sample has one")
+        if isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype != object and len(given):
+            found, codes = np.unique(given, return_inverse=True)
+            names: list[Hashable] = [plain(label) for label in found]
         else:
-            names, codes = _told_apart(name, labels)
+            names, codes = _told_apart(name, given)
         if odd := [label for label in names if label != label]:
             raise SamplerError(
                 f"{name} has {odd[0]!r}, which is not equal to itself, so no two samples share it. Give these samples "
@@ -74,17 +76,33 @@ class Classes:
         return np.argsort(self.codes, kind="stable").astype(smallest(len(self.codes)))
 
 
-def _told_apart(name: str, labels: Iterable[Any]) -> tuple[list[Hashable], npt.NDArray[np.int64]]:
+def plain(label: Any) -> Any:
+    """Return a label as Python has it, so that a tensor or a scalar of numpy's equals it."""
+    if not isinstance(label, torch.Tensor | np.generic):
+        return label
+    item = label.item()
+    # For a time in nanoseconds Python has an int only, and None for none.
+    is_lost = isinstance(label, np.datetime64 | np.timedelta64) and (item is None or isinstance(item, int))
+    return label if is_lost else item
+
+
+def _told_apart(name: str, labels: npt.NDArray[Any] | list[Any]) -> tuple[list[Hashable], npt.NDArray[np.int64]]:
     if isinstance(labels, np.ndarray) and labels.ndim != 1:
         raise SamplerError(
             f"{name} has the shape {labels.shape}: one label for each sample makes a flat sequence. Pass one, "
             "say labels.argmax(axis=1) of one-hot rows."
         )
     numbers: dict[Hashable, int] = {}
-    plain = [label.item() if isinstance(label, torch.Tensor | np.generic) else label for label in labels]
-    if not plain:
+    rows = (label for label in labels if isinstance(label, torch.Tensor) and label.numel() != 1)
+    if (row := next(rows, None)) is not None:
+        raise SamplerError(
+            f"{name} has a tensor of the shape {tuple(row.shape)} for a sample: every sample has one label. Pass "
+            "numbers, say row.argmax() of one-hot rows."
+        )
+    all_plain = [plain(label) for label in labels]
+    if not all_plain:
         raise SamplerError(f"{name} is empty: there is nothing to draw from. Pass one label for each sample.")
-    for index, label in enumerate(plain):
+    for index, label in enumerate(all_plain):
         try:
             numbers.setdefault(label, len(numbers))
         except TypeError as error:
@@ -92,7 +110,7 @@ def _told_apart(name: str, labels: Iterable[Any]) -> tuple[list[Hashable], npt.N
                 f"{name}[{index}]={label!r} is a {type(label).__name__}, which is not hashable, so samples cannot be "
                 "told apart by it. Pass labels that are, say tuples for lists."
             ) from error
-    codes = np.fromiter((numbers[label] for label in plain), np.int64, len(plain))
+    codes = np.fromiter((numbers[label] for label in all_plain), np.int64, len(all_plain))
     try:
         names = sorted(numbers)  # type: ignore[type-var]  # whether they can be compared is found out
     except TypeError:

@@ -2,7 +2,7 @@
 
 import copy
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,19 @@ from torch.utils.data import Dataset, RandomSampler, SequentialSampler, SubsetRa
 
 from ddp_patch.errors import SamplerError
 from ddp_patch.nesting import nested_samplers, tell_epoch
+from ddp_patch.random_access import is_random_access
 from ddp_patch.samplers.batches import Batches, cut
-from ddp_patch.samplers.checks import flag, whole
+from ddp_patch.samplers.checks import flag, sequence, whole
 from ddp_patch.samplers.classes import Classes, Labels
-from ddp_patch.samplers.passes import At, KeyedSampler, Positions, ResumableSampler, Stateful
+from ddp_patch.samplers.passes import KeyedSampler, Positions, ResumableSampler, Stateful, check_number
 from ddp_patch.samplers.scalable import ScalableRandomSampler
-from ddp_patch.seeding import ambient_unmoved
+from ddp_patch.seeding import (
+    RandomGenerator,
+    ambient_state,
+    ambient_unmoved,
+    generator_state,
+    set_generator_state,
+)
 
 __all__ = ["GroupedBatchSampler", "aspect_ratio_groups"]
 
@@ -29,7 +36,13 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
     first samples. An epoch of the sampler is drawn as a whole.
 
     Where the sampler's epochs have other indices each, as when it draws with replacement, the number of batches differs
-    by epoch: ``len()`` is that of the pass that is running, or of the next one, which a copy of the sampler draws.
+    by epoch: ``len()`` is that of the pass that is running, or of the next one, which a copy of the sampler draws from
+    its generators as they are now. That is known beforehand where the order follows from a seed or an epoch, in a
+    patched loader, and where nobody else draws from that generator in between. An unpatched ``DataLoader`` does: its
+    workers' seed, from torch's global generator or its own.
+
+    A state can be told in the middle of a pass unless the wrapped sampler drew that pass from the global generators;
+    ours without a seed can.
 
     Args:
         sampler: Indices into ``group_ids``: a sampler, or any iterable that ends.
@@ -55,7 +68,9 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         self._groups = Classes.of("group_ids", group_ids)
         self.batch_size = whole("batch_size", batch_size, 1, "a batch has so many samples")
         self.drop_uneven = flag("drop_uneven", drop_uneven, "batches with fewer samples are left out or come")
-        self._running: tuple[Batches, Any] | None = None  # and the wrapped sampler's state from before
+        _require_groups_for_all(sampler, len(self._groups.codes))
+        self._length = 0  # of the latest pass
+        self._begun: dict[str, Any] | None = None  # what the latest pass follows from, if that can be told
         self._latest: tuple[int, Batches] | None = None
 
     @property
@@ -67,7 +82,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
     def epoch(self) -> int:
         """The wrapped sampler's, or 0 where it has none."""
         epoch = getattr(self.sampler, "epoch", 0)
-        return epoch if isinstance(epoch, int) else 0
+        return epoch if isinstance(epoch, int) and epoch >= 0 else 0
 
     @property
     def has_random_access(self) -> bool:
@@ -76,7 +91,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
 
     @property
     def _keyed(self) -> KeyedSampler[int] | None:
-        return self.sampler if isinstance(self.sampler, KeyedSampler) and self.sampler.has_random_access else None
+        return self.sampler if is_random_access(self.sampler) and isinstance(self.sampler, KeyedSampler) else None
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one of the wrapped sampler."""
@@ -87,14 +102,17 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
             self._leave()
 
     def __len__(self) -> int:
-        if self._running is not None and self._is_running:
-            return len(self._running[0])
+        if self._is_running:
+            return self._length
         if (fixed := _fixed_indices(self.sampler)) is not None:
-            return len(self._cut(self._group_of(fixed))[0])
+            return self._number(fixed)
         if self._keyed is not None:
             return len(self._epoch(self._keyed, self._keyed.epochs.upcoming))
         with ambient_unmoved():
-            return len(self._cut(self._group_of(_indices(_copied(self.sampler))))[0])
+            return self._number(_copied(self.sampler))
+
+    def _number(self, drawn: Iterable[int]) -> int:
+        return len(self._cut(self._group_of(self._indices(drawn)))[0])
 
     def items_at(self, positions: Positions, epoch: int) -> list[list[int]]:
         """Return the batches at some positions of an epoch.
@@ -115,13 +133,31 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
 
     def _epoch(self, sampler: KeyedSampler[int], epoch: int) -> Batches:
         if self._latest is None or self._latest[0] != epoch:
-            self._latest = epoch, self._grouped(sampler.items_at(np.arange(len(sampler)), epoch))
+            self._latest = epoch, self._grouped(self._indices(sampler.items_at(np.arange(len(sampler)), epoch)))
         return self._latest[1]
 
-    def _begin(self) -> tuple[At, int]:
-        before = self._state_of_wrapped()
-        self._running = self._grouped(_indices(self.sampler)), before
-        return self._running[0], len(self._running[0])
+    def _begin(self, skip: int) -> Iterator[Sequence[list[int]]]:
+        before, ambient = self._state(in_pass=False), ambient_state()
+        batches = self._grouped(self._indices(self.sampler))
+        if isinstance(self.sampler, KeyedSampler):
+            self._begun = before | {"sampler": self.sampler.state_of_latest_pass()}
+        else:  # which draws the pass again
+            self._begun = before if ambient_state() == ambient else None
+        self._length = len(batches)
+        return self._looked_up(batches, skip, self._length)
+
+    def _indices(self, drawn: Iterable[Any]) -> npt.NDArray[np.integer[Any]]:
+        """What the wrapped sampler gave, in an array."""
+        if isinstance(drawn, np.ndarray) and drawn.ndim == 1 and drawn.dtype.kind in "iu":
+            return drawn
+        found = drawn.tolist() if isinstance(drawn, np.ndarray) else list(drawn)
+        try:
+            return np.fromiter(map(operator.index, found), np.int64, len(found))
+        except (TypeError, OverflowError) as error:
+            raise SamplerError(
+                f"{type(self.sampler).__name__} gave something else than a whole number ({error}): group_ids is looked "
+                "up by index. Give GroupedBatchSampler a sampler of indices."
+            ) from error
 
     def _group_of(self, indices: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
         groups = self._groups.codes
@@ -135,7 +171,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
     def _cut(self, group_of: npt.NDArray[np.integer[Any]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return where the batches begin and end, when the samples stand group by group."""
         sizes = np.bincount(group_of, minlength=len(self._groups.labels))
-        starts, stops = cut(sizes, np.full(len(sizes), self.batch_size))
+        starts, stops = cut(sizes, self.batch_size)
         kept = stops - starts == self.batch_size if self.drop_uneven else slice(None)
         return starts[kept], stops[kept]
 
@@ -145,26 +181,66 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         starts, stops = self._cut(group_of)
         return Batches(indices[places], starts, stops).ordered(np.argsort(places[starts]))
 
-    def _state_of_wrapped(self) -> Any:
-        return self.sampler.state_dict() if isinstance(self.sampler, Stateful) else None
+    def _state(self, *, in_pass: bool) -> dict[str, Any]:
+        if in_pass and self._begun is None:
+            raise SamplerError(
+                f"GroupedBatchSampler.state_dict() was called in the middle of a pass which its "
+                f"{type(self.sampler).__name__} drew from the global generators, so from no state could it be drawn "
+                "again. Give that sampler generator=, wrap one of ddp_patch.samplers, or ask between two passes."
+            )
+        if in_pass and self._begun is not None:
+            return self._begun
+        sampler: Any = self.sampler
+        is_stateful = isinstance(sampler, Stateful)
+        epoch = None if is_stateful else getattr(sampler, "epoch", None)
+        return {
+            "epoch": epoch if isinstance(epoch, int) and epoch >= 0 else None,
+            "sampler": getattr(sampler, "state_between_passes", sampler.state_dict)() if is_stateful else None,
+            "generators": [generator_state(generator) for generator in self._generators()],
+        }
 
-    def _state(self) -> dict[str, Any]:
-        if self._running is not None and self._is_running:
-            return {"sampler": self._running[1]}
-        return {"sampler": self._state_of_wrapped()}
+    def _generators(self) -> list[RandomGenerator]:
+        """What wrapped samplers draw from that say no state of their own."""
+        return [
+            value
+            for nested in nested_samplers(self.sampler)
+            if not isinstance(nested, Stateful)
+            for value in getattr(nested, "__dict__", {}).values()
+            if isinstance(value, RandomGenerator)
+        ]
 
-    def _load_state(self, state: Mapping[str, Any]) -> None:
-        if (state["sampler"] is not None) != isinstance(self.sampler, Stateful):
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        if state["epoch"] is not None:
+            check_number(self, "epoch", state["epoch"], 0)
+        here = self.state_between_passes()
+        if (state["sampler"] is None) != (here["sampler"] is None) or len(state["generators"]) != len(
+            here["generators"]
+        ):
             raise SamplerError(
                 "GroupedBatchSampler.load_state_dict() was given a state over another kind of sampler than its "
-                f"{type(self.sampler).__name__}: one has a state_dict() and the other not. Wrap a sampler of the kind "
-                "that was saved."
+                f"{type(self.sampler).__name__}: one has a state_dict(), or a generator, and the other not. Wrap a "
+                "sampler of the kind that was saved."
             )
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        if state["epoch"] is not None:
+            tell_epoch(self.sampler, state["epoch"])
+        for generator, told in zip(self._generators(), state["generators"], strict=True):
+            set_generator_state(generator, told)
         if isinstance(self.sampler, Stateful):
             self.sampler.load_state_dict(state["sampler"])
 
 
-def _fixed_indices(sampler: Iterable[int]) -> npt.NDArray[np.int64] | None:
+def _require_groups_for_all(sampler: object, groups: int) -> None:
+    """Refuse other group ids than those of the dataset, where the sampler knows it."""
+    if isinstance(sampler, RandomSampler | SequentialSampler) and len(sampler.data_source) != groups:
+        raise SamplerError(
+            f"group_ids has {groups} entries, and the {type(sampler).__name__} is of a dataset with "
+            f"{len(sampler.data_source)} samples: each is in one group. Pass one group for each sample of the dataset."
+        )
+
+
+def _fixed_indices(sampler: Iterable[int]) -> Iterable[int] | None:
     """The indices that every epoch has, in any order; None where epochs may have others."""
     if type(sampler) is RandomSampler:
         whole_epoch = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
@@ -174,25 +250,14 @@ def _fixed_indices(sampler: Iterable[int]) -> npt.NDArray[np.int64] | None:
     if type(sampler) is ScalableRandomSampler:
         return np.arange(len(sampler))
     if type(sampler) is SubsetRandomSampler:
-        return _indices(sampler.indices)
-    return _indices(sampler) if type(sampler) in (list, tuple, range, np.ndarray, torch.Tensor) else None
+        return sampler.indices
+    return sampler if type(sampler) in (list, tuple, range, np.ndarray, torch.Tensor) else None
 
 
 def _copied(sampler: Iterable[int]) -> Iterable[int]:
     """Return a copy to be drawn from, which shares datasets with the sampler."""
     values = [value for nested in nested_samplers(sampler) for value in getattr(nested, "__dict__", {}).values()]
     return copy.deepcopy(sampler, {id(value): value for value in values if isinstance(value, Dataset)})
-
-
-def _indices(sampler: Iterable[int]) -> npt.NDArray[np.int64]:
-    drawn = list(sampler)
-    try:
-        return np.fromiter(map(operator.index, drawn), np.int64, len(drawn))
-    except TypeError as error:
-        raise SamplerError(
-            f"{type(sampler).__name__} gave something else than a whole number ({error}): group_ids is looked up by "
-            "index. Give GroupedBatchSampler a sampler of indices."
-        ) from error
 
 
 def aspect_ratio_groups(
@@ -238,7 +303,7 @@ def aspect_ratio_groups(
 
 
 def _numbers(name: str, values: Any) -> npt.NDArray[np.float64]:
-    found = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    found = np.asarray(sequence(name, values, "aspect ratios are made of numbers"))
     if found.ndim != 1 or found.dtype.kind not in "iuf":
         raise SamplerError(
             f"{name} has the shape {found.shape} and the type {found.dtype}: aspect ratios are made of numbers. Pass a "

@@ -1,5 +1,7 @@
 """Batches of samples of similar length."""
 
+import sys
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -72,8 +74,7 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
             )
         self.max_padding = _part(max_padding)
         self._members, sizes, longest_of = _buckets(found, self.max_padding)
-        fixed = np.full(len(sizes), self.batch_size)
-        self._starts, self._stops = cut(sizes, fixed if self.max_tokens is None else self.max_tokens // longest_of)
+        self._starts, self._stops = cut(sizes, self.batch_size or min(self.max_tokens or 0, sys.maxsize) // longest_of)
         self._splits = np.cumsum(sizes)[:-1]
 
     def __len__(self) -> int:
@@ -88,12 +89,13 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
 
 
 def _part(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+    part = -1.0 if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    if not 0 <= part < 1:
         raise SamplerError(
             f"max_padding={value!r} is not a number from 0 to less than 1: it is the part of a batch that may be "
             "padding. Pass one, say 0.1."
         )
-    return float(value)
+    return part
 
 
 def _buckets(

@@ -15,13 +15,28 @@ from ddp_patch.progress import Progress
 from ddp_patch.samplers.checks import randomness, whole
 from ddp_patch.seeding import EpochCounter, shuffle_key
 
-__all__ = ["At", "KeyedSampler", "Positions", "ResumableSampler", "Stateful", "check_state", "named_state"]
+__all__ = [
+    "At",
+    "CountingSampler",
+    "KeyedSampler",
+    "Positions",
+    "ResumableSampler",
+    "Stateful",
+    "check_number",
+    "taken_from",
+]
 
 T = TypeVar("T")
 
 Positions: TypeAlias = npt.NDArray[np.int64]
 # An epoch: the items at any of its positions.
 At: TypeAlias = Callable[[Positions], Sequence[Any] | npt.NDArray[Any]]
+
+
+def taken_from(order: npt.NDArray[np.integer[Any]], positions: Positions) -> npt.NDArray[np.int64]:
+    """Return an order's items at some positions, which it may hold in fewer bytes."""
+    return np.take(order, positions, axis=0).astype(np.int64)
+
 
 # Of what states say, and of what an epoch holds.
 _VERSION = 1
@@ -41,10 +56,12 @@ class Stateful(Protocol):
 class ResumableSampler(Sampler[T]):
     """A sampler whose pass can be left and gone on with, in this process or another.
 
-    A subclass gives ``_begin``, which begins a pass and returns its items' positions looked up, and how many there
-    are; and ``_state`` and ``_load_state``, what a pass follows from besides how far it has come.
+    A subclass gives ``_begin``, which begins a pass and returns what it yields, in parts; and ``_state`` and
+    ``_load_state``, what a pass follows from besides how far it has come.
     """
 
+    _count = "taken"  # what a state calls how far a pass has come
+    _first = 0  # what is counted from
     _progress: Progress | None = None
     _skip = 0
     _block = 4096  # so many items are looked up at once
@@ -54,17 +71,22 @@ class ResumableSampler(Sampler[T]):
 
     def _runs(self) -> Iterator[Iterator[T]]:
         """Yield the items in runs; as with torch's samplers, nothing is drawn before the first is asked for."""
-        skip, self._skip = self._skip, 0
-        at, length = self._begin()
+        skip, self._skip = self._skip, self._first
+        parts = self._begin(skip)
         # The epoch and the states that a pass follows from are kept by the subclass.
         self._progress = progress = Progress(skip=skip, given=skip)
-        for run in blocks(range(skip, length), self._block):
-            found = at(np.arange(run.start, run.stop))
-            yield progress.begin(found.tolist() if isinstance(found, np.ndarray) else found)
+        for part in parts:
+            yield progress.begin(part)
         progress.ended = True
 
-    def _begin(self) -> tuple[At, int]:
+    def _begin(self, skip: int) -> Iterator[Sequence[Any]]:
         raise NotImplementedError
+
+    def _looked_up(self, at: At, skip: int, length: int) -> Iterator[Sequence[Any]]:
+        """Return an epoch's items, but for so many at its beginning, in parts."""
+        self._require_count(skip, length)
+        parts = (at(np.arange(run.start, run.stop)) for run in blocks(range(skip, length), self._block))
+        return (found.tolist() if isinstance(found, np.ndarray) else found for found in parts)
 
     @property
     def _is_running(self) -> bool:
@@ -73,7 +95,7 @@ class ResumableSampler(Sampler[T]):
 
     def _leave(self) -> None:
         """Forget the pass that is running, if any: the next one begins at its beginning."""
-        self._progress, self._skip = None, 0
+        self._progress, self._skip = None, self._first
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest pass stands, as plain values.
@@ -81,25 +103,70 @@ class ResumableSampler(Sampler[T]):
         A pass stands where items were taken from this sampler, which a ``DataLoader`` with workers does ahead of the
         training. A patched loader's sampler has a state of its own, and that is the one to keep.
         """
-        taken = self._progress.taken if self._progress is not None and not self._progress.ended else self._skip
-        return named_state(self, {"taken": taken, **self._state()})
+        if self._progress is None or self._progress.ended:
+            return self.state_between_passes()
+        return named_state(self, {self._count: self._progress.taken, **self._state(in_pass=True)})
 
-    def _state(self) -> dict[str, Any]:
+    def state_between_passes(self) -> dict[str, Any]:
+        """Return what the next pass follows from, as a state, although one may be running: it is left then."""
+        return named_state(self, {self._count: self._skip, **self._state(in_pass=False)})
+
+    def _state(self, *, in_pass: bool) -> dict[str, Any]:
+        """Return what the pass that is running follows from; or else the next one."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make the next pass go on where a state was taken, of a sampler with the same arguments.
 
+        ``len()`` stays that of a whole pass.
+
         Raises:
-            SamplerError: It is the state of something else.
+            SamplerError: It is the state of something else, or damaged; then nothing has changed.
         """
-        check_state(self, state_dict, {"taken", *self._state()})
+        check_names(self, state_dict, set(self.state_between_passes()))
+        self._require_count(state_dict[self._count])
+        self._check_state(state_dict)
         self._leave()
         self._load_state(state_dict)
-        self._skip = state_dict["taken"]
+        self._skip = state_dict[self._count]
+
+    def _require_count(self, taken: object, most: int | None = None) -> None:
+        check_number(self, self._count, taken, self._first, most)
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise SamplerError unless what a pass follows from can be loaded."""
+        raise NotImplementedError
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         raise NotImplementedError
+
+
+class CountingSampler(ResumableSampler[T]):
+    """A resumable sampler that counts epochs of its own."""
+
+    def __init__(self) -> None:
+        self.epochs = EpochCounter()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch being drawn, or before the first pass the one that will be."""
+        return self.epochs.current
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one to be drawn. Without it, each pass that draws anything is the next epoch's."""
+        before = None if self._is_running else self.epochs.upcoming
+        self.epochs.set(whole("epoch", epoch, 0, "an epoch's order is derived from its number"))
+        if self.epochs.upcoming != before:  # else the pass that was loaded is still to come
+            self._leave()
+
+    def _state(self, *, in_pass: bool) -> dict[str, Any]:
+        return {"epoch": self.epochs.current if in_pass else self.epochs.upcoming}
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        check_number(self, "epoch", state["epoch"], 0)
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        self.epochs.set(state["epoch"])
 
 
 def named_state(sampler: object, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +174,7 @@ def named_state(sampler: object, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"kind": type(sampler).__name__, "version": _VERSION, **values}
 
 
-def check_state(sampler: object, state: Mapping[str, Any], names: set[str]) -> None:
+def check_names(sampler: object, state: Mapping[str, Any], names: set[str]) -> None:
     """Raise SamplerError unless a state is of this kind of sampler, of this version, and has these names alone."""
     name = type(sampler).__name__
     if not isinstance(state, Mapping) or state.get("kind") != name:
@@ -121,15 +188,26 @@ def check_state(sampler: object, state: Mapping[str, Any], names: set[str]) -> N
             f"{name}.load_state_dict() was given version {state.get('version')!r} and reads {_VERSION}: what an epoch "
             "holds may differ. Go on with the version of ddp_patch that saved it, or begin an epoch anew."
         )
-    if differing := sorted(names ^ (state.keys() - {"kind", "version"})):
+    if differing := sorted(names ^ state.keys()):
         raise SamplerError(
-            f"{name}.load_state_dict() was given {sorted(state)} and needs {sorted(names | {'kind', 'version'})}: "
+            f"{name}.load_state_dict() was given {sorted(state)} and needs {sorted(names)}: "
             f"{', '.join(differing)} is in one of them alone, as where one sampler was given generator= and the other "
             "not. Make the sampler with the arguments of the one that was saved."
         )
 
 
-class KeyedSampler(ResumableSampler[T]):
+def check_number(sampler: object, name: str, value: object, least: int, most: int | None = None) -> None:
+    """Raise SamplerError unless a number in a state is one that the sampler could have told."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not (is_whole and least <= value and (most is None or value <= most)):  # type: ignore[operator]  # a whole one
+        bounds = f"at least {least}" if most is None else f"{least} to {most}"
+        raise SamplerError(
+            f"{type(sampler).__name__} cannot go on from a state with {name}={value!r}: here that is a whole number of "
+            f"{bounds}. Pass what the state_dict() of a sampler with the same arguments returned."
+        )
+
+
+class KeyedSampler(CountingSampler[T]):
     """A sampler whose every epoch follows from one key: of ``seed`` and the epoch, or drawn when a pass begins.
 
     Without ``seed`` a pass draws one number from ``generator``, or from torch's global one, as torch's
@@ -141,10 +219,9 @@ class KeyedSampler(ResumableSampler[T]):
     """
 
     def __init__(self, seed: int | None, generator: torch.Generator | None) -> None:
-        randomness(seed, generator)
-        self.seed = seed
+        super().__init__()
+        self.seed = randomness(seed, generator)
         self.generator = generator
-        self.epochs = EpochCounter()
         self._drawn: int | None = None  # of the pass that is running
         self._to_come: int | None = None  # of the pass that was loaded
         self._latest: tuple[int, At] | None = None
@@ -156,21 +233,9 @@ class KeyedSampler(ResumableSampler[T]):
         raise NotImplementedError
 
     @property
-    def epoch(self) -> int:
-        """The epoch being drawn, or before the first pass the one that will be."""
-        return self.epochs.current
-
-    @property
     def has_random_access(self) -> bool:
         """Whether any part of any epoch can be looked up: where ``seed`` was given."""
         return self.seed is not None
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one to be drawn. Without it, each pass that draws anything is the next epoch's."""
-        before = None if self._is_running else self.epochs.upcoming
-        self.epochs.set(whole("epoch", epoch, 0, "an epoch's order is derived from its number"))
-        if self.epochs.upcoming != before:  # else the pass that was loaded is still to come
-            self._leave()
 
     def items_at(self, positions: Positions, epoch: int) -> Any:
         """Return the items at some positions of an epoch.
@@ -194,30 +259,49 @@ class KeyedSampler(ResumableSampler[T]):
             self._latest = epoch, self._order(shuffle_key(seed, epoch))
         return self._latest[1]
 
-    def _begin(self) -> tuple[At, int]:
+    def _begin(self, skip: int) -> Iterator[Sequence[Any]]:
         self.epochs.begin(self.epochs.upcoming)
+        return self._looked_up(self._begun(), skip, len(self))
+
+    def _begun(self) -> At:
         if self.seed is not None:
-            return self._epoch(self.seed, self.epochs.current), len(self)
+            return self._epoch(self.seed, self.epochs.current)
         loaded, self._to_come = self._to_come, None
         # One number, as torch's RandomSampler draws one for each pass.
         drawn = torch.empty((), dtype=torch.int64).random_(generator=self.generator) if loaded is None else loaded
         self._drawn = int(drawn)
-        return self._order(shuffle_key(self._drawn, 0)), len(self)
+        return self._order(shuffle_key(self._drawn, 0))
 
     def _leave(self) -> None:
         super()._leave()
         self._to_come = None
 
-    def _state(self) -> dict[str, Any]:
-        running = self._is_running
-        state: dict[str, Any] = {
-            "epoch": self.epochs.current if running else self.epochs.upcoming,
-            "drawn": self._drawn if running else self._to_come,
+    def state_of_latest_pass(self) -> dict[str, Any]:
+        """Return where the latest pass began, once its order was drawn."""
+        if self._progress is None:  # a subclass that iterates in its own way
+            return self.state_between_passes()
+        return named_state(self, {self._count: self._progress.skip, **self._state(in_pass=True)})
+
+    def _state(self, *, in_pass: bool) -> dict[str, Any]:
+        state = super()._state(in_pass=in_pass) | {
+            "drawn": self._drawn if in_pass else self._to_come,
+            "seed": self.seed,
         }
         return state if self.generator is None else {**state, "generator": self.generator.get_state()}
 
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        super()._check_state(state)
+        self._require_count(state[self._count], len(self))
+        if state["drawn"] is not None:
+            check_number(self, "drawn", state["drawn"], 0)
+        if state["seed"] != self.seed:
+            raise SamplerError(
+                f"{type(self).__name__}.load_state_dict() was given a state of seed={state['seed']!r} and has "
+                f"seed={self.seed!r}: the order is another. Make the sampler with the seed of the one that was saved."
+            )
+
     def _load_state(self, state: Mapping[str, Any]) -> None:
-        self.epochs.set(state["epoch"])
+        super()._load_state(state)
         self._to_come = state["drawn"]
         if self.generator is not None:
             self.generator.set_state(state["generator"])

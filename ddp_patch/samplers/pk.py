@@ -9,9 +9,14 @@ import torch
 from ddp_patch.errors import SamplerError
 from ddp_patch.samplers.checks import whole
 from ddp_patch.samplers.classes import Classes, Labels, smallest
-from ddp_patch.samplers.passes import At, KeyedSampler
+from ddp_patch.samplers.passes import At, KeyedSampler, taken_from
 
 __all__ = ["PKBatchSampler"]
+
+# Of so many rows or fewer, instances are drawn together: more do not stay in the processor's caches.
+_ROWS = 2**12
+# Up to so many instances of a label are compared each with each: that takes their square in time, but little of it.
+_MOST_COMPARED = 256
 
 
 class PKBatchSampler(KeyedSampler[list[int]]):
@@ -130,7 +135,7 @@ class PKBatchSampler(KeyedSampler[list[int]]):
         chosen = self._rows(rng)
         picks = _instances(rng, self._classes.sizes[chosen], self.k)
         batches = self._classes.members[self._classes.starts[chosen][:, None] + picks]
-        return partial(np.take, batches.reshape(len(self), self.batch_size), axis=0)
+        return partial(taken_from, batches.reshape(len(self), self.batch_size))
 
     def _rows(self, rng: np.random.Generator) -> npt.NDArray[np.int64]:
         """The labels of all batches, p by p: a ring of labels, cut."""
@@ -144,19 +149,38 @@ class PKBatchSampler(KeyedSampler[list[int]]):
             sizes = np.bincount(self._category_of)
             rings = np.split(ring, np.cumsum(sizes[np.argsort(place)])[:-1])
             ring = np.concatenate([np.resize(part, -(-len(part) // self.p) * self.p) for part in rings])
+        else:  # cut anywhere, so that the labels that come again are as likely of one category as of another
+            ring = np.roll(ring, rng.integers(len(ring)))
         rows = np.resize(ring, (len(self), self.p))
         return rng.permutation(rows).reshape(-1)  # neighbours are of one category
 
 
-def _instances(rng: np.random.Generator, sizes: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.int64]:
+def _instances(rng: np.random.Generator, sizes: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.integer]:
     """Draw k of ``range(size)`` for each size: all different, or each as often as any other or once more."""
-    # Of each row the first `fresh` columns are drawn, by Floyd's algorithm; the others go through the whole range.
-    fresh = np.where(sizes < k, k % sizes, k)
-    picks = (np.arange(k) - fresh[:, None]) % sizes[:, None]
-    for column in range(int(fresh.max())):
-        top = np.maximum(sizes - fresh + column, 0)
-        drawn = (rng.random(len(sizes)) * (top + 1)).astype(np.int64)
-        taken = (picks[:, :column] == drawn[:, None]).any(axis=1)
-        active = column < fresh
-        picks[active, column] = np.where(taken, top, drawn)[active]
+    kind = smallest(max(int(sizes.max()), k))
+    found = np.empty((len(sizes), k), kind)
+    if k > _MOST_COMPARED:
+        for row, size in zip(found, sizes.tolist(), strict=True):
+            fresh = k if size >= k else k % size
+            row[:fresh] = rng.choice(size, fresh, replace=False, shuffle=False)
+            row[fresh:] = np.arange(k - fresh) % size
+        return found
+    for start in range(0, len(sizes), _ROWS):
+        block = slice(start, start + _ROWS)
+        found[block] = _floyd(rng, sizes[block].astype(kind), k).T
+    return found
+
+
+def _floyd(rng: np.random.Generator, sizes: npt.NDArray[np.integer], k: int) -> npt.NDArray[np.integer]:
+    """Draw as ``_instances`` does, a column for each size: Floyd's algorithm on all columns at once."""
+    # Of each column the first `fresh` places are drawn; the others go through the whole range.
+    fresh = np.where(sizes < k, k % sizes, k).astype(sizes.dtype)
+    picks = np.empty((k, len(sizes)), sizes.dtype)
+    few = np.flatnonzero(sizes < k)
+    picks[:, few] = (np.arange(k)[:, None] - fresh[few]) % sizes[few]
+    for place in range(int(fresh.max())):
+        top = sizes - fresh + sizes.dtype.type(place)
+        drawn = (rng.random(len(sizes)) * (top + 1.0)).astype(sizes.dtype)
+        taken = (picks[:place] == drawn).any(axis=0)
+        np.copyto(picks[place], np.where(taken, top, drawn), where=place < fresh)
     return picks

@@ -1,9 +1,10 @@
 """Draws with a given proportion for each class."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from math import isfinite
+from numbers import Rational
 from typing import Any, Self
 
 import numpy as np
@@ -12,8 +13,8 @@ import torch
 
 from ddp_patch.errors import SamplerError
 from ddp_patch.samplers.checks import whole
-from ddp_patch.samplers.classes import Classes, Labels
-from ddp_patch.samplers.passes import At, KeyedSampler
+from ddp_patch.samplers.classes import Classes, Labels, plain
+from ddp_patch.samplers.passes import At, KeyedSampler, taken_from
 
 __all__ = ["WeightedClassSampler"]
 
@@ -69,21 +70,25 @@ class WeightedClassSampler(KeyedSampler[int]):
         cls, labels: Labels, n: int, *, seed: int | None = None, generator: torch.Generator | None = None
     ) -> Self:
         """Return a sampler that draws n indices of every class."""
-        found = Classes.of("labels", labels).labels
         n = whole("n", n, 1, "so many indices of every class are drawn in an epoch")
-        return cls(labels, dict.fromkeys(found, 1), n * len(found), seed=seed, generator=generator)
+        return cls._alike(Classes.of("labels", labels), n, seed, generator)
+
+    @classmethod
+    def _alike(cls, classes: Classes, n: int, seed: int | None, generator: torch.Generator | None) -> Self:
+        labels: Any = classes  # told apart once
+        return cls(labels, dict.fromkeys(classes.labels, 1), n * len(classes.labels), seed=seed, generator=generator)
 
     @classmethod
     def upsample(cls, labels: Labels, *, seed: int | None = None, generator: torch.Generator | None = None) -> Self:
         """Return a sampler that draws as many of every class as the largest has: nothing is left out."""
-        largest = int(Classes.of("labels", labels).sizes.max())
-        return cls.n_per_class(labels, largest, seed=seed, generator=generator)
+        classes = Classes.of("labels", labels)
+        return cls._alike(classes, int(classes.sizes.max()), seed, generator)
 
     @classmethod
     def downsample(cls, labels: Labels, *, seed: int | None = None, generator: torch.Generator | None = None) -> Self:
         """Return a sampler that draws as many of every class as the smallest has: nothing comes twice."""
-        least = int(Classes.of("labels", labels).sizes.min())
-        return cls.n_per_class(labels, least, seed=seed, generator=generator)
+        classes = Classes.of("labels", labels)
+        return cls._alike(classes, int(classes.sizes.min()), seed, generator)
 
     def __len__(self) -> int:
         return self._length
@@ -98,7 +103,7 @@ class WeightedClassSampler(KeyedSampler[int]):
         of_class = np.split(self._classes.members, self._classes.starts[1:])
         order = np.concatenate([_evenly(rng, of, n) for of, n in zip(of_class, self._counts, strict=True)])
         rng.shuffle(order)
-        return partial(np.take, order)
+        return partial(taken_from, order)
 
 
 def _evenly(rng: np.random.Generator, members: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
@@ -124,23 +129,35 @@ def _checked(weights: Any, labels: list[Hashable]) -> list[Fraction]:
             f"weights has one for {unknown[0]!r}, which is none of the labels, so there is nothing to draw for it. "
             "Leave it out; a sequence of weights is for the labels 0, 1, 2 and so on."
         )
+    exact = {label: _exact(weight) for label, weight in by_label.items()}
     for label, weight in by_label.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or weight < 0:
+        if exact[label] is None:
             raise SamplerError(
                 f"weights[{label!r}]={weight!r} is not a finite number of at least 0, and proportions are made of "
                 "these. Pass one."
             )
-    if not any(by_label.values()):
+    if not any(exact.values()):
         raise SamplerError(
             f"weights={by_label} are all 0, so no class can be drawn. Give at least one label a weight above 0."
         )
-    return [Fraction(by_label[label]) for label in labels]
+    return [exact[label] or Fraction(0) for label in labels]
+
+
+def _exact(weight: Any) -> Fraction | None:
+    """Return a weight as a fraction; None if it is no finite number of at least 0."""
+    if isinstance(weight, bool) or not isinstance(weight, Rational | float | Decimal):
+        return None
+    try:
+        exact = Fraction(weight)
+    except (OverflowError, ValueError):  # not finite, or no number
+        return None
+    return exact if exact >= 0 else None
 
 
 def _by_label(weights: Any) -> dict[Hashable, Any]:
     if isinstance(weights, Mapping):
         pairs = list(weights.items())
-    elif isinstance(weights, torch.Tensor | np.ndarray):
+    elif isinstance(weights, torch.Tensor | np.ndarray) and weights.ndim:
         pairs = list(enumerate(weights.tolist()))
     elif isinstance(weights, Sequence) and not isinstance(weights, str):
         pairs = list(enumerate(weights))
@@ -149,9 +166,12 @@ def _by_label(weights: Any) -> dict[Hashable, Any]:
             f"weights={weights!r} is a {type(weights).__name__}, and every label needs a weight. Pass a mapping from "
             "label to weight, or a sequence for the labels 0, 1, 2 and so on."
         )
-    return {
-        label: weight.item() if isinstance(weight, torch.Tensor | np.generic) else weight for label, weight in pairs
-    }
+    return {plain(label): _item(weight) for label, weight in pairs}
+
+
+def _item(weight: Any) -> Any:
+    is_scalar = isinstance(weight, np.generic) or (isinstance(weight, torch.Tensor) and weight.numel() == 1)
+    return weight.item() if is_scalar else weight
 
 
 def _largest_remainder(weights: list[Fraction], length: int) -> list[int]:

@@ -1,5 +1,7 @@
 """Windows over a time series."""
 
+from array import array
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,7 @@ class WindowSampler(KeyedSampler[int]):
     these, and every point to stand anywhere in its window.
 
     Args:
-        size: How many points the series has.
+        size: How many points the series has, less than 2**62.
         window: How many points a window has.
         stride: How many points lie between the starts of neighbouring windows; by default ``window``.
         shuffle: Whether the windows come in a random order, or in that of the series (from the offset on).
@@ -53,7 +55,7 @@ class WindowSampler(KeyedSampler[int]):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(seed, generator)
-        self.size = whole("size", size, 1, "the series has so many points")
+        self.size = whole("size", size, 1, "the series has so many points", bits=62)
         self.window = _of_at_most("window", window, self.size, "would hold points twice")
         step = self.window if stride is None else stride
         self.stride = _of_at_most("stride", step, self.size, "would leave the series behind")
@@ -76,7 +78,8 @@ class WindowSampler(KeyedSampler[int]):
 class WindowDataset(Dataset[Any]):
     """The windows of a time series, each by its start, wrapping round at the end.
 
-    A window that does not wrap is a slice of the data: of an array or tensor a view, without a copy.
+    A window that does not wrap is a slice of the data: of an array or tensor a view, without a copy. One that wraps is
+    of the same type. Of a ``range``, windows are lists.
 
     Args:
         data: A sequence, array (a memory-mapped one too) or tensor, with time as its first dimension.
@@ -106,13 +109,24 @@ class WindowDataset(Dataset[Any]):
             )
         stop = start + self.window
         if stop <= len(self.data):
-            return self.data[start:stop]
-        parts = self.data[start:], self.data[: stop - len(self.data)]
-        if isinstance(self.data, torch.Tensor):
-            return torch.cat(parts)
-        if isinstance(self.data, list | tuple | str):
-            return parts[0] + parts[1]
-        return np.concatenate(parts)
+            return _points(self.data[start:stop])
+        return _joined(_points(self.data[start:]), _points(self.data[: stop - len(self.data)]))
+
+
+def _points(part: Any) -> Any:
+    """A slice of the data; of a range its numbers, because no range is a window that wraps."""
+    return list(part) if isinstance(part, range) else part
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Two slices of the data, one behind the other, in the type that they have."""
+    if isinstance(first, torch.Tensor):
+        return torch.cat((first, second))
+    if isinstance(first, np.ma.MaskedArray):
+        return np.ma.concatenate((first, second))  # type: ignore[no-untyped-call]  # numpy's
+    if isinstance(first, Sequence | array):
+        return first + second
+    return np.concatenate((first, second))
 
 
 def _of_at_most(name: str, value: int, size: int, consequence: str) -> int:

@@ -170,7 +170,7 @@ class Resuming(RuleBasedStateMachine):
             most = self.padded  # the last rank's run ends in padding, which it may reach before the others end theirs
         assert repeated.total() <= most if self.options["uneven"] == "pad" else not repeated
         if self.state["epoch"] == self.epoch:  # whose end was not known: nothing of it is left
-            self.state = loader_state(self.loaders[0], batches_done=0)
+            self.state = loader_state(self.loaders[0], batches_done=self.done[0])
         self.epoch += 1
         assert self.state["epoch"] == self.epoch
         self.stream, self.taken, self.padded = self.next_stream(), Counter(), 0

@@ -21,6 +21,7 @@ FLOORS = {
     "fingerprint": 1,
     "progress": 1,
     "nesting": 1,
+    "random_access": 1,
     "rows": 1,
     "plan": 2,
     "streams": 2,
@@ -132,4 +133,13 @@ def test_the_samplers_know_nothing_of_ranks() -> None:
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ddp_patch.")
         }
-        assert imported <= {"errors", "nesting", "permutation", "plan", "progress", "samplers", "seeding"}
+        assert imported <= {
+            "errors",
+            "nesting",
+            "permutation",
+            "plan",
+            "progress",
+            "random_access",
+            "samplers",
+            "seeding",
+        }

@@ -1,19 +1,37 @@
 """Stopping anywhere and going on: in the same world exactly, in another one with nothing lost or repeated."""
 
+import copy
 import io
 import json
 import pickle
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import count, islice, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from test_contract import over
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
-from zoo import BY_NAME, KINDS, OUR_KINDS, STEPS, Kind, N, PKBatches, Source, as_it_is, comparable, loader, seed_ambient
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+from zoo import (
+    BY_NAME,
+    KINDS,
+    OUR_KINDS,
+    STEPS,
+    Kind,
+    N,
+    PKBatches,
+    Source,
+    as_it_is,
+    comparable,
+    loader,
+    seed_ambient,
+)
 
 from ddp_patch import (
     DDPSamplerWrapper,
@@ -26,6 +44,7 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.orders import order_of
+from ddp_patch.samplers import GroupedBatchSampler, WeightedClassSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
 
@@ -70,8 +89,8 @@ def test_the_rest_and_all_that_follows_are_those_of_a_run_that_was_never_stopped
     for stop in stops:
         running = patched(kind, num_replicas - 1, num_replicas)
         batches_of(kind, running)
-        iterator = iter(running) if stop else iter(())
-        list(islice(iterator, stop))
+        iterator = iter(running)
+        list(islice(iterator, max(1, stop)))  # of none, too, a state can be told within the pass alone
         state = loader_state(running, batches_done=stop)
         again = restored(kind, state, num_replicas - 1, num_replicas)
         left = epochs[1][stop:]
@@ -88,6 +107,52 @@ def test_the_rest_and_all_that_follows_are_those_of_a_run_that_was_never_stopped
             assert batches_of(kind, again) == batches
             assert not kind.sized or len(again) == len(epochs[2]) or "other samples" in kind.name
         del iterator
+
+
+@over([kind for kind in AGAIN if kind.epochs > 1 and not kind.endless])
+def test_telling_the_state_changes_nothing(kind: Kind) -> None:
+    undisturbed, told = patched(kind), patched(kind)
+    for _ in range(3):
+        batches = []
+        for step, batch in enumerate(told):
+            loader_state(told, batches_done=step)
+            loader_state(told, batches_done=step + 1)
+            batches.append(batch)
+        loader_state(told, batches_done=len(batches))
+        assert batches_of(kind, undisturbed) == batches_of(kind, Given(batches, told.batch_sampler))
+
+
+@pytest.mark.parametrize("name", ["shuffle=True, generator", "own torch.Generator"])
+def test_a_state_at_an_end_that_was_not_met_yet_is_where_the_epoch_leaves_the_generators(name: str) -> None:
+    """The batches divide the epoch, so with the last of them the sampler has not said yet that there are no more."""
+
+    def start() -> Any:
+        given = BY_NAME[name].make()
+        return patch_dataloader_to_ddp(loader(1, sampler=given.sampler), rank=0, num_replicas=1, seed=7)
+
+    whole = start()
+    epochs = [list(whole) for _ in range(3)]
+    running, told = start(), []
+    for epoch in epochs:
+        iterator = iter(running)
+        assert list(islice(iterator, N)) == epoch
+        told += [loader_state(running, batches_done=N), loader_state(running, batches_done=N)]
+        assert next(iterator, None) is None
+    assert told[0] == told[1] != told[2]
+    again = start()
+    restore_loader(again, told[0])
+    assert [list(again), list(again)] == epochs[1:]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Batches, as a loader gives them."""
+
+    batches: list[Any]
+    batch_sampler: object
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
 
 
 @pytest.mark.parametrize("name", ["shuffle=True, generator", "own numpy Generator", "P x K batches"])
@@ -121,14 +186,14 @@ class Shuffled(Sampler[int]):
 
     def __init__(self, n: int = 40) -> None:
         self.n = n
-        self.drawn = 0
+        self.drawn: list[int] = []
 
     def __len__(self) -> int:
         return self.n
 
     def __iter__(self) -> Iterator[int]:
         for index in torch.randperm(self.n).tolist():
-            self.drawn += 1
+            self.drawn.append(index)
             yield index
 
 
@@ -177,6 +242,7 @@ def test_the_state_is_small_and_says_what_it_is_of() -> None:
         "generators": [],
         "samplers": [],
         "attributes": [],
+        "drawn_from": None,
         "now": None,
     }
 
@@ -193,11 +259,11 @@ def test_nothing_that_is_skipped_is_fetched_and_it_is_drawn_once_at_most(sampler
     restore_loader(again, state)
     assert dataset.fetched == []
     if sampler is not None:
-        sampler.drawn = 0
+        sampler.drawn.clear()
     assert len(again) == len(list(again)) == 5
     assert len(dataset.fetched) == 10
     if sampler is not None:
-        assert sampler.drawn == sampler.n
+        assert len(sampler.drawn) == sampler.n
 
 
 def test_a_place_is_reached_in_an_order_that_is_computed_without_what_lies_before() -> None:
@@ -416,7 +482,7 @@ DAMAGED: list[tuple[Any, str]] = [
     ({"ended": 1}, "its field ended is 1, neither True nor False"),
     ({"loader": "it"}, "its field loader is 'it', not a dict"),
     ({"generators": "none"}, "its field generators is 'none', not a list"),
-    ({"attributes": [1]}, "its field attributes is [1], not a list of dicts"),
+    ({"attributes": [1]}, "its field attributes is [1], not a list of lists of pairs"),
     ({"now": 3}, "its field now is 3, not a pair"),
 ]
 
@@ -465,6 +531,7 @@ def test_what_no_state_can_hold_is_refused() -> None:
     next(iterator)
     assert loader_state(once, batches_done=1)["done"] == [[1, 4]]
     list(iterator)
+    once.sampler.set_epoch(1)
     with pytest.raises(StateError, match="the sampler is an iterator, which gives its items once"):
         loader_state(once, batches_done=0)
     nested: Any = DataLoader(
@@ -517,3 +584,325 @@ def test_a_samplers_own_state_dict_is_restored_too() -> None:
         restore_loader(again, running.sampler.state_dict())
         assert again.sampler.state_dict()["epoch"] == (batches == 6)
         assert list(again) == (list(iterator) if batches == 2 else list(running))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process is what is meant
+@pytest.mark.parametrize(
+    "name", ["shuffle=True", "shuffle=True, generator", "a state that __iter__ changes", "P x K batches"]
+)
+def test_a_sampler_in_a_distributed_checkpoint(name: str, tmp_path: Path) -> None:
+    kind = BY_NAME[name]
+    running = patched(kind)
+    batches_of(kind, running)
+    iterator = iter(running)
+    next(iterator)
+    level = "batch_sampler" if kind.batches else "sampler"
+    save({"sampler": getattr(running, level)}, checkpoint_id=tmp_path, no_dist=True)
+    again = patched(kind)
+    load({"sampler": getattr(again, level)}, checkpoint_id=tmp_path, no_dist=True)
+    assert [[*map(comparable, batch)] for batch in iterator] == batches_of(kind, again)
+
+
+def test_an_epochs_own_length_says_whether_a_state_is_of_it() -> None:
+    def make(seed: int) -> Any:
+        drawn = WeightedClassSampler([0] * 100, [1], 40, seed=seed)
+        return start(
+            DataLoader(Numbers(100), batch_sampler=GroupedBatchSampler(drawn, [i % 40 for i in range(100)], 4))
+        )
+
+    lengths = set()
+    for seed in range(20):
+        running = make(seed)
+        running.batch_sampler.set_epoch(3)
+        lengths.add(len(running) - len(make(seed)))
+        iterator = iter(running)
+        list(islice(iterator, len(running) - 1))
+        again = make(seed)
+        restore_loader(again, loader_state(running, batches_done=len(running) - 1))
+        assert [batch.tolist() for batch in again] == [batch.tolist() for batch in iterator]
+    assert min(lengths) < 0 < max(lengths)  # epochs 0 and 3 have other numbers of batches
+
+
+# Shared generators, wrong lengths, going back: what is easily wrong.
+
+
+def generator(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [0, 1, 3, 6])
+def test_a_generator_that_loader_and_sampler_share_is_where_it_was(workers: int, stop: int) -> None:
+    def make(whole_batches: bool) -> Any:
+        own = generator()
+        sampler = RandomSampler(range(12), generator=own)
+        if whole_batches:
+            shared: Any = {"batch_sampler": BatchSampler(Reversing(sampler), 2, False)}
+        else:
+            shared = {"batch_size": 2, "sampler": sampler}
+        return start(DataLoader(Numbers(12), generator=own, num_workers=workers, collate_fn=as_it_is, **shared))
+
+    for whole_batches in (False, True):
+        uninterrupted = make(whole_batches)
+        first, second = list(uninterrupted), list(uninterrupted)
+        running = make(whole_batches)
+        iterator = iter(running)
+        list(islice(iterator, max(1, stop)))
+        again = make(whole_batches)
+        restore_loader(again, loader_state(running, batches_done=stop))
+        expected = [first[stop:], second] if stop < 6 else [second]
+        assert [list(again) for _ in expected] == expected
+
+
+class Reversing(Sampler[int]):
+    def __init__(self, sampler: Sampler[int]) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]  # it has one
+
+    def __iter__(self) -> Iterator[int]:
+        return reversed(list(self.sampler))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_generator_that_loader_and_iterable_dataset_share_is_where_it_was(workers: int) -> None:
+    class Permuted(IterableDataset[int]):
+        def __init__(self, own: torch.Generator) -> None:
+            self.own = own
+
+        def __len__(self) -> int:
+            return 12
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(torch.randperm(12, generator=self.own).tolist())
+
+    def make() -> Any:
+        own = generator()
+        return start(DataLoader(Permuted(own), 2, generator=own, num_workers=workers, collate_fn=as_it_is))
+
+    whole = make()
+    epochs = [list(whole) for _ in range(3)]
+    for stop in (1, 4, 6):
+        running = make()
+        list(running)
+        iterator = iter(running)
+        list(islice(iterator, stop))
+        again = make()
+        restore_loader(again, loader_state(running, batches_done=stop))
+        expected = [epochs[1][stop:], epochs[2]] if stop < 6 else [epochs[2]]
+        # torch warns where an epoch has more batches than the epoch before had samples, but for a len() between them.
+        assert [batches for _ in expected for batches in ([list(again)] if len(again) else [])] == expected
+        del iterator
+
+
+def test_no_batches_done_is_the_beginning_of_the_pass_however_far_workers_are_ahead() -> None:
+    for given in (DataLoader(Numbers(8), 2, num_workers=2), DataLoader(Numbers(3), 4), DataLoader(Numbers(100), 4)):
+        running = start(given)
+        for _ in running:
+            break
+        state = loader_state(running, batches_done=0)
+        assert (state["epoch"], state["done"]) == (0, [[1, 0]])
+
+
+def test_going_back_within_the_loop_over_an_iterable_dataset_finds_the_place() -> None:
+    for workers in (0, 2):
+        running = start(DataLoader(Source(20), 2, num_workers=workers, collate_fn=as_it_is))
+        for step, _ in enumerate(running):
+            if step == 2:
+                state = loader_state(running, batches_done=3)
+            if step == 5:
+                restore_loader(running, state)
+                break
+        assert next(iter(running)) == [6, 7]
+
+
+def test_partial_batches_that_workers_drop_are_no_turns() -> None:
+    class Uneven(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            info = get_worker_info()
+            assert info is not None
+            yield from range(100 * info.id, 100 * info.id + (3, 9)[info.id])
+
+    def make() -> Any:
+        given: Any = DataLoader(Uneven(), 2, num_workers=2, drop_last=True, collate_fn=as_it_is)
+        return start(given, iterable_sharding="by_worker")
+
+    running = make()
+    iterator = iter(running)
+    list(islice(iterator, 3))
+    again = make()
+    restore_loader(again, loader_state(running, batches_done=3))
+    with pytest.raises(StateError, match="had only 3 items before its end"):
+        list(again)
+    del iterator
+
+
+def test_a_length_that_is_too_small_loses_nothing_and_an_endless_stream_has_no_end() -> None:
+    class Says(Sampler[int]):
+        def __init__(self, gives: int | None) -> None:
+            self.gives, self.own = gives, generator()
+
+        def __len__(self) -> int:
+            return 7
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(20)) if self.gives else count()
+
+    for gives in (20, None):
+        running = start(loader(1, sampler=Says(gives)))
+        iterator = iter(running)
+        list(islice(iterator, 7))
+        state = loader_state(running, batches_done=7)
+        assert (state["epoch"], state["done"]) == (0, [[1, 7]])
+        again = start(loader(1, sampler=Says(gives)))
+        restore_loader(again, state)
+        assert list(islice(again, 13)) == [[index] for index in range(7, 20)] == list(islice(iterator, 13))
+
+
+def test_an_error_that_is_met_when_the_state_is_told_comes_in_its_place() -> None:
+    class Fails(Sampler[int]):
+        own = None
+
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[int]:
+            yield from range(3)
+            raise KeyError("later")
+
+    running = start(loader(1, sampler=Fails()))
+    iterator = iter(running)
+    assert list(islice(iterator, 3)) == [[0], [1], [2]]
+    assert loader_state(running, batches_done=3)["epoch"] == 0
+    with pytest.raises(KeyError, match="later"):
+        next(iterator)
+
+
+def test_a_samplers_own_state_goes_into_another_world_where_it_draws_little_by_little() -> None:
+    class Lazy(Sampler[int]):
+        def __init__(self) -> None:
+            self.own = generator()
+
+        def __len__(self) -> int:
+            return 60
+
+        def __iter__(self) -> Iterator[int]:
+            return (1000 * index + int(torch.randint(1000, (), generator=self.own)) for index in range(60))
+
+    [stream] = [[item for batch in start(loader(1, sampler=Lazy())) for item in batch]]
+    running = start(loader(1, sampler=Lazy()), 0, 2)
+    iterator = iter(running)
+    list(islice(iterator, 5))
+    for num_replicas in (1, 3, 4):
+        again = start(loader(1, sampler=Lazy()), 0, num_replicas)
+        again.sampler.load_state_dict(running.sampler.state_dict())
+        assert [item for batch in again for item in batch][:12] == stream[10::num_replicas][:12]
+
+
+def test_counters_go_back_where_the_loader_has_been_iterated() -> None:
+    class Counts(Sampler[int]):
+        def __init__(self) -> None:
+            self.passes = 0
+
+        def __len__(self) -> int:
+            return 12
+
+        def __iter__(self) -> Iterator[int]:
+            self.passes += 1
+            return iter(range(100 * self.passes, 100 * self.passes + 12))
+
+    running = start(loader(sampler=Counts()))
+    state = loader_state(running, batches_done=0)
+    first = list(running)
+    list(running)
+    restore_loader(running, state)
+    assert list(running) == first
+
+
+def test_a_loader_can_be_copied_and_pickled_after_a_pass() -> None:
+    for given in (DataLoader(Numbers(40), 2, sampler=Shuffled()), DataLoader(Numbers(40), 2, shuffle=True)):
+        running = start(given)
+        whole = start(given)
+        list(whole)
+        list(running)
+        later = [batch.tolist() for batch in whole]
+        iterator = iter(running)
+        for again in (copy.deepcopy(running), pickle.loads(pickle.dumps(running))):  # noqa: S301 - our own
+            assert [batch.tolist() for batch in again] == later
+        assert [batch.tolist() for batch in iterator] == later
+
+
+def test_what_cannot_be_a_generators_state_is_refused_before_anything_is_changed() -> None:
+    for other in ("?", [1, 2], {"state": 3}, None):
+        again = start(loader(shuffle=True, generator=generator()))
+        whole = list(start(loader(shuffle=True, generator=generator())))
+        state = state_of(loader(shuffle=True, generator=generator()), 2) | {"generators": [other]}
+        with pytest.raises(StateError, match="its field generators holds what is no state of a Generator"):
+            restore_loader(again, state)
+        assert list(again) == whole
+
+
+def test_holders_without_attributes_and_keys_and_numbers_of_any_type_are_no_obstacle() -> None:
+    class Wraps(Sampler[list[int]]):
+        def __init__(self) -> None:
+            self.sampler, self.count, self.rate = range(10), 0, np.float64(0.5)
+
+        def __len__(self) -> int:
+            return 5
+
+        def __iter__(self) -> Iterator[list[int]]:
+            self.count += 1
+            self.rate += 1
+            return iter([[2 * index, 2 * index + 1] for index in range(5)])
+
+        def state_dict(self) -> dict[Any, Any]:
+            return {(1, 2): self.count}
+
+        def load_state_dict(self, state: dict[Any, Any]) -> None:
+            self.count = state[1, 2]
+
+    running = start(loader(None, batch_sampler=Wraps()))
+    list(running)
+    iterator = iter(running)
+    next(iterator)
+    again = start(loader(None, batch_sampler=Wraps()))
+    restore_loader(again, loader_state(running, batches_done=1))
+    assert list(again) == list(iterator)
+
+
+def test_a_batch_that_drop_last_leaves_out_is_none_that_is_done() -> None:
+    running = start(DataLoader(Numbers(50), 8, drop_last=True))
+    assert len(list(running)) == 6
+    with pytest.raises(InvalidOptionError, match="batches_done=7, and the pass in progress has given 6"):
+        loader_state(running, batches_done=7)
+    assert loader_state(running, batches_done=6)["epoch"] == 1
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
+def test_within_the_loops_last_turn_the_next_epoch_comes_whatever_is_still_to_be_drawn(
+    uneven: str, layout: str
+) -> None:
+    for n, world, size, drop_last in product([1, 4, 7, 11, 15, 18], [1, 2, 3], [1, 3, 5], [False, True]):
+        states = []
+        for rank in range(world):
+            given = DataLoader(Numbers(n), size, sampler=Shuffled(n), drop_last=drop_last)
+            running = start(given, rank, world, uneven=uneven, layout=layout)
+            for number, _ in enumerate(running, 1):
+                if number == len(running):
+                    states.append(loader_state(running, batches_done=number))
+        assert all(state["epoch"] == 1 for state in states[:1] + states * (uneven != "keep")), (
+            n,
+            world,
+            size,
+            drop_last,
+        )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_after_the_loop_over_an_iterable_dataset_without_length_the_next_epoch_comes(workers: int) -> None:
+    running = start(DataLoader(Source(20), 3, num_workers=workers, collate_fn=as_it_is))
+    batches = list(running)
+    state = loader_state(running, batches_done=len(batches))
+    assert (state["epoch"], state["done"]) == (1, [])

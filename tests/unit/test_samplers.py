@@ -1,12 +1,16 @@
 """The samplers of the field: exact counts, uniform draws, whole batches on every rank, any epoch, any resumed pass."""
 
+import array
 import copy
 import json
 import pickle
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from decimal import Decimal
+from fractions import Fraction
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -23,7 +27,14 @@ from torch.utils.data import (
 )
 from zoo import GROUPS, LABELS, LENGTHS, EpochSeeded, Indices, N, Varying, as_it_is, loader, pk_batches
 
-from ddp_patch import DDPBatchSamplerWrapper, SamplerError, StreamLengthWarning, patch_dataloader_to_ddp
+from ddp_patch import (
+    DDPBatchSamplerWrapper,
+    SamplerError,
+    StreamLengthWarning,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
 from ddp_patch.orders import has_order
 from ddp_patch.samplers import (
     GroupedBatchSampler,
@@ -35,7 +46,9 @@ from ddp_patch.samplers import (
     WindowDataset,
     WindowSampler,
     aspect_ratio_groups,
+    pk,
 )
+from ddp_patch.samplers.batches import Batches
 
 MANY = 2000
 BOUND = 5.0  # standard deviations, as in test_permutation.py
@@ -166,11 +179,10 @@ def test_a_pass_goes_on_where_its_state_was_taken(
     sampler = make(**randomness())
     for _ in range(before):
         list(sampler)
-    iterator, ambient = iter(sampler), torch.get_rng_state()
+    iterator = iter(sampler)
     list(islice(iterator, taken))
     state = sampler.state_dict()
-    if not (taken and isinstance(sampler, GroupedBatchSampler)):  # which draws the wrapped sampler's pass anew
-        ambient = torch.get_rng_state()
+    ambient = torch.get_rng_state()
     rest = list(iterator) if taken else []  # a pass that nobody drew from has not begun
     expected = [rest, list(sampler), list(sampler)][0 if taken else 1 :]
 
@@ -209,6 +221,48 @@ def test_setting_the_epoch_forgets_a_resumed_pass_of_another(make: Callable[...,
     again.load_state_dict(state)
     again.set_epoch(2)
     assert list(again) == passes[2]
+
+
+@every_sampler
+def test_a_pass_that_is_running_says_what_the_next_one_follows_from(make: Callable[..., Any]) -> None:
+    """A patched loader asks between its passes, when what it wraps may stand in one that was left."""
+    sampler = make(seed=5)
+    next(iter(sampler))
+    state = sampler.state_between_passes()
+    assert state["taken"] == 0
+    again = make(seed=5)
+    again.load_state_dict(state)
+    assert list(again) == list(sampler)
+    again.load_state_dict(first := sampler.state_dict() | {"taken": 1})
+    assert again.state_between_passes() == first  # that pass is still to come
+
+
+@every_sampler
+def test_a_state_with_values_that_cannot_be_is_refused_and_changes_nothing(make: Callable[..., Any]) -> None:
+    sampler = make(seed=5)
+    next(iter(sampler))
+    state = sampler.state_dict()
+    again = make(seed=5)
+    again.load_state_dict(state)
+    for taken in (-1, 1.0, "1", None, True):
+        with pytest.raises(SamplerError, match="cannot go on from a state with taken="):
+            again.load_state_dict(state | {"taken": taken})
+    assert again.state_dict() == state
+
+
+@every_sampler
+def test_a_state_of_another_seed_is_refused(make: Callable[..., Any]) -> None:
+    with pytest.raises(SamplerError, match="a state of seed=5 and has seed=6"):
+        make(seed=6).load_state_dict(make(seed=5).state_dict())
+
+
+@every_sampler
+def test_a_seed_may_be_any_whole_number(make: Callable[..., Any]) -> None:
+    expected = list(make(seed=5))
+    for seed in (np.int64(5), torch.tensor(5)):
+        sampler = make(seed=seed)
+        assert list(sampler) == expected
+        assert json.loads(json.dumps(sampler.state_dict())) == sampler.state_dict()
 
 
 @every_sampler
@@ -256,6 +310,37 @@ def test_labels_of_every_sequence_give_the_same_stream() -> None:
     assert all(type(index) is int for index in drawn[0])
 
 
+def test_labels_of_other_types_of_numbers_are_told_apart() -> None:
+    of_half = WeightedClassSampler(torch.tensor([1, 0, 1], dtype=torch.bfloat16), [1, 1], 4, seed=5)
+    assert of_half.counts == {0.0: 2, 1.0: 2}
+    days = np.array(["2020-01-01", "2021-01-01"], "M8[ns]")
+    for labels in (days, list(days)):
+        assert WeightedClassSampler(labels, {days[0]: 1, days[1]: 3}, 4).counts == {days[0]: 1, days[1]: 3}
+    assert list(WeightedClassSampler([0, 1], {torch.tensor(0): 1, np.int8(1): 1}, 4).counts) == [0, 1]
+
+
+def test_labels_are_told_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    unique = np.unique
+
+    def noted(*args: Any, **options: Any) -> Any:
+        told.append(args)
+        return unique(*args, **options)
+
+    monkeypatch.setattr(np, "unique", noted)
+    labels = np.array(LABELS)
+    for number, make in enumerate((WeightedClassSampler.upsample, WeightedClassSampler.downsample), start=1):
+        make(labels)
+        assert len(told) == number
+    WeightedClassSampler.n_per_class(labels, 3)
+    assert len(told) == 3
+
+
+@pytest.mark.parametrize("make", [MAKE["weighted"], MAKE["P x K"], MAKE["windows"], MAKE["scalable"]])
+def test_what_is_looked_up_has_64_bits(make: Callable[..., Any]) -> None:
+    assert make(seed=1).items_at(np.arange(2), 0).dtype == np.int64
+
+
 def test_labels_that_cannot_be_compared_are_told_apart_too() -> None:
     labels: list[Any] = ["a", None, (1, 2), "a", None]
     sampler = WeightedClassSampler(labels, {"a": 1, None: 1, (1, 2): 2}, 8, seed=5)
@@ -277,6 +362,9 @@ def test_labels_that_cannot_be_compared_are_told_apart_too() -> None:
         # scales at the end of the doubles
         ([1e308, 1e308, 2e307], 11, [5, 5, 1]),
         ([5e-324, 5e-324, 0], 4, [2, 2, 0]),
+        # numbers that no double holds
+        ([Fraction(1, 3), Fraction(1, 3), Decimal("0.1")], 23, [10, 10, 3]),
+        ([10**400, 10**400, 1], 4, [2, 2, 0]),
     ],
 )
 def test_counts_are_those_of_the_largest_remainders(weights: Any, length: int, counts: list[int]) -> None:
@@ -353,8 +441,10 @@ def test_batches_have_p_labels_of_k_and_an_epoch_every_label(p: int, k: int) -> 
         assert sum(map(len, of_batch[:-1])) == len(set().union(*of_batch[:-1]))  # once each but for the last batch
 
 
+@pytest.mark.parametrize("most_compared", [256, 0])
 @pytest.mark.parametrize(("size", "k"), [(5, 2), (9, 8), (5, 5), (3, 7), (64, 3)])
-def test_instances_are_drawn_uniformly(size: int, k: int) -> None:
+def test_instances_are_drawn_uniformly(size: int, k: int, most_compared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pk, "_MOST_COMPARED", most_compared)
     labels = np.repeat(np.arange(40), size)
     times = np.zeros(size)
     pairs = np.zeros((size, size))
@@ -371,6 +461,30 @@ def test_instances_are_drawn_uniformly(size: int, k: int) -> None:
         both = k * (k - 1) / size / (size - 1)  # the chance of any two to come together
         off = pairs[~np.eye(size, dtype=bool)]
         assert (abs(off - rows * both) <= BOUND * np.sqrt(rows * both * (1 - both))).all()
+
+
+@pytest.mark.parametrize("k", [100, 300])
+def test_many_instances_of_labels_of_any_size_are_as_even_as_can_be(k: int) -> None:
+    sizes = [1, 7, 99, 100, 299, 300, 301, 5000]
+    labels = np.repeat(np.arange(8), sizes)
+    for seed in range(5):
+        for batch in PKBatchSampler(labels, 4, k, seed=seed):
+            assert len(batch) == 4 * k
+            for index, times in Counter(batch).items():
+                size = sizes[labels[index]]
+                assert times in {k // size, -(-k // size)}
+
+
+def test_labels_of_every_category_come_again_alike_often() -> None:
+    """The last batch is filled up with labels that came before: of a small category no more than of a large one."""
+    sizes = np.array([5, 5, 5, 26])
+    category_of = np.repeat(np.arange(4), sizes)
+    sampler = PKBatchSampler(np.arange(41), 4, 1, categories=category_of, max_categories=2, seed=0)
+    again = np.zeros(41)
+    for epoch in range(MANY):
+        again += np.bincount(sampler.items_at(np.arange(11), epoch).ravel(), minlength=41) - 1
+    share = 3 / 41  # 44 places for 41 labels
+    assert (abs(again - MANY * share) < BOUND * np.sqrt(MANY * share * (1 - share))).all()
 
 
 def test_labels_meet_each_other_alike_often() -> None:
@@ -409,6 +523,15 @@ def test_categories_meet_others_in_each_epoch() -> None:
 
 
 # Groups.
+
+
+@pytest.mark.parametrize("large", [2**62, sys.maxsize, 2**70])
+def test_batches_may_be_larger_than_any_group(large: int) -> None:
+    assert list(GroupedBatchSampler(range(7), "aabbaba", large)) == [[0, 1, 4, 6], [2, 3, 5]]
+    assert list(GroupedBatchSampler(range(7), "aabbaba", large, drop_uneven=True)) == []
+    for how in ("batch_size", "max_tokens"):
+        batches: Any = LengthBucketBatchSampler([5, 1, 1], **{how: large}, seed=0)  # type: ignore[arg-type]  # either
+        assert sorted(map(sorted, batches)) == [[0], [1, 2]]
 
 
 def by_first(batches: list[list[int]], order: list[int]) -> bool:
@@ -509,7 +632,69 @@ def test_a_grouped_sampler_resumes_what_has_no_state_by_its_count() -> None:
     assert list(again) == list(iterator)
 
 
+def in_the_middle(make: Callable[[], Any], before: int, taken: int) -> tuple[list[Any], list[Any]]:
+    """What a pass goes on with, and what another sampler goes on with that has loaded its state."""
+    sampler = make()
+    for _ in range(before):
+        list(sampler)
+    iterator = iter(sampler)
+    list(islice(iterator, taken))
+    again = make()
+    again.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    torch.manual_seed(99)
+    return list(iterator), list(again)
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_pass_over_torchs_sampler_goes_on_by_its_generators_state(before: int) -> None:
+    def over(make: Callable[[torch.Generator], Any]) -> Callable[[], Any]:
+        return lambda: GroupedBatchSampler(make(generator()), LABELS, 3)
+
+    for make in (
+        over(lambda given: RandomSampler(Indices(), generator=given)),
+        over(lambda given: RandomSampler(Indices(), replacement=True, generator=given)),
+        over(lambda given: SubsetRandomSampler(range(20), generator=given)),
+        lambda: GroupedBatchSampler(SequentialSampler(Indices()), LABELS, 3),
+        lambda: GroupedBatchSampler(ScalableRandomSampler(N), LABELS, 3),
+    ):
+        rest, found = in_the_middle(make, before, 2)
+        assert rest == found
+
+
+def test_a_pass_over_a_sampler_with_an_epoch_goes_on_in_it() -> None:
+    def make() -> Any:
+        sampler = GroupedBatchSampler(EpochSeeded(), LABELS, 3)
+        sampler.set_epoch(4)
+        return sampler
+
+    sampler = make()
+    next(iterator := iter(sampler))
+    again = GroupedBatchSampler(EpochSeeded(), LABELS, 3)
+    again.load_state_dict(sampler.state_dict())
+    assert list(again) == list(iterator)
+
+
+def test_a_pass_that_the_global_generators_decide_is_told_of_before_and_after_it() -> None:
+    sampler = GroupedBatchSampler(Varying(), LABELS, 3)
+    for _ in range(2):
+        assert sampler.state_dict()["taken"] == 0
+        iterator = iter(sampler)
+        next(iterator)
+        with pytest.raises(SamplerError, match="drew from the global generators"):
+            sampler.state_dict()
+        assert sampler.state_between_passes()["taken"] == 0
+        list(iterator)
+
+
+def test_a_pass_that_has_ended_leaves_no_order_behind() -> None:
+    sampler = GroupedBatchSampler(ScalableRandomSampler(N), LABELS, 3)
+    list(sampler)
+    assert not [value for value in vars(sampler).values() if isinstance(value, Batches)]
+
+
 def test_aspect_ratios_are_told_apart_at_the_edges() -> None:
+    widths_of_half = torch.tensor([1.0, 4.0], dtype=torch.bfloat16)
+    assert aspect_ratio_groups(widths_of_half, widths_of_half.flip(0)).tolist() == [0, 1]
     widths, heights = [1, 2, 3, 4, 8], [2, 2, 2, 2, 2]
     for given in (list, np.array, torch.tensor):
         assert aspect_ratio_groups(given(widths), given(heights)).tolist() == [0, 1, 1, 1, 1]
@@ -648,6 +833,75 @@ def test_the_epochs_that_it_tells_are_not_taken_for_the_users() -> None:
     assert list(patched) == list(sampler)
 
 
+def test_iterators_go_on_beside_each_other() -> None:
+    sampler = IterationBatchSampler([[0], [1]], 3)
+    first = iter(sampler)
+    next(first)
+    assert list(sampler) == [[0], [1], [0]]
+    second = iter(sampler)
+    next(second)
+    next(first)
+    assert sampler.state_dict()["iteration"] == 1  # of the pass that was begun last
+    sampler.set_epoch(7)
+    next(first)
+    assert list(first) == []
+    assert sampler.state_dict()["iteration"] == 0
+    sampler.load_state_dict(sampler.state_dict() | {"iteration": 2})
+    assert list(second) == [[1], [0]]
+    assert list(sampler) == [[0]]
+    assert (sampler.epoch, sampler.state_dict()["epoch"]) == (7, 8)
+
+
+def test_a_state_of_a_training_can_be_loaded_where_another_iteration_is_the_first() -> None:
+    sampler = IterationBatchSampler([[0], [1], [2]], 8, start_iteration=4)
+    next(iterator := iter(sampler))
+    again = IterationBatchSampler([[0], [1], [2]], 8)
+    again.load_state_dict(sampler.state_dict())
+    assert list(again) == list(iterator) == [[2], [0], [1]]
+
+
+OVER: dict[str, Callable[[], Any]] = {
+    "a list": lambda: GroupedBatchSampler(range(50), [0] * 50, 3),
+    "torch's sampler": lambda: GroupedBatchSampler(RandomSampler(range(50)), [0] * 50, 3),
+    "torch's sampler, generator": lambda: GroupedBatchSampler(
+        RandomSampler(range(50), generator=generator()), [0] * 50, 3
+    ),
+    "scalable": lambda: GroupedBatchSampler(ScalableRandomSampler(50), [0] * 50, 3),
+    "scalable, generator": lambda: GroupedBatchSampler(ScalableRandomSampler(50, generator=generator()), [0] * 50, 3),
+    "P x K": lambda: PKBatchSampler(range(50), 3, 1),
+    "P x K, seed": lambda: PKBatchSampler(range(50), 3, 1, seed=5),
+    "P x K, generator": lambda: PKBatchSampler(range(50), 3, 1, generator=generator()),
+}
+
+
+@pytest.mark.parametrize("over_iterations", [True, False])
+@pytest.mark.parametrize("make", OVER.values(), ids=OVER)
+@pytest.mark.parametrize("left", [0, 1, 4])
+@pytest.mark.parametrize("done", [0, 1, 3])
+def test_a_loader_goes_on_whatever_pass_its_samplers_were_left_in(
+    make: Callable[[], Any], over_iterations: bool, left: int, done: int
+) -> None:
+    def patched() -> Any:
+        batches = IterationBatchSampler(make(), 20) if over_iterations else make()
+        return patch_dataloader_to_ddp(
+            DataLoader(Indices(50), batch_sampler=batches, collate_fn=as_it_is), rank=0, num_replicas=1
+        )
+
+    running = patched()
+    list(running)  # the first training ends within an inner epoch
+    if left:
+        list(islice(running, left))  # a pass is left too
+        running.batch_sampler.set_epoch(0)
+    whole = iter(running)
+    list(islice(whole, done))
+    state = loader_state(running, batches_done=done)
+    rest = list(whole)
+    resumed = patched()
+    restore_loader(resumed, state)
+    assert list(resumed) == rest
+    assert list(resumed) == list(running)
+
+
 # Windows.
 
 
@@ -712,9 +966,9 @@ def test_contiguous_ranks_get_runs_of_windows(world_size: int) -> None:
 
 
 def test_windows_that_do_not_wrap_are_views() -> None:
-    array: npt.NDArray[Any] = np.arange(20).reshape(10, 2)
-    assert np.shares_memory(WindowDataset(array, 3)[7], array)
-    assert WindowDataset(array, 3)[8].tolist() == [[16, 17], [18, 19], [0, 1]]
+    rows: npt.NDArray[Any] = np.arange(20).reshape(10, 2)
+    assert np.shares_memory(WindowDataset(rows, 3)[7], rows)
+    assert WindowDataset(rows, 3)[8].tolist() == [[16, 17], [18, 19], [0, 1]]
     tensor = torch.arange(20).reshape(10, 2)
     assert WindowDataset(tensor, 3)[7].data_ptr() == tensor[7].data_ptr()
     assert WindowDataset(tensor, 3)[8].tolist() == [[16, 17], [18, 19], [0, 1]]
@@ -722,8 +976,21 @@ def test_windows_that_do_not_wrap_are_views() -> None:
     assert WindowDataset((1, 2, 3), 2)[2] == (3, 1)
     assert len(WindowDataset(tensor, 10)) == 10
     assert WindowDataset(tensor, 10)[1][-1].tolist() == [0, 1]
+    assert WindowDataset(b"abcde", 2)[4] == b"ea"
+    assert WindowDataset(bytearray(b"abcde"), 2)[4] == bytearray(b"ea")
+    assert WindowDataset(machine_ints := array.array("i", range(5)), 2)[4] == machine_ints[4:] + machine_ints[:1]
+    assert [WindowDataset(range(5), 2)[start] for start in (3, 4)] == [[3, 4], [4, 0]]
+    masked: Any = WindowDataset(np.ma.array([1, 2, 3], mask=[True, False, False]), 2)[2]
+    assert masked.tolist() == [3, None]
     every: Any = WindowDataset(np.arange(3), 2)  # which ends by its IndexError
     assert [window.tolist() for window in every] == [[0, 1], [1, 2], [2, 0]]
+
+
+def test_windows_of_the_longest_series_do_not_overflow() -> None:
+    size = 2**62 - 1
+    starts = list(WindowSampler(size, 2**59, shuffle=False, seed=1))
+    assert all(0 <= start < size for start in starts)
+    assert all((after - before) % size == 2**59 for before, after in pairwise(starts))
 
 
 # The scalable shuffle.
@@ -751,12 +1018,31 @@ class Half(ScalableRandomSampler):
     """A subclass that iterates in its own way is not looked up."""
 
     def __iter__(self) -> Iterator[int]:
-        return islice(super().__iter__(), len(self) // 2)
+        return (index for index in super().__iter__() if index % 2)
+
+
+class FirstTwo(PKBatchSampler):
+    """A subclass that iterates in its own way, of batches."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(super().__iter__(), 2)
 
 
 def test_subclasses_with_an_order_of_their_own_are_iterated() -> None:
     assert has_order(ScalableRandomSampler(N, seed=1))
     assert not has_order(Half(N, seed=1))
+
+
+def test_subclasses_with_an_order_of_their_own_are_iterated_when_wrapped() -> None:
+    sampler = GroupedBatchSampler(Half(20, seed=1), [0] * 20, 3)
+    assert not sampler.has_random_access
+    assert len(sampler) == 4
+    batches = list(sampler)
+    assert sorted(chain.from_iterable(batches)) == list(range(1, 20, 2))
+    patched = DDPBatchSamplerWrapper(GroupedBatchSampler(Half(20, seed=1), [0] * 20, 3), False, num_replicas=1, rank=0)
+    assert list(patched) == batches
+    whole = list(IterationBatchSampler(FirstTwo(range(12), 2, 1, seed=1), 12))
+    assert list(IterationBatchSampler(FirstTwo(range(12), 2, 1, seed=1), 12, 7)) == whole[7:]
 
 
 # Under a patch where they differ by rank, and misuse that no constructor can see.

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import RandomSampler, SequentialSampler
 from zoo import LABELS, N, pk_batches
 
 from ddp_patch import DDPPatchError, SamplerError
@@ -36,6 +37,16 @@ ratios: Any = aspect_ratio_groups
 
 def state_of(sampler: Any, **changed: Any) -> dict[str, Any]:
     return {**sampler.state_dict(), **changed}
+
+
+def resumed(sampler: Any, **changed: Any) -> Any:
+    sampler.load_state_dict(state_of(sampler, **changed))
+    return sampler
+
+
+def in_pass(sampler: Any) -> Any:
+    next(iter(sampler))
+    return sampler
 
 
 MESSAGES: list[tuple[Call, str]] = [
@@ -160,6 +171,70 @@ MESSAGES: list[tuple[Call, str]] = [
         "generators draw, and not from its number. Pass seed=, or iterate the sampler.",
     ),
     (
+        lambda: weighted([0], [1], 3, seed=4).load_state_dict(state_of(weighted([0], [1], 3, seed=3))),
+        "WeightedClassSampler.load_state_dict() was given a state of seed=3 and has seed=4: the order is another. Make "
+        "the sampler with the seed of the one that was saved.",
+    ),
+    (
+        lambda: weighted([0], [1], 3).load_state_dict(state_of(weighted([0], [1], 3), taken=-3)),
+        "WeightedClassSampler cannot go on from a state with taken=-3: here that is a whole number of at least 0. Pass "
+        "what the state_dict() of a sampler with the same arguments returned.",
+    ),
+    (
+        lambda: weighted([0], [1], 3).load_state_dict(state_of(weighted([0], [1], 3), taken=99)),
+        "WeightedClassSampler cannot go on from a state with taken=99: here that is a whole number of 0 to 3. Pass "
+        "what the state_dict() of a sampler with the same arguments returned.",
+    ),
+    (
+        lambda: weighted([0], [1], 3).load_state_dict(state_of(weighted([0], [1], 3), epoch=-1)),
+        "WeightedClassSampler cannot go on from a state with epoch=-1: here that is a whole number of at least 0. Pass "
+        "what the state_dict() of a sampler with the same arguments returned.",
+    ),
+    (
+        lambda: weighted([0], [1], 3).load_state_dict(state_of(weighted([0], [1], 3), drawn="7")),
+        "WeightedClassSampler cannot go on from a state with drawn='7': here that is a whole number of at least 0. Pass "
+        "what the state_dict() of a sampler with the same arguments returned.",
+    ),
+    (
+        lambda: weighted(None, [1], 3),
+        "labels=None is no sequence (type NoneType): every sample has one. Pass a list, array or tensor with one for "
+        "each sample.",
+    ),
+    (
+        lambda: weighted(5, [1], 3),
+        "labels=5 is no sequence (type int): every sample has one. Pass a list, array or tensor with one for each "
+        "sample.",
+    ),
+    (
+        lambda: weighted({0: 0, 1: 1}, [1, 1], 3),
+        "labels={0: 0, 1: 1} is no sequence (type dict): every sample has one. Pass a list, array or tensor with one "
+        "for each sample.",
+    ),
+    (
+        lambda: weighted({"a"}, [1, 1], 3),
+        "labels={'a'} is no sequence (type set): every sample has one. Pass a list, array or tensor with one for each "
+        "sample.",
+    ),
+    (
+        lambda: weighted(list(torch.eye(2)), [1, 1], 3),
+        "labels has a tensor of the shape (2,) for a sample: every sample has one label. Pass numbers, say "
+        "row.argmax() of one-hot rows.",
+    ),
+    (
+        lambda: weighted(np.array(["2020", "NaT"], "M8[D]"), [1, 1], 3),
+        "labels has np.datetime64('NaT','D'), which is not equal to itself, so no two samples share it. Give these "
+        "samples a label, or leave them out.",
+    ),
+    (
+        lambda: weighted([0, 0], torch.tensor(1.0), 3),
+        "weights=tensor(1.) is a Tensor, and every label needs a weight. Pass a mapping from label to weight, or a "
+        "sequence for the labels 0, 1, 2 and so on.",
+    ),
+    (
+        lambda: weighted([0, 0], torch.ones(1, 2), 3),
+        "weights[0]=[1.0, 1.0] is not a finite number of at least 0, and proportions are made of these. Pass one.",
+    ),
+    (
         lambda: pk(LABELS, 0, 2),
         "p=0 is not a whole number of at least 1: a batch has so many labels. Pass such an int.",
     ),
@@ -249,6 +324,30 @@ MESSAGES: list[tuple[Call, str]] = [
         "that sample out.",
     ),
     (
+        lambda: lengths(None, max_tokens=5),
+        "lengths=None is no sequence (type NoneType): batches are made by how many tokens a sample has. Pass a list, "
+        "array or tensor with one for each sample.",
+    ),
+    (
+        lambda: lengths([[1], [1, 2]], max_tokens=5),
+        "lengths[0]=[1] is not a whole number: batches are made by how many tokens a sample has. Pass ints.",
+    ),
+    (
+        lambda: lengths([1, 10**30], max_tokens=5),
+        f"lengths[1]={10**30} is more than 2**63 - 1: batches are made by how many tokens a sample has. Correct it or "
+        "leave that sample out.",
+    ),
+    (
+        lambda: lengths([-1, 2**63], max_tokens=5),
+        "lengths[0]=-1 is less than 1: batches are made by how many tokens a sample has. Correct it or leave that "
+        "sample out.",
+    ),
+    (
+        lambda: lengths(np.array([2**63 + 5, 1], np.uint64), batch_size=10),
+        f"lengths[0]={2**63 + 5} is more than 2**63 - 1: batches are made by how many tokens a sample has. Correct it or "
+        "leave that sample out.",
+    ),
+    (
         lambda: lengths([3, 9, 12], max_tokens=10),
         "lengths[2]=12 is longer than max_tokens=10, so no batch can hold that sample. Pass a larger "
         "max_tokens, or shorten it or leave it out.",
@@ -274,6 +373,14 @@ MESSAGES: list[tuple[Call, str]] = [
     (
         lambda: windows(0, 1),
         "size=0 is not a whole number of at least 1: the series has so many points. Pass such an int.",
+    ),
+    (
+        lambda: windows(2**62, 1),
+        f"size={2**62} is more than 2**62 - 1: positions are computed in 64 bits. Pass at most that.",
+    ),
+    (
+        lambda: windows(2**64, 2**62),
+        f"size={2**64} is more than 2**62 - 1: positions are computed in 64 bits. Pass at most that.",
     ),
     (
         lambda: windows(10, 11),
@@ -309,12 +416,47 @@ MESSAGES: list[tuple[Call, str]] = [
         "n=-1 is not a whole number of at least 0: so many samples are shuffled. Pass such an int.",
     ),
     (
+        lambda: scalable(2**63),
+        f"n={2**63} is more than 2**63 - 1: positions are computed in 64 bits. Pass at most that.",
+    ),
+    (
         lambda: scalable(5.0),
         "n=5.0 is not a whole number of at least 0: so many samples are shuffled. Pass such an int.",
     ),
     (
         lambda: grouped([0, 1], [], 2),
         "group_ids is empty: there is nothing to draw from. Pass one label for each sample.",
+    ),
+    (
+        lambda: grouped(RandomSampler(range(5)), [0, 1, 1, 0], 2),
+        "group_ids has 4 entries, and the RandomSampler is of a dataset with 5 samples: each is in one group. Pass one "
+        "group for each sample of the dataset.",
+    ),
+    (
+        lambda: grouped(SequentialSampler(range(5)), [0] * 7, 2),
+        "group_ids has 7 entries, and the SequentialSampler is of a dataset with 5 samples: each is in one group. Pass "
+        "one group for each sample of the dataset.",
+    ),
+    (
+        lambda: list(grouped(pk([0, 1], 1, 1, seed=0), [0, 1], 2)),
+        "PKBatchSampler gave something else than a whole number ('list' object cannot be interpreted as an integer): "
+        "group_ids is looked up by index. Give GroupedBatchSampler a sampler of indices.",
+    ),
+    (
+        lambda: len(grouped(pk([0, 1], 1, 1, seed=0), [0, 1], 2)),
+        "PKBatchSampler gave something else than a whole number ('list' object cannot be interpreted as an integer): "
+        "group_ids is looked up by index. Give GroupedBatchSampler a sampler of indices.",
+    ),
+    (
+        lambda: in_pass(grouped(RandomSampler(range(8)), [0] * 8, 2)).state_dict(),
+        "GroupedBatchSampler.state_dict() was called in the middle of a pass which its RandomSampler drew from the "
+        "global generators, so from no state could it be drawn again. Give that sampler generator=, wrap one of "
+        "ddp_patch.samplers, or ask between two passes.",
+    ),
+    (
+        lambda: list(resumed(grouped(range(8), [0] * 8, 2), taken=5)),
+        "GroupedBatchSampler cannot go on from a state with taken=5: here that is a whole number of 0 to 4. Pass what "
+        "the state_dict() of a sampler with the same arguments returned.",
     ),
     (
         lambda: grouped([0, 1], [0, 0], 0),
@@ -347,7 +489,7 @@ MESSAGES: list[tuple[Call, str]] = [
     (
         lambda: grouped([0, 1], [0, 0], 2).load_state_dict(state_of(grouped(scalable(2), [0, 0], 2))),
         "GroupedBatchSampler.load_state_dict() was given a state over another kind of sampler than its list: "
-        "one has a state_dict() and the other not. Wrap a sampler of the kind that was saved.",
+        "one has a state_dict(), or a generator, and the other not. Wrap a sampler of the kind that was saved.",
     ),
     (
         lambda: ratios([1, 2], [1]),
@@ -404,6 +546,16 @@ MESSAGES: list[tuple[Call, str]] = [
         "stands somewhere else. Pass what the state_dict() of a IterationBatchSampler returned.",
     ),
     (
+        lambda: resumed(iterations([[0]], 3), iteration=99),
+        "IterationBatchSampler cannot go on from a state with iteration=99: here that is a whole number of 0 to 3. Pass "
+        "what the state_dict() of a sampler with the same arguments returned.",
+    ),
+    (
+        lambda: resumed(iterations([[0]], 5, 2), iteration=-2),
+        "IterationBatchSampler cannot go on from a state with iteration=-2: here that is a whole number of at least 2. "
+        "Pass what the state_dict() of a sampler with the same arguments returned.",
+    ),
+    (
         lambda: pk_batches(seed=1).load_state_dict(state_of(scalable(N, seed=1))),
         "PKBatchSampler.load_state_dict() was given the state of ScalableRandomSampler: each kind of sampler "
         "stands somewhere else. Pass what the state_dict() of a PKBatchSampler returned.",
@@ -425,15 +577,15 @@ MESSAGES: list[tuple[Call, str]] = [
     ),
     (
         lambda: scalable(N).load_state_dict(state_of(scalable(N, generator=torch.Generator()))),
-        "ScalableRandomSampler.load_state_dict() was given ['drawn', 'epoch', 'generator', 'kind', 'taken', "
-        "'version'] and needs ['drawn', 'epoch', 'kind', 'taken', 'version']: generator is in one of them "
+        "ScalableRandomSampler.load_state_dict() was given ['drawn', 'epoch', 'generator', 'kind', 'seed', "
+        "'taken', 'version'] and needs ['drawn', 'epoch', 'kind', 'seed', 'taken', 'version']: generator is in one of them "
         "alone, as where one sampler was given generator= and the other not. Make the sampler with the "
         "arguments of the one that was saved.",
     ),
     (
         lambda: scalable(N, generator=torch.Generator()).load_state_dict(state_of(scalable(N))),
-        "ScalableRandomSampler.load_state_dict() was given ['drawn', 'epoch', 'kind', 'taken', 'version'] "
-        "and needs ['drawn', 'epoch', 'generator', 'kind', 'taken', 'version']: generator is in one of them "
+        "ScalableRandomSampler.load_state_dict() was given ['drawn', 'epoch', 'kind', 'seed', 'taken', "
+        "'version'] and needs ['drawn', 'epoch', 'generator', 'kind', 'seed', 'taken', 'version']: generator is in one of them "
         "alone, as where one sampler was given generator= and the other not. Make the sampler with the "
         "arguments of the one that was saved.",
     ),

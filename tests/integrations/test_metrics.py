@@ -1,0 +1,80 @@
+"""torchmetrics of gathered outputs are those of one process to the last bit; with padding left in they are not."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassAveragePrecision
+from zoo import seed_ambient
+
+from ddp_patch import gather_in_order, iter_with_mask, patch_dataloader_to_ddp
+from ddp_patch.testing import run_ranks
+
+Outputs = dict[str, torch.Tensor]
+
+SEED = 3
+METRICS = {"accuracy": MulticlassAccuracy, "AUROC": MulticlassAUROC, "mAP": MulticlassAveragePrecision}
+
+
+def make_loader(shuffle: bool) -> DataLoader[Any]:
+    """The 1797 digits, with what an imperfect classifier says of each: its distance to each mean, and noise."""
+    images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    means = torch.stack([images[labels == label].mean(dim=0) for label in range(10)])
+    noise = torch.randn(len(labels), 10, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+    logits = noise - torch.cdist(images, means) / 8
+    generator = torch.Generator().manual_seed(SEED) if shuffle else None
+    return DataLoader(TensorDataset(logits.float(), labels), batch_size=50, shuffle=shuffle, generator=generator)
+
+
+def outputs_of(loader: Any) -> Outputs:
+    logits, labels = zip(*loader, strict=True)
+    return {"logits": torch.cat(logits), "labels": torch.cat(labels)}
+
+
+def on_rank(rank: int, world_size: int, shuffle: bool) -> tuple[Outputs, Outputs, list[int]]:
+    """What was gathered, what this rank put in, and how many of its samples a metric computed in place had right."""
+    seed_ambient(SEED + rank)
+    loader = patch_dataloader_to_ddp(make_loader(shuffle))
+    own = outputs_of(loader)
+    gathered = gather_in_order(own, loader)
+    right = torch.zeros(2, dtype=torch.int64)
+    for (logits, labels), mask in iter_with_mask(loader):
+        right += torch.stack([(logits.argmax(dim=1) == labels)[mask].sum(), mask.sum()])
+    dist.all_reduce(right)
+    return gathered, own, right.tolist()
+
+
+def metrics_of(outputs: Outputs) -> dict[str, float]:
+    return {name: float(metric(num_classes=10)(*outputs.values())) for name, metric in METRICS.items()}
+
+
+def batch_by_batch(loader: DataLoader[Any]) -> dict[str, float]:
+    """As one process does it, with the unpatched loader."""
+    metrics = {name: metric(num_classes=10) for name, metric in METRICS.items()}
+    for batch in loader:
+        for metric in metrics.values():
+            metric.update(*batch)
+    return {name: float(metric.compute()) for name, metric in metrics.items()}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("world_size", range(1, 6))
+def test_metrics_are_those_of_one_process(world_size: int, shuffle: bool) -> None:
+    alone, expected = outputs_of(make_loader(shuffle)), batch_by_batch(make_loader(shuffle))
+    ranks = run_ranks(on_rank, world_size, shuffle)
+    for gathered, _, right in ranks:
+        assert all(torch.equal(gathered[name], alone[name]) for name in alone)
+        assert metrics_of(gathered) == expected
+        assert right[1] == 1797
+        assert right[0] == int((alone["logits"].argmax(dim=1) == alone["labels"]).sum())
+    together = {name: torch.cat([own[name] for _, own, _ in ranks]) for name in alone}
+    padded = metrics_of(together)
+    padding = -1797 % world_size
+    assert len(together["labels"]) == 1797 + padding
+    print(f"{world_size} ranks, {padding} repeated:", {name: padded[name] - expected[name] for name in padded})
+    for name in METRICS:
+        assert 0.1 < expected[name] < 0.999  # a classifier whose metrics can change
+        assert (abs(padded[name] - expected[name]) > 1e-6) == bool(padding)

@@ -1,0 +1,338 @@
+"""Real gloo ranks, each seeded differently, that gather their outputs: every rank has what one process would have."""
+
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.utils.data import DataLoader
+from zoo import BY_NAME, N, loader, seed_ambient, units
+
+from ddp_patch import (
+    DDPPatchError,
+    MissingRanksError,
+    gather_in_order,
+    iter_with_mask,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+    transfer,
+)
+from ddp_patch.plan import Plan
+from ddp_patch.testing import run_ranks
+
+SEED = 100
+# Those with the length of every epoch known, by which contiguous runs are cut, first.
+SIZED = ["sequential", "shuffle=True", "sequential, drop_last", "batch_size=None", "aspect-ratio batches"]
+SIZED += ["a batch that is used again", "fewer items than ranks", "one item", "no item", "string keys"]
+UNSIZED = ["token-budget batches without len", "a sampler without len", "a length that changes", "iterable"]
+WORKERS = ["iterable, splits itself, 2 workers", "iterable, empty", "iterable with set_epoch, persistent workers"]
+
+
+def patched(name: str, nth: int, /, **options: Any) -> DataLoader[Any]:
+    seed_ambient(SEED + nth)
+    return patch_dataloader_to_ddp(BY_NAME[name].make(), **{"seed": SEED} | options)
+
+
+@cache
+def stream_of(name: str, epochs: int = 1) -> list[Any]:
+    """What one process gives in the last of so many epochs: items, or whole batches."""
+    kind = BY_NAME[name]
+    if kind.make().drop_last:
+        return list(range(N))  # a last batch that is left out may be another one on ranks
+    alone = patched(name, 0, rank=0, num_replicas=1)
+    return [units(kind, alone) for _ in range(epochs)][-1]
+
+
+def outputs_of(name: str, given: Any) -> list[Any]:
+    batches = list(given)
+    if BY_NAME[name].batches:
+        return [tuple(batch) for batch in batches]
+    return batches if given.batch_sampler is None else [item for batch in batches for item in batch]
+
+
+def expected(stream: list[Any], plans: list[Plan], given: DataLoader[Any]) -> list[Any]:
+    """What all shares together have of the stream, in its order."""
+    size = given.batch_size if given.drop_last and given.batch_size else 1
+    shares = [plan.share(len(stream)) for plan in plans]
+    taken = {place for share in shares for place in share[: len(share) - len(share) % size]}
+    return [item for place, item in enumerate(stream) if place in taken]
+
+
+def every_kind(rank: int, world_size: int) -> None:
+    warnings.simplefilter("ignore")  # a length that changes
+    multiprocessing.set_start_method("forkserver", force=True)  # see test_patching_ranks.py
+    multiprocessing.set_forkserver_preload(["torch", "zoo"])
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    ways = [
+        (name, uneven, layout)
+        for name in SIZED
+        for uneven in ("pad", "drop", "keep")
+        for layout in ("interleaved", "contiguous")
+    ]
+    ways += [(name, uneven, "interleaved") for name in UNSIZED for uneven in ("pad", "drop", "keep")]
+    ways += [(name, "pad", "interleaved") for name in WORKERS]
+    for name, uneven, layout in ways:
+        given = patched(name, rank, uneven=uneven, layout=layout)
+        plans = [Plan(each, world_size, uneven, layout) for each in range(world_size)]  # type: ignore[arg-type]  # those above
+        for epochs in (1, 2):
+            own = outputs_of(name, given)
+            dst = None if epochs == 1 else world_size - 1
+            whole = gather_in_order({"rows": own}, given, dst=dst)
+            rows = expected(stream_of(name, epochs), plans, given)
+            receives = dst in {None, rank}
+            assert whole == ({"rows": rows} if receives else None), (name, uneven, layout, epochs)
+
+
+def every_form(rank: int, world_size: int) -> None:
+    for most in (50, 2**26):  # bytes at once
+        transfer._LARGEST_MESSAGE = most
+        ways: list[dict[str, Any]] = [{"uneven": "pad"}, {"uneven": "keep", "layout": "contiguous"}]
+        for n, way in product((0, 1, N), ways):
+            given = patch_dataloader_to_ddp(loader(sampler=list(range(n))), **way)
+            items = [item for batch in given for item in batch]
+            dst = None if most == 50 else 0
+            whole = gather_in_order(outputs_for(items) if items else None, given, dst=dst)
+            if n and (dst is None or rank == dst):
+                assert_same(whole, outputs_for(list(range(n))))
+            else:
+                assert whole is None
+
+
+def outputs_for(items: list[int]) -> dict[str, Any]:
+    """Outputs of every form for these items, no two of which have the same."""
+    numbers = torch.tensor(items)
+    plain = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint16]
+    tensors = [numbers.to(dtype) for dtype in plain]
+    tensors += [numbers % 3 == 0, torch.complex(numbers.double(), -numbers.double()).conj()]
+    tensors += [
+        torch.stack([numbers, -numbers]).T,
+        numbers.expand(2, 3, -1).permute(2, 0, 1),
+        numbers.float().requires_grad_(),
+    ]
+    tensors += [torch.zeros(len(items), 0), torch.nn.Parameter(numbers.float())]
+    texts = [str(item) * (1 + item) for item in items]  # as wide as the rank's last
+    arrays = [np.array(items, dtype) for dtype in ("f4", ">i8", "?", "c16", "u1", "datetime64[s]", "timedelta64[ms]")]
+    arrays += [np.array(texts), np.array(texts, "S"), np.array(texts, np.dtypes.StringDType())]
+    arrays += [np.array([None if item % 2 else {item} for item in items], object)]
+    arrays += [np.array([(item, text, [item] * 2) for item, text in zip(items, texts, strict=True)], "i2,U9,(2,)f4")]
+    arrays += [
+        np.array(items).repeat(2).reshape(-1, 2)[:, ::-1],
+        np.broadcast_to(np.array(items)[:, None], (len(items), 4)),
+    ]
+    boxes = [{"boxes": torch.full((item, 4), item), "ids": list(range(item))} for item in items]
+    lists = [items, texts, list(numbers.float()[:, None].repeat(1, 3)), boxes]
+    return {"tensors": tuple(tensors), "arrays": tuple(arrays), "lists": {"of": tuple(lists)}}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    match other:
+        case torch.Tensor():
+            assert one.dtype == other.dtype
+            assert torch.equal(
+                one.float() if one.dtype.itemsize == 1 else one, other.float() if one.dtype.itemsize == 1 else other
+            )
+            assert not one.requires_grad
+        case np.ndarray():
+            assert one.dtype == other.dtype
+            assert np.array_equal(one, other)
+        case dict():
+            assert list(one) == list(other)
+            assert_same(list(one.values()), list(other.values()))
+        case list() | tuple():
+            assert type(one) is type(other)
+            assert len(one) == len(other)
+            for mine, theirs in zip(one, other, strict=True):
+                assert_same(mine, theirs)
+        case _:
+            assert one == other
+
+
+def the_rest(rank: int, world_size: int) -> None:
+    """A pass that goes on in the middle, after which only what was left can be gathered."""
+    for layout in ("interleaved", "contiguous"):
+        stopped = patched("shuffle=True", rank, layout=layout)
+        next(iter(stopped))
+        again = patched("shuffle=True", rank + 1, layout=layout)
+        restore_loader(again, loader_state(stopped, batches_done=1))
+        own = outputs_of("shuffle=True", again)
+        stream = stream_of("shuffle=True")
+        shares = [Plan(each, world_size, layout=layout).share(N)[4:] for each in range(world_size)]
+        left = {place for share in shares for place in share}
+        rest = [item for place, item in enumerate(stream) if place in left]
+        assert gather_in_order(torch.tensor(own), again).tolist() == rest if rest else True
+        assert gather_in_order(outputs_of("shuffle=True", again), again) == stream_of("shuffle=True", 2)
+
+
+def led_by_rank_0(rank: int, world_size: int) -> None:
+    """Each rank's own generator gives another order; rank 0's counts. Masks and places follow from what it sends."""
+    for name in ("own numpy Generator", "P x K batches", "token-budget batches without len"):
+        given = patched(name, rank, agreement="leader")
+        batches = list(iter_with_mask(given))
+        own = [(row, bool(flag)) for batch, mask in batches for row, flag in zip(batch, mask, strict=True)]
+        whole = gather_in_order(
+            [tuple(b) for b, _ in batches] if BY_NAME[name].batches else [row for row, _ in own], given
+        )
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, (whole, [row for row, flag in own if flag]))
+        assert all(found == everyone[0][0] for found, _ in everyone)
+        flat = [row for batch in whole for row in batch] if BY_NAME[name].batches else whole
+        assert sorted(flat) == sorted(row for _, rows in everyone for row in rows)
+
+
+def nothing_is_left(rank: int, world_size: int) -> None:
+    given = patched("shuffle=True", rank)
+    counts = []
+    for _ in range(3):
+        gather_in_order(outputs_of("shuffle=True", given), given)
+        dist.barrier()
+        counts.append((len(_world.pg_map), _get_default_store().num_keys()))
+        dist.barrier()
+    assert counts[1] == counts[2]
+    assert len(_world.pg_map) == 1
+
+
+def everything(rank: int, world_size: int) -> None:
+    every_kind(rank, world_size)
+    every_form(rank, world_size)
+    the_rest(rank, world_size)
+    led_by_rank_0(rank, world_size)
+    nothing_is_left(rank, world_size)
+
+
+@pytest.mark.parametrize("world_size", range(1, 6))
+def test_every_rank_has_what_one_process_has(world_size: int) -> None:
+    run_ranks(everything, world_size, timeout=300)
+
+
+def in_groups(rank: int, world_size: int) -> list[Any]:
+    # Ranks 0 and 1 are in a group more than the others: torch names groups by how many there are.
+    dist.new_group([0, 1])
+    groups = [dist.new_group([0, 2, 3]), dist.new_group([1])]
+    mine = groups[int(rank == 1)]
+    given = patched("shuffle=True", rank, process_group=mine)
+    own = outputs_of("shuffle=True", given)
+    found = [gather_in_order(torch.tensor(own), given).tolist()]
+    to = gather_in_order(own, given, dst=1 if rank == 1 else 2)
+    assert (to == found[0]) == (rank in {1, 2})
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    given = patched("shuffle=True", rank, device_mesh=mesh)
+    own = outputs_of("shuffle=True", given)
+    found.append(gather_in_order(np.array(own), given).tolist())
+    to = gather_in_order(own, given, dst=3)
+    assert (to is None) == (rank != 3)
+    assert len(_world.pg_map) == len(set(_world.pg_names.values()))
+    return [*found, to]
+
+
+def test_some_ranks_and_meshes() -> None:
+    """Tensor-parallel peers gather the same; with ``dst`` one rank of the mesh gets it, and nobody hangs."""
+    ranks = run_ranks(in_groups, 4)
+    stream = stream_of("shuffle=True")
+    assert [found for rank in ranks for found in rank[:2]] == [stream] * 8
+    assert ranks[3][2] == stream
+
+
+def in_time(rank: int, world_size: int) -> dict[str, str]:
+    """What each rank is told, by what one of them does wrong."""
+    given = patched("sequential", rank)
+    own = outputs_of("sequential", given)
+    half = patched("sequential", rank)
+    if rank == 1:
+        next(iter(half))
+    else:
+        list(half)
+    ahead = patched("sequential", rank)
+    for _ in range(1 + (rank == 1)):
+        list(ahead)
+    odd = rank == 1
+    calls: dict[str, Callable[[], Any]] = {
+        "in the middle": lambda: gather_in_order(own, half),
+        "an epoch ahead": lambda: gather_in_order(own, ahead),
+        "too few": lambda: gather_in_order(own[:-1] if odd else own, given),
+        "nothing": lambda: gather_in_order(None if odd else own, given),
+        "another key": lambda: gather_in_order({"b" if odd else "a": own}, given),
+        "another dtype": lambda: gather_in_order(torch.tensor(own).to(torch.int8 if odd else torch.int64), given),
+        "another shape": lambda: gather_in_order(torch.zeros(len(own), 2 + odd), given),
+        "an array": lambda: gather_in_order(np.array(own, "f4") if odd else torch.zeros(len(own)), given),
+        "no pickle": lambda: gather_in_order([lambda: 0] * len(own) if odd else own, given),
+        "another dst": lambda: gather_in_order(own, given, dst=int(odd)),
+        "dst of nobody": lambda: gather_in_order(own, given, dst=9 if odd else None),
+    }
+    said = {}
+    for name, call in calls.items():
+        with pytest.raises(DDPPatchError) as caught:
+            call()
+        said[name] = f"{type(caught.value).__name__}: {caught.value}"
+        assert gather_in_order(own, given) == list(range(N))  # all are still in step
+    return said
+
+
+SAID = {
+    "in the middle": "OutputsError: {head}  rank 1: is in the middle of epoch 0{tail}",
+    "an epoch ahead": "OutputsError: {head}  ranks 0, 2: gives the outputs of epoch 0, of 23 items\n"
+    "  rank 1: gives the outputs of epoch 1, of 23 items{tail}",
+    "too few": "OutputsError: {head}  rank 1: gives 7 rows at the outputs for 8 samples{tail}",
+    "nothing": "OutputsError: {head}  rank 1: gives None at the outputs, which is no tensor, array or list{tail}",
+    "another key": "OutputsError: {head}  ranks 0, 2: gives ['a']: list\n  rank 1: gives ['b']: list{tail}",
+    "another dtype": "OutputsError: {head}  ranks 0, 2: gives the outputs: tensor torch.int64 (n,)\n"
+    "  rank 1: gives the outputs: tensor torch.int8 (n,){tail}",
+    "another shape": "OutputsError: {head}  ranks 0, 2: gives the outputs: tensor torch.float32 (n, 2)\n"
+    "  rank 1: gives the outputs: tensor torch.float32 (n, 3){tail}",
+    "an array": "OutputsError: {head}  ranks 0, 2: gives the outputs: tensor torch.float32 (n,)\n"
+    "  rank 1: gives the outputs: array float32 (n,){tail}",
+    "another dst": "OutputsError: {head}  ranks 0, 2: gives dst=0\n  rank 1: gives dst=1{tail}",
+    "dst of nobody": "InvalidOptionError: dst=9 is none of the ranks [0, 1, 2] that share the loader. Pass one of "
+    "these, or leave it out.",
+}
+HEAD = "Gathering outputs: the ranks do not give the outputs of one whole pass over the loader.\n"
+TAIL = (
+    "\nCall gather_in_order() on every rank after the loop over the loader, with the same structure on each and one "
+    "row for each sample (or batch of a batch sampler) that the rank got, padding included."
+)
+
+
+def test_what_one_rank_does_wrong_is_told_to_all() -> None:
+    ranks = run_ranks(in_time, 3)
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert "  rank 1: gives what cannot be pickled: " in ranks[0].pop("no pickle")
+    assert ranks[0] == {name: text.format(head=HEAD, tail=TAIL) for name, text in SAID.items()}
+
+
+def failing(rank: int, world_size: int) -> tuple[str, str]:
+    """Rank 1 fails in the middle of sending; then it does not come at all."""
+    given = patched("sequential", rank, timeout=3)
+    own = torch.tensor(outputs_of("sequential", given))
+    if rank == 1:
+        bytes_of, transfer._bytes_of = transfer._bytes_of, None  # type: ignore[assignment]
+        with pytest.raises(TypeError):
+            gather_in_order(own, given)
+        transfer._bytes_of = bytes_of
+        return "", ""
+    with pytest.raises(MissingRanksError) as broken:
+        gather_in_order(own, given)
+    with pytest.raises(MissingRanksError) as missing:
+        gather_in_order(own, given)
+    return str(broken.value), str(missing.value)
+
+
+def test_ranks_that_fail_or_do_not_come_are_missed() -> None:
+    (broken, missing), _, (also_broken, also_missing) = run_ranks(failing, 3)
+    for said in (broken, also_broken):
+        assert said.startswith("Gathering outputs: the connection between the ranks [0, 1, 2] failed (")
+    for said in (missing, also_missing):
+        assert said.startswith("Gathering outputs: rank 1 of 3 did not come within")
+
+
+def test_nothing_is_left_in_this_process() -> None:
+    assert not dist.is_initialized()

@@ -1,0 +1,84 @@
+"""States on real ranks: the same on all, restored by all or by none."""
+
+from itertools import islice
+from typing import Any
+
+import pytest
+from zoo import BY_NAME, comparable, loader, seed_ambient
+
+from ddp_patch import (
+    DDPPatchError,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
+from ddp_patch.testing import run_ranks
+
+KINDS = ["shuffle=True, generator", "own numpy Generator", "P x K batches", "all three global states, lazily"]
+
+
+def batches_of(given: Any) -> list[Any]:
+    return [[comparable(item) for item in batch] for batch in given]
+
+
+def resumed(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Each rank's states of each kind in the middle and at the end, seeded, and led, by another rank's generators."""
+    states = []
+    for kind in KINDS:
+        for agreement in ("auto", "leader"):
+
+            def start(ambient_seed: int, kind: str = kind, agreement: Any = agreement) -> Any:
+                seed_ambient(ambient_seed)
+                return patch_dataloader_to_ddp(BY_NAME[kind].make(), seed=3, agreement=agreement)
+
+            whole = start(10 + rank)
+            epochs = [batches_of(whole) for _ in range(3)]
+            for stop in (1, len(epochs[1])):
+                running = start(20 + rank)
+                batches_of(running)
+                iterator = iter(running)
+                list(islice(iterator, stop))
+                states.append(loader_state(running, batches_done=stop))
+                again = start(30 + rank)
+                restore_loader(again, states[-1])
+                expected = [epochs[1][stop:], epochs[2]] if stop < len(epochs[1]) else [epochs[2]]
+                assert [batches_of(again) for _ in expected] == expected
+                list(iterator)  # under a leader no rank may stay behind
+    return states
+
+
+def test_states_are_the_same_on_every_rank_and_restore_what_would_have_followed() -> None:
+    first, *others = run_ranks(resumed, 3)
+    assert all(other == first for other in others)
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    """What each rank is told where they restore different states, or one of them cannot."""
+    told = []
+    for damage in ({"epoch": rank}, {"done": [[2, 1 + rank // 2]]}, {"version": 1 + rank // 2}):
+        patched = patch_dataloader_to_ddp(loader(shuffle=True), seed=3, timeout=20)
+        expected = loader(shuffle=True)
+        expected = patch_dataloader_to_ddp(expected, seed=3)
+        state = loader_state(patched, batches_done=0) | damage
+        with pytest.raises(DDPPatchError) as caught:
+            restore_loader(patched, state)
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+        assert list(patched) == list(expected)  # as it was
+    patched = patch_dataloader_to_ddp(loader(shuffle=True), seed=3, timeout=20)
+    for batches_done in (0, 1):
+        if batches_done:
+            next(iter(patched))
+        restore_loader(patched, loader_state(patched, batches_done=batches_done))
+    return told
+
+
+def test_ranks_that_restore_different_states_are_all_told() -> None:
+    for rank, (epochs, done, versions) in enumerate(run_ranks(refused, 3)):
+        assert epochs.startswith("RankMismatchError: Restoring a loader's state: the ranks differ")
+        assert "epoch to go on in: 0 on rank 0; 1 on rank 1; 2 on rank 2" in epochs
+        assert "done: [[2, 1]] on ranks 0, 1; [[2, 2]] on rank 2" in done
+        if rank == 2:
+            assert versions.startswith("StateError: The state has version 2 and this package reads versions up to 1")
+        else:
+            assert versions.startswith("RankMismatchError: Restoring a loader's state: not every rank could go on")
+            assert "rank 2: StateError: The state has version 2" in versions

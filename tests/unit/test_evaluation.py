@@ -1,0 +1,408 @@
+"""Masks of padding over every kind of loader, places of gathered rows, and what evaluation refuses: without ranks."""
+
+import pickle
+from collections import OrderedDict, namedtuple
+from itertools import islice, product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from test_contract import SEED, over
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from zoo import BY_NAME, KINDS, STEPS, Indices, Kind, N, Source, as_it_is, comparable, loader, seed_ambient, units
+
+from ddp_patch import (
+    DDPBatchSamplerWrapper,
+    DDPSamplerWrapper,
+    InvalidOptionError,
+    NotALoaderError,
+    NotPatchedError,
+    OutputsError,
+    UnsupportedLoaderError,
+    WorldError,
+    gather_in_order,
+    iter_with_mask,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
+from ddp_patch.evaluation import _places
+from ddp_patch.options import Layout, Uneven
+from ddp_patch.plan import Plan
+from ddp_patch.rows import structure_of
+from ddp_patch.transfer import packed
+
+pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
+
+Masked = list[tuple[Any, torch.Tensor]]
+
+
+def patched(kind: Kind, rank: int, num_replicas: int, **options: Any) -> DataLoader[Any]:
+    seed_ambient(1000 * num_replicas + rank)
+    return patch_dataloader_to_ddp(kind.make(), rank=rank, num_replicas=num_replicas, seed=SEED, **options)
+
+
+def lengths_of(kind: Kind) -> list[int]:
+    """How many items the stream of each epoch has."""
+    alone = patched(kind, 0, 1)
+    return [N if alone.drop_last else len(units(kind, alone)) for _ in range(kind.epochs)]
+
+
+def masked(kind: Kind, given: DataLoader[Any]) -> Masked:
+    batches = iter_with_mask(given)
+    return list(islice(batches, STEPS) if kind.endless else batches)
+
+
+def assert_false_on_padding_alone(given: DataLoader[Any], batches: Masked, padding: list[bool], whole: bool) -> None:
+    """Where ``padding`` tells of each item of the share whether it is any."""
+    assert all(mask.dtype == torch.bool for _, mask in batches)
+    if given.batch_sampler is None:
+        assert [mask.item() for _, mask in batches] == [not pads for pads in padding]  # no lists: no dimension
+    elif whole:
+        expected = [[not pads] * len(batch) for (batch, _), pads in zip(batches, padding, strict=True)]
+        assert [mask.tolist() for _, mask in batches] == expected
+    else:
+        assert [len(mask) for _, mask in batches] == [len(batch) for batch, _ in batches]
+        flat = [pads for _, mask in batches for pads in (~mask).tolist()]
+        assert flat == padding[: len(flat)]
+        assert len(flat) == len(padding) or given.drop_last
+
+
+@over(KINDS)
+def test_the_mask_is_false_on_padding_and_nowhere_else(kind: Kind) -> None:
+    lengths = [10**9] * kind.epochs if kind.endless else lengths_of(kind)
+    for num_replicas in range(1, 6):
+        for rank in range(num_replicas):
+            given = patched(kind, rank, num_replicas)
+            for n in lengths:
+                batches = masked(kind, given)
+                steps = STEPS * (given.batch_size or 1) if kind.endless else None
+                share = islice(Plan(rank, num_replicas).share(n), steps)
+                assert_false_on_padding_alone(given, batches, [place >= n for place in share], kind.batches)
+
+
+@over([kind for kind in KINDS if not kind.endless and kind.make().num_workers == 0])
+def test_batches_come_as_they_do_without_a_mask(kind: Kind) -> None:
+    plain, with_mask = patched(kind, 1, 3), patched(kind, 1, 3)
+    for _ in range(kind.epochs):
+        assert [comparable_batch(batch) for batch in plain] == [
+            comparable_batch(batch) for batch, _ in iter_with_mask(with_mask)
+        ]
+
+
+def comparable_batch(batch: Any) -> Any:
+    return [comparable(item) for item in batch] if isinstance(batch, list) else comparable(batch)
+
+
+@pytest.mark.parametrize("name", ["shuffle=True", "aspect-ratio batches", "batch_size=None", "iterable, 2 workers"])
+@pytest.mark.parametrize(
+    ("uneven", "layout"), [("drop", "interleaved"), ("keep", "interleaved"), ("pad", "contiguous")]
+)
+def test_masks_of_other_ways_to_share(name: str, uneven: Uneven, layout: Layout) -> None:
+    kind = BY_NAME[name]
+    if "iterable" in name and layout == "contiguous":
+        kind = BY_NAME["iterable with len and set_epoch"]
+    for rank in range(5):
+        given = patched(kind, rank, 5, uneven=uneven, layout=layout)
+        for n in lengths_of(kind):
+            padding = [place >= n for place in Plan(rank, 5, uneven, layout).share(n)]
+            assert_false_on_padding_alone(given, masked(kind, given), padding, kind.batches)
+
+
+@pytest.mark.parametrize("name", ["shuffle=True", "aspect-ratio batches", "batch_size=None", "iterable, 2 workers"])
+def test_masks_of_the_rest_of_a_pass(name: str) -> None:
+    kind = BY_NAME[name]
+    for rank in range(3):
+        stopped = patched(kind, rank, 3)
+        next(iter(stopped))
+        again = patched(kind, rank, 3)
+        restore_loader(again, loader_state(stopped, batches_done=1))
+        n = lengths_of(kind)[0]
+        done = 1 if kind.batches else given_size(again)
+        padding = [place >= n for place in Plan(rank, 3).share(n)][done:]
+        assert_false_on_padding_alone(again, masked(kind, again), padding, kind.batches)
+
+
+def given_size(given: DataLoader[Any]) -> int:
+    return given.batch_size or 1
+
+
+def test_two_passes_with_masks_side_by_side() -> None:
+    given = patched(BY_NAME["aspect-ratio batches"], 1, 2)
+    first = iter_with_mask(given)
+    next(first)
+    second = list(iter_with_mask(given))
+    assert all(len(batch) == len(mask) for batch, mask in [*first, *second])
+
+
+# One process, without a group: the loader is the unpatched one.
+
+
+def ragged(samples: list[Any]) -> Any:
+    """Neither of the parts of what it returns is as long as there are samples."""
+    return [torch.stack([image for image, _ in samples]).flatten(), {"n": torch.zeros(99)}]
+
+
+class Counting(DataLoader[Any]):
+    """A subclass that needs arguments of its own."""
+
+    def __init__(self, times: int, **options: Any) -> None:
+        super().__init__(Indices(times), **options)
+
+
+PAIRS = TensorDataset(torch.zeros(7, 3, 2), torch.zeros(7))
+UNPATCHED: dict[str, tuple[DataLoader[Any], list[int]]] = {
+    "collated to a list of two tensors": (DataLoader(PAIRS, 3), [3, 3, 1]),
+    "collated to what tells no size": (DataLoader(PAIRS, 3, collate_fn=ragged, num_workers=2), [3, 3, 1]),
+    "drop_last": (DataLoader(PAIRS, 3, collate_fn=as_it_is, drop_last=True), [3, 3]),
+    "batches": (DataLoader(PAIRS, batch_sampler=[[0], [1, 2, 3, 4], []], collate_fn=as_it_is), [1, 4, 0]),
+    "iterable": (DataLoader(Source(5), 2, num_workers=2), [2, 2, 2, 2, 1, 1]),  # torch reads it once for each worker
+    "empty": (DataLoader(Source(0), 2), []),
+    "subclass": (Counting(5, batch_size=4), [4, 1]),
+}
+
+
+@pytest.mark.parametrize("name", UNPATCHED)
+def test_nothing_is_padding_in_a_loader_that_is_not_shared(name: str) -> None:
+    given, sizes = UNPATCHED[name]
+    for _ in range(2):
+        batches = list(iter_with_mask(given))
+        assert [mask.tolist() for _, mask in batches] == [[True] * size for size in sizes]
+        for (batch, _), plain in zip(batches, given, strict=True):
+            torch.testing.assert_close(batch, plain)
+
+
+def test_an_unpatched_loader_without_batches_has_masks_without_dimensions() -> None:
+    pairs = list(iter_with_mask(DataLoader(Indices(3), batch_size=None)))
+    assert [(item, mask.item(), mask.ndim) for item, mask in pairs] == [(0, True, 0), (1, True, 0), (2, True, 0)]
+
+
+def test_outputs_of_an_unpatched_loader_come_back_as_they_are() -> None:
+    outputs = [object()]
+    assert gather_in_order(outputs, DataLoader(Indices(3))) is outputs
+    assert gather_in_order(outputs, DataLoader(Indices(3)), dst=0) is outputs
+
+
+# A world of one: everything but sending.
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+def passed(**options: Any) -> DataLoader[Any]:
+    """A loader of 23 items that one rank of one has gone through."""
+    given = patch_dataloader_to_ddp(loader(**options), rank=0, num_replicas=1)
+    list(given)
+    return given
+
+
+def test_a_nest_comes_back_as_it_was_given() -> None:
+    logits = torch.arange(23.0, requires_grad=True) * 2
+    outputs: dict[Any, Any] = {"a": (logits, {"b": np.arange(23)}), 3: Point(logits, list("a" * 23)), "c": ()}
+    outputs["ordered"] = OrderedDict(d=list(range(23)))
+    found = gather_in_order(outputs, passed())
+    assert list(found) == ["a", 3, "c", "ordered"]
+    assert torch.equal(found["a"][0], logits)
+    assert not found["a"][0].requires_grad
+    assert np.array_equal(found["a"][1]["b"], np.arange(23))
+    assert type(found[3]) is Point
+    assert found[3].y == outputs[3].y
+    assert found["c"] == ()
+    assert found["ordered"] == {"d": list(range(23))}
+    with pytest.raises(OutputsError, match="cannot be pickled"):
+        gather_in_order([lambda: None] * 23, passed())
+
+
+def test_rows_that_are_views_are_sent_without_what_they_are_views_of() -> None:
+    rows = list(torch.arange(1024 * 100.0).reshape(1024, 100))
+    data = packed(rows, structure_of(rows), 1000)["the outputs"]
+    assert len(data) < 1.5 * 1000 * 100 * 4
+    assert all(torch.equal(one, other) for one, other in zip(pickle.loads(data), rows, strict=False))  # noqa: S301 - our own
+
+
+def test_every_batch_of_a_batch_sampler_is_a_row() -> None:
+    torchs = patch_dataloader_to_ddp(loader(batch_sampler=BatchSampler(range(23), 4, False)), rank=0, num_replicas=1)
+    assert gather_in_order([item for batch in torchs for item in batch], torchs) == list(range(23))
+    whole = patch_dataloader_to_ddp(BY_NAME["a list of lists"].make(), rank=0, num_replicas=1)
+    assert gather_in_order(list(whole), whole) == [[1, 2], [3], [4, 5, 6]]
+
+
+def test_a_pass_that_took_as_many_batches_as_len_says_is_whole() -> None:
+    given = patch_dataloader_to_ddp(loader(), rank=0, num_replicas=1)
+    iterator = iter(given)
+    outputs = [item for _ in range(len(given)) for item in next(iterator)]
+    assert gather_in_order(outputs, given) == list(range(23))
+
+
+def test_nothing_in_nothing_out() -> None:
+    empty = patch_dataloader_to_ddp(loader(sampler=[]), rank=0, num_replicas=1)
+    list(empty)
+    assert gather_in_order(None, empty) is None
+    assert gather_in_order({"a": []}, empty) == {"a": []}
+    assert gather_in_order(torch.zeros(0, 3), empty).shape == (0, 3)
+
+
+BY_HAND: dict[Any, tuple[Any, list[Any], list[Any]]] = {
+    DDPSamplerWrapper: (range(5), [([1, 3], [True, True]), ([0], [False])], [0, 1, 2, 3, 4]),
+    DDPBatchSamplerWrapper: (
+        [[0], [1, 2], [3, 4]],
+        [([1, 2], [True, True]), ([0], [False])],
+        [[0], [1, 2], [3, 4]],
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", BY_HAND)
+def test_loaders_wrapped_by_hand(wrapper: Any) -> None:
+    items, expected, rows = BY_HAND[wrapper]
+
+    def by_hand(rank: int, num_replicas: int) -> DataLoader[Any]:
+        sampler = wrapper(items, False, rank=rank, num_replicas=num_replicas)
+        if wrapper is DDPSamplerWrapper:
+            return DataLoader(Indices(), 2, sampler=sampler, collate_fn=as_it_is)
+        return DataLoader(Indices(), batch_sampler=sampler, collate_fn=as_it_is)
+
+    assert [(batch, mask.tolist()) for batch, mask in iter_with_mask(by_hand(1, 2))] == expected
+    alone = by_hand(0, 1)
+    batches = list(alone)
+    outputs = batches if wrapper is DDPBatchSamplerWrapper else [item for batch in batches for item in batch]
+    assert gather_in_order(outputs, alone) == rows
+
+
+# Places.
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
+def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven, layout: Layout) -> None:
+    """Of any length, world, place where the pass began, and batch size of which the last batch is left out."""
+    for n, world_size, skip, dropped in product(range(24), range(1, 6), (0, 1, 2), (1, 2, 3)):
+        plans = [Plan(rank, world_size, uneven, layout) for rank in range(world_size)]
+        given = []
+        for plan in plans:
+            taken = plan.share(n)[skip:]
+            batches = taken[: len(taken) - len(taken) % dropped]
+            given.append([place for place in batches if place < n])
+        in_order = sorted(place for places in given for place in places)
+        result: list[int | None] = [None] * len(in_order)
+        for rows, places in zip(given, _places(plans[0], [len(rows) for rows in given]), strict=True):
+            own = iter(rows)
+            for place in places:
+                result[place.start : place.stop : place.step] = [next(own) for _ in place]
+        assert result == in_order, (n, world_size, skip, dropped)
+
+
+# What is refused, word for word.
+
+HEAD = "Gathering outputs: the ranks do not give the outputs of one whole pass over the loader.\n"
+TAIL = (
+    "\nCall gather_in_order() on every rank after the loop over the loader, with the same structure on each and one "
+    "row for each sample (or batch of a batch sampler) that the rank got, padding included."
+)
+OUTPUTS: list[tuple[Any, str]] = [
+    (None, "gives None at the outputs, which is no tensor, array or list"),
+    ({}, "gives nothing for 23 samples"),
+    ({"loss": 0.5}, "gives a float at ['loss'], which is no tensor, array or list"),
+    ({"loss": torch.tensor(0.5)}, "gives a Tensor without dimensions at ['loss'], which has no rows"),
+    ((np.array(0.5),), "gives a ndarray without dimensions at [0], which has no rows"),
+    (torch.zeros(24), "gives 24 rows at the outputs for 23 samples"),
+    ([[1]] * 6, "gives 6 rows at the outputs for 23 samples"),
+    ({"a": {"b": [1]}, "c": (np.zeros(23), [2, 3])}, "gives 1 rows at ['a']['b'], 2 rows at ['c'][1] for 23 samples"),
+    (
+        torch.zeros(23, 2).to_sparse(),
+        "gives a sparse, nested, quantized or distributed tensor at the outputs, which has no rows to send",
+    ),
+    (np.ma.zeros(23), "gives a masked array at the outputs, whose mask would be lost"),
+]
+
+
+@pytest.mark.parametrize(("outputs", "what"), OUTPUTS, ids=[what for _, what in OUTPUTS])
+def test_outputs_that_are_none_of_a_pass(outputs: Any, what: str) -> None:
+    with pytest.raises(OutputsError) as caught:
+        gather_in_order(outputs, passed())
+    assert str(caught.value) == f"{HEAD}  rank 0: {what}{TAIL}"
+
+
+def test_rows_are_called_what_they_stand_for() -> None:
+    for name, unit in (("a list of lists", "3 batches"), ("batch_size=None", "23 items"), ("iterable", "23 samples")):
+        given = patched(BY_NAME[name], 0, 1)
+        list(given)
+        with pytest.raises(OutputsError, match=f"gives 1 rows at the outputs for {unit}"):
+            gather_in_order([0], given)
+
+
+def test_a_pass_that_is_none_or_not_whole() -> None:
+    for kind in (BY_NAME["sequential"], BY_NAME["a sampler without len"], BY_NAME["iterable"]):
+        given = patched(kind, 0, 1)
+        for what in ("has made no pass over the loader", "is in the middle of epoch 0", "is in the middle of epoch 1"):
+            with pytest.raises(OutputsError) as caught:
+                gather_in_order([0], given)
+            assert str(caught.value) == f"{HEAD}  rank 0: {what}{TAIL}"
+            iterator = iter(given)
+            next(iterator)
+
+
+def test_dst_that_is_nobody() -> None:
+    with pytest.raises(InvalidOptionError) as caught:
+        gather_in_order(list(range(23)), passed(), dst=3)
+    assert str(caught.value) == (
+        "dst=3 is none of the ranks [0] that share the loader. Pass one of these, or leave it out."
+    )
+
+
+def test_nobody_to_gather_from() -> None:
+    given = patch_dataloader_to_ddp(loader(), rank=0, num_replicas=2)
+    with pytest.raises(WorldError) as caught:
+        gather_in_order(list(given), given)
+    assert str(caught.value) == (
+        "gather_in_order cannot gather from 2 ranks: the loader's world was given by rank= and num_replicas=, and "
+        "nothing tells which processes these are. Patch it with a process group."
+    )
+
+
+@pytest.mark.parametrize(
+    "operation", [lambda loader: gather_in_order([], loader), iter_with_mask], ids=["gather_in_order", "iter_with_mask"]
+)
+def test_loaders_whose_shares_cannot_be_told(operation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the call, before anything is drawn."""
+    name = "gather_in_order" if operation is not iter_with_mask else "iter_with_mask"
+    for given, error, message in (
+        ([1], NotALoaderError, "Evaluation needs a torch.utils.data.DataLoader and got [1] (list): "),
+        (
+            patch_dataloader_to_ddp(DataLoader(Source()), rank=0, num_replicas=1, iterable_sharding="by_worker"),
+            UnsupportedLoaderError,
+            f"{name} was given a loader with iterable_sharding='by_worker', whose dataset decides what each worker "
+            "reads, so there is no one order and no padding. Use iterable_sharding='exact'.",
+        ),
+        (
+            patch_dataloader_to_ddp(DataLoader(Indices(), num_workers=2, in_order=False), rank=0, num_replicas=1),
+            UnsupportedLoaderError,
+            f"{name} was given a loader with in_order=False, which gives its batches as its 2 workers finish them, so "
+            "which samples a batch holds cannot be told. Use in_order=True.",
+        ),
+        (
+            loader(batch_sampler=Doubled(DDPSamplerWrapper(range(4), rank=0, num_replicas=1))),
+            UnsupportedLoaderError,
+            f"{name} was given a loader whose Doubled makes its batches of a sharded sampler in a way of its own",
+        ),
+        (
+            loader(sampler=DistributedSampler(Indices(), rank=0, num_replicas=1)),
+            NotPatchedError,
+            f"{name} was given a DataLoader that was not patched, ",
+        ),
+    ):
+        with pytest.raises(error) as caught:
+            operation(given)
+        assert str(caught.value).startswith(message)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(NotPatchedError, match=f"{name} was given a DataLoader that was not patched"):
+        operation(loader())
+
+
+class Doubled(BatchSampler):
+    """A batch sampler over a sharded sampler that is not torch's own."""
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(sampler, 2, drop_last=False)
