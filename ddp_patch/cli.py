@@ -14,7 +14,7 @@ _NEEDED = {"click", "rich"}
 def main() -> None:
     """Run the command line; without the libraries that it needs, say what to install and exit with 2."""
     try:
-        from ddp_patch.audit.commands import commands
+        from ddp_patch.auditing.commands import commands
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in _NEEDED:

@@ -5,7 +5,7 @@ import pytest
 from zoo import loader
 
 from ddp_patch import InvalidOptionError
-from ddp_patch.audit import audit
+from ddp_patch import audit
 
 
 def test_a_patched_loader_holds_on_real_ranks() -> None:

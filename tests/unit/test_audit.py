@@ -15,7 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from zoo import ALL_KINDS, BY_NAME, Kind, draw_ambient, loader, seed_ambient
 
 from ddp_patch import AuditError, InvalidOptionError, NotALoaderError, patch_dataloader_to_ddp
-from ddp_patch.audit import audit, problem_kinds
+from ddp_patch import audit
+from ddp_patch.auditing import problem_kinds
 from ddp_patch.samplers import PKBatchSampler
 
 FINITE = [kind for kind in ALL_KINDS if not kind.endless]

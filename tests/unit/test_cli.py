@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from ddp_patch.audit.commands import commands
-from ddp_patch.audit.finding import find
+from ddp_patch.auditing.commands import commands
+from ddp_patch.auditing.finding import find
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
 
 LOADERS = """

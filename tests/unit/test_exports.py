@@ -48,7 +48,7 @@ FLOORS = {
     "evaluation": 8,
     "patching": 9,
     "testing": 10,
-    "audit": 11,
+    "auditing": 11,
     "cli": 12,
     "__main__": 13,
     "__init__": 13,

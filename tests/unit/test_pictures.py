@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 from zoo import BY_NAME, loader
 
-from ddp_patch.audit import audit
-from ddp_patch.audit.commands import commands
-from ddp_patch.audit.pictures import page
+from ddp_patch import audit
+from ddp_patch.auditing.commands import commands
+from ddp_patch.auditing.pictures import page
 
 
 def svgs(html: str) -> list[ElementTree.Element]:

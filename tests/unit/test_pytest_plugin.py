@@ -28,7 +28,7 @@ def tests(pytester: pytest.Pytester) -> pytest.Pytester:
 
 def run(tests: pytest.Pytester, body: str, *options: str) -> pytest.RunResult:
     tests.makepyfile(f"from shared import *\n{body}")
-    return tests.runpytest_subprocess("-p", "ddp_patch.audit.pytest_plugin", *options)
+    return tests.runpytest_subprocess("-p", "ddp_patch.auditing.pytest_plugin", *options)
 
 
 def test_the_fixture_fails_with_the_report(tests: pytest.Pytester) -> None:

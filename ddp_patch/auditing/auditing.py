@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from ddp_patch.audit.coding import Coding, Numbers
-from ddp_patch.audit.judge import (
+from ddp_patch.auditing.coding import Coding, Numbers
+from ddp_patch.auditing.judge import (
     About,
     Allowance,
     Epoch,
@@ -20,10 +20,10 @@ from ddp_patch.audit.judge import (
     order_problem,
     signature,
 )
-from ddp_patch.audit.measures import Cost, global_batches, imbalance, pictured, step_costs
-from ddp_patch.audit.processes import drawn_by_processes
-from ddp_patch.audit.report import EpochReport, Kind, Pictured, Problem, Report, Units, problem_kinds
-from ddp_patch.audit.simulate import Drawn, Factory, Rank, Subject, made_of_batches, ranks_of, stream_of
+from ddp_patch.auditing.measures import Cost, global_batches, imbalance, pictured, step_costs
+from ddp_patch.auditing.processes import drawn_by_processes
+from ddp_patch.auditing.report import EpochReport, Kind, Pictured, Problem, Report, Units, problem_kinds
+from ddp_patch.auditing.simulate import Drawn, Factory, Rank, Subject, made_of_batches, ranks_of, stream_of
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loader import Level, level, samplers_in_use
 
@@ -69,7 +69,7 @@ def audit(
         set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch, so that the audit does.
         padding: Whether samples may be repeated to fill the last round; False for an evaluation.
         epochs_differ: Whether every epoch must have another order.
-        allow: Problems, by their names in ``ddp_patch.audit.problem_kinds``, that ``report.allowed`` tells of instead.
+        allow: Problems, by their names in ``ddp_patch.auditing.problem_kinds``, that ``report.allowed`` tells of instead.
         cost: What a sample costs, such as its length: a sequence, or a function of its index. For the balance of ranks.
         max_items: How many items of each rank's epoch are drawn; where there are more, the report is of a sample.
         processes: Draw on real ranks, processes of a gloo group, which differ in all that processes differ in (a hash

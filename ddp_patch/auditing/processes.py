@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from ddp_patch.audit.coding import Coding
-from ddp_patch.audit.simulate import Drawn, Rank, Subject
+from ddp_patch.auditing.coding import Coding
+from ddp_patch.auditing.simulate import Drawn, Rank, Subject
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.testing import run_ranks
 

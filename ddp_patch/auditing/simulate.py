@@ -24,8 +24,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddp_patch.audit.coding import Coding, Numbers, narrow
-from ddp_patch.audit.workers import base_seed, batches_read
+from ddp_patch.auditing.coding import Coding, Numbers, narrow
+from ddp_patch.auditing.workers import base_seed, batches_read
 from ddp_patch.errors import InvalidOptionError, NotALoaderError, StreamLengthWarning
 from ddp_patch.loader import Level, copy_loader, level, nested_samplers, random_generators, samplers_in_use, sharding
 from ddp_patch.nesting import tell_epoch

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import pytest
 from torch.utils.data import DataLoader
 
-from ddp_patch.audit.auditing import audit
-from ddp_patch.audit.report import Report
-from ddp_patch.audit.simulate import Factory
+from ddp_patch.auditing import audit
+from ddp_patch.auditing.report import Report
+from ddp_patch.auditing.simulate import Factory
 from ddp_patch.guard import guarded, places_recorded
 
 __all__ = ["DDPAudit", "ddp_audit", "pytest_addoption", "pytest_configure"]
@@ -24,7 +24,7 @@ class DDPAudit(Protocol):
 
 @pytest.fixture
 def ddp_audit() -> DDPAudit:
-    """Audit a loader as ``ddp_patch.audit.audit`` does, and fail the test with the report if something does not hold.
+    """Audit a loader as ``ddp_patch.audit`` does, and fail the test with the report if something does not hold.
 
     ``ddp_audit(loader, world_size=8, epochs=2, padding=False)``: all options are those of ``audit``.
     """

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddp_patch.audit.coding import Numbers
-from ddp_patch.audit.simulate import Drawn
+from ddp_patch.auditing.coding import Numbers
+from ddp_patch.auditing.simulate import Drawn
 
 __all__ = ["Coverage", "as_units", "batches_of", "coverage"]
 

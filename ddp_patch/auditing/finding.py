@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.audit.simulate import Factory
+from ddp_patch.auditing.simulate import Factory
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
 
 __all__ = ["find"]

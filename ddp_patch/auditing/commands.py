@@ -15,12 +15,12 @@ from rich.progress import Progress
 from rich.table import Table
 from torch.utils.data import DataLoader
 
-from ddp_patch.audit.auditing import audit
-from ddp_patch.audit.coding import Coding
-from ddp_patch.audit.counting import batches_of
-from ddp_patch.audit.finding import find
-from ddp_patch.audit.report import Report, problem_kinds
-from ddp_patch.audit.simulate import Factory, Subject, ranks_of
+from ddp_patch.auditing import audit
+from ddp_patch.auditing.coding import Coding
+from ddp_patch.auditing.counting import batches_of
+from ddp_patch.auditing.finding import find
+from ddp_patch.auditing.report import Report, problem_kinds
+from ddp_patch.auditing.simulate import Factory, Subject, ranks_of
 from ddp_patch.loader import Level, extract_loader_parameters, level, sharding
 
 __all__ = ["commands"]
@@ -103,7 +103,7 @@ def audit_command(target: str, world_size: int, form: str, no_patch: bool, html:
         if not reports:
             raise click.ClickException(f"{target} holds no loader.")
         if html is not None:
-            from ddp_patch.audit.pictures import page
+            from ddp_patch.auditing.pictures import page
 
             html.write_text(page(reports), encoding="utf-8")
         _print(reports, form)

@@ -6,10 +6,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_patch.audit.coding import Coding
-from ddp_patch.audit.judge import Epoch, Judged
-from ddp_patch.audit.report import Pictured
-from ddp_patch.audit.simulate import Drawn
+from ddp_patch.auditing.coding import Coding
+from ddp_patch.auditing.judge import Epoch, Judged
+from ddp_patch.auditing.report import Pictured
+from ddp_patch.auditing.simulate import Drawn
 from ddp_patch.errors import InvalidOptionError
 
 __all__ = ["Cost", "global_batches", "imbalance", "pictured", "step_costs"]

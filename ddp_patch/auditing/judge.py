@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch.utils.data import DataLoader
 
-from ddp_patch.audit.coding import Coding, Numbers
-from ddp_patch.audit.counting import Coverage, as_units, batches_of, coverage
-from ddp_patch.audit.report import Kind, Problem, Units
-from ddp_patch.audit.simulate import Drawn
+from ddp_patch.auditing.coding import Coding, Numbers
+from ddp_patch.auditing.counting import Coverage, as_units, batches_of, coverage
+from ddp_patch.auditing.report import Kind, Problem, Units
+from ddp_patch.auditing.simulate import Drawn
 from ddp_patch.loader import is_ddp_aware, samplers_in_use
 
 __all__ = [

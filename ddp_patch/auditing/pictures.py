@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from ddp_patch.audit.report import Pictured, Problem, Report
+from ddp_patch.auditing.report import Pictured, Problem, Report
 
 __all__ = ["page"]
 
@@ -57,7 +57,7 @@ def page(reports: Mapping[str, Report]) -> str:
 
     Examples:
         >>> from torch.utils.data import DataLoader
-        >>> from ddp_patch.audit import audit
+        >>> from ddp_patch import audit
         >>> html = page({"train": audit(DataLoader(range(10), batch_size=2), world_size=4)})
         >>> html.count("<svg"), "http" in html
         (2, False)
