@@ -1,6 +1,6 @@
 """The command line: ``ddp-patch audit`` and ``ddp-patch show``.
 
-Its arguments and tables come from click and rich, which ``pip install 'ddp-patch[audit]'`` brings.
+Arguments, tables and pictures come from click, rich and matplotlib, which ``pip install 'ddp-patch[audit]'`` brings.
 """
 
 import sys
@@ -8,13 +8,15 @@ import sys
 __all__ = ["main"]
 
 # Of the libraries that the extra brings.
-_NEEDED = {"click", "rich"}
+_NEEDED = {"click", "matplotlib", "rich"}
 
 
 def main() -> None:
     """Run the command line; without the libraries that it needs, say what to install and exit with 2."""
     try:
         from ddp_patch.auditing.commands import commands
+
+        commands(prog_name="ddp-patch")
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in _NEEDED:
@@ -24,4 +26,3 @@ def main() -> None:
             "Run: pip install 'ddp-patch[audit]'\n"
         )
         sys.exit(2)
-    commands(prog_name="ddp-patch")

@@ -164,6 +164,29 @@ def shuffled_padding(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(WholeBatchPadding(rank, world_size, 4, shuffles=True))
 
 
+class ByTurns(Sampler[int]):
+    """Has the same order in every second epoch."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(range(N) if self.passes % 2 else reversed(range(N)))
+
+
+def by_turns(rank: int, world_size: int) -> DataLoader[Any]:
+    return loader(ByTurns())
+
+
+class WithReplacement(Sampler[int]):
+    """Draws samples for ever."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield int(torch.randint(N, ()))
+
+
 class Failing(Sampler[int]):
     def __init__(self, fails: bool) -> None:
         self.fails = fails

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from rich.console import Console, Group
@@ -15,13 +15,15 @@ from rich.progress import Progress
 from rich.table import Table
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing import audit
+from ddp_patch.auditing.auditing import audit
 from ddp_patch.auditing.coding import Coding
 from ddp_patch.auditing.counting import batches_of
-from ddp_patch.auditing.finding import find
-from ddp_patch.auditing.report import Report, problem_kinds
-from ddp_patch.auditing.simulate import Factory, Subject, ranks_of
+from ddp_patch.auditing.finding import find, look_up
+from ddp_patch.auditing.report import Kind, Report
+from ddp_patch.auditing.simulate import ranks_of
+from ddp_patch.auditing.subject import Factory, Subject
 from ddp_patch.loader import Level, extract_loader_parameters, level, sharding
+from ddp_patch.options import Agreement, IterableSharding, Layout, Uneven
 
 __all__ = ["commands"]
 
@@ -44,7 +46,8 @@ def _refusing() -> Iterator[None]:
     except click.exceptions.Exit:
         raise
     except Exception as error:
-        raise _CouldNotRunError(f"{type(error).__name__}: {error}") from error
+        notes = getattr(error, "__notes__", [])
+        raise _CouldNotRunError(" ".join([f"{type(error).__name__}: {error}", *notes])) from error
 
 
 class _CouldNotRunError(click.ClickException):
@@ -60,34 +63,47 @@ def commands() -> None:
     """Prove on one machine what every rank of a world would get of a DataLoader."""
 
 
+def _one_of(values: Any) -> click.Choice[str]:
+    """Return the choice among the values of a Literal."""
+    return click.Choice(get_args(values))
+
+
 @commands.command("audit")
 @click.argument("target")
 @click.option("--world-size", "-w", type=click.IntRange(1), required=True, help="The number of ranks.")
 @click.option("--epochs", "-e", type=click.IntRange(1), default=2, show_default=True, help="How many to draw.")
-@click.option("--format", "form", type=click.Choice(["text", "json", "markdown"]), default="text", show_default=True)
-@click.option("--no-patch", is_flag=True, help="Audit loaders as they stand, not as the patch would share them.")
+@click.option("--patch/--no-patch", default=True, help="Audit loaders as the patch would share them, or as they stand.")
 @click.option("--set-epoch", is_flag=True, help="The training calls set_epoch(epoch) before each epoch.")
-@click.option("--no-padding", is_flag=True, help="No sample may be repeated: for an evaluation.")
+@click.option("--padding/--no-padding", default=True, help="Whether samples may be repeated; not in an evaluation.")
 @click.option("--epochs-differ", is_flag=True, help="Every epoch must have another order.")
-@click.option("--allow", multiple=True, type=click.Choice(sorted(problem_kinds)), help="What is all right here.")
+@click.option("--allow", multiple=True, type=_one_of(Kind), help="What is all right here.")
+@click.option("--cost", metavar="TARGET", help="What samples cost: a sequence, or a function of an index.")
 @click.option("--max-items", type=click.IntRange(1), default=2_000_000, show_default=True, help="For each rank.")
 @click.option("--processes", is_flag=True, help="Draw on real ranks, processes of a gloo group.")
-@click.option("--uneven", type=click.Choice(["pad", "drop", "keep"]), help="As in patch_dataloader_to_ddp().")
-@click.option("--layout", type=click.Choice(["interleaved", "contiguous"]), help="As there.")
+@click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds that these may take.")
+@click.option("--uneven", type=_one_of(Uneven), help="As in patch_dataloader_to_ddp().")
+@click.option("--layout", type=_one_of(Layout), help="As there.")
+@click.option("--agreement", type=_one_of(Agreement), help="As there; 'leader' takes --processes.")
 @click.option("--seed", type=click.IntRange(0), help="As there.")
+@click.option("--iterable-sharding", type=_one_of(IterableSharding), help="As there.")
+@click.option("--scalable-shuffle", is_flag=True, default=None, help="As there.")
+@click.option("--format", "form", type=click.Choice(["text", "json", "markdown"]), default="text", show_default=True)
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with pictures, too.")
-def audit_command(target: str, world_size: int, form: str, no_patch: bool, html: Path | None, **given: Any) -> None:
+def audit_command(target: str, world_size: int, cost: str | None, form: str, html: Path | None, **given: Any) -> None:
     """Audit TARGET: package.module:name or path/to/file.py:name.
 
     It names a loader, a dict or list of loaders, a function make() that returns any of these, or a function
     make(rank, world_size) that builds one rank's loader. Exits with 0 when all hold, 1 when not, 2 when it could not
     run.
     """
-    options = {name: given.pop(name) for name in ("uneven", "layout", "seed")}
-    chosen = {name: value for name, value in options.items() if value is not None}
-    padding = not given.pop("no_padding")
+    if html is not None:
+        from ddp_patch.auditing.page import page  # before the work: matplotlib may be missing
+    # An option of the patch that is not given has its default there, and where the patch is not called it must not be.
+    chosen = {name: value for name, value in given.items() if value is not None}
     with _refusing(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what libraries warn of while loaders are made is not the audit's to tell
+        if cost is not None:
+            chosen["cost"] = look_up(cost)[1]
         reports = {}
         terminal = Console(stderr=True)
         with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
@@ -97,14 +113,10 @@ def audit_command(target: str, world_size: int, form: str, no_patch: bool, html:
                 def progress(done: int, of: int, task: Any = task) -> None:
                     bar.update(task, completed=done, total=of)
 
-                reports[place] = audit(
-                    loader, world_size, patch=not no_patch, padding=padding, progress=progress, **given, **chosen
-                )
+                reports[place] = audit(loader, world_size, progress=progress, **chosen)
         if not reports:
             raise click.ClickException(f"{target} holds no loader.")
         if html is not None:
-            from ddp_patch.auditing.pictures import page
-
             html.write_text(page(reports), encoding="utf-8")
         _print(reports, form)
     sys.exit(_HOLDS if all(report.ok for report in reports.values()) else _DOES_NOT)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddp_patch.auditing.coding import Numbers
-from ddp_patch.auditing.simulate import Drawn
+from ddp_patch.auditing.drawing import Drawn
 
-__all__ = ["Coverage", "as_units", "batches_of", "coverage"]
+__all__ = ["Coverage", "as_units", "batches_of", "coverage", "dense"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +20,14 @@ class Coverage:
         lacking: By how much, in all.
         repeated: The numbers of what was got too often, each once.
         extra: By how much, in all.
+        is_known: Whether that can be told of what was drawn.
     """
 
     missing: Numbers
     lacking: int
     repeated: Numbers
     extra: int
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the ranks together got what one process gets."""
-        return self.lacking == self.extra == 0
+    is_known: bool = True
 
 
 def coverage(expected: Numbers, shares: Sequence[Numbers]) -> Coverage:
@@ -41,29 +38,39 @@ def coverage(expected: Numbers, shares: Sequence[Numbers]) -> Coverage:
         >>> found.missing.tolist(), found.repeated.tolist(), found.extra
         ([1], [0, 2], 2)
     """
-    arrays = [expected, *shares]
+    names, (counted, *others) = dense([expected, *shares])
+    difference = _counts(counted, len(names))
+    for share in others:
+        difference -= _counts(share, len(names))
+    missing, repeated = np.flatnonzero(difference > 0), np.flatnonzero(difference < 0)
+    return Coverage(names[missing], int(difference[missing].sum()), names[repeated], -int(difference[repeated].sum()))
+
+
+def dense(arrays: Sequence[Numbers]) -> tuple[Numbers, list[Numbers]]:
+    """Number again what arrays hold, from 0 and with few gaps, so that a table of all numbers is small.
+
+    Returns:
+        The old numbers, by the new ones; and the arrays in new numbers.
+
+    Examples:
+        >>> names, (first, second) = dense([np.array([10**15, 7]), np.array([7])])
+        >>> names.tolist(), first.tolist(), second.tolist()
+        ([7, 1000000000000000], [1, 0], [0])
+    """
     bounds = [int(bound) for array in arrays if len(array) for bound in (array.min(), array.max())]
-    if not bounds:
-        return Coverage(expected, 0, expected, 0)
-    low, span = min(bounds), max(bounds) - min(bounds) + 1
-    if span <= 4 * sum(map(len, arrays)) + 1024:
-        difference = _counts(expected, low, span)
-        for share in shares:
-            difference -= _counts(share, low, span)
-        missing, repeated = np.flatnonzero(difference > 0), np.flatnonzero(difference < 0)
-        return Coverage(missing + low, int(difference[missing].sum()), repeated + low, -int(difference[repeated].sum()))
+    low, high = min(bounds, default=0), max(bounds, default=-1)
+    if high - low < 4 * sum(map(len, arrays)) + 1024:
+        names = np.arange(low, high + 1, dtype=np.result_type(*arrays))
+        return names, [array - low if low else array for array in arrays]
     names, places = np.unique(np.concatenate(arrays), return_inverse=True)
-    found = coverage(
-        places[: len(expected)], np.split(places[len(expected) :], np.cumsum([len(s) for s in shares])[:-1])
-    )
-    return Coverage(names[found.missing], found.lacking, names[found.repeated], found.extra)
+    return names, np.split(places, np.cumsum([len(array) for array in arrays])[:-1])
 
 
-def _counts(items: Numbers, low: int, span: int) -> Numbers:
+def _counts(items: Numbers, span: int) -> Numbers:
     # Piece by piece: bincount makes 64 bits of its argument.
     counts = np.zeros(span, np.int32)
     for start in range(0, len(items), _PIECE):
-        counts += np.bincount(items[start : start + _PIECE].astype(np.int64) - low, minlength=span).astype(np.int32)
+        counts += np.bincount(items[start : start + _PIECE], minlength=span).astype(np.int32)
     return counts
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.simulate import Factory
+from ddp_patch.auditing.subject import Factory
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
 
-__all__ = ["find"]
+__all__ = ["find", "look_up"]
 
 
 def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
@@ -37,20 +37,40 @@ def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
         ddp_patch.errors.NotALoaderError: sep is '/' (str), which is no DataLoader, no list or dict of them, and no \
 function make() or make(rank, world_size) that returns one. Name one of these.
     """
+    name, found = look_up(target)
+    return _leaves(found, name)
+
+
+def look_up(target: str) -> tuple[str, Any]:
+    """Return the name in a target, and what it names.
+
+    Args:
+        target: ``package.module:name`` or ``path/to/file.py:name``; a name may have parts, ``loaders.train``.
+
+    Raises:
+        InvalidOptionError: There is no such thing.
+
+    Examples:
+        >>> look_up("math:pi")
+        ('pi', 3.141592653589793)
+    """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
         raise InvalidOptionError(
-            f"{target!r} does not say where the loader is. Pass package.module:name or path/to/file.py:name."
+            f"{target!r} does not say where to look. Pass package.module:name or path/to/file.py:name."
         )
     module = _module(place)
     found: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
+        if isinstance(found, Mapping) and part in found:
+            found = found[part]
+        elif hasattr(found, part):
+            found = getattr(found, part)
+        else:
             raise InvalidOptionError(
                 f"{place} has no {name!r}. It has: {', '.join(n for n in vars(module) if n[0] != '_') or 'nothing'}."
             )
-        found = getattr(found, part)
-    return _leaves(found, name)
+    return name, found
 
 
 def _module(place: str) -> ModuleType:

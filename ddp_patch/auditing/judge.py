@@ -1,33 +1,19 @@
-"""From what ranks drew to what does not hold: one look at each property, and a cause for what is wrong."""
+"""From what ranks drew to whether their shares are disjoint and complete."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.coding import Coding, Numbers
-from ddp_patch.auditing.counting import Coverage, as_units, batches_of, coverage
-from ddp_patch.auditing.report import Kind, Problem, Units
-from ddp_patch.auditing.simulate import Drawn
-from ddp_patch.loader import is_ddp_aware, samplers_in_use
+from ddp_patch.auditing.coding import Numbers
+from ddp_patch.auditing.counting import Coverage, as_units, coverage
+from ddp_patch.auditing.drawing import Drawn
+from ddp_patch.auditing.report import Units
+from ddp_patch.loader import samplers_in_use
 
-__all__ = [
-    "About",
-    "Allowance",
-    "Cause",
-    "Epoch",
-    "Judged",
-    "cause_of",
-    "judge_epoch",
-    "lost_problem",
-    "order_problem",
-    "signature",
-]
-
-_EXAMPLES = 3
-_PATCH = "Pass the loader through patch_dataloader_to_ddp()"
+__all__ = ["Allowance", "Epoch", "Judged", "allowance", "judge_epoch", "signature"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +58,7 @@ def _counted(expected: Numbers, shares: Sequence[Numbers], is_sample: bool) -> C
     # Of a sample only what came twice can be judged, where one process would get nothing twice.
     none = expected[:0]
     is_once = len(np.unique(expected)) == len(expected)
-    return coverage(np.unique(np.concatenate(shares)), shares) if is_once else Coverage(none, 0, none, 0)
+    return coverage(np.unique(np.concatenate(shares)), shares) if is_once else Coverage(none, 0, none, 0, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +74,26 @@ class Allowance:
     padding: int
     dropped: int
     uneven: int
+
+
+def allowance(epoch: Epoch, loader: DataLoader[object], uneven: str | None, pads: bool) -> Allowance:
+    """Return what may be missing or repeated in an epoch.
+
+    Args:
+        epoch: As it was drawn.
+        loader: Rank 0's.
+        uneven: The option of ``patch_dataloader_to_ddp``, if it was given.
+        pads: Whether samples may be repeated to fill the last round.
+    """
+    world = len(epoch.ranks)
+    drops_round = uneven == "drop" or any(
+        getattr(sampler, "drop_last", False) is True for sampler in samplers_in_use(loader)
+    )
+    dropped = world - 1 if drops_round else 0
+    if epoch.units == "samples" and loader.drop_last:
+        largest = max(int(drawn.sizes.max(initial=loader.batch_size or 1)) for drawn in (*epoch.ranks, epoch.alone))
+        dropped += world * max(1, loader.num_workers) * (largest - 1)
+    return Allowance(world - 1 if pads else 0, dropped, uneven=int(uneven == "keep"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,195 +124,6 @@ def judge_epoch(epoch: Epoch, allowed: Allowance) -> Judged:
     return Judged(found, samples, padding, dropped, padding == found.extra and dropped == found.lacking)
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """Words for one epoch's coverage."""
-
-    epoch: Epoch
-    judged: Judged
-    coding: Coding
-
-    def problem(self, kind: Kind, what: str, why: str, remedy: str) -> Problem:
-        """Return a problem of this epoch."""
-        return Problem(kind, what, f"epoch {self.epoch.number}, {len(self.epoch.ranks)} ranks", why, remedy)
-
-    def counts(self) -> str:
-        """Say how many are missing and repeated, with examples."""
-        of, found = f"of {self.epoch.expected} {self.epoch.units}", self.judged.found
-        parts = []
-        if found.lacking:
-            parts.append(f"{found.lacking} {of} are missing{_such(self.missing())}.")
-        if found.extra:
-            shown = [f"{name} on ranks {', '.join(map(str, ranks))}" for name, ranks in self.repeated()]
-            parts.append(f"{found.extra} {of} are got too often{_such(shown)}.")
-        return " ".join(parts)
-
-    def missing(self) -> tuple[str, ...]:
-        """Return the names of some samples that no rank got, or too few."""
-        return tuple(self.coding.name(int(code)) for code in self.judged.samples.missing[:_EXAMPLES])
-
-    def repeated(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the names of some samples that were got too often, with the ranks that got them."""
-        return tuple((self.coding.name(int(c)), self._owners(c)) for c in self.judged.samples.repeated[:_EXAMPLES])
-
-    def _owners(self, code: int) -> tuple[int, ...]:
-        return tuple(rank for rank, drawn in enumerate(self.epoch.ranks) if np.any(drawn.items == code))
-
-
-def _such(shown: Sequence[str]) -> str:
-    return f" (such as {'; '.join(shown)})" if shown else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """What is wrong with an epoch's shares, and whether ranks agree that are seeded differently."""
-
-    problems: tuple[Problem, ...]
-    seeds_agree: bool | None
-
-
-def cause_of(
-    epoch: Epoch,
-    judged: Judged,
-    alike: Callable[[], tuple[Epoch, Judged]],
-    loader: DataLoader[object],
-    coding: Coding,
-    pads: bool,
-) -> Cause:
-    """Say why an epoch's shares are not disjoint and complete.
-
-    Args:
-        epoch: As ranks that are seeded differently drew it.
-        judged: What it came to.
-        alike: Draws and judges it again with all ranks seeded alike.
-        loader: Rank 0's.
-        coding: Gives items their names.
-        pads: Whether samples may be repeated to fill the last round.
-    """
-    about = About(epoch, judged, coding)
-    world = len(epoch.ranks)
-    if not pads and not judged.found.lacking and judged.found.extra < world:
-        return Cause((_padding(about, f"None may be repeated (padding=False), and {judged.found.extra} are."),), True)
-    again, judged_again = alike()
-    if _is_whole_on_every_rank(epoch) or _is_same_on_every_rank(again):
-        return Cause((_not_sharded(about),), None)
-    if judged_again.is_covered:
-        return Cause((_disagreement(about, "nothing is"),), False)
-    structural = _structural(About(again, judged_again, coding), loader)
-    if judged.found.lacking and not judged_again.found.lacking:
-        return Cause((_disagreement(about, "none is missing"), structural), False)
-    return Cause((structural,), None)
-
-
-def _not_sharded(about: About) -> Problem:
-    world, each = len(about.epoch.ranks), max(len(drawn.items) for drawn in about.epoch.ranks)
-    return about.problem(
-        "not_sharded",
-        f"Every one of {world} ranks gets the whole stream, {each} samples.",
-        f"An epoch costs {world} times what it should, and gradients average repeated samples.",
-        f"{_PATCH} on every rank, after init_process_group().",
-    )
-
-
-def _disagreement(about: About, alike: str) -> Problem:
-    return about.problem(
-        "ranks_disagree",
-        f"{about.counts()} With all ranks seeded alike {alike}.",
-        "The order comes from the global random states, in which the ranks differ.",
-        f"{_PATCH}, which derives the order from (seed, epoch); or seed every rank alike where samplers draw.",
-    )
-
-
-def _structural(about: About, loader: DataLoader[object]) -> Problem:
-    """Say what is wrong where the ranks' seeds are not to blame."""
-    epoch, judged = about.epoch, about.judged
-    found, world = judged.found, len(epoch.ranks)
-    if found.lacking and _is_shared_twice(epoch, loader):
-        return about.problem(
-            "double_sharding",
-            f"{about.counts()} Each rank gets 1 / {world * world} of the stream where 1 / {world} is its share.",
-            "Something shares what is shared already, so most samples are never seen.",
-            "Share once: leave out the sampler wrapper, or the framework's own (use_distributed_sampler=False).",
-        )
-    if epoch.units == "batches" and _is_torn(epoch):
-        return about.problem(
-            "torn_batch",
-            about.counts(),
-            "Batches that the batch sampler made as one (P x K, one length, one shape) reach the ranks in pieces.",
-            f"Share whole batches: {_PATCH[0].lower()}{_PATCH[1:]}, or wrap it in DDPBatchSamplerWrapper.",
-        )
-    if found.lacking and found.extra and _has_right_totals(epoch, judged):
-        return about.problem(
-            "ranks_disagree",
-            f"{about.counts()} It is so with all ranks seeded alike, too.",
-            "The order comes from randomness that each rank has for itself: a generator that is not seeded, or a set.",
-            f"Seed the sampler's generator alike on every rank, or {_PATCH[0].lower()}{_PATCH[1:]} with "
-            "agreement='leader'.",
-        )
-    if found.lacking:
-        return about.problem(
-            "missing",
-            about.counts(),
-            "These samples take no part in the training, and metrics leave them out.",
-            f"{_PATCH}, whose shares are complete; or use uneven='pad' and drop_last=False.",
-        )
-    largest = max((int(drawn.sizes.max()) for drawn in epoch.ranks if len(drawn.sizes)), default=1)
-    if found.extra <= world * (largest if epoch.units == "samples" else 1):
-        return _padding(about, f"To fill the last round of {world} ranks, {world - 1} are enough.")
-    return about.problem(
-        "repeated",
-        about.counts(),
-        "Repeated samples weigh more than others, and an epoch takes longer.",
-        f"{_PATCH}, whose shares are disjoint.",
-    )
-
-
-def _padding(about: About, limit: str) -> Problem:
-    return about.problem(
-        "padding",
-        f"{about.counts()} {limit}",
-        "Repeated samples count twice in gradients and in every metric of an evaluation.",
-        "Use gather_in_order() or uneven='keep' for an evaluation, and no padding up to whole batches (accelerate: "
-        "even_batches=False).",
-    )
-
-
-def _is_whole_on_every_rank(epoch: Epoch) -> bool:
-    n, world = len(epoch.alone.items), len(epoch.ranks)
-    return not epoch.is_sample and n >= 2 * world and all(len(drawn.items) == n for drawn in epoch.ranks)
-
-
-def _is_same_on_every_rank(epoch: Epoch) -> bool:
-    """Whether every rank drew the same, and more than padding makes the same."""
-    first = epoch.ranks[0]
-    return len(first.items) > 1 and all(np.array_equal(first.items, drawn.items) for drawn in epoch.ranks[1:])
-
-
-def _is_shared_twice(epoch: Epoch, loader: DataLoader[object]) -> bool:
-    holders = [holder for holder in (*samplers_in_use(loader), loader.dataset) if is_ddp_aware(holder)]
-    n, world = epoch.expected, len(epoch.ranks)
-    shared = [len(drawn.items if epoch.units == "samples" else drawn.sizes) for drawn in epoch.ranks]
-    twice = -(-n // (world * world))
-    return len(holders) > 1 or (n > world * world and all(abs(got - twice) <= 1 for got in shared))
-
-
-def _is_torn(epoch: Epoch) -> bool:
-    """Whether ranks got parts of batches that one process gets as one."""
-    whole = {frozenset(batch.tolist()) for batch in batches_of(epoch.alone)}
-    got = {frozenset(batch.tolist()) for drawn in epoch.ranks for batch in batches_of(drawn)}
-    foreign = got - whole
-    holders: dict[int, list[frozenset[int]]] = {}
-    for batch in whole:
-        for item in batch:
-            holders.setdefault(item, []).append(batch)
-    return any(any(part < batch for item in part for batch in holders.get(item, [])) for part in foreign)
-
-
-def _has_right_totals(epoch: Epoch, judged: Judged) -> bool:
-    n, world = len(epoch.alone.items), len(epoch.ranks)
-    return n <= sum(len(drawn.items) for drawn in epoch.ranks) <= -(-n // world) * world + judged.padding
-
-
 def signature(ranks: Sequence[Drawn]) -> bytes:
     """Return what tells one epoch's order from another's."""
     running = hashlib.blake2b(digest_size=16)
@@ -315,45 +132,3 @@ def signature(ranks: Sequence[Drawn]) -> bytes:
         for start in range(0, len(drawn.items), 2**20):
             running.update(drawn.items[start : start + 2**20].astype(np.int64).tobytes())
     return running.digest()
-
-
-def lost_problem(lost: Sequence[Numbers], coding: Coding, epochs: int) -> Problem | None:
-    """Return the problem that the same samples are lost in every epoch, if they are."""
-    first = lost[0] if lost else np.empty(0)
-    if len(lost) < 2 or not len(first) or not all(np.array_equal(first, other) for other in lost[1:]):
-        return None
-    shown = ", ".join(coding.name(int(code)) for code in first[:_EXAMPLES])
-    return Problem(
-        "tail_lost",
-        f"The same {len(first)} samples (such as {shown}) are left out in every epoch.",
-        f"epochs 0 to {epochs - 1}",
-        "The order puts them last each time, and the last, incomplete round or batch is dropped: no rank ever sees "
-        "them.",
-        "Use uneven='pad' and drop_last=False, or shuffle, so that others are left out in each epoch.",
-    )
-
-
-def order_problem(tells: bool, epochs: int, is_demanded: bool) -> Problem | None:
-    """Return the problem that epochs repeat one order although they should not, if it is one.
-
-    Args:
-        tells: Whether another epoch's number would change the order.
-        epochs: How many were drawn.
-        is_demanded: Whether epochs were said to have to differ.
-    """
-    if not (tells or is_demanded):
-        return None
-    remedy = (
-        f"Call set_epoch(epoch) before each epoch (and pass set_epoch=True here if your training does), or "
-        f"{_PATCH[0].lower()}{_PATCH[1:]} before a sampler of its own shares it: then every pass is the next epoch."
-        if tells
-        else "Shuffle: with shuffle=True, or a sampler that draws anew in each __iter__."
-    )
-    return Problem(
-        "same_order",
-        f"All {epochs} epochs have the same order"
-        + (", and set_epoch() would change it." if tells else ", where epochs were said to differ."),
-        f"epochs 0 to {epochs - 1}",
-        "Batches of the same samples return in every epoch, which a shuffle is there to prevent.",
-        remedy,
-    )

@@ -1,4 +1,4 @@
-"""Numbers about what ranks got: global batches, cost, and the parts that pictures are drawn of."""
+"""Numbers about what ranks got: global batches, and cost."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -6,17 +6,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_patch.auditing.coding import Coding
-from ddp_patch.auditing.judge import Epoch, Judged
-from ddp_patch.auditing.report import Pictured
-from ddp_patch.auditing.simulate import Drawn
+from ddp_patch.auditing.coding import Numbers
+from ddp_patch.auditing.drawing import Drawn
+from ddp_patch.auditing.judge import Epoch
 from ddp_patch.errors import InvalidOptionError
 
-__all__ = ["Cost", "global_batches", "imbalance", "pictured", "step_costs"]
+__all__ = ["Cost", "global_batches", "imbalance", "step_costs"]
 
 Cost: TypeAlias = Callable[[int], float] | Sequence[float] | NDArray[Any]
-
-_PICTURED_ITEMS, _PICTURED_STEPS = 24, 160
 
 
 def global_batches(ranks: Sequence[Drawn]) -> dict[int, int]:
@@ -37,20 +34,39 @@ def step_costs(epoch: Epoch, cost: Cost | None) -> NDArray[np.float64] | None:
 
 
 def _costs_of(drawn: Drawn, cost: Cost) -> NDArray[np.float64]:
-    if len(drawn.items) and int(drawn.items.min()) < 0:
+    names, places = np.unique(drawn.items, return_inverse=True)
+    if len(names) and int(names[0]) < 0:
         raise InvalidOptionError(
             "audit was given cost= and a loader whose keys are no indices, so what one costs cannot be looked up. "
             "Leave cost out, or sample indices."
         )
-    if callable(cost):
-        names, places = np.unique(drawn.items, return_inverse=True)
-        each = np.array([cost(int(index)) for index in names], np.float64)[places]
-    else:
-        each = np.asarray(cost, np.float64)[drawn.items]
-    ends = np.concatenate([[0.0], np.cumsum(each)])
+    ends = np.concatenate([[0.0], np.cumsum(_looked_up(cost, names)[places])])
     stops = np.cumsum(drawn.sizes)
     found: NDArray[np.float64] = ends[stops] - ends[stops - drawn.sizes]
     return found
+
+
+def _looked_up(cost: Cost, indices: Numbers) -> NDArray[np.float64]:
+    try:
+        if callable(cost):
+            found = np.array([cost(int(index)) for index in indices], np.float64)
+        else:
+            found = np.asarray(cost, np.float64)[indices]
+    except Exception as error:
+        raise _unusable(f"raised {type(error).__name__}: {error}") from error
+    if found.ndim != 1:
+        raise _unusable(f"gave {found.ndim - 1} dimensions of numbers for each sample")
+    if not np.all((found >= 0) & (found < np.inf)):
+        at = int(np.flatnonzero(~((found >= 0) & (found < np.inf)))[0])
+        raise _unusable(f"gave {found[at]} for sample {indices[at]}")
+    return found
+
+
+def _unusable(did: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        f"audit looked up what samples cost, and cost= {did}. Pass a sequence with one finite number of at least 0 "
+        "for every index, or a function that returns one."
+    )
 
 
 def imbalance(costs: NDArray[np.float64]) -> tuple[float | None, float | None]:
@@ -59,53 +75,3 @@ def imbalance(costs: NDArray[np.float64]) -> tuple[float | None, float | None]:
     if not mean.any():
         return None, None
     return float(slowest.sum() / mean.sum()), float((slowest[mean > 0] / mean[mean > 0]).max())
-
-
-def pictured(epoch: Epoch, judged: Judged, coding: Coding, costs: NDArray[np.float64] | None) -> Pictured:
-    """Return what pictures of an epoch are drawn of."""
-    positions = _later_occurrences(epoch, judged)
-    mark = "padding" if judged.padding else "repeated"
-
-    def shown(part: slice) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
-        places = [range(len(drawn.items))[part] for drawn in epoch.ranks]
-        names = tuple(
-            tuple(coding.name(int(drawn.items[place])) for place in rank_places)
-            for drawn, rank_places in zip(epoch.ranks, places, strict=True)
-        )
-        marks = tuple(
-            tuple(mark if (rank, place) in positions else "" for place in rank_places)
-            for rank, rank_places in enumerate(places)
-        )
-        return names, marks
-
-    longest = max(len(drawn.items) for drawn in epoch.ranks)
-    items, marks = shown(slice(0, _PICTURED_ITEMS))
-    start = max(_PICTURED_ITEMS, longest - _PICTURED_ITEMS)
-    tail_items, tail_marks = shown(slice(start, None))
-    return Pictured(
-        items,
-        marks,
-        tuple(tuple(int(size) for size in drawn.sizes[:_PICTURED_STEPS]) for drawn in epoch.ranks),
-        tail_items,
-        tail_marks,
-        () if costs is None else tuple(tuple(map(float, row[:_PICTURED_STEPS])) for row in costs),
-    )
-
-
-def _later_occurrences(epoch: Epoch, judged: Judged) -> set[tuple[int, int]]:
-    """Where, as (rank, place), samples that are got too often stand for the second time and later."""
-    ends = [(drawn.items[:_PICTURED_ITEMS], drawn.items[-_PICTURED_ITEMS:]) for drawn in epoch.ranks]
-    near = np.unique(np.concatenate([part for pair in ends for part in pair]))
-    wanted = near[np.isin(near, judged.samples.repeated)]
-    seen: set[int] = set()
-    found = [
-        (int(place), rank, int(drawn.items[place]))
-        for rank, drawn in enumerate(epoch.ranks)
-        for place in np.flatnonzero(np.isin(drawn.items, wanted))
-    ]
-    later = set()
-    for place, rank, item in sorted(found):
-        if item in seen:
-            later.add((rank, place))
-        seen.add(item)
-    return later

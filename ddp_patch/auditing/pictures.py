@@ -1,210 +1,272 @@
-"""A page with pictures of what ranks got: one file, with nothing loaded from elsewhere."""
+"""What ranks got as pictures, drawn with matplotlib: each twice, for light and for dark pages."""
 
-from collections.abc import Mapping, Sequence
+import base64
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
+from typing import Any, TypeAlias
 
-from ddp_patch.auditing.report import Pictured, Problem, Report
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
-__all__ = ["page"]
+from ddp_patch.auditing.pictured import CostLine, Pictured, ShareMap, StepMap
 
-# In user units of the pictures, which are pixels where they are not scaled.
-_CELL_W, _CELL_H, _LEFT, _TOP = 40, 26, 64, 22
-_BAR_W, _BAR_H = 5, 26
-_PLOT_H = 120
+__all__ = ["Picture", "pictures_of"]
+
+# In pixels.
+_WIDTH, _CELL, _ROWS, _AROUND, _PLOT = 860, 27, 620, 130, 260
+# Numbers and names stand in cells of at most so many columns and rows.
+_TEXT_COLUMNS, _TEXT_ROWS = 40, 24
 _LONGEST_NAME = 5
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c2330; --soft: #5a6475; --line: #c9d0da; --paper: #ffffff; --panel: #f5f7fa;
-  --fill: #cfe3f7; --pad: #ffe2a8; --bad: #b3261e; --bad-fill: #f9d0cc; --good: #14683a; --bar: #3f7fbf; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e7ebf2; --soft: #a5afbf; --line: #465063; --paper: #12161d;
-  --panel: #1b212b; --fill: #234a70; --pad: #6b4e0a; --bad: #ff9d95; --bad-fill: #6e231d; --good: #7fd6a2;
-  --bar: #6aaef0; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.25rem 1rem 3rem; max-width: 72rem; font: 1rem/1.5 system-ui, sans-serif;
-  color: var(--ink); background: var(--paper); }
-h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .25rem; }
-h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; border-top: 2px solid var(--line); padding-top: 1.25rem;
-  overflow-wrap: anywhere; }
-h3 { font-size: 1rem; margin: 1.5rem 0 .25rem; }
-p { margin: .25rem 0; }
-.soft, figcaption { color: var(--soft); font-size: .9rem; }
-.good { color: var(--good); } .bad { color: var(--bad); }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1rem; margin: .75rem 0; }
-dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-.problem { border-left: 4px solid var(--bad); background: var(--panel); padding: .6rem .9rem; margin: .75rem 0; }
-figure { margin: .5rem 0; }
-.scroll { overflow-x: auto; background: var(--panel); border-radius: 6px; padding: .5rem; }
-.scroll:focus-visible { outline: 2px solid var(--bar); }
-svg { display: block; font: 12px system-ui, sans-serif; }
-svg text { fill: var(--ink); }
-svg .axis { fill: var(--soft); }
-.cell { fill: var(--fill); stroke: var(--paper); }
-.cell.padding { fill: var(--pad); stroke: var(--ink); stroke-dasharray: 3 2; }
-.cell.repeated { fill: var(--bad-fill); stroke: var(--bad); stroke-width: 2; }
-.bar { fill: var(--bar); } .none { stroke: var(--bad); stroke-width: 1.5; }
-.slowest { fill: none; stroke: var(--bad); stroke-width: 2; }
-.mean { fill: none; stroke: var(--bar); stroke-width: 2; stroke-dasharray: 5 3; }
-.frame { stroke: var(--line); fill: none; }
-@media (max-width: 34rem) { dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .5rem; } }
-"""
+# What is not simply got: told by its hatch, so that no colour is needed.
+_PADDING, _REPEATED, _MISSING, _NO_STEP = "////", "xxxx", "....", "\\\\\\\\"
 
 
-def page(reports: Mapping[str, Report]) -> str:
-    """Return the reports as an HTML page, which holds all that it shows.
+@dataclass(frozen=True, slots=True)
+class _Theme:
+    """Colours: of text and marks, of what is less, of the ground, and of what is got; of one line beside another."""
 
-    Args:
-        reports: By place, as ``loaders.train``.
+    ink: str
+    soft: str
+    ground: str
+    fill: str
+    other: str
 
-    Examples:
-        >>> from torch.utils.data import DataLoader
-        >>> from ddp_patch import audit
-        >>> html = page({"train": audit(DataLoader(range(10), batch_size=2), world_size=4)})
-        >>> html.count("<svg"), "http" in html
-        (2, False)
+
+_LIGHT = _Theme(ink="#1c2330", soft="#5a6475", ground="#f5f7fa", fill="#7fb3e6", other="#b3261e")
+_DARK = _Theme(ink="#e7ebf2", soft="#a5afbf", ground="#1b212b", fill="#2f6ca8", other="#ff9d95")
+_Draw: TypeAlias = Callable[[Axes, _Theme], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture for a page.
+
+    Attributes:
+        title: What it shows.
+        caption: How to read it.
+        alt: What is to be seen, in words.
+        width: In pixels.
+        light: Its SVG for light pages.
+        dark: The same for dark ones.
     """
-    broken = sum(not report.ok for report in reports.values())
-    verdict = f"✘ {broken} of {len(reports)} do not hold" if broken else f"✔ all {len(reports)} hold"
-    sections = "".join(_section(place, report) for place, report in reports.items())
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Audit of loaders: {verdict}</title><style>{_STYLE}</style></head><body>"
-        f'<h1>Audit of loaders</h1><p class="{_tone(not broken)}"><strong>{verdict}</strong></p>{sections}'
-        "</body></html>\n"
-    )
+
+    title: str
+    caption: str
+    alt: str
+    width: int
+    light: str
+    dark: str
+
+    def html(self) -> str:
+        """Return it as HTML that loads nothing from elsewhere, in the colours that the reader prefers."""
+        return (
+            f'<picture><source media="(prefers-color-scheme: dark)" srcset="{_data_uri(self.dark)}">'
+            f'<img src="{_data_uri(self.light)}" alt="{escape(self.alt)}" width="{self.width}"></picture>'
+        )
 
 
-def _tone(ok: bool) -> str:
-    return "good" if ok else "bad"
+def pictures_of(pictured: Pictured) -> list[Picture]:
+    """Return the share map, the steps, and their cost where it is known; nothing of an empty epoch."""
+    found = []
+    if pictured.shares.positions:
+        found.append(_share_picture(pictured.shares))
+    if pictured.steps.steps:
+        found.append(_step_picture(pictured.steps))
+    if pictured.costs is not None:
+        found.append(_cost_picture(pictured.costs))
+    return found
 
 
-def _section(place: str, report: Report) -> str:
-    mark = "✔ holds" if report.ok else "✘ does not hold"
-    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in report.facts())
-    problems = "".join(map(_problem, report.problems))
-    return (
-        f'<section><h2>{escape(place)} <span class="{_tone(report.ok)}">{mark}</span></h2>'
-        f"{problems}<dl>{facts}</dl>{_pictures(report.pictured)}</section>"
-    )
+def _share_picture(shares: ShareMap) -> Picture:
+    ranks, columns = len(shares.got), len(shares.missing)
+    names = [f"rank {rank}" for rank in range(ranks)] + (["no rank"] if any(shares.missing) else [])
+    marks = {"got": "", shares.reason: _PADDING if shares.reason == "padding" else _REPEATED, "missing": _MISSING}
+    if not any(map(any, shares.again)):
+        del marks[shares.reason]
+    if not any(shares.missing):
+        del marks["missing"]
 
-
-def _problem(problem: Problem) -> str:
-    return (
-        f'<div class="problem"><p><strong class="bad">✘ {problem.kind}</strong> '
-        f'<span class="soft">{escape(problem.where)}</span></p><p>{escape(problem.what)} {escape(problem.why)}</p>'
-        f"<p><strong>Remedy:</strong> {escape(problem.remedy)}</p></div>"
-    )
-
-
-def _pictures(pictured: Pictured) -> str:
-    if not any(pictured.items):
-        return '<p class="soft">No rank got a sample, so there is nothing to show.</p>'
-    legend = "P and a dashed frame: padding, a sample again to fill the last round. ! and a thick frame: repeated."
-    maps = [_figure("Who gets what: the first samples of epoch 0", _share_map(pictured.items, pictured.marks), legend)]
-    if any(pictured.tail_items):
-        tail = _share_map(pictured.tail_items, pictured.tail_marks, "place from the end")
-        maps.append(_figure("Who gets what: the last samples of epoch 0", tail, legend))
-    most = max((max(sizes, default=0) for sizes in pictured.sizes), default=0)
-    steps = _figure(
-        f"Batch sizes of the first {max(map(len, pictured.sizes))} steps",
-        _size_map(pictured.sizes),
-        f"A bar is a batch, as high as it has samples; the highest has {most}. A crossed place: no such step.",
-    )
-    cost = ""
-    if pictured.costs:
-        told = "Solid: the slowest rank. Dashed: the mean of all ranks. Where they part, ranks wait."
-        cost = _figure("Cost of each step", _cost_plot(pictured.costs), told)
-    return "".join(maps) + steps + cost
-
-
-def _figure(title: str, svg: str, caption: str) -> str:
-    return (
-        f'<figure><h3>{title}</h3><div class="scroll" tabindex="0" role="group" aria-label="{title}">{svg}</div>'
-        f"<figcaption>{caption}</figcaption></figure>"
-    )
-
-
-def _svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
-    return (
-        f'<svg width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}" role="img" '
-        f'aria-label="{label}">{"".join(parts)}</svg>'
-    )
-
-
-def _text(x: float, y: float, text: str, style: str = "", anchor: str = "middle") -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" class="{style}">{escape(text)}</text>'
-
-
-def _rank_names(count: int, height: float) -> list[str]:
-    return [_text(_LEFT - 8, _TOP + (rank + 0.5) * height + 4, f"rank {rank}", "axis", "end") for rank in range(count)]
-
-
-def _share_map(
-    items: Sequence[Sequence[str]], marks: Sequence[Sequence[str]], across: str = "place in a rank's share"
-) -> str:
-    """Ranks downwards, places in their shares across; in each cell the sample."""
-    columns = max(map(len, items))
-    parts = _rank_names(len(items), _CELL_H)
-    for column in range(columns):
-        shown = column if across.startswith("place in") else columns - column
-        parts.append(_text(_LEFT + (column + 0.5) * _CELL_W, _TOP - 7, str(shown), "axis"))
-    for rank, (names, rank_marks) in enumerate(zip(items, marks, strict=True)):
-        for column, (name, mark) in enumerate(zip(names, rank_marks, strict=True)):
-            parts.append(_cell(_LEFT + column * _CELL_W, _TOP + rank * _CELL_H, name, mark))
-    width, height = _LEFT + columns * _CELL_W + 4, _TOP + len(items) * _CELL_H + 4
-    return _svg(width, height, f"Each rank's samples, by {across}", parts)
-
-
-def _cell(x: float, y: float, name: str, mark: str) -> str:
-    sign = {"padding": "P", "repeated": "!"}.get(mark, "")
-    room = _LONGEST_NAME - (1 if sign else 0)
-    short = name if len(name) <= room else name[: room - 1] + "…"
-    box = f'<rect x="{x + 1:g}" y="{y + 1:g}" width="{_CELL_W - 3}" height="{_CELL_H - 3}" rx="3" class="cell {mark}"/>'
-    said = f"{name} ({mark})" if mark else name
-    return f"<g><title>{escape(said)}</title>{box}{_text(x + _CELL_W / 2, y + _CELL_H / 2 + 4, short + sign)}</g>"
-
-
-def _size_map(sizes: Sequence[Sequence[int]]) -> str:
-    """Ranks downwards, steps across; in each place a bar as high as the batch is large."""
-    steps = max(map(len, sizes))
-    most = max((max(rank, default=0) for rank in sizes), default=0) or 1
-    bar = max(_BAR_W, min(_CELL_W, 640 // max(1, steps)))
-    parts = _rank_names(len(sizes), _BAR_H + 4)
-    parts += [_text(_LEFT + (s + 0.5) * bar, _TOP - 7, str(s), "axis") for s in range(0, steps, max(1, 80 // bar))]
-    for rank, batches in enumerate(sizes):
-        bottom = _TOP + (rank + 1) * (_BAR_H + 4)
-        for step in range(steps):
-            x = _LEFT + step * bar
-            if step < len(batches):
-                high = _BAR_H * batches[step] / most
-                parts.append(
-                    f'<rect x="{x:g}" y="{bottom - high:g}" width="{bar - 1}" height="{high:g}" class="bar">'
-                    f"<title>rank {rank}, step {step}: {batches[step]} samples</title></rect>"
+    def draw(axes: Axes, theme: _Theme) -> None:
+        rows = [*shares.got, *([(0,) * columns] if any(shares.missing) else [])]
+        first = np.array(rows) > 0
+        got = np.array(rows) / max(map(max, rows), default=1)
+        _heat(axes, theme, np.where(first, 0.35 + 0.65 * got, 0), shares.positions)
+        for rank, row in enumerate(shares.again):
+            _hatch(axes, theme, rank, row, shares.positions, marks.get(shares.reason, ""))
+        _hatch(axes, theme, ranks, shares.missing, shares.positions, _MISSING)
+        if shares.names:
+            owners = [(rank, at) for rank, row in enumerate(shares.got) for at, got_here in enumerate(row) if got_here]
+            lost = [(ranks, at) for at, missing in enumerate(shares.missing) if missing]
+            for row_of, at in owners + lost:
+                _write(
+                    axes, theme, at, row_of, _short(shares.names[at]), boxed=row_of == ranks or shares.again[row_of][at]
                 )
-            else:
-                parts.append(
-                    f'<path d="M{x:g} {bottom - 14:g}l{bar - 1} 10m0 -10l{1 - bar} 10" class="none">'
-                    f"<title>rank {rank} makes no step {step}</title></path>"
-                )
-    return _svg(_LEFT + steps * bar + 4, _TOP + len(sizes) * (_BAR_H + 4) + 4, "Each rank's batch sizes", parts)
+        _label(axes, theme, "position in the stream of one process", names)
+        _legend(axes, theme, marks)
+
+    told = [f"Rank {rank} gets {sum(row)} of {shares.positions} positions" for rank, row in enumerate(shares.got)]
+    repeats, missing, foreign = sum(map(sum, shares.again)), sum(shares.missing), sum(shares.foreign)
+    told += [f"{repeats} are got again ({shares.reason})", f"{missing} are missing"]
+    caption = "Across: what one process would draw, in its order. Down: which rank gets it. " + (
+        "In each cell the sample."
+        if shares.names
+        else f"A column is about {shares.positions / columns:.3g} positions; the fuller, the more of them."
+    )
+    if foreign:
+        caption += f" {foreign} samples that ranks got are not shown, because one process would not get them."
+    return _picture("Who gets what in epoch 0", caption, told, draw, len(names), columns)
 
 
-def _cost_plot(costs: Sequence[Sequence[float]]) -> str:
-    """Steps across, cost upwards: the slowest rank's, and the mean."""
-    by_step = list(zip(*costs, strict=True))
-    most = max(map(max, by_step)) or 1.0
-    wide = max(4.0, min(40.0, 640 / len(by_step)))
+def _step_picture(steps: StepMap) -> Picture:
+    ranks, columns = len(steps.sizes), len(steps.sizes[0])
+    is_short = any(map(any, steps.lacking))
 
-    def line(values: Sequence[float], style: str) -> str:
-        heights = [(_LEFT + (at + 0.5) * wide, _TOP + _PLOT_H * (1 - value / most)) for at, value in enumerate(values)]
-        return f'<polyline points="{" ".join(f"{x:g},{y:g}" for x, y in heights)}" class="{style}"/>'
+    def draw(axes: Axes, theme: _Theme) -> None:
+        _heat(axes, theme, np.array(steps.sizes) / max(1, steps.largest), steps.steps)
+        for rank, row in enumerate(steps.lacking):
+            _hatch(axes, theme, rank, row, steps.steps, _NO_STEP)
+        if columns <= _TEXT_COLUMNS and ranks <= _TEXT_ROWS:
+            for rank, row in enumerate(steps.sizes):
+                for at, size in enumerate(row):
+                    if not steps.lacking[rank][at]:
+                        _write(axes, theme, at, rank, f"{size:g}", boxed=False)
+        _label(axes, theme, "step", [f"rank {rank}" for rank in range(ranks)])
+        _legend(
+            axes,
+            theme,
+            {f"a batch; the largest has {steps.largest}": "", "no such step": _NO_STEP}
+            if is_short
+            else {f"a batch; the largest has {steps.largest}": ""},
+        )
 
-    width = len(by_step) * wide
-    parts = [
-        f'<rect x="{_LEFT}" y="{_TOP}" width="{width:g}" height="{_PLOT_H}" class="frame"/>',
-        _text(_LEFT - 8, _TOP + 8, f"{most:g}", "axis", "end"),
-        _text(_LEFT - 8, _TOP + _PLOT_H, "0", "axis", "end"),
-        line([max(step) for step in by_step], "slowest"),
-        line([sum(step) / len(step) for step in by_step], "mean"),
+    told = [f"Rank {rank} makes {steps.steps - sum(lacking)} steps" for rank, lacking in enumerate(steps.lacking)] + [
+        f"the largest batch has {steps.largest} samples"
     ]
-    return _svg(_LEFT + width + 4, _TOP + _PLOT_H + 8, "Cost of each step", parts)
+    caption = "How many samples each rank's batches have; the fuller, the more." + (
+        "" if columns == steps.steps else f" A column is the mean of about {steps.steps / columns:.3g} steps."
+    )
+    return _picture("Batch sizes in epoch 0", caption, told, draw, ranks, columns)
+
+
+def _cost_picture(costs: CostLine) -> Picture:
+    def draw(axes: Axes, theme: _Theme) -> None:
+        across = (np.arange(len(costs.mean)) + 0.5) * costs.steps / len(costs.mean) - 0.5
+        few = len(costs.mean) <= _TEXT_COLUMNS
+        axes.plot(across, costs.slowest, color=theme.other, marker="o" if few else "", label="slowest rank")
+        axes.plot(across, costs.mean, color=theme.fill, linestyle="--", marker="s" if few else "", label="mean")
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("cost", color=theme.ink)
+        axes.set_xlabel("step", color=theme.ink)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _put_legend(axes, theme, axes.get_legend_handles_labels()[0])
+
+    slowest, mean = np.mean(costs.slowest), np.mean(costs.mean)
+    told = [f"Over {costs.steps} steps the slowest rank costs {slowest:.4g} on average", f"the mean rank {mean:.4g}"]
+    caption = "Where the lines part, ranks wait for the slowest."
+    if len(costs.mean) < costs.steps:
+        caption += f" A point is the mean of about {costs.steps / len(costs.mean):.3g} steps."
+    return _picture("Cost of each step in epoch 0", caption, told, draw, None, 0)
+
+
+def _picture(title: str, caption: str, told: Sequence[str], draw: _Draw, rows: int | None, columns: int) -> Picture:
+    """Draw it in both themes; of a map, as high as its rows need."""
+    width = max(_WIDTH, _AROUND + columns * _CELL) if columns <= _TEXT_COLUMNS else _WIDTH
+    height = _PLOT if rows is None else _AROUND + min(_ROWS, rows * _CELL)
+    light, dark = (_svg(draw, theme, width, height) for theme in (_LIGHT, _DARK))
+    return Picture(title, caption, "; ".join(told) + ".", width, light, dark)
+
+
+def _svg(draw: _Draw, theme: _Theme, width: int, height: int) -> str:
+    # Text stays text, and the same epoch gives the same file.
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "", "font.family": "sans-serif", "hatch.color": theme.ink}
+    with mpl.rc_context(settings | {"font.size": 9, "hatch.linewidth": 0.8}):  # type: ignore[arg-type]  # names are literals there
+        figure = Figure(figsize=(width / 72, height / 72), layout="constrained", facecolor=theme.ground)
+        axes = figure.add_subplot(facecolor=theme.ground)
+        axes.tick_params(colors=theme.soft)
+        for spine in axes.spines.values():
+            spine.set_color(theme.soft)
+        draw(axes, theme)
+        written = io.StringIO()
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    return written.getvalue()
+
+
+def _heat(axes: Axes, theme: _Theme, values: Any, length: int) -> None:
+    """Draw rows of cells, from the ground's colour at 0 to full at 1, that are ``length`` long together."""
+    colours = LinearSegmentedColormap.from_list("", [theme.ground, theme.fill])
+    rows = len(values)
+    axes.imshow(
+        values,
+        colours,
+        vmin=0,
+        vmax=1,
+        aspect="auto",
+        interpolation="none",
+        extent=(-0.5, length - 0.5, rows - 0.5, -0.5),
+    )
+    for edge in range(1, rows):
+        axes.axhline(edge - 0.5, color=theme.ground, linewidth=1.5)
+    if values.shape[1] == length <= _TEXT_COLUMNS:
+        for edge in range(1, length):
+            axes.axvline(edge - 0.5, color=theme.ground, linewidth=1.5)
+
+
+def _hatch(axes: Axes, theme: _Theme, row: int, counts: Sequence[int], length: int, hatch: str) -> None:
+    """Mark a row's columns where there are any, neighbours together."""
+    marked = np.diff(np.array(counts) > 0, prepend=False, append=False)
+    wide = length / max(1, len(counts))
+    for begin, end in np.flatnonzero(marked).reshape(-1, 2):
+        place, size = (begin * wide - 0.5, row - 0.46), ((end - begin) * wide, 0.92)
+        axes.add_patch(Rectangle(place, *size, fill=False, edgecolor=theme.ink, linewidth=0.8, hatch=hatch))
+
+
+def _write(axes: Axes, theme: _Theme, at: float, row: float, text: str, boxed: bool) -> None:
+    box = {"facecolor": theme.ground, "edgecolor": "none", "pad": 1.5} if boxed else None
+    axes.text(at, row, text, color=theme.ink, ha="center", va="center", fontsize=8, bbox=box, parse_math=False)
+
+
+def _label(axes: Axes, theme: _Theme, across: str, rows: Sequence[str]) -> None:
+    axes.set_xlabel(across, color=theme.ink)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    every = -(-len(rows) * 14 // _ROWS)  # no labels on top of each other
+    axes.set_yticks(range(0, len(rows), every), rows[::every])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+
+
+def _legend(axes: Axes, theme: _Theme, marks: dict[str, str]) -> None:
+    _put_legend(
+        axes,
+        theme,
+        [
+            Patch(facecolor="none" if hatch else theme.fill, edgecolor=theme.ink, hatch=hatch, label=name)
+            for name, hatch in marks.items()
+        ],
+    )
+
+
+def _put_legend(axes: Axes, theme: _Theme, handles: Sequence[Any]) -> None:
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=len(handles),
+        frameon=False,
+        labelcolor=theme.ink,
+        handlelength=2.5,
+        handleheight=1.4,
+    )
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
+
+
+def _data_uri(svg: str) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

@@ -8,7 +8,9 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.coding import Coding
-from ddp_patch.auditing.simulate import Drawn, Rank, Subject
+from ddp_patch.auditing.drawing import Drawn
+from ddp_patch.auditing.simulate import Rank
+from ddp_patch.auditing.subject import Subject
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.testing import run_ranks
 

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from ddp_patch.auditing.pictured import Pictured
 from ddp_patch.errors import AuditError
 
-__all__ = ["EpochReport", "Kind", "Pictured", "Problem", "Report", "Units", "problem_kinds"]
+__all__ = ["EpochReport", "Kind", "Problem", "Report", "Units", "problem_kinds"]
 
 Kind: TypeAlias = Literal[
     "not_sharded",
@@ -98,27 +99,6 @@ class EpochReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Pictured:
-    """What pictures are drawn of: the beginning and the end of the first epoch.
-
-    Attributes:
-        items: Each rank's first items, as they are shown.
-        marks: Of each of these: ``""``, ``"padding"`` or ``"repeated"``.
-        sizes: Each rank's batch sizes of the first steps.
-        tail_items: As ``items``, of the last ones.
-        tail_marks: Of each of these.
-        costs: Each rank's cost of the first steps; empty without ``cost``.
-    """
-
-    items: tuple[tuple[str, ...], ...] = ()
-    marks: tuple[tuple[str, ...], ...] = ()
-    sizes: tuple[tuple[int, ...], ...] = ()
-    tail_items: tuple[tuple[str, ...], ...] = ()
-    tail_marks: tuple[tuple[str, ...], ...] = ()
-    costs: tuple[tuple[float, ...], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """What every rank of a world would get of a loader.
 
@@ -130,7 +110,7 @@ class Report:
         epochs: What the ranks got, epoch by epoch.
         epochs_differ: Whether every epoch had another order; None where there was one epoch.
         seeds_agree: Whether ranks that are seeded differently share one stream; None where not even ranks that are
-            seeded alike do.
+            seeded alike do, or where it cannot be told of a sample.
         is_sample: Whether only the first ``max_items`` of each rank were drawn.
         seconds: How long one rank's epoch took to draw: the sampling alone.
         memory: How many bytes the process grew by meanwhile, looked at between blocks of batches.
@@ -204,10 +184,10 @@ class Report:
 
 
 def _epoch_text(epoch: EpochReport, units: Units) -> str:
-    missing = "not told of a sample" if epoch.missing is None else f"{epoch.missing}"
+    missing = "missing ones not told of a sample" if epoch.missing is None else f"{epoch.missing} missing"
     parts = [
         f"{_range(epoch.items)} samples and {_range(epoch.steps)} steps per rank of {epoch.expected} {units}",
-        f"{missing} missing" + (f" ({epoch.dropped} as asked for)" if epoch.dropped else ""),
+        missing + (f" ({epoch.dropped} as asked for)" if epoch.dropped else ""),
         f"{epoch.repeated} repeated" + (f" ({epoch.padding} to fill the last round)" if epoch.padding else ""),
     ]
     if epoch.imbalance is not None and epoch.worst_imbalance is not None:

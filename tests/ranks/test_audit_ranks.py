@@ -4,8 +4,7 @@ import audit_setups as setups
 import pytest
 from zoo import loader
 
-from ddp_patch import InvalidOptionError
-from ddp_patch import audit
+from ddp_patch import InvalidOptionError, audit
 
 
 def test_a_patched_loader_holds_on_real_ranks() -> None:

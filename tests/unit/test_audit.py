@@ -14,9 +14,11 @@ from audit_setups import N, Untouchable
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from zoo import ALL_KINDS, BY_NAME, Kind, draw_ambient, loader, seed_ambient
 
-from ddp_patch import AuditError, InvalidOptionError, NotALoaderError, patch_dataloader_to_ddp
-from ddp_patch import audit
+from ddp_patch import AuditError, InvalidOptionError, NotALoaderError, audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import problem_kinds
+from ddp_patch.auditing.coding import Coding
+from ddp_patch.auditing.simulate import ranks_of
+from ddp_patch.auditing.subject import Subject
 from ddp_patch.samplers import PKBatchSampler
 
 FINITE = [kind for kind in ALL_KINDS if not kind.endless]
@@ -108,7 +110,12 @@ def test_samples_are_missing_or_repeated_for_no_known_reason() -> None:
     def twice(rank: int, world_size: int) -> DataLoader[Any]:
         return setups.loader(range(N) if world_size == 1 else [*range(rank % 2, N - 1, 2), N - 1] * 2)
 
+    def both(rank: int, world_size: int) -> DataLoader[Any]:
+        return setups.loader(range(N) if world_size == 1 else [*range(rank, N - 1, world_size), 0, 1, 2, 3, 4])
+
     assert kinds(audit(half, 4)) == ["missing"]
+    assert "20 of 103 samples are got too often" in audit(both, 4).problems[0].what
+    assert kinds(audit(both, 4, allow=["uneven_steps"])) == ["missing"]  # always the same, but there is more to tell
     assert kinds(audit(twice, 4)) == ["repeated"]
 
 
@@ -138,6 +145,9 @@ def test_epochs_have_to_differ_where_that_is_demanded() -> None:
     assert kinds(audit(loader(), 2, epochs_differ=True)) == ["same_order"]
     assert audit(loader(shuffle=True), 2, epochs_differ=True).epochs_differ is True
     assert audit(loader(), 2, epochs=1).epochs_differ is None
+    returning = audit(setups.by_turns, 1, epochs=3, epochs_differ=True)
+    assert "3 epochs have 2 orders" in returning.problems[0].what
+    assert audit(setups.by_turns, 1, epochs=3).ok
 
 
 def test_a_forgotten_set_epoch_of_the_users_own_sampler_is_found() -> None:
@@ -253,12 +263,58 @@ def test_a_message_says_what_where_why_and_what_to_do() -> None:
         (loader(), {"epochs": 0}, InvalidOptionError, "epochs=0 can draw nothing"),
         (loader(), {"max_items": True}, InvalidOptionError, "max_items=True can draw nothing"),
         (loader(), {"allow": ["pading"]}, InvalidOptionError, "names no kind of problem"),
+        (loader(), {"allow": "padding"}, InvalidOptionError, "Pass allow=.'padding'.."),
+        (loader(), {"cost": [1] * 9}, InvalidOptionError, "cost= raised IndexError"),
+        (loader(), {"cost": ["long"] * 23}, InvalidOptionError, "cost= raised ValueError"),
+        (loader(), {"cost": np.ones((23, 2))}, InvalidOptionError, "gave 1 dimensions of numbers for each sample"),
+        (loader(), {"cost": lambda index: index - 2}, InvalidOptionError, "gave -2.0 for sample 0"),
+        (loader(), {"cost": [1.0] * 4 + [np.nan] * 19}, InvalidOptionError, "gave nan for sample 4"),
+        (loader(), {"cost": 7}, InvalidOptionError, "one finite number of at least 0 for every index"),
         (loader(sampler=(i for i in range(9))), {}, InvalidOptionError, "copying generator raised TypeError"),
     ],
 )
 def test_what_cannot_be_audited_is_refused(given: Any, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         audit(given, 2, **options)
+
+
+def test_an_error_of_a_factory_says_for_which_rank() -> None:
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        if rank == 2:
+            raise OSError("no index file")
+        return setups.loader(range(rank, N, world_size))
+
+    with pytest.raises(OSError, match="no index file") as raised:
+        audit(make, 4)
+    assert raised.value.__notes__ == ["The factory make raised it when audit asked for rank 2 of 4."]
+
+
+def test_what_cannot_be_told_of_a_sample_is_not_told() -> None:
+    """Drawn with replacement: that samples come twice means nothing."""
+    given = DataLoader(Untouchable(), batch_size=4, sampler=setups.WithReplacement())
+    report = audit(given, 3, patch=False, max_items=200)
+    assert report.is_sample
+    assert report.seeds_agree is None
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+@pytest.mark.parametrize("uneven", ["pad", "keep"])
+def test_there_may_be_fewer_samples_than_ranks(n: int, uneven: str) -> None:
+    report = audit(setups.loader(range(n), n=4), 64, uneven=uneven, allow=["uneven_steps"])
+    assert report.ok
+    assert report.epochs[0].padding == (-n % 64 if uneven == "pad" else 0)
+    assert report.pictured.shares.positions == n
+
+
+def test_of_a_large_loader_four_bytes_for_each_index_are_kept() -> None:
+    n, world_size = 200_000, 4
+    given: DataLoader[Any] = DataLoader(range(n), batch_size=250, shuffle=True)
+    drawn = [rank.epoch(0, Coding()) for rank in ranks_of(Subject(given, True, {}, False, n), world_size)]
+    assert sum(one.items.nbytes for one in drawn) == 4 * n
+    assert sum(one.sizes.nbytes for one in drawn) == 4 * n // 250
+    report = audit(given, world_size)
+    assert report.ok
+    assert len(pickle.dumps(report)) < 30_000  # which keeps columns of an epoch alone
 
 
 def test_progress_is_told() -> None:

@@ -28,7 +28,7 @@ def tests(pytester: pytest.Pytester) -> pytest.Pytester:
 
 def run(tests: pytest.Pytester, body: str, *options: str) -> pytest.RunResult:
     tests.makepyfile(f"from shared import *\n{body}")
-    return tests.runpytest_subprocess("-p", "ddp_patch.auditing.pytest_plugin", *options)
+    return tests.runpytest_subprocess("-p", "_ddp_patch_pytestplugin", *options)
 
 
 def test_the_fixture_fails_with_the_report(tests: pytest.Pytester) -> None:
@@ -77,3 +77,11 @@ def test_every_test_is_guarded_where_that_is_asked_for(tests: pytest.Pytester, w
     body = "def test_unpatched():\n    run_ranks(unpatched, 2)\n"
     run(tests, body, way).assert_outcomes(failed=1)
     run(tests, body).assert_outcomes(passed=1)
+
+
+def test_starting_pytest_imports_no_torch(pytester: pytest.Pytester) -> None:
+    """What is imported before a measurement of coverage begins is not measured; and torch takes a second."""
+    pytester.makeini("[pytest]\naddopts = -p _ddp_patch_pytestplugin\n")
+    pytester.makepyfile("import sys\ndef test_it():\n    assert not {'torch', 'ddp_patch'} & set(sys.modules)\n")
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)
+    pytester.runpytest_subprocess("--ddp-guard").assert_outcomes(failed=1)  # the guard is of torch's loaders

@@ -1,25 +1,21 @@
-"""For pytest: the fixture ``ddp_audit``, and a guard against unpatched loaders on several ranks."""
+"""For pytest: the fixture ``ddp_audit``, and a guard against unpatched loaders on several ranks.
+
+It stands beside the package, because importing a module of a package imports the package: so pytest's start imports
+neither ``ddp_patch`` nor torch, and a test that uses neither never does.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import pytest
-from torch.utils.data import DataLoader
 
-from ddp_patch.auditing import audit
-from ddp_patch.auditing.report import Report
-from ddp_patch.auditing.simulate import Factory
-from ddp_patch.guard import guarded, places_recorded
+if TYPE_CHECKING:
+    from ddp_patch.auditing.fixture import DDPAudit
 
-__all__ = ["DDPAudit", "ddp_audit", "pytest_addoption", "pytest_configure"]
-
-
-class DDPAudit(Protocol):
-    """What the fixture ``ddp_audit`` is."""
-
-    def __call__(self, loader: DataLoader[Any] | Factory, world_size: int = 2, **expect: Any) -> Report:
-        """Audit a loader; fail the test if something does not hold."""
+__all__ = ["ddp_audit", "pytest_addoption", "pytest_configure"]
 
 
 @pytest.fixture
@@ -28,14 +24,9 @@ def ddp_audit() -> DDPAudit:
 
     ``ddp_audit(loader, world_size=8, epochs=2, padding=False)``: all options are those of ``audit``.
     """
+    from ddp_patch.auditing.fixture import audit_or_fail
 
-    def run(loader: DataLoader[Any] | Factory, world_size: int = 2, **expect: Any) -> Report:
-        report = audit(loader, world_size, **expect)
-        if not report.ok:
-            pytest.fail(str(report), pytrace=False)
-        return report
-
-    return run
+    return audit_or_fail
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "ddp_guard: fail if an unpatched DataLoader is iterated while several ranks are up"
     )
     if _guards_all(config):
+        from ddp_patch.guard import places_recorded
+
         recorded = ExitStack()
         recorded.enter_context(places_recorded())
         config.add_cleanup(recorded.close)
@@ -63,6 +56,8 @@ def _guards_all(config: pytest.Config) -> bool:
 @pytest.fixture(autouse=True)
 def _ddp_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     if _guards_all(request.config) or request.node.get_closest_marker("ddp_guard") is not None:
+        from ddp_patch.guard import guarded
+
         with guarded():
             yield
     else:
