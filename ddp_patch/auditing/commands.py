@@ -1,16 +1,18 @@
 """``ddp-patch audit`` and ``ddp-patch show``, with click and rich."""
 
 import json
+import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
 import click
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import Progress
 from rich.table import Table
 from torch.utils.data import DataLoader
@@ -142,10 +144,10 @@ def _shown(place: str, report: Report) -> Group:
     table.add_column(overflow="fold")
     for name, value in report.facts():
         table.add_row(escape(name), escape(value))
-    below = []
+    below: list[RenderableType] = []
     for problem in report.problems:
-        below += [f"[bold red]✘ {problem.kind}[/] ({problem.where})", escape(f"  {problem.what} {problem.why}")]
-        below += [f"  [bold]Remedy:[/] {escape(problem.remedy)}"]
+        told = f"{escape(problem.what)} {escape(problem.why)}\n[bold]Remedy:[/] {escape(problem.remedy)}"
+        below += [f"[bold red]✘ {problem.kind}[/] ({problem.where})", Padding(told, (0, 0, 0, 2))]
     below += [f"[yellow]! {problem.kind}[/] (allowed) {escape(problem.what)}" for problem in report.allowed]
     return Group(table, *below, "")
 
@@ -203,5 +205,7 @@ def _type_name(value: object) -> str:
 
 
 def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 100 else f"{_type_name(value)} of {len(text)} characters"
+    text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(repr(value).split()))
+    if len(text) <= 100:
+        return text
+    return f"{_type_name(value)} of {len(value)} items" if isinstance(value, Sized) else _type_name(value)

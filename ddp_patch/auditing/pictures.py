@@ -20,12 +20,13 @@ from ddp_patch.auditing.pictured import CostLine, Pictured, ShareMap, StepMap
 __all__ = ["Picture", "pictures_of"]
 
 # In pixels.
-_WIDTH, _CELL, _ROWS, _AROUND, _PLOT = 860, 27, 620, 130, 260
+_WIDTH, _CELL, _ROWS, _AROUND, _PLOT = 1080, 30, 660, 150, 300
 # Numbers and names stand in cells of at most so many columns and rows.
 _TEXT_COLUMNS, _TEXT_ROWS = 40, 24
 _LONGEST_NAME = 5
 # What is not simply got: told by its hatch, so that no colour is needed.
-_PADDING, _REPEATED, _MISSING, _NO_STEP = "////", "xxxx", "....", "\\\\\\\\"
+_HATCHES = {"padding": "////", "repeated": "xxxx"}
+_MISSING, _NO_STEP = "....", "\\\\\\\\"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,73 +87,62 @@ def pictures_of(pictured: Pictured) -> list[Picture]:
 
 def _share_picture(shares: ShareMap) -> Picture:
     ranks, columns = len(shares.got), len(shares.missing)
-    names = [f"rank {rank}" for rank in range(ranks)] + (["no rank"] if any(shares.missing) else [])
-    marks = {"got": "", shares.reason: _PADDING if shares.reason == "padding" else _REPEATED, "missing": _MISSING}
-    if not any(map(any, shares.again)):
-        del marks[shares.reason]
-    if not any(shares.missing):
-        del marks["missing"]
+    repeats, missing, foreign = sum(map(sum, shares.again)), sum(shares.missing), sum(shares.foreign)
+    marks = {
+        "got": "",
+        shares.reason: _HATCHES[shares.reason] if repeats else None,
+        "missing": _MISSING if missing else None,
+    }
+    rows = [f"rank {rank}" for rank in range(ranks)] + (["no rank"] if missing else [])
 
     def draw(axes: Axes, theme: _Theme) -> None:
-        rows = [*shares.got, *([(0,) * columns] if any(shares.missing) else [])]
-        first = np.array(rows) > 0
-        got = np.array(rows) / max(map(max, rows), default=1)
-        _heat(axes, theme, np.where(first, 0.35 + 0.65 * got, 0), shares.positions)
-        for rank, row in enumerate(shares.again):
-            _hatch(axes, theme, rank, row, shares.positions, marks.get(shares.reason, ""))
+        got = np.array([*shares.got, *([shares.missing] if missing else [])], float)
+        got[ranks:] = 0  # what no rank gets is hatched
+        _heat(axes, theme, np.where(got > 0, 0.35 + 0.65 * got / max(1, got.max()), 0), shares.positions)
+        for rank, again in enumerate(shares.again):
+            _hatch(axes, theme, rank, again, shares.positions, _HATCHES[shares.reason])
         _hatch(axes, theme, ranks, shares.missing, shares.positions, _MISSING)
         if shares.names:
-            owners = [(rank, at) for rank, row in enumerate(shares.got) for at, got_here in enumerate(row) if got_here]
-            lost = [(ranks, at) for at, missing in enumerate(shares.missing) if missing]
-            for row_of, at in owners + lost:
-                _write(
-                    axes, theme, at, row_of, _short(shares.names[at]), boxed=row_of == ranks or shares.again[row_of][at]
-                )
-        _label(axes, theme, "position in the stream of one process", names)
+            hatched = np.array([*shares.again, shares.missing])
+            for row, at in np.argwhere(np.array([*shares.got, shares.missing])):
+                _write(axes, theme, at, row, _short(shares.names[at]), boxed=bool(hatched[row, at]))
+        _label(axes, theme, "position in the stream of one process", rows)
         _legend(axes, theme, marks)
 
     told = [f"Rank {rank} gets {sum(row)} of {shares.positions} positions" for rank, row in enumerate(shares.got)]
-    repeats, missing, foreign = sum(map(sum, shares.again)), sum(shares.missing), sum(shares.foreign)
     told += [f"{repeats} are got again ({shares.reason})", f"{missing} are missing"]
-    caption = "Across: what one process would draw, in its order. Down: which rank gets it. " + (
-        "In each cell the sample."
-        if shares.names
-        else f"A column is about {shares.positions / columns:.3g} positions; the fuller, the more of them."
-    )
+    per_column = "In each cell the sample." if shares.names else _per_column(shares.positions, columns, "position")
+    caption = f"Across: what one process would draw, in its order. Down: which rank gets it. {per_column}"
     if foreign:
         caption += f" {foreign} samples that ranks got are not shown, because one process would not get them."
-    return _picture("Who gets what in epoch 0", caption, told, draw, len(names), columns)
+    return _picture("Who gets what in epoch 0", caption, told, draw, len(rows), columns)
 
 
 def _step_picture(steps: StepMap) -> Picture:
     ranks, columns = len(steps.sizes), len(steps.sizes[0])
     is_short = any(map(any, steps.lacking))
+    marks = {f"a batch; the largest has {steps.largest}": "", "no such step": _NO_STEP if is_short else None}
 
     def draw(axes: Axes, theme: _Theme) -> None:
         _heat(axes, theme, np.array(steps.sizes) / max(1, steps.largest), steps.steps)
-        for rank, row in enumerate(steps.lacking):
-            _hatch(axes, theme, rank, row, steps.steps, _NO_STEP)
-        if columns <= _TEXT_COLUMNS and ranks <= _TEXT_ROWS:
-            for rank, row in enumerate(steps.sizes):
-                for at, size in enumerate(row):
-                    if not steps.lacking[rank][at]:
-                        _write(axes, theme, at, rank, f"{size:g}", boxed=False)
+        for rank, lacking in enumerate(steps.lacking):
+            _hatch(axes, theme, rank, lacking, steps.steps, _NO_STEP)
+        if columns == steps.steps <= _TEXT_COLUMNS and ranks <= _TEXT_ROWS:
+            for rank, at in np.argwhere(np.array(steps.lacking) == 0):
+                _write(axes, theme, at, rank, f"{steps.sizes[rank][at]:g}", boxed=False)
         _label(axes, theme, "step", [f"rank {rank}" for rank in range(ranks)])
-        _legend(
-            axes,
-            theme,
-            {f"a batch; the largest has {steps.largest}": "", "no such step": _NO_STEP}
-            if is_short
-            else {f"a batch; the largest has {steps.largest}": ""},
-        )
+        _legend(axes, theme, marks)
 
-    told = [f"Rank {rank} makes {steps.steps - sum(lacking)} steps" for rank, lacking in enumerate(steps.lacking)] + [
-        f"the largest batch has {steps.largest} samples"
-    ]
-    caption = "How many samples each rank's batches have; the fuller, the more." + (
-        "" if columns == steps.steps else f" A column is the mean of about {steps.steps / columns:.3g} steps."
+    told = [f"Rank {rank} makes {steps.steps - sum(lacking)} steps" for rank, lacking in enumerate(steps.lacking)]
+    told.append(f"the largest batch has {steps.largest} samples")
+    caption = (
+        f"How many samples each rank's batches have; the fuller, the more. {_per_column(steps.steps, columns, 'step')}"
     )
     return _picture("Batch sizes in epoch 0", caption, told, draw, ranks, columns)
+
+
+def _per_column(length: int, columns: int, what: str) -> str:
+    return f"A column is one {what}." if length == columns else f"A column is about {length / columns:.3g} {what}s."
 
 
 def _cost_picture(costs: CostLine) -> Picture:
@@ -160,7 +150,7 @@ def _cost_picture(costs: CostLine) -> Picture:
         across = (np.arange(len(costs.mean)) + 0.5) * costs.steps / len(costs.mean) - 0.5
         few = len(costs.mean) <= _TEXT_COLUMNS
         axes.plot(across, costs.slowest, color=theme.other, marker="o" if few else "", label="slowest rank")
-        axes.plot(across, costs.mean, color=theme.fill, linestyle="--", marker="s" if few else "", label="mean")
+        axes.plot(across, costs.mean, color=theme.ink, linestyle="--", marker="s" if few else "", label="mean")
         axes.set_ylim(bottom=0)
         axes.set_ylabel("cost", color=theme.ink)
         axes.set_xlabel("step", color=theme.ink)
@@ -186,7 +176,7 @@ def _picture(title: str, caption: str, told: Sequence[str], draw: _Draw, rows: i
 def _svg(draw: _Draw, theme: _Theme, width: int, height: int) -> str:
     # Text stays text, and the same epoch gives the same file.
     settings = {"svg.fonttype": "none", "svg.hashsalt": "", "font.family": "sans-serif", "hatch.color": theme.ink}
-    with mpl.rc_context(settings | {"font.size": 9, "hatch.linewidth": 0.8}):  # type: ignore[arg-type]  # names are literals there
+    with mpl.rc_context(settings | {"font.size": 12, "hatch.linewidth": 0.8}):  # type: ignore[arg-type]  # names are literals there
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained", facecolor=theme.ground)
         axes = figure.add_subplot(facecolor=theme.ground)
         axes.tick_params(colors=theme.soft)
@@ -228,25 +218,27 @@ def _hatch(axes: Axes, theme: _Theme, row: int, counts: Sequence[int], length: i
 
 
 def _write(axes: Axes, theme: _Theme, at: float, row: float, text: str, boxed: bool) -> None:
-    box = {"facecolor": theme.ground, "edgecolor": "none", "pad": 1.5} if boxed else None
-    axes.text(at, row, text, color=theme.ink, ha="center", va="center", fontsize=8, bbox=box, parse_math=False)
+    box = {"facecolor": theme.ground, "edgecolor": "none", "pad": 2} if boxed else None
+    axes.text(at, row, text, color=theme.ink, ha="center", va="center", fontsize=11, bbox=box, parse_math=False)
 
 
 def _label(axes: Axes, theme: _Theme, across: str, rows: Sequence[str]) -> None:
     axes.set_xlabel(across, color=theme.ink)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    every = -(-len(rows) * 14 // _ROWS)  # no labels on top of each other
+    every = -(-len(rows) * 16 // _ROWS)  # no labels on top of each other
     axes.set_yticks(range(0, len(rows), every), rows[::every])
     axes.set_ylim(len(rows) - 0.5, -0.5)
 
 
-def _legend(axes: Axes, theme: _Theme, marks: dict[str, str]) -> None:
+def _legend(axes: Axes, theme: _Theme, marks: dict[str, str | None]) -> None:
+    """Say what cells and hatches mean; what has none is not there."""
     _put_legend(
         axes,
         theme,
         [
             Patch(facecolor="none" if hatch else theme.fill, edgecolor=theme.ink, hatch=hatch, label=name)
             for name, hatch in marks.items()
+            if hatch is not None
         ],
     )
 

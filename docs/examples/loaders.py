@@ -5,16 +5,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-NAMES = [f"{number}.jpg" for number in range(103)]
+names: Any = [f"{number}.jpg" for number in range(103)]
 lengths = [1 + number % 7 for number in range(103)]
-train: DataLoader[Any] = DataLoader(NAMES, batch_size=8, shuffle=True)
+train: DataLoader[Any] = DataLoader(names, batch_size=8, shuffle=True)
 
 
 def by_torch(rank: int, world_size: int) -> DataLoader[Any]:
     """Return a rank's loader with torch's own sampler; the training must not forget set_epoch()."""
-    return DataLoader(NAMES, batch_size=8, sampler=DistributedSampler(NAMES, world_size, rank))
+    return DataLoader(names, batch_size=8, sampler=DistributedSampler(names, world_size, rank))
 
 
 def by_slices(rank: int, world_size: int) -> DataLoader[Any]:
     """Return a rank's loader over a slice of a shuffle that every rank draws for itself."""
-    return DataLoader(NAMES, batch_size=8, sampler=torch.randperm(len(NAMES))[rank::world_size].tolist())
+    return DataLoader(names, batch_size=8, sampler=torch.randperm(len(names))[rank::world_size].tolist())

@@ -10,6 +10,7 @@ from typing import Any
 import audit_setups as setups
 import numpy as np
 import pytest
+from audit_setups import Untouchable
 from click.testing import CliRunner
 from torch.utils.data import DataLoader
 from zoo import BY_NAME, loader
@@ -37,13 +38,17 @@ def picture_svgs(picture: Picture) -> tuple[str, str]:
     return picture.light, picture.dark
 
 
+def plain(n: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Untouchable(n), **options)
+
+
 def shares(loader: Any, world_size: int, **options: Any) -> ShareMap:
     return audit(loader, world_size, **options).pictured.shares
 
 
 def test_the_share_map_is_of_the_stream_of_one_process() -> None:
     """Five samples over two ranks: the first one again fills the last round."""
-    found = shares(DataLoader([1] * 5), 2)
+    found = shares(plain(5), 2)
     assert found.names == ("0", "1", "2", "3", "4")
     assert found.got == ((1, 0, 1, 0, 1), (1, 1, 0, 1, 0))
     assert found.again == ((0, 0, 0, 0, 0), (1, 0, 0, 0, 0))
@@ -56,7 +61,7 @@ def test_the_kth_time_that_a_sample_is_got_is_its_kth_position() -> None:
 
     def make(rank: int, world_size: int) -> DataLoader[Any]:
         order = [7, 8, 7, 9] if world_size == 1 else [[7, 7], [8, 7, 5]][rank]
-        return DataLoader([0] * 10, sampler=order)
+        return plain(10, sampler=order)
 
     found = shares(make, 2)
     assert found.got == ((1, 0, 1, 0), (1, 1, 0, 0))
@@ -67,13 +72,13 @@ def test_the_kth_time_that_a_sample_is_got_is_its_kth_position() -> None:
 
 
 def test_of_a_shuffled_epoch_positions_are_interleaved() -> None:
-    found = shares(DataLoader([1] * 12, shuffle=True), 3)
+    found = shares(plain(12, shuffle=True), 3)
     assert found.got == tuple((0,) * rank + (1, 0, 0) * 3 + (1,) + (0,) * (2 - rank) for rank in range(3))
 
 
 @pytest.mark.parametrize(("n", "world_size"), [(41, 2), (1000, 3), (10007, 8), (3000, 300)])
 def test_a_long_epoch_is_counted_in_columns_and_nothing_is_left_out(n: int, world_size: int) -> None:
-    found = shares(DataLoader(range(n), batch_size=4, shuffle=True), world_size, epochs=1)
+    found = shares(plain(n, batch_size=4, shuffle=True), world_size, epochs=1)
     got, again = np.array(found.got), np.array(found.again)
     assert found.names == ()
     assert got.shape == again.shape == (world_size, len(found.missing))
@@ -91,7 +96,7 @@ def test_what_is_missing_lies_where_one_process_would_draw_it() -> None:
 
 def test_blocks_of_steps_are_looked_up_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(rank: int, world_size: int) -> DataLoader[Any]:
-        return DataLoader([0] * 50, sampler=[n % 5 for n in range(rank % 2, 90, world_size)])
+        return plain(50, sampler=[n % 5 for n in range(rank % 2, 90, world_size)])
 
     whole = audit(make, 3).pictured
     monkeypatch.setattr("ddp_patch.auditing.binning._BLOCK", 7)
@@ -99,20 +104,20 @@ def test_blocks_of_steps_are_looked_up_as_one(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_steps_and_their_cost_are_counted_in_columns() -> None:
-    report = audit(DataLoader(range(5000), batch_size=2), 2, cost=np.arange(5000) % 2, epochs=1)
+    report = audit(plain(5000, batch_size=2), 2, cost=np.arange(5000) % 2, epochs=1)
     steps, costs = report.pictured.steps, report.pictured.costs
     assert steps.steps == 1250
     assert {len(row) for row in steps.sizes} == {240}
     assert set(np.array(steps.sizes).ravel()) == {2.0}
     assert costs is not None
     assert (set(costs.slowest), set(costs.mean)) == ({2.0}, {1.0})  # rank 1 has the odd samples
-    assert audit(DataLoader(range(50)), 2).pictured.costs is None
+    assert audit(plain(50), 2).pictured.costs is None
 
 
 def test_names_and_marks_are_text_and_hatches() -> None:
     padded = pictures(loader(), 4)[0]
     assert {"0", "22", "rank 3", "got", "padding"} <= set(texts(padded))
-    assert "padding" not in texts(pictures(DataLoader(range(8)), 4)[0])
+    assert "padding" not in texts(pictures(plain(8), 4)[0])
     repeated = pictures(setups.not_sharded_in_order, 2)[0]
     assert {"got", "repeated"} <= set(texts(repeated))
     assert "103 are got again (repeated)" in repeated.alt
@@ -120,7 +125,7 @@ def test_names_and_marks_are_text_and_hatches() -> None:
     assert {"missing", "no rank"} <= set(texts(missing))
     for picture in (padded, repeated, missing):
         assert all("<pattern" in svg for svg in picture_svgs(picture))
-    assert "<pattern" not in pictures(DataLoader(range(8)), 4)[0].light
+    assert "<pattern" not in pictures(plain(8), 4)[0].light
 
 
 def test_steps_that_a_rank_does_not_make_are_hatched() -> None:

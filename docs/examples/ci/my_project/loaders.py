@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_patch import patch_dataloader_to_ddp
 
@@ -10,8 +11,8 @@ from ddp_patch import patch_dataloader_to_ddp
 def make_loaders() -> dict[str, DataLoader[Any]]:
     """Return the finished loaders."""
     return {
-        "train": DataLoader(range(1000), batch_size=16, shuffle=True, drop_last=True),
-        "val": DataLoader(range(100), batch_size=16),
+        "train": DataLoader(TensorDataset(torch.arange(1000.0)), batch_size=16, shuffle=True, drop_last=True),
+        "val": DataLoader(TensorDataset(torch.arange(100.0)), batch_size=16),
     }
 
 
