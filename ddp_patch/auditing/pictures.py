@@ -20,7 +20,7 @@ from ddp_patch.auditing.pictured import CostLine, Pictured, ShareMap, StepMap
 __all__ = ["Picture", "pictures_of"]
 
 # In pixels.
-_WIDTH, _CELL, _ROWS, _AROUND, _PLOT = 1080, 30, 660, 150, 300
+_WIDTH, _NARROWEST, _CELL, _ROWS, _AROUND, _PLOT = 1080, 560, 30, 660, 150, 300
 # Numbers and names stand in cells of at most so many columns and rows.
 _TEXT_COLUMNS, _TEXT_ROWS = 40, 24
 _LONGEST_NAME = 5
@@ -113,6 +113,8 @@ def _share_picture(shares: ShareMap) -> Picture:
     told += [f"{repeats} are got again ({shares.reason})", f"{missing} are missing"]
     per_column = "In each cell the sample." if shares.names else _per_column(shares.positions, columns, "position")
     caption = f"Across: what one process would draw, in its order. Down: which rank gets it. {per_column}"
+    if columns < shares.positions:
+        caption += " The fuller a cell, the more of them its rank gets."
     if foreign:
         caption += f" {foreign} samples that ranks got are not shown, because one process would not get them."
     return _picture("Who gets what in epoch 0", caption, told, draw, len(rows), columns)
@@ -162,12 +164,13 @@ def _cost_picture(costs: CostLine) -> Picture:
     caption = "Where the lines part, ranks wait for the slowest."
     if len(costs.mean) < costs.steps:
         caption += f" A point is the mean of about {costs.steps / len(costs.mean):.3g} steps."
-    return _picture("Cost of each step in epoch 0", caption, told, draw, None, 0)
+    return _picture("Cost of each step in epoch 0", caption, told, draw, None, len(costs.mean))
 
 
 def _picture(title: str, caption: str, told: Sequence[str], draw: _Draw, rows: int | None, columns: int) -> Picture:
     """Draw it in both themes; of a map, as high as its rows need."""
-    width = max(_WIDTH, _AROUND + columns * _CELL) if columns <= _TEXT_COLUMNS else _WIDTH
+    cells = _AROUND + columns * _CELL
+    width = max(_NARROWEST, cells) if columns <= _TEXT_COLUMNS else _WIDTH
     height = _PLOT if rows is None else _AROUND + min(_ROWS, rows * _CELL)
     light, dark = (_svg(draw, theme, width, height) for theme in (_LIGHT, _DARK))
     return Picture(title, caption, "; ".join(told) + ".", width, light, dark)
