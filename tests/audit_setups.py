@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -132,6 +133,11 @@ def private_order(rank: int, world_size: int) -> DataLoader[Any]:
 
 def torchs(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(DistributedSampler(Untouchable(), num_replicas=world_size, rank=rank))
+
+
+def torchs_in_batches(rank: int, world_size: int) -> DataLoader[Any]:
+    batches = BatchSampler(DistributedSampler(Untouchable(), world_size, rank), 4, drop_last=True)
+    return DataLoader(Untouchable(), batch_sampler=batches)
 
 
 def torchs_dropping(rank: int, world_size: int) -> DataLoader[Any]:

@@ -12,7 +12,7 @@ from ddp_patch.auditing.binning import pictured
 from ddp_patch.auditing.causes import About, cause_of, coverage_kinds
 from ddp_patch.auditing.coding import Numbers
 from ddp_patch.auditing.drawing import Drawn
-from ddp_patch.auditing.judge import Allowance, Epoch, Judged, allowance, judge_epoch, signature
+from ddp_patch.auditing.judge import Allowance, Epoch, Judged, allowance, batch_size_of, judge_epoch, signature
 from ddp_patch.auditing.made_up_world import MadeUpWorld, Progress
 from ddp_patch.auditing.measures import Cost, global_batches, imbalance, step_costs
 from ddp_patch.auditing.pictured import Pictured
@@ -224,11 +224,11 @@ class _Audit:
 
     def _look_at_tail(self) -> None:
         """Where nothing else explains them: are the samples that are lost the same in every epoch?"""
-        is_a_few = len(self.lost) == self.world.epochs and len(self.lost[0]) < self.world.world_size * max(
-            1, self.world.first.batch_size or 1
-        )
+        if len(self.lost) < self.world.epochs:
+            return
+        is_a_few = len(self.lost[0]) < self.world.world_size * batch_size_of(self.world.first)
         kinds = [cause.kind for cause in self._causes()]
-        if len(self.lost) < self.world.epochs or kinds not in ([], ["missing"]) or (kinds and not is_a_few):
+        if kinds not in ([], ["missing"]) or (kinds and not is_a_few):
             return
         problem = lost_problem(self.lost, self.world.coding)
         if problem is not None:

@@ -13,7 +13,7 @@ from ddp_patch.auditing.drawing import Drawn
 from ddp_patch.auditing.report import Units
 from ddp_patch.loader import samplers_in_use
 
-__all__ = ["Allowance", "Epoch", "Judged", "allowance", "judge_epoch", "signature"]
+__all__ = ["Allowance", "Epoch", "Judged", "allowance", "batch_size_of", "judge_epoch", "signature"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,12 @@ class Allowance:
     uneven: int
 
 
+def batch_size_of(loader: DataLoader[object]) -> int:
+    """Return how many samples a batch has, as far as the loader or its batch sampler says; else 1."""
+    found = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return found if isinstance(found, int) and found > 0 else 1
+
+
 def allowance(epoch: Epoch, loader: DataLoader[object], uneven: str | None, pads: bool) -> Allowance:
     """Return what may be missing or repeated in an epoch.
 
@@ -90,8 +96,9 @@ def allowance(epoch: Epoch, loader: DataLoader[object], uneven: str | None, pads
         getattr(sampler, "drop_last", False) is True for sampler in samplers_in_use(loader)
     )
     dropped = world - 1 if drops_round else 0
-    if epoch.units == "samples" and loader.drop_last:
-        largest = max(int(drawn.sizes.max(initial=loader.batch_size or 1)) for drawn in (*epoch.ranks, epoch.alone))
+    if epoch.units == "samples" and (loader.drop_last or getattr(loader.batch_sampler, "drop_last", False) is True):
+        size = batch_size_of(loader)
+        largest = max(int(drawn.sizes.max(initial=size)) for drawn in (*epoch.ranks, epoch.alone))
         dropped += world * max(1, loader.num_workers) * (largest - 1)
     return Allowance(world - 1 if pads else 0, dropped, uneven=int(uneven == "keep"))
 

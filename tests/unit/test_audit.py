@@ -88,6 +88,11 @@ def test_a_length_that_is_wrong_is_told_of_a_patched_loader_too(name: str) -> No
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_torchs_own_sampler_holds_where_the_training_tells_epochs(world_size: int) -> None:
     assert audit(setups.torchs, world_size, epochs=3, set_epoch=True).ok
+    in_batches = audit(setups.torchs_in_batches, world_size, epochs=3, set_epoch=True)
+    assert in_batches.ok
+    assert in_batches.epochs[0].dropped == in_batches.epochs[0].missing
+    lost = ["tail_lost"] if in_batches.epochs[0].dropped else []
+    assert kinds(audit(setups.torchs_in_batches, world_size)) == ["same_order", *lost]
 
 
 def test_what_one_rank_gets_is_counted() -> None:

@@ -1,6 +1,8 @@
 """The plugin, in a pytest of its own."""
 
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +79,14 @@ def test_every_test_is_guarded_where_that_is_asked_for(tests: pytest.Pytester, w
     body = "def test_unpatched():\n    run_ranks(unpatched, 2)\n"
     run(tests, body, way).assert_outcomes(failed=1)
     run(tests, body).assert_outcomes(passed=1)
+
+
+def test_the_wheel_holds_the_plugin_and_names_it() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    (module,) = project["project"]["entry-points"]["pytest11"].values()
+    assert f"{module}.py" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
+    assert (root / f"{module}.py").is_file()
 
 
 def test_starting_pytest_imports_no_torch(pytester: pytest.Pytester) -> None:
