@@ -91,6 +91,10 @@ def not_sharded_weighted(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(WeightedRandomSampler(range(1, N + 1), N))
 
 
+def rank_zero_everywhere(rank: int, world_size: int) -> DataLoader[Any]:
+    return loader(DistributedSampler(Untouchable(), world_size, rank=0, shuffle=False))
+
+
 def double_sharding(rank: int, world_size: int) -> DataLoader[Any]:
     """A dataset that is split by rank already."""
     part: Subset[Any] = Subset(Untouchable(), range(rank, N, world_size))

@@ -94,7 +94,7 @@ def cause_of(
         return Cause((_padding(about, f"None may be repeated (padding=False), and {judged.found.extra} are."),), True)
     again, judged_again = alike()
     if _is_whole_on_every_rank(epoch) or _is_same_on_every_rank(again):
-        return Cause((_not_sharded(about),), None)
+        return Cause((_same_part(about) if _is_part(again) else _not_sharded(about),), None)
     if judged_again.is_covered:
         return Cause((_disagreement(about, "nothing is"),), False)
     structural = _structural(About(again, judged_again, coding), loader)
@@ -103,11 +103,21 @@ def cause_of(
     return Cause((structural,), None)
 
 
+def _same_part(about: About) -> Problem:
+    world, each = len(about.epoch.ranks), max(len(drawn.items) for drawn in about.epoch.ranks)
+    return about.problem(
+        "not_sharded",
+        f"Every one of {world} ranks gets the same share, {each} samples.",
+        "The others take no part in the training, and gradients average repeated samples.",
+        "Share by each process's own rank (torch.distributed.get_rank()), as patch_dataloader_to_ddp() does.",
+    )
+
+
 def _not_sharded(about: About) -> Problem:
     world, each = len(about.epoch.ranks), max(len(drawn.items) for drawn in about.epoch.ranks)
     return about.problem(
         "not_sharded",
-        f"Every one of {world} ranks gets the whole stream, {each} samples.",
+        f"Every one of {world} ranks gets the whole stream" + ("." if about.epoch.is_sample else f", {each} samples."),
         f"An epoch costs {world} times what it should, and gradients average repeated samples.",
         f"{_PATCH} on every rank, after init_process_group().",
     )
@@ -184,6 +194,12 @@ def _is_same_on_every_rank(epoch: Epoch) -> bool:
     """Whether every rank drew the same, and more than padding makes the same."""
     first = epoch.ranks[0]
     return len(first.items) > 1 and all(np.array_equal(first.items, drawn.items) for drawn in epoch.ranks[1:])
+
+
+def _is_part(epoch: Epoch) -> bool:
+    """Whether ranks, which all draw the same, leave out most of what one process draws, from its beginning on."""
+    got, alone = epoch.ranks[0].items, epoch.alone.items
+    return 2 * len(got) <= len(alone) and not np.array_equal(got, alone[: len(got)])
 
 
 def _is_shared_twice(epoch: Epoch, loader: DataLoader[object]) -> bool:

@@ -33,6 +33,7 @@ BROKEN: list[tuple[Callable[[int, int], DataLoader[Any]], str, str]] = [
     (setups.not_sharded, "not_sharded", "patch_dataloader_to_ddp()"),
     (setups.not_sharded_in_order, "not_sharded", "patch_dataloader_to_ddp()"),
     (setups.not_sharded_weighted, "not_sharded", "patch_dataloader_to_ddp()"),
+    (setups.rank_zero_everywhere, "not_sharded", "get_rank()"),
     (setups.double_sharding, "double_sharding", "Share once"),
     (setups.double_sharding_by_hand, "double_sharding", "Share once"),
     (setups.ambient_order, "ranks_disagree", "seed every rank alike"),
