@@ -95,8 +95,8 @@ def audit_command(target: str, world_size: int, cost: str | None, form: str, htm
     """Audit TARGET: package.module:name or path/to/file.py:name.
 
     It names a loader, a dict or list of loaders, a function make() that returns any of these, or a function
-    make(rank, world_size) that builds one rank's loader. Exits with 0 when all hold, 1 when not, 2 when it could not
-    run.
+    make(rank, world_size) that builds one rank's loader, or a dict or list of them. Exits with 0 when all hold, 1 when
+    not, 2 when it could not run.
     """
     if html is not None:
         from ddp_patch.auditing.page import page  # before the work: matplotlib may be missing

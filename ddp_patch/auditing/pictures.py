@@ -109,7 +109,7 @@ def _share_picture(shares: ShareMap) -> Picture:
         _label(axes, theme, "position in the stream of one process", rows)
         _legend(axes, theme, marks)
 
-    told = [f"Rank {rank} gets {sum(row)} of {shares.positions} positions" for rank, row in enumerate(shares.got)]
+    told = _by_rank("gets", [sum(row) for row in shares.got], f"of {shares.positions} positions")
     told += [f"{repeats} are got again ({shares.reason})", f"{missing} are missing"]
     per_column = "In each cell the sample." if shares.names else _per_column(shares.positions, columns, "position")
     caption = f"Across: what one process would draw, in its order. Down: which rank gets it. {per_column}"
@@ -135,12 +135,19 @@ def _step_picture(steps: StepMap) -> Picture:
         _label(axes, theme, "step", [f"rank {rank}" for rank in range(ranks)])
         _legend(axes, theme, marks)
 
-    told = [f"Rank {rank} makes {steps.steps - sum(lacking)} steps" for rank, lacking in enumerate(steps.lacking)]
+    told = _by_rank("makes", [steps.steps - sum(lacking) for lacking in steps.lacking], "steps")
     told.append(f"the largest batch has {steps.largest} samples")
     caption = (
         f"How many samples each rank's batches have; the fuller, the more. {_per_column(steps.steps, columns, 'step')}"
     )
     return _picture("Batch sizes in epoch 0", caption, told, draw, ranks, columns)
+
+
+def _by_rank(verb: str, counts: Sequence[int], what: str) -> list[str]:
+    """Say it of each rank, or of all where they are many."""
+    if len(counts) > _TEXT_ROWS:
+        return [f"Each of {len(counts)} ranks {verb} {min(counts)} to {max(counts)} {what}"]
+    return [f"Rank {rank} {verb} {count} {what}" for rank, count in enumerate(counts)]
 
 
 def _per_column(length: int, columns: int, what: str) -> str:

@@ -35,6 +35,9 @@ LOADERS = """
     def make(rank, world_size):
         return DataLoader(range(103), batch_size=4, sampler=DistributedSampler(range(103), world_size, rank))
 
+    def several(rank=0, world_size=1):
+        return {"train": make(rank, world_size), "more": [train]}
+
     def fails():
         raise LookupError("no [data] here")
 """
@@ -64,6 +67,9 @@ def run(*arguments: str) -> Result:
         ("train", ["--no-padding"], 1, "✘ padding"),
         ("train", ["--no-padding", "--uneven", "keep"], 0, "✔ holds"),
         ("train", ["--no-patch", "--uneven", "keep"], 2, "Could not run: InvalidOptionError"),
+        ("several", ["--set-epoch"], 1, "several.train on 4 ranks: ✔ holds"),
+        ("several", [], 1, "✘ not_sharded"),
+        ("several", [], 1, "several.more[0] on 4 ranks: ✘"),
         ("fails", [], 2, "Could not run: LookupError: no [data] here"),
         ("number", [], 2, "number is 7 (int), which is no DataLoader"),
         ("nothing", [], 2, "holds no loader"),

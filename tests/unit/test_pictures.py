@@ -131,6 +131,7 @@ def test_names_and_marks_are_text_and_hatches() -> None:
 def test_steps_that_a_rank_does_not_make_are_hatched() -> None:
     steps = pictures(setups.uneven, 4)[1]
     assert "no such step" in texts(steps)
+    assert pictures(plain(7), 64, uneven="keep")[1].alt.startswith("Each of 64 ranks makes 0 to 1 steps; ")
     assert "Rank 0 makes 7 steps; Rank 1 makes 6 steps" in steps.alt
     assert texts(steps).count("4") == 4 * 6 + 1  # every batch's size, and the tick of step 4
 
