@@ -22,7 +22,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run every test that needs no third-party loader; arguments after ``--`` go to pytest."""
     install(session, ".[test]")
-    session.run("pytest", "-n", "auto", "--ignore", "tests/integrations", *session.posargs)
+    session.run("pytest", "-n", "auto", "--dist", "loadgroup", "--ignore", "tests/integrations", *session.posargs)
 
 
 @nox.session
