@@ -6,6 +6,7 @@ from sybil import Sybil
 from sybil.integration.pytest import SybilItem
 
 pytest_collect_file = Sybil(parsers=[blocks], patterns=["*.md"]).pytest()
+collect_ignore = ["docs/examples/ci"]  # a project of its own, whose tests tests/unit/test_ci_page.py runs
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -109,6 +109,13 @@ def agreement(session: nox.Session) -> None:
 
 
 @nox.session
+def audit(session: nox.Session) -> None:
+    """Measure an audit of ten million samples, as ``docs/audit.md`` tells of it; ``--n 1000000`` is short."""
+    install(session, ".[audit]")
+    session.run("python", "benchmarks/audit.py", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measure speed and memory beside other libraries, and write ``docs/benchmarks.md``; ``--largest 6`` is short."""
     install(session, ".[bench]")

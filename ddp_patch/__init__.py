@@ -1,7 +1,10 @@
 """One line turns a finished ``DataLoader`` into one distributed rank's correct share of it."""
 
+from typing import TYPE_CHECKING
+
 from ddp_patch.errors import (
     AlreadyPatchedError,
+    AuditError,
     DDPPatchError,
     ExhaustedSamplerError,
     InvalidOptionError,
@@ -27,8 +30,22 @@ from ddp_patch.patching import assert_loaders_patched, check_loaders_is_patched,
 from ddp_patch.resume import loader_state, restore_loader
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
+if TYPE_CHECKING:
+    from ddp_patch.auditing import audit
+else:
+
+    def __getattr__(name):
+        """Import the audit when it is asked for: a training does without it."""
+        if name != "audit":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from ddp_patch.auditing import audit
+
+        return audit
+
+
 __all__ = [
     "AlreadyPatchedError",
+    "AuditError",
     "DDPBatchSamplerWrapper",
     "DDPPatchError",
     "DDPSamplerWrapper",
@@ -50,6 +67,7 @@ __all__ = [
     "UnsupportedLoaderError",
     "WorldError",
     "assert_loaders_patched",
+    "audit",
     "check_loaders_is_patched",
     "extract_loader_parameters",
     "gather_in_order",
@@ -59,3 +77,7 @@ __all__ = [
     "restore_loader",
 ]
 __version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

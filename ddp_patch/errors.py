@@ -12,6 +12,7 @@
         ├── RankMismatchError            also a RuntimeError: the ranks' loaders, options or epochs differ
         ├── LeaderError                  also a RuntimeError: rank 0 could not draw what it was to send
         ├── AlreadyPatchedError          also a RuntimeError: sharded already, for another world
+        ├── AuditError                   also an AssertionError: an audit found problems
         ├── NotPatchedError              also an AssertionError: the guard found unsharded loaders
         ├── ExhaustedSamplerError        also a RuntimeError: an iterator was given as sampler and has nothing left
         ├── SamplerError                 also a ValueError: a sampler of ddp_patch.samplers was asked for what cannot be
@@ -28,6 +29,7 @@
 
 __all__ = [
     "AlreadyPatchedError",
+    "AuditError",
     "DDPPatchError",
     "ExhaustedSamplerError",
     "InvalidOptionError",
@@ -87,6 +89,10 @@ class AlreadyPatchedError(DDPPatchError, RuntimeError):
 
 class NotPatchedError(DDPPatchError, AssertionError):
     """The guard found loaders that would give every rank the same data."""
+
+
+class AuditError(DDPPatchError, AssertionError):
+    """An audit found that ranks would not get their correct shares."""
 
 
 class SamplerError(DDPPatchError, ValueError):

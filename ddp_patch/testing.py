@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_patch.errors import InvalidOptionError, RanksFailedError
+from ddp_patch.guard import guarded_as_parent
 
 __all__ = ["run_ranks"]
 
@@ -216,7 +217,8 @@ def _rank_main(task: _Task, sender: Connection) -> None:
                 world_size=task.world_size,
                 timeout=timedelta(seconds=task.timeout),
             )
-            message = pickle.dumps(("returned", task.fn(task.rank, task.world_size, *task.args)))
+            with guarded_as_parent():
+                message = pickle.dumps(("returned", task.fn(task.rank, task.world_size, *task.args)))
         except BaseException:  # noqa: BLE001 - whatever it is, the parent raises it
             message = pickle.dumps(("raised", traceback.format_exc()))
         sender.send_bytes(message)

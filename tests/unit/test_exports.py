@@ -37,6 +37,7 @@ FLOORS = {
     "transfer": 2,
     "samplers": 3,
     "place": 3,
+    "guard": 3,
     "sharing": 3,
     "exchange": 3,
     "orders": 4,
@@ -53,7 +54,10 @@ FLOORS = {
     "patching": 9,
     "testing": 10,
     "integrations": 10,
-    "__init__": 11,
+    "auditing": 11,
+    "cli": 12,
+    "__main__": 13,
+    "__init__": 13,
 }
 SIDEWAYS = {("options", "errors")}
 
@@ -61,6 +65,7 @@ SIDEWAYS = {("options", "errors")}
 def test_the_public_names_are_these() -> None:
     assert ddp_patch.__all__ == [
         "AlreadyPatchedError",
+        "AuditError",
         "DDPBatchSamplerWrapper",
         "DDPPatchError",
         "DDPSamplerWrapper",
@@ -82,6 +87,7 @@ def test_the_public_names_are_these() -> None:
         "UnsupportedLoaderError",
         "WorldError",
         "assert_loaders_patched",
+        "audit",
         "check_loaders_is_patched",
         "extract_loader_parameters",
         "gather_in_order",
@@ -143,6 +149,17 @@ def test_importing_it_adds_few_modules_to_those_of_torch() -> None:
     assert len(others) <= 25  # numpy.random, numpy.typing, and decimal and fractions
 
 
+def test_the_audit_is_imported_where_it_is_used() -> None:
+    script = (
+        "import sys, ddp_patch; print('ddp_patch.auditing' in sys.modules, 'audit' in dir(ddp_patch)); "
+        "print(ddp_patch.audit.__module__, 'ddp_patch.auditing' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603 - our own script
+    assert done.stdout.split() == ["False", "True", "ddp_patch.auditing.auditing", "True"]
+    with pytest.raises(AttributeError, match="module 'ddp_patch' has no attribute 'no_such'"):
+        ddp_patch.no_such  # type: ignore[attr-defined]  # noqa: B018 - it is the access that raises
+
+
 def test_nothing_imports_upwards() -> None:
     root = Path(ddp_patch.__path__[0])
     for path in root.rglob("*.py"):
@@ -151,7 +168,7 @@ def test_nothing_imports_upwards() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ddp_patch."):
                 imported = str(node.module).split(".")[1]
                 below = FLOORS[imported] < FLOORS[here]
-                within = here == imported == "samplers"  # Python itself refuses circles
+                within = here == imported and here in {"samplers", "auditing"}  # Python itself refuses circles
                 assert below or within or (here, imported) in SIDEWAYS, f"{path} imports {imported}"
 
 

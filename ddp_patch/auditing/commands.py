@@ -1,0 +1,211 @@
+"""``ddp-patch audit`` and ``ddp-patch show``, with click and rich."""
+
+import json
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.progress import Progress
+from rich.table import Table
+from torch.utils.data import DataLoader
+
+from ddp_patch.auditing.auditing import audit
+from ddp_patch.auditing.coding import Coding
+from ddp_patch.auditing.counting import batches_of
+from ddp_patch.auditing.finding import find, look_up
+from ddp_patch.auditing.report import Kind, Report
+from ddp_patch.auditing.simulate import ranks_of
+from ddp_patch.auditing.subject import Factory, Subject
+from ddp_patch.loader import Level, extract_loader_parameters, level, sharding
+from ddp_patch.options import Agreement, IterableSharding, Layout, Uneven
+
+__all__ = ["commands"]
+
+_HOLDS, _DOES_NOT = 0, 1
+_COULD_NOT = 2  # click's own for wrong usage, too
+
+_WHY = {
+    Level.SAMPLE: "torch's own BatchSampler makes the batches, so indices are shared and each rank makes its own.",
+    Level.BATCH: "a batch sampler of its own makes the batches, so whole batches are shared.",
+    Level.UNBATCHED: "the loader makes no batches (batch_size=None), so what its sampler yields is shared.",
+    Level.ITERABLE: "an iterable dataset has no indices, so its items are shared as they come.",
+}
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn whatever goes wrong on the way into one line and exit code 2."""
+    try:
+        yield
+    except click.exceptions.Exit:
+        raise
+    except Exception as error:
+        notes = getattr(error, "__notes__", [])
+        raise _CouldNotRunError(" ".join([f"{type(error).__name__}: {error}", *notes])) from error
+
+
+class _CouldNotRunError(click.ClickException):
+    exit_code = _COULD_NOT
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"Could not run: {self.message}", file=file or sys.stderr)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ddp-patch")
+def commands() -> None:
+    """Prove on one machine what every rank of a world would get of a DataLoader."""
+
+
+def _one_of(values: Any) -> click.Choice[str]:
+    """Return the choice among the values of a Literal."""
+    return click.Choice(get_args(values))
+
+
+@commands.command("audit")
+@click.argument("target")
+@click.option("--world-size", "-w", type=click.IntRange(1), required=True, help="The number of ranks.")
+@click.option("--epochs", "-e", type=click.IntRange(1), default=2, show_default=True, help="How many to draw.")
+@click.option("--patch/--no-patch", default=True, help="Audit loaders as the patch would share them, or as they stand.")
+@click.option("--set-epoch", is_flag=True, help="The training calls set_epoch(epoch) before each epoch.")
+@click.option("--padding/--no-padding", default=True, help="Whether samples may be repeated; not in an evaluation.")
+@click.option("--epochs-differ", is_flag=True, help="Every epoch must have another order.")
+@click.option("--allow", multiple=True, type=_one_of(Kind), help="What is all right here.")
+@click.option("--cost", metavar="TARGET", help="What samples cost: a sequence, or a function of an index.")
+@click.option("--max-items", type=click.IntRange(1), default=2_000_000, show_default=True, help="For each rank.")
+@click.option("--processes", is_flag=True, help="Draw on real ranks, processes of a gloo group.")
+@click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds that these may take.")
+@click.option("--uneven", type=_one_of(Uneven), help="As in patch_dataloader_to_ddp().")
+@click.option("--layout", type=_one_of(Layout), help="As there.")
+@click.option("--agreement", type=_one_of(Agreement), help="As there; 'leader' takes --processes.")
+@click.option("--seed", type=click.IntRange(0), help="As there.")
+@click.option("--iterable-sharding", type=_one_of(IterableSharding), help="As there.")
+@click.option("--scalable-shuffle", is_flag=True, default=None, help="As there.")
+@click.option("--format", "form", type=click.Choice(["text", "json", "markdown"]), default="text", show_default=True)
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with pictures, too.")
+def audit_command(target: str, world_size: int, cost: str | None, form: str, html: Path | None, **given: Any) -> None:
+    """Audit TARGET: package.module:name or path/to/file.py:name.
+
+    It names a loader, a dict or list of loaders, a function make() that returns any of these, or a function
+    make(rank, world_size) that builds one rank's loader, or a dict or list of them. Exits with 0 when all hold, 1 when
+    not, 2 when it could not run.
+    """
+    if html is not None:
+        from ddp_patch.auditing.page import page  # before the work: matplotlib may be missing
+    # An option of the patch that is not given has its default there, and where the patch is not called it must not be.
+    chosen = {name: value for name, value in given.items() if value is not None}
+    with _refusing(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what libraries warn of while loaders are made is not the audit's to tell
+        if cost is not None:
+            chosen["cost"] = look_up(cost)[1]
+        reports = {}
+        terminal = Console(stderr=True)
+        with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
+            for place, loader in find(target).items():
+                task = bar.add_task(escape(place), total=None)
+
+                def progress(done: int, of: int, task: Any = task) -> None:
+                    bar.update(task, completed=done, total=of)
+
+                reports[place] = audit(loader, world_size, progress=progress, **chosen)
+        if not reports:
+            raise click.ClickException(f"{target} holds no loader.")
+        if html is not None:
+            html.write_text(page(reports), encoding="utf-8")
+        _print(reports, form)
+    sys.exit(_HOLDS if all(report.ok for report in reports.values()) else _DOES_NOT)
+
+
+def _print(reports: dict[str, Report], form: str) -> None:
+    if form == "json":
+        click.echo(json.dumps({place: report.to_dict() for place, report in reports.items()}, indent=2))
+    elif form == "markdown":
+        click.echo("\n\n".join(f"## {place}\n\n{report.to_markdown()}" for place, report in reports.items()))
+    else:
+        console = Console(soft_wrap=False)
+        for place, report in reports.items():
+            console.print(_shown(place, report))
+
+
+def _shown(place: str, report: Report) -> Group:
+    """Return a report as a table, with its problems under it."""
+    mark = "[bold green]✔ holds[/]" if report.ok else "[bold red]✘ does not hold[/]"
+    title = f"{escape(place)} on {report.world_size} ranks: {mark}"
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in report.facts():
+        table.add_row(escape(name), escape(value))
+    below: list[RenderableType] = []
+    for problem in report.problems:
+        told = f"{escape(problem.what)} {escape(problem.why)}\n[bold]Remedy:[/] {escape(problem.remedy)}"
+        below += [f"[bold red]✘ {problem.kind}[/] ({problem.where})", Padding(told, (0, 0, 0, 2))]
+    below += [f"[yellow]! {problem.kind}[/] (allowed) {escape(problem.what)}" for problem in report.allowed]
+    return Group(table, *below, "")
+
+
+@commands.command("show")
+@click.argument("target")
+@click.option("--world-size", "-w", type=click.IntRange(1), default=2, show_default=True, help="The number of ranks.")
+@click.option("--batches", "-b", type=click.IntRange(1), default=3, show_default=True, help="How many to show.")
+def show_command(target: str, world_size: int, batches: int) -> None:
+    """Show what the loader TARGET is, what of it would be shared and why, and what each rank gets first."""
+    with _refusing(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as above
+        console = Console()
+        for place, loader in find(target).items():
+            console.print(_description(place, loader, world_size, batches))
+
+
+def _description(place: str, given: DataLoader[Any] | Factory, world_size: int, batches: int) -> Group:
+    shares = isinstance(given, DataLoader) and sharding(given) is None
+    loader = given if isinstance(given, DataLoader) else given(0, world_size)
+    parameters = Table(title=f"{escape(place)}: {_type_name(loader)}", title_justify="left", show_header=False)
+    parameters.add_column(no_wrap=True)
+    parameters.add_column(overflow="fold")
+    for name, value in extract_loader_parameters(loader).items():
+        parameters.add_row(name, escape(_short(value)))
+    found = sharding(loader)
+    if found is None:
+        told = f"Would be shared at the level '{level(loader).value}': {_WHY[level(loader)]}"
+    else:
+        told = f"Is shared already, by {_type_name(found)}."
+    first = _first(given, world_size, batches) if shares or not isinstance(given, DataLoader) else ""
+    return Group(parameters, escape(told), first, "")
+
+
+def _first(given: DataLoader[Any] | Factory, world_size: int, batches: int) -> Table:
+    # A batch of more items than this is cut by max_items, which shows enough of it.
+    subject = Subject(given, patch=True, options={}, set_epoch=False, max_items=batches * 4096)
+    table = Table(title=f"The first {batches} batches of each of {world_size} ranks", title_justify="left")
+    for name in ("rank", *(f"batch {number}" for number in range(batches))):
+        table.add_column(name, overflow="fold")
+    coding = Coding()
+    for number, rank in enumerate(ranks_of(subject, world_size)):
+        got = batches_of(rank.epoch(0, coding).first_steps(batches))
+        shown = [_listed([coding.name(int(code)) for code in batch]) for batch in got]
+        table.add_row(str(number), *map(escape, shown), *[""] * (batches - len(shown)))
+    return table
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:12]) + (f", ... ({len(names)})" if len(names) > 12 else "")
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _short(value: object) -> str:
+    text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(repr(value).split()))
+    if len(text) <= 100:
+        return text
+    return f"{_type_name(value)} of {len(value)} items" if isinstance(value, Sized) else _type_name(value)

@@ -1,0 +1,173 @@
+"""From ``package.module:name``, or ``file.py:name``, to the loaders that stand there."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ddp_patch.auditing.subject import Factory
+from ddp_patch.errors import InvalidOptionError, NotALoaderError
+
+__all__ = ["find", "look_up"]
+
+
+def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
+    """Return what a target names, by place: a loader, a factory, or each of a dict or list of them.
+
+    A function that needs two arguments, or whose first two are ``rank`` and ``world_size``, is a factory of a rank's
+    loader, or of several in a dict or list; one that can be called with none returns what is audited.
+
+    Args:
+        target: ``package.module:name`` or ``path/to/file.py:name``.
+
+    Raises:
+        InvalidOptionError: There is no such thing.
+        NotALoaderError: It is neither a loader nor a factory.
+
+    Examples:
+        >>> find("os:sep")
+        Traceback (most recent call last):
+        ...
+        ddp_patch.errors.NotALoaderError: sep is '/' (str), which is no DataLoader, no list or dict of them, and no \
+function make() or make(rank, world_size) that returns one. Name one of these.
+    """
+    name, found = look_up(target)
+    return _leaves(found, name)
+
+
+def look_up(target: str) -> tuple[str, Any]:
+    """Return the name in a target, and what it names.
+
+    Args:
+        target: ``package.module:name`` or ``path/to/file.py:name``; a name may have parts, ``loaders.train``.
+
+    Raises:
+        InvalidOptionError: There is no such thing.
+
+    Examples:
+        >>> look_up("math:pi")
+        ('pi', 3.141592653589793)
+    """
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise InvalidOptionError(
+            f"{target!r} does not say where to look. Pass package.module:name or path/to/file.py:name."
+        )
+    module = _module(place)
+    found: Any = module
+    for part in name.split("."):
+        if isinstance(found, Mapping) and part in found:
+            found = found[part]
+        elif hasattr(found, part):
+            found = getattr(found, part)
+        else:
+            raise InvalidOptionError(
+                f"{place} has no {name!r}. It has: {', '.join(n for n in vars(module) if n[0] != '_') or 'nothing'}."
+            )
+    return name, found
+
+
+def _module(place: str) -> ModuleType:
+    if place.endswith(".py"):
+        return _module_of_file(Path(place))
+    sys.path.insert(0, "")  # as `python -m` does
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (place + ".").startswith(error.name + "."):
+            raise  # something that the module itself imports
+        raise InvalidOptionError(
+            f"There is no module {place!r} to import from {Path.cwd()}. Pass package.module:name or "
+            "path/to/file.py:name."
+        ) from error
+    finally:
+        sys.path.remove("")
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise InvalidOptionError(f"There is no file {path}. Pass package.module:name or path/to/file.py:name.")
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path.absolute()):
+        return known  # two targets may be in one file
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise InvalidOptionError(f"{path} cannot be imported as a module. Pass a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where other processes, and pickle, look for what it defines
+    sys.path.insert(0, str(path.parent))  # as `python file.py` does
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of the loaders that a factory makes for a rank, as a factory of its own."""
+
+    make: Callable[[int, int], Any]
+    path: tuple[Any, ...]
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.make, "__name__", type(self.make).__name__) + _written(self.path)
+
+    def __call__(self, rank: int, world_size: int) -> DataLoader[Any]:
+        found = self.make(rank, world_size)
+        for key in self.path:
+            found = found[key]
+        loader: DataLoader[Any] = found
+        return loader
+
+
+def _leaves(found: Any, place: str) -> dict[str, DataLoader[Any] | Factory]:
+    leaves: dict[str, DataLoader[Any] | Factory] = {}
+    for path, leaf in _nested(found):
+        here = place + _written(path)
+        if isinstance(leaf, DataLoader):
+            leaves[here] = leaf
+        elif callable(leaf) and _is_for_ranks(leaf):
+            parts = [inner for inner, _ in _nested(leaf(0, 1))]
+            leaves |= {here + _written(inner): _Part(leaf, inner) if inner else leaf for inner in parts}
+        elif callable(leaf) and _takes(leaf, 0):
+            leaves |= _leaves(leaf(), here)
+        else:
+            raise NotALoaderError(
+                f"{here} is {leaf!r} ({type(leaf).__name__}), which is no DataLoader, no list or dict of them, and "
+                "no function make() or make(rank, world_size) that returns one. Name one of these."
+            )
+    return leaves
+
+
+def _nested(found: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield what dicts, lists and tuples within each other hold, each with the keys on its way."""
+    if isinstance(found, Mapping | list | tuple):
+        for key, value in found.items() if isinstance(found, Mapping) else enumerate(found):
+            yield from _nested(value, (*path, key))
+    else:
+        yield path, found
+
+
+def _written(path: tuple[Any, ...]) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+
+
+def _is_for_ranks(function: Any) -> bool:
+    """Whether it is ``make(rank, world_size)``: it needs two arguments, or names them so."""
+    if not _takes(function, 2):
+        return False
+    return not _takes(function, 0) or list(inspect.signature(function).parameters)[:2] == ["rank", "world_size"]
+
+
+def _takes(function: Any, arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,141 @@
+"""From what ranks drew to whether their shares are disjoint and complete."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from ddp_patch.auditing.coding import Numbers
+from ddp_patch.auditing.counting import Coverage, as_units, coverage
+from ddp_patch.auditing.drawing import Drawn
+from ddp_patch.auditing.report import Units
+from ddp_patch.loader import samplers_in_use
+
+__all__ = ["Allowance", "Epoch", "Judged", "allowance", "batch_size_of", "judge_epoch", "signature"]
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """One epoch as every rank drew it, and as one process would.
+
+    Attributes:
+        number: Which one.
+        ranks: What each rank drew.
+        alone: What one process would draw, last incomplete batch included.
+        units: What is shared.
+    """
+
+    number: int
+    ranks: Sequence[Drawn]
+    alone: Drawn
+    units: Units
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether some of it was not drawn."""
+        return not all(drawn.ended for drawn in (*self.ranks, self.alone))
+
+    @property
+    def expected(self) -> int:
+        """How many samples or batches one process would get."""
+        return len(self.alone.items) if self.units == "samples" else len(self.alone.sizes)
+
+    def samples(self) -> Coverage:
+        """Return what is missing and repeated of the samples."""
+        return _counted(self.alone.items, [drawn.items for drawn in self.ranks], self.is_sample)
+
+    def batches(self) -> Coverage:
+        """Return what is missing and repeated of the batches."""
+        expected, *shares = as_units([self.alone, *self.ranks])
+        return _counted(expected, shares, self.is_sample)
+
+
+def _counted(expected: Numbers, shares: Sequence[Numbers], is_sample: bool) -> Coverage:
+    if not is_sample:
+        return coverage(expected, shares)
+    # Of a sample only what came twice can be judged, where one process would get nothing twice.
+    none = expected[:0]
+    is_once = len(np.unique(expected)) == len(expected)
+    return coverage(np.unique(np.concatenate(shares)), shares) if is_once else Coverage(none, 0, none, 0, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What may be missing or repeated.
+
+    Attributes:
+        padding: How many units may be repeated to fill the last round.
+        dropped: How many samples may be left out because the loader was asked to.
+        uneven: By how many steps ranks may differ.
+    """
+
+    padding: int
+    dropped: int
+    uneven: int
+
+
+def batch_size_of(loader: DataLoader[object]) -> int:
+    """Return how many samples a batch has, as far as the loader or its batch sampler says; else 1."""
+    found = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return found if isinstance(found, int) and found > 0 else 1
+
+
+def allowance(epoch: Epoch, loader: DataLoader[object], uneven: str | None, pads: bool) -> Allowance:
+    """Return what may be missing or repeated in an epoch.
+
+    Args:
+        epoch: As it was drawn.
+        loader: Rank 0's.
+        uneven: The option of ``patch_dataloader_to_ddp``, if it was given.
+        pads: Whether samples may be repeated to fill the last round.
+    """
+    world = len(epoch.ranks)
+    drops_round = uneven == "drop" or any(
+        getattr(sampler, "drop_last", False) is True for sampler in samplers_in_use(loader)
+    )
+    dropped = world - 1 if drops_round else 0
+    if epoch.units == "samples" and (loader.drop_last or getattr(loader.batch_sampler, "drop_last", False) is True):
+        size = batch_size_of(loader)
+        largest = max(int(drawn.sizes.max(initial=size)) for drawn in (*epoch.ranks, epoch.alone))
+        dropped += world * max(1, loader.num_workers) * (largest - 1)
+    return Allowance(world - 1 if pads else 0, dropped, uneven=int(uneven == "keep"))
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What one epoch came to.
+
+    Attributes:
+        found: What is missing and repeated of the units.
+        samples: The same of the samples.
+        padding: How many of the repeated units fill the last round.
+        dropped: How many of the missing ones were asked to be left out.
+        is_covered: Whether nothing else is missing or repeated.
+    """
+
+    found: Coverage
+    samples: Coverage
+    padding: int
+    dropped: int
+    is_covered: bool
+
+
+def judge_epoch(epoch: Epoch, allowed: Allowance) -> Judged:
+    """Say whether the ranks' shares are disjoint and complete."""
+    samples = epoch.samples()
+    found = samples if epoch.units == "samples" else epoch.batches()
+    padding = found.extra if found.extra <= allowed.padding else 0
+    dropped = found.lacking if found.lacking <= allowed.dropped else 0
+    return Judged(found, samples, padding, dropped, padding == found.extra and dropped == found.lacking)
+
+
+def signature(ranks: Sequence[Drawn]) -> bytes:
+    """Return what tells one epoch's order from another's."""
+    running = hashlib.blake2b(digest_size=16)
+    for drawn in ranks:
+        running.update(b"%d:" % len(drawn.items))
+        for start in range(0, len(drawn.items), 2**20):
+            running.update(drawn.items[start : start + 2**20].astype(np.int64).tobytes())
+    return running.digest()

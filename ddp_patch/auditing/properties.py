@@ -1,0 +1,102 @@
+"""What else has to hold of an epoch, or of all epochs: each function returns the problem, or None where it holds."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ddp_patch.auditing.coding import Coding, Numbers
+from ddp_patch.auditing.judge import Epoch
+from ddp_patch.auditing.report import Problem
+
+__all__ = ["error_problem", "length_problem", "lost_problem", "order_problem", "steps_problem"]
+
+
+def error_problem(epoch: Epoch) -> Problem | None:
+    """Return the problem that ranks raise."""
+    raised = {rank: drawn.error for rank, drawn in enumerate(epoch.ranks) if drawn.error}
+    if not raised:
+        return None
+    rank, error = next(iter(raised.items()))
+    alone = f"raises {epoch.alone.error}" if epoch.alone.error else "does not"
+    return Problem(
+        "error",
+        f"Rank {rank} raises {error.rstrip('.')}.",
+        f"epoch {epoch.number}, ranks {', '.join(map(str, raised))}",
+        f"In a training the other ranks would wait for it. One process alone {alone}.",
+        "Mend the sampler, or pass epochs=1 if it is meant to last for one.",
+    )
+
+
+def steps_problem(epoch: Epoch, may_differ: int) -> Problem | None:
+    """Return the problem that ranks' numbers of steps differ by more than they may."""
+    steps = [len(drawn.sizes) for drawn in epoch.ranks]
+    fewest, most = min(steps), max(steps)
+    if most - fewest <= may_differ:
+        return None
+    return Problem(
+        "uneven_steps",
+        f"Rank {steps.index(fewest)} makes {fewest} steps and rank {steps.index(most)} makes {most}.",
+        f"epoch {epoch.number}, {len(steps)} ranks",
+        "Ranks with a step more wait in the all-reduce for ranks that have none: a training hangs or fails there.",
+        "Share rounds of one item for each rank, as patch_dataloader_to_ddp() with uneven='pad' or 'drop' does.",
+    )
+
+
+def length_problem(epoch: Epoch) -> Problem | None:
+    """Return the problem that ``len()`` of a rank's loader is not the number of its steps."""
+    for rank, drawn in enumerate(epoch.ranks):
+        told = [length for length in drawn.told if length is not None]
+        if drawn.ended and told and len(drawn.sizes) not in told:
+            return Problem(
+                "wrong_length",
+                f"len() of rank {rank}'s loader says {told[0]} and it makes {len(drawn.sizes)} steps.",
+                f"epoch {epoch.number}, rank {rank}",
+                "Schedules, progress bars and shares that are planned from it are wrong.",
+                "Correct the sampler's __len__, or leave it out.",
+            )
+    return None
+
+
+def lost_problem(lost: Sequence[Numbers], coding: Coding) -> Problem | None:
+    """Return the problem that the same samples are lost in every epoch, if they are."""
+    first = lost[0] if lost else np.empty(0)
+    if len(lost) < 2 or not len(first) or not all(np.array_equal(first, other) for other in lost[1:]):
+        return None
+    shown = ", ".join(coding.name(int(code)) for code in first[:3])
+    samples = f"{len(first)} samples (such as {shown}) are" if len(first) > 1 else f"sample ({shown}) is"
+    return Problem(
+        "tail_lost",
+        f"The same {samples} left out in every epoch.",
+        f"epochs 0 to {len(lost) - 1}",
+        "The order puts them last each time, and the last, incomplete round or batch is dropped: no rank ever sees "
+        "them.",
+        "Use uneven='pad' and drop_last=False, or shuffle, so that others are left out in each epoch.",
+    )
+
+
+def order_problem(tells: bool, epochs: int, orders: int, is_demanded: bool) -> Problem | None:
+    """Return the problem that epochs repeat an order although they should not, if it is one.
+
+    Args:
+        tells: Whether another epoch's number would change the order.
+        epochs: How many were drawn.
+        orders: How many different orders they have.
+        is_demanded: Whether epochs were said to have to differ.
+    """
+    if not (tells or is_demanded):
+        return None
+    remedy = (
+        "Call set_epoch(epoch) before each epoch (and pass set_epoch=True here if your training does), or pass "
+        "the loader through patch_dataloader_to_ddp() before a sampler of its own shares it: then every pass is the "
+        "next epoch."
+        if tells
+        else "Shuffle: with shuffle=True, or a sampler that draws anew in each __iter__."
+    )
+    return Problem(
+        "same_order",
+        (f"All {epochs} epochs have the same order" if orders == 1 else f"{epochs} epochs have {orders} orders")
+        + (", and set_epoch() would change it." if tells else ", where epochs were said to differ."),
+        f"epochs 0 to {epochs - 1}",
+        "Batches of the same samples return in every epoch, which a shuffle is there to prevent.",
+        remedy,
+    )

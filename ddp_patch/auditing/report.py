@@ -1,0 +1,214 @@
+"""What an audit found: frozen, printable, and the same as text, Markdown or JSON."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from ddp_patch.auditing.pictured import Pictured
+from ddp_patch.errors import AuditError
+
+__all__ = ["EpochReport", "Kind", "Problem", "Report", "Units", "problem_kinds"]
+
+Kind: TypeAlias = Literal[
+    "not_sharded",
+    "double_sharding",
+    "ranks_disagree",
+    "torn_batch",
+    "missing",
+    "tail_lost",
+    "repeated",
+    "padding",
+    "uneven_steps",
+    "same_order",
+    "wrong_length",
+    "error",
+]
+problem_kinds: Mapping[Kind, str] = {
+    "not_sharded": "every rank gets all data, or the same share of it",
+    "double_sharding": "a share is shared again",
+    "ranks_disagree": "the ranks draw different orders",
+    "torn_batch": "a batch of the batch sampler is torn apart",
+    "missing": "samples that no rank gets",
+    "tail_lost": "the same few samples are lost in every epoch",
+    "repeated": "samples that ranks get too often",
+    "padding": "more samples are repeated than fill the last round",
+    "uneven_steps": "ranks make different numbers of steps",
+    "same_order": "every epoch has the same order",
+    "wrong_length": "len() of the loader is not the number of its steps",
+    "error": "a rank's sampler raises",
+}
+Units: TypeAlias = Literal["samples", "batches"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that does not hold, and what to do about it.
+
+    Attributes:
+        kind: One of ``problem_kinds``.
+        what: What was found, with its values.
+        where: In which epoch, on which ranks.
+        why: What it does to a training, and where it comes from.
+        remedy: What to do.
+    """
+
+    kind: Kind
+    what: str
+    where: str
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.where}): {self.what} {self.why} {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class EpochReport:
+    """What the ranks got in one epoch.
+
+    Attributes:
+        epoch: Its number, from 0.
+        items: How many samples each rank got.
+        steps: How many batches each rank got.
+        expected: How many samples (or batches, where whole ones are shared) one process would get.
+        missing: How many of these no rank got; None where only a part was drawn.
+        missing_examples: Some of them.
+        repeated: How many were got more often than by one process, padding included.
+        repeated_examples: Some of them, with the ranks that got them.
+        padding: How many of the repeated ones fill the last round.
+        dropped: How many of the missing ones the loader was asked to leave out.
+        global_batches: How many steps had a global batch of so many samples: ``{samples: steps}``.
+        imbalance: Of all steps, the slowest rank's cost over the ranks' mean: 1 is balance. None without ``cost``.
+        worst_imbalance: The same of the worst step.
+    """
+
+    epoch: int
+    items: tuple[int, ...]
+    steps: tuple[int, ...]
+    expected: int
+    missing: int | None
+    missing_examples: tuple[str, ...]
+    repeated: int
+    repeated_examples: tuple[tuple[str, tuple[int, ...]], ...]
+    padding: int
+    dropped: int
+    global_batches: Mapping[int, int]
+    imbalance: float | None = None
+    worst_imbalance: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What every rank of a world would get of a loader.
+
+    Attributes:
+        name: What was audited.
+        how: How it was shared and drawn, in words.
+        world_size: How many ranks.
+        units: What is shared: samples, or whole batches.
+        epochs: What the ranks got, epoch by epoch.
+        epochs_differ: Whether every epoch had another order; None where there was one epoch.
+        seeds_agree: Whether ranks that are seeded differently share one stream; None where not even ranks that are
+            seeded alike do, or where it cannot be told of a sample.
+        is_sample: Whether only the first ``max_items`` of each rank were drawn.
+        seconds: How long one rank's epoch took to draw: the sampling alone.
+        memory: How many bytes the process grew by meanwhile, looked at between blocks of batches.
+        problems: What does not hold.
+        allowed: What does not hold and was allowed.
+        pictured: What pictures are drawn of.
+    """
+
+    name: str
+    how: str
+    world_size: int
+    units: Units
+    epochs: tuple[EpochReport, ...]
+    epochs_differ: bool | None
+    seeds_agree: bool | None
+    is_sample: bool
+    seconds: float
+    memory: int | None
+    problems: tuple[Problem, ...]
+    allowed: tuple[Problem, ...] = ()
+    pictured: Pictured = field(default_factory=Pictured, repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all holds."""
+        return not self.problems
+
+    def raise_for_problems(self) -> None:
+        """Raise an AuditError that lists the problems, if there are any."""
+        if self.problems:
+            raise AuditError(str(self))
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what was found as names and values for people."""
+        told = [
+            ("shared", f"{self.units}, over {self.world_size} ranks"),
+            ("drawn", self.how + (" (a sample: the first items of each rank)" if self.is_sample else "")),
+        ]
+        told += [(f"epoch {epoch.epoch}", _epoch_text(epoch, self.units)) for epoch in self.epochs]
+        if self.epochs:
+            told.append(("global batch", _batches_text(self.epochs[0].global_batches)))
+        told += [("epochs differ", _yes(self.epochs_differ)), ("seeds agree", _yes(self.seeds_agree))]
+        memory = "" if self.memory is None else f", {self.memory / 2**20:.0f} MiB more"
+        return [*told, ("one rank's epoch", f"{self.seconds:.3f} s{memory}")]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report in numbers, strings, lists and dicts, without what pictures are drawn of."""
+        told = asdict(self)
+        del told["pictured"]
+        plain: dict[str, Any] = json.loads(json.dumps(told))
+        return {"ok": self.ok, **plain}
+
+    def to_markdown(self) -> str:
+        """Return the report as Markdown: a heading, a table, and the problems below it."""
+        rows = [f"| {name} | {_escaped(value)} |" for name, value in self.facts()]
+        problems = [
+            f"- **{problem.kind}** ({problem.where}): {problem.what} {problem.why} *{problem.remedy}*"
+            for problem in self.problems
+        ]
+        heading = f"### {'✔' if self.ok else '✘'} {self.name}: {'holds' if self.ok else 'does not hold'}"
+        return "\n".join([heading, "", "| | |", "| --- | --- |", *rows, *([""] if problems else []), *problems])
+
+    def __str__(self) -> str:
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
+        lines = [f"{self.name} on {self.world_size} ranks: {'all holds' if self.ok else count}"]
+        lines += [f"  {name}: {value}" for name, value in self.facts()]
+        for problem in self.problems:
+            lines += [f"  ✘ {problem.kind} ({problem.where})", f"    {problem.what} {problem.why}"]
+            lines += [f"    Remedy: {problem.remedy}"]
+        return "\n".join(lines)
+
+
+def _epoch_text(epoch: EpochReport, units: Units) -> str:
+    missing = "missing ones not told of a sample" if epoch.missing is None else f"{epoch.missing} missing"
+    parts = [
+        f"{_range(epoch.items)} samples and {_range(epoch.steps)} steps per rank of {epoch.expected} {units}",
+        missing + (f" ({epoch.dropped} as asked for)" if epoch.dropped else ""),
+        f"{epoch.repeated} repeated" + (f" ({epoch.padding} to fill the last round)" if epoch.padding else ""),
+    ]
+    if epoch.imbalance is not None and epoch.worst_imbalance is not None:
+        parts.append(f"slowest rank {epoch.imbalance:.2f} of the mean, {epoch.worst_imbalance:.2f} in the worst step")
+    return ", ".join(parts)
+
+
+def _batches_text(batches: Mapping[int, int]) -> str:
+    parts = [f"{size} in {steps} step{'s' if steps > 1 else ''}" for size, steps in batches.items()]
+    more = len(parts) - 4
+    return "; ".join(parts[:4]) + (f"; {more} more sizes" if more > 0 else "") if parts else "none"
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _yes(value: bool | None) -> str:
+    return {True: "yes", False: "no", None: "not known"}[value]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")

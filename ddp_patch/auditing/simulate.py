@@ -1,0 +1,80 @@
+"""One rank of a made-up world, on this machine: its own random states, and no process or network."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ddp_patch.auditing.coding import Coding
+from ddp_patch.auditing.drawing import Drawn, draw
+from ddp_patch.auditing.subject import Subject
+from ddp_patch.errors import StreamLengthWarning
+from ddp_patch.loader import random_generators, samplers_in_use
+from ddp_patch.nesting import tell_epoch
+from ddp_patch.seeding import PrivateRNG, generator_state, set_generator_state, unmoved
+
+__all__ = ["Rank", "ranks_of"]
+
+# What ranks of a made-up world are seeded with: like no two of each other.
+_SEED = 20_000
+
+
+class Rank:
+    """One rank: its loader, its own global random states, and its own states of generators that copies share.
+
+    Args:
+        build: Makes its loader.
+        subject: What is audited.
+        seeded_as: Which rank's global random states it begins with.
+    """
+
+    def __init__(self, build: Callable[[], DataLoader[Any]], subject: Subject, seeded_as: int) -> None:
+        self._subject = subject
+        self._ambient = PrivateRNG(_SEED, seeded_as)
+        with self._ambient:
+            self.loader = build()
+        # A function that cannot be copied shares its generators with the other ranks' copies.
+        given = subject.make if isinstance(subject.make, DataLoader) else None
+        held = random_generators([given, *samplers_in_use(given)]) if given is not None else []
+        self._held = [[generator, generator_state(generator)] for generator in held]
+
+    def epoch(self, number: int, coding: Coding, tells_epoch: bool = False) -> Drawn:
+        """Draw one epoch.
+
+        Args:
+            number: Which one.
+            coding: Gives items their numbers.
+            tells_epoch: Whether ``set_epoch`` is called although the training does not.
+        """
+        with warnings.catch_warnings(), self._ambient, self._own_generators():
+            warnings.simplefilter("ignore", StreamLengthWarning)  # lengths are judged here
+            if tells_epoch or self._subject.set_epoch:
+                _set_epoch(self.loader, number)
+            return draw(self.loader, coding, self._subject.max_items)
+
+    @contextmanager
+    def _own_generators(self) -> Iterator[None]:
+        with unmoved(generator for generator, _ in self._held):
+            for generator, state in self._held:
+                set_generator_state(generator, state)
+            yield
+            for held in self._held:
+                held[1] = generator_state(held[0])
+
+
+def ranks_of(subject: Subject, world_size: int, alike: bool = False) -> list[Rank]:
+    """Return every rank of a made-up world; seeded differently, or ``alike``."""
+
+    def build(rank: int) -> Callable[[], DataLoader[Any]]:
+        return lambda: subject.loader(rank, world_size)
+
+    return [Rank(build(rank), subject, seeded_as=0 if alike else rank) for rank in range(world_size)]
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    if callable(tell := getattr(loader, "set_epoch", None)):
+        tell(epoch)
+    else:
+        tell_epoch(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, epoch)

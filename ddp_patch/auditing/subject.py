@@ -1,0 +1,154 @@
+"""What is audited: a loader, which is copied for every rank, or a factory of one loader for each."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from ddp_patch.errors import InvalidOptionError, NotALoaderError
+from ddp_patch.loader import Level, copy_loader, level, nested_samplers, samplers_in_use, sharding
+from ddp_patch.patching import patch_dataloader_to_ddp
+
+__all__ = ["Factory", "Subject", "copied", "stream_of"]
+
+Factory: TypeAlias = Callable[[int, int], DataLoader[Any]]
+
+# Where torch's own samplers keep what they never change, which copies may share.
+_READ_ONLY = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is audited: a loader, which is copied for every rank, or a factory of one loader for each.
+
+    Args:
+        make: The loader, or ``make(rank, world_size)``.
+        patch: Whether a loader is shared by ``patch_dataloader_to_ddp`` first.
+        options: Passed on to it.
+        set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch.
+        max_items: How many items of each rank's epoch are drawn at most.
+
+    Raises:
+        NotALoaderError: It is neither.
+        InvalidOptionError: It is one rank's share already; or options were given that nothing would take.
+    """
+
+    make: DataLoader[Any] | Factory
+    patch: bool
+    options: Mapping[str, Any]
+    set_epoch: bool
+    max_items: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.make, DataLoader):
+            if not callable(self.make):
+                raise NotALoaderError(
+                    f"audit needs a DataLoader or a function make(rank, world_size) that returns one, and got "
+                    f"{self.make!r} ({type(self.make).__name__}). Pass the finished loader itself."
+                )
+        elif (found := sharding(self.make)) is not None:
+            rank, ranks = (getattr(found, name, "?") for name in ("rank", "num_replicas"))
+            raise InvalidOptionError(
+                f"audit was given a loader that is one rank's share already ({type(found).__name__}, rank {rank} of "
+                f"{ranks}), and other ranks' shares cannot be made of it. Pass a function make(rank, world_size) that "
+                "builds each rank's loader, or the loader as it is before it is shared."
+            )
+        if self.options and not self._patches:
+            raise InvalidOptionError(
+                f"audit was given {', '.join(self.options)} for patch_dataloader_to_ddp(), which is not called: "
+                f"{'patch=False' if isinstance(self.make, DataLoader) else 'a factory makes finished loaders'}. Leave "
+                "them out, or pass an unpatched loader."
+            )
+
+    @property
+    def _patches(self) -> bool:
+        return self.patch and isinstance(self.make, DataLoader)
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        if isinstance(self.make, DataLoader):
+            return type(self.make).__name__
+        return getattr(self.make, "__name__", type(self.make).__name__)
+
+    def loader(self, rank: int, world_size: int) -> DataLoader[Any]:
+        """Return the loader of a rank of a made-up world."""
+        if not isinstance(self.make, DataLoader):
+            try:
+                made = self.make(rank, world_size)
+            except Exception as error:
+                error.add_note(f"The factory {self.name} raised it when audit asked for rank {rank} of {world_size}.")
+                raise
+            if not isinstance(made, DataLoader):
+                raise NotALoaderError(
+                    f"The factory {self.name}(rank={rank}, world_size={world_size}) returned {made!r} "
+                    f"({type(made).__name__}), not a DataLoader. Return the loader that this rank would iterate."
+                )
+            return made
+        alone = copied(self.make)
+        if not self._patches:
+            return alone
+        return patch_dataloader_to_ddp(alone, rank=rank, num_replicas=world_size, **self.options)
+
+    def finish(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return the loader of a real rank, which knows its process group."""
+        return patch_dataloader_to_ddp(loader, **self.options) if self._patches else loader
+
+
+def stream_of(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a loader that leaves no last batch out, whose items are those that there are to share."""
+    batches: Any = loader.batch_sampler
+    if level(loader) is Level.SAMPLE and batches.drop_last:
+        return copy_loader(
+            loader, drop_last=False, batch_sampler=BatchSampler(batches.sampler, batches.batch_size, False)
+        )
+    if level(loader) is Level.ITERABLE and loader.drop_last:
+        return copy_loader(loader, drop_last=False)
+    return loader
+
+
+def copied(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a copy of the loader whose samplers, or iterable dataset, are its own, with random generators."""
+    names = ["batch_sampler", "sampler", "generator"]
+    names += ["dataset"] if level(loader) is Level.ITERABLE else []
+    given = {name: getattr(loader, name) for name in names}
+    memo = _shared(loader)
+    try:
+        new = copy.deepcopy(given, memo)
+    except Exception as error:
+        raise InvalidOptionError(
+            f"audit copies a loader's sampler for every rank, and copying {type(given['sampler']).__name__} raised "
+            f"{type(error).__name__}: {error}. Pass a function make(rank, world_size) that builds each rank's loader."
+        ) from error
+    return copy_loader(loader, **new)
+
+
+def _shared(loader: DataLoader[Any]) -> dict[int, Any]:
+    """What copies of samplers share with them, as ``copy.deepcopy`` wants it."""
+    is_iterable = level(loader) is Level.ITERABLE
+    memo: dict[int, Any] = {} if is_iterable else {id(loader.dataset): loader.dataset}
+    holders = [*samplers_in_use(loader), *nested_samplers(loader.sampler), *([loader.dataset] if is_iterable else [])]
+    for holder in holders:
+        data: Any = torch.Tensor | np.ndarray
+        data = data | list | range if type(holder) in _READ_ONLY else data if is_iterable else ()
+        for value in getattr(holder, "__dict__", {}).values():
+            is_data = isinstance(value, Dataset | nn.Module) and not isinstance(value, IterableDataset)
+            if is_data or isinstance(value, data):
+                memo[id(value)] = value
+            elif type(value) is list and set(map(type, value)) <= {int, float, str}:
+                memo[id(value)] = value[:]  # as deepcopy would, without a look at each
+    return memo

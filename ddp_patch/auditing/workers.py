@@ -1,0 +1,89 @@
+"""An iterable dataset read as a loader's workers would, one after the other in this process."""
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import worker as torch_worker
+
+from ddp_patch.seeding import PrivateRNG
+
+__all__ = ["base_seed", "batches_read"]
+
+
+def base_seed(loader: DataLoader[Any]) -> int:
+    """Draw what a DataLoader draws for its workers when it is iterated, which moves a generator that samplers share."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+
+
+def batches_read(loader: DataLoader[Any]) -> Iterator[list[Any]]:
+    """Yield an iterable dataset's batches, in the order in which its workers would make them."""
+    tasks = iter(cast(Iterable[Any], loader.sampler if loader.batch_sampler is None else loader.batch_sampler))
+    seed = base_seed(loader)
+    workers = [_Worker.started(loader, number, seed) for number in range(max(1, loader.num_workers))]
+    while workers:
+        for worker in list(workers):
+            if next(tasks, None) is None and loader.batch_sampler is not None:
+                return
+            if not (batch := worker.batch(loader)):
+                workers.remove(worker)
+                continue
+            yield batch
+            if len(batch) < (loader.batch_size or 1):
+                workers.remove(worker)
+
+
+@dataclass
+class _Worker:
+    """A worker's copy of the dataset, told that it is one; with one alone and no worker, the loader's own."""
+
+    info: torch_worker.WorkerInfo | None
+    rng: PrivateRNG | None
+    items: Iterator[Any] = field(default_factory=lambda: iter(()))
+
+    @classmethod
+    def started(cls, loader: DataLoader[Any], number: int, seed: int) -> "_Worker":
+        """Do what torch does in a new worker's process."""
+        if loader.num_workers == 0:
+            return cls(None, None, iter(loader.dataset))
+        dataset = copy.deepcopy(loader.dataset, _shared_memory(loader.dataset))
+        info = torch_worker.WorkerInfo(id=number, num_workers=loader.num_workers, seed=seed + number, dataset=dataset)
+        worker = cls(info, PrivateRNG(seed, number))
+        with worker._at_work():
+            if loader.worker_init_fn is not None:
+                loader.worker_init_fn(number)
+            worker.items = iter(dataset)
+        return worker
+
+    def batch(self, loader: DataLoader[Any]) -> list[Any]:
+        """Return the next batch; an empty one at the end."""
+        size = loader.batch_size or 1
+        with self._at_work():
+            batch = list(islice(self.items, size))
+        return [] if loader.drop_last and len(batch) < size else batch
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        if self.rng is None:
+            yield
+            return
+        # torch has no public way to say which worker this is; get_worker_info() reads this one variable.
+        before = torch_worker._worker_info
+        with self.rng:
+            torch_worker._worker_info = self.info
+            try:
+                yield
+            finally:
+                torch_worker._worker_info = before
+
+
+def _shared_memory(dataset: object) -> dict[int, Any]:
+    """The tensors that a dataset shares with its workers."""
+    values = getattr(dataset, "__dict__", {}).values()
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return {id(value): value for value in tensors if value.is_shared()}  # type: ignore[no-untyped-call]  # torch's

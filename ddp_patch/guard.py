@@ -1,0 +1,87 @@
+"""A guard for tests: an unpatched loader that is iterated on one of several ranks raises, saying where it was made."""
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from ddp_patch.errors import NotPatchedError
+from ddp_patch.loader import sharding
+
+__all__ = ["guarded", "guarded_as_parent", "places_recorded"]
+
+# Told by the environment, so that ranks which a guarded test starts are guarded too.
+_VARIABLE = "DDP_PATCH_GUARD"
+_NO_PLACES = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (torch, sys.modules[__package__]))
+_places: WeakKeyDictionary[DataLoader[Any], str] = WeakKeyDictionary()
+
+
+@contextmanager
+def places_recorded() -> Iterator[None]:
+    """While entered, it is written down of every loader in which file and line it is made."""
+    begin = DataLoader.__init__
+
+    @functools.wraps(begin)
+    def init(self: DataLoader[Any], *args: Any, **options: Any) -> None:
+        _places.setdefault(self, _place())
+        begin(self, *args, **options)
+
+    with patch.object(DataLoader, "__init__", init):
+        yield
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """While entered, iterating an unpatched loader raises if a process group with more than one rank is up.
+
+    Ranks that ``ddp_patch.testing.run_ranks`` starts meanwhile are guarded too.
+
+    Raises:
+        NotPatchedError: From ``iter(loader)``, with the file and line where the loader was made.
+
+    Examples:
+        >>> with guarded():
+        ...     len(list(DataLoader(range(4))))  # no process group is up
+        4
+    """
+    begin = DataLoader.__iter__
+
+    @functools.wraps(begin)
+    def iterate(self: DataLoader[Any]) -> Any:
+        _require_sharded(self)
+        return begin(self)
+
+    with places_recorded(), patch.object(DataLoader, "__iter__", iterate), patch.dict(os.environ, {_VARIABLE: "1"}):
+        yield
+
+
+def guarded_as_parent() -> AbstractContextManager[None]:
+    """Return the guard in a process whose parent was guarded when it started this one; nothing elsewhere."""
+    return guarded() if os.environ.get(_VARIABLE) == "1" else nullcontext()
+
+
+def _require_sharded(loader: DataLoader[Any]) -> None:
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1 and sharding(loader) is None:
+        place = _places.get(loader, "a place that is not known, because it was made before the guard was on")
+        raise NotPatchedError(
+            f"Rank {dist.get_rank()} of {ranks} iterates a {type(loader).__name__} that is not sharded, so every rank "
+            f"gets all of its data. It was made at {place}. Pass it through patch_dataloader_to_ddp() there."
+        )
+
+
+def _place() -> str:
+    """Return the file and line that made a loader: the first outside of torch and of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NO_PLACES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

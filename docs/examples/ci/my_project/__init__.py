@@ -1,0 +1,1 @@
+"""A project whose loaders are audited in CI."""

@@ -1,0 +1,358 @@
+"""The audit finds what is broken, names it with its remedy, and raises no false alarm."""
+
+import dataclasses
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import audit_setups as setups
+import numpy as np
+import pytest
+import torch
+from audit_setups import N, Untouchable
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from zoo import ALL_KINDS, BY_NAME, Kind, draw_ambient, loader, seed_ambient
+
+from ddp_patch import AuditError, InvalidOptionError, NotALoaderError, audit, patch_dataloader_to_ddp
+from ddp_patch.auditing import problem_kinds
+from ddp_patch.auditing.coding import Coding
+from ddp_patch.auditing.simulate import ranks_of
+from ddp_patch.auditing.subject import Subject
+from ddp_patch.samplers import PKBatchSampler
+
+FINITE = [kind for kind in ALL_KINDS if not kind.endless]
+
+
+def kinds(report: Any) -> list[str]:
+    return [problem.kind for problem in report.problems]
+
+
+# Set-up, and what the audit names: with a word of its remedy.
+BROKEN: list[tuple[Callable[[int, int], DataLoader[Any]], str, str]] = [
+    (setups.not_sharded, "not_sharded", "patch_dataloader_to_ddp()"),
+    (setups.not_sharded_in_order, "not_sharded", "patch_dataloader_to_ddp()"),
+    (setups.not_sharded_weighted, "not_sharded", "patch_dataloader_to_ddp()"),
+    (setups.rank_zero_everywhere, "not_sharded", "get_rank()"),
+    (setups.double_sharding, "double_sharding", "Share once"),
+    (setups.double_sharding_by_hand, "double_sharding", "Share once"),
+    (setups.ambient_order, "ranks_disagree", "seed every rank alike"),
+    (setups.private_order, "ranks_disagree", "agreement='leader'"),
+    (setups.torchs, "same_order", "set_epoch(epoch)"),
+    (setups.torn, "torn_batch", "DDPBatchSamplerWrapper"),
+    (setups.uneven, "uneven_steps", "uneven='pad'"),
+    (setups.torchs_dropping, "tail_lost", "drop_last=False"),
+    (setups.lost_tail, "tail_lost", "drop_last=False"),
+    (setups.wrong_length, "wrong_length", "__len__"),
+    (setups.whole_batch_padding, "padding", "even_batches=False"),
+    (setups.failing, "error", "Mend the sampler"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "remedy"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_broken_set_up_is_found_and_named_with_its_remedy(make: Any, kind: str, remedy: str) -> None:
+    report = audit(make, world_size=4)
+    assert kinds(report) == [kind]
+    assert remedy in report.problems[0].remedy
+    assert not report.ok
+    with pytest.raises(AuditError, match=kind):
+        report.raise_for_problems()
+    assert audit(make, world_size=4, allow=[kind]).ok  # type: ignore[list-item]  # one of problem_kinds, as was just seen
+
+
+def test_two_causes_are_told_apart() -> None:
+    report = audit(setups.shuffled_padding, world_size=4)
+    assert kinds(report) == ["ranks_disagree", "padding"]
+    assert "missing" not in report.problems[1].what
+
+
+def test_every_kind_of_problem_has_a_broken_set_up() -> None:
+    assert {kind for _, kind, _ in BROKEN} | {"missing", "repeated"} == set(problem_kinds)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", FINITE, ids=lambda kind: kind.name)
+def test_every_patched_kind_of_loader_holds(kind: Kind, world_size: int) -> None:
+    report = audit(kind.make(), world_size, epochs=min(2, kind.epochs))
+    # Too short a length may round up to the right number of steps.
+    assert kinds(report) == [] or (kind.warning and kinds(report) == ["wrong_length"])
+    assert report.seeds_agree
+    assert report.epochs_differ in (None, kind.shuffles)
+    assert not report.is_sample
+
+
+@pytest.mark.parametrize("name", ["len too long", "len too short"])
+def test_a_length_that_is_wrong_is_told_of_a_patched_loader_too(name: str) -> None:
+    assert kinds(audit(BY_NAME[name].make(), 2)) == ["wrong_length"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_torchs_own_sampler_holds_where_the_training_tells_epochs(world_size: int) -> None:
+    assert audit(setups.torchs, world_size, epochs=3, set_epoch=True).ok
+    in_batches = audit(setups.torchs_in_batches, world_size, epochs=3, set_epoch=True)
+    assert in_batches.ok
+    assert in_batches.epochs[0].dropped == in_batches.epochs[0].missing
+    lost = ["tail_lost"] if in_batches.epochs[0].dropped else []
+    assert kinds(audit(setups.torchs_in_batches, world_size)) == ["same_order", *lost]
+
+
+def test_what_one_rank_gets_is_counted() -> None:
+    report = audit(setups.ambient_order, world_size=4, epochs=1)
+    epoch = report.epochs[0]
+    assert (epoch.items, epoch.steps) == ((26, 26, 26, 26), (7, 7, 7, 7))
+    assert epoch.missing
+    assert epoch.repeated
+    name, ranks = epoch.repeated_examples[0]
+    assert 0 <= int(name) < N
+    assert len(ranks) > 1
+    assert report.seeds_agree is False
+    assert epoch.global_batches == {16: 6, 8: 1}
+
+
+def test_samples_are_missing_or_repeated_for_no_known_reason() -> None:
+    def half(rank: int, world_size: int) -> DataLoader[Any]:
+        return setups.loader(range(N) if world_size == 1 else range(rank, 40, world_size))
+
+    def twice(rank: int, world_size: int) -> DataLoader[Any]:
+        return setups.loader(range(N) if world_size == 1 else [*range(rank % 2, N - 1, 2), N - 1] * 2)
+
+    def both(rank: int, world_size: int) -> DataLoader[Any]:
+        return setups.loader(range(N) if world_size == 1 else [*range(rank, N - 1, world_size), 0, 1, 2, 3, 4])
+
+    assert kinds(audit(half, 4)) == ["missing"]
+    assert "20 of 103 samples are got too often" in audit(both, 4).problems[0].what
+    assert kinds(audit(both, 4, allow=["uneven_steps"])) == ["missing"]  # always the same, but there is more to tell
+    assert kinds(audit(twice, 4)) == ["repeated"]
+
+
+def test_an_evaluation_allows_no_padding() -> None:
+    given = loader()
+    assert audit(given, 4).epochs[0].padding == 1
+    assert kinds(audit(given, 4, padding=False)) == ["padding"]
+    assert audit(given, 4, padding=False, uneven="keep").ok
+
+
+def test_steps_that_differ_by_one_are_what_keep_asks_for() -> None:
+    report = audit(setups.loader(range(97)), 4, uneven="keep")
+    assert report.ok
+    assert report.epochs[0].steps == (7, 6, 6, 6)
+
+
+def test_a_tail_is_lost_where_it_is_always_the_same() -> None:
+    assert kinds(audit(loader(), 2, uneven="drop")) == ["tail_lost"]
+    report = audit(loader(shuffle=True), 2, uneven="drop")
+    assert report.ok
+    assert report.epochs[0].dropped == 1
+    assert kinds(audit(loader(drop_last=True), 4)) == ["tail_lost"]
+
+
+def test_epochs_have_to_differ_where_that_is_demanded() -> None:
+    assert audit(loader(), 2).epochs_differ is False
+    assert kinds(audit(loader(), 2, epochs_differ=True)) == ["same_order"]
+    assert audit(loader(shuffle=True), 2, epochs_differ=True).epochs_differ is True
+    assert audit(loader(), 2, epochs=1).epochs_differ is None
+    returning = audit(setups.by_turns, 1, epochs=3, epochs_differ=True)
+    assert "3 epochs have 2 orders" in returning.problems[0].what
+    assert audit(setups.by_turns, 1, epochs=3).ok
+
+
+def test_a_forgotten_set_epoch_of_the_users_own_sampler_is_found() -> None:
+    assert kinds(audit(BY_NAME["own set_epoch"].make(), 2, patch=False, allow=["not_sharded"])) == ["same_order"]
+
+
+@pytest.mark.parametrize("name", ["persistent workers", "iterable, 2 workers", "own torch.Generator"])
+def test_nothing_is_changed(name: str) -> None:
+    seed_ambient(3)
+    given = BY_NAME[name].make()
+    seed_ambient(4)
+    before = list(given) if not given.num_workers else []
+    seed_ambient(4)
+    reference = BY_NAME[name].make() if not given.num_workers else given
+    audit(reference, 3)
+    after = list(reference) if not given.num_workers else []
+    assert before == after
+    seed_ambient(5)
+    draws = draw_ambient(3)
+    seed_ambient(5)
+    audit(given, 3)
+    assert draw_ambient(3) == draws
+
+
+def test_no_sample_is_read() -> None:
+    assert audit(DataLoader(Untouchable(), batch_size=4, shuffle=True), 3).ok
+
+
+def test_cost_shows_how_ranks_are_balanced() -> None:
+    given = DataLoader(Untouchable(8), batch_size=2)
+    lengths = [1, 3, 1, 3, 1, 3, 1, 3]
+    by_sequence = audit(given, 2, cost=lengths)
+    assert by_sequence.epochs[0].imbalance == by_sequence.epochs[0].worst_imbalance == 1.5
+    assert audit(given, 2, cost=lambda index: 1 + 2 * (index % 2)).epochs == by_sequence.epochs
+    assert audit(given, 2, cost=np.ones(8)).epochs[0].imbalance == 1
+    with pytest.raises(InvalidOptionError, match="no indices"):
+        audit(BY_NAME["string keys"].make(), 2, cost=lengths)
+
+
+def test_of_a_large_loader_the_first_items_are_drawn_and_the_report_says_so() -> None:
+    report = audit(DataLoader(Untouchable(1000), batch_size=4, shuffle=True), 4, max_items=30)
+    assert report.ok
+    assert report.is_sample
+    assert report.epochs[0].items == (32,) * 4
+    assert report.epochs[0].missing is None
+    assert "a sample" in str(report)
+    broken = audit(setups.not_sharded, 4, max_items=40)
+    assert kinds(broken) == ["not_sharded"]
+    assert broken.is_sample
+
+
+# itertools.count cannot be copied from Python 3.14 on; a factory can make it.
+ENDLESS = [kind for kind in ALL_KINDS if kind.endless and "count" not in kind.name]
+
+
+@pytest.mark.parametrize("kind", ENDLESS, ids=lambda kind: kind.name)
+def test_of_an_endless_loader_the_beginning_is_drawn(kind: Kind) -> None:
+    report = audit(kind.make(), 3, max_items=20)
+    assert report.ok
+    assert report.is_sample
+
+
+def test_batches_are_what_is_shared_where_a_batch_sampler_makes_them() -> None:
+    batches = PKBatchSampler(setups.LABELS, p=4, k=2)
+    report = audit(DataLoader(Untouchable(), batch_sampler=batches), 3)
+    assert report.ok
+    assert report.units == "batches"
+    assert report.epochs[0].expected == len(batches)
+    whole: BatchSampler = BatchSampler(SequentialSampler(range(N)), 4, drop_last=False)
+    assert audit(DataLoader(Untouchable(), batch_size=None, sampler=whole), 3).units == "batches"
+
+
+def test_a_generator_that_copies_share_goes_on_for_each_rank_alone() -> None:
+    generator = setups.seeded_everywhere()
+    state = generator.get_state()
+    given = BY_NAME["own torch.Generator"].make()
+    given.sampler.permutation = lambda: torch.randperm(23, generator=generator).tolist()  # type: ignore[attr-defined]
+    assert audit(given, 3).ok
+    assert generator.get_state().equal(state)
+
+
+def test_a_report_is_frozen_plain_and_printable() -> None:
+    report = audit(setups.not_sharded, world_size=4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.world_size = 5  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(report)) == report  # noqa: S301 - our own
+    told = json.loads(json.dumps(report.to_dict()))
+    assert told["ok"] is False
+    assert told["problems"][0]["kind"] == "not_sharded"
+    assert "✘" in str(report)
+    assert "Remedy: " in str(report)
+    assert report.to_markdown().startswith("### ✘ not_sharded: does not hold\n")
+    assert all(report.to_markdown().splitlines()[2:4])
+
+
+def test_a_message_says_what_where_why_and_what_to_do() -> None:
+    assert str(audit(setups.uneven, world_size=4).problems[0]) == (
+        "uneven_steps (epoch 0, 4 ranks): Rank 1 makes 6 steps and rank 0 makes 7. Ranks with a step more wait in the "
+        "all-reduce for ranks that have none: a training hangs or fails there. Share rounds of one item for each rank, "
+        "as patch_dataloader_to_ddp() with uneven='pad' or 'drop' does."
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "error", "message"),
+    [
+        (7, {}, NotALoaderError, r"audit needs a DataLoader or a function make\(rank, world_size\)"),
+        (lambda rank, world_size: [1], {}, NotALoaderError, "returned .1. .list., not a DataLoader"),
+        (setups.torchs(0, 2), {}, InvalidOptionError, "one rank's share already .DistributedSampler, rank 0 of 2."),
+        (setups.torchs, {"uneven": "drop"}, InvalidOptionError, "a factory makes finished loaders"),
+        (loader(), {"uneven": "drop", "patch": False}, InvalidOptionError, "patch=False"),
+        (loader(), {"uneven": "maybe"}, InvalidOptionError, "uneven='maybe' does not exist"),
+        (loader(), {"epochs": 0}, InvalidOptionError, "epochs=0 can draw nothing"),
+        (loader(), {"max_items": True}, InvalidOptionError, "max_items=True can draw nothing"),
+        (loader(), {"allow": ["pading"]}, InvalidOptionError, "names no kind of problem"),
+        (loader(), {"allow": "padding"}, InvalidOptionError, "Pass allow=.'padding'.."),
+        (loader(), {"cost": [1] * 9}, InvalidOptionError, "cost= raised IndexError"),
+        (loader(), {"cost": ["long"] * 23}, InvalidOptionError, "cost= raised ValueError"),
+        (loader(), {"cost": np.ones((23, 2))}, InvalidOptionError, "gave 1 dimensions of numbers for each sample"),
+        (loader(), {"cost": lambda index: index - 2}, InvalidOptionError, "gave -2.0 for sample 0"),
+        (loader(), {"cost": [1.0] * 4 + [np.nan] * 19}, InvalidOptionError, "gave nan for sample 4"),
+        (loader(), {"cost": 7}, InvalidOptionError, "one finite number of at least 0 for every index"),
+        (loader(sampler=(i for i in range(9))), {}, InvalidOptionError, "copying generator raised TypeError"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused(given: Any, options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        audit(given, 2, **options)
+
+
+def test_an_error_of_a_factory_says_for_which_rank() -> None:
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        if rank == 2:
+            raise OSError("no index file")
+        return setups.loader(range(rank, N, world_size))
+
+    with pytest.raises(OSError, match="no index file") as raised:
+        audit(make, 4)
+    assert raised.value.__notes__ == ["The factory make raised it when audit asked for rank 2 of 4."]
+
+
+def test_what_cannot_be_told_of_a_sample_is_not_told() -> None:
+    """Drawn with replacement: that samples come twice means nothing."""
+    given = DataLoader(Untouchable(), batch_size=4, sampler=setups.WithReplacement())
+    report = audit(given, 3, patch=False, max_items=200)
+    assert report.is_sample
+    assert report.seeds_agree is None
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+@pytest.mark.parametrize("uneven", ["pad", "keep"])
+def test_there_may_be_fewer_samples_than_ranks(n: int, uneven: str) -> None:
+    report = audit(setups.loader(range(n), n=4), 64, uneven=uneven, allow=["uneven_steps"])
+    assert report.ok
+    assert report.epochs[0].padding == (-n % 64 if uneven == "pad" else 0)
+    assert report.pictured.shares.positions == n
+
+
+def test_of_a_large_loader_four_bytes_for_each_index_are_kept() -> None:
+    n, world_size = 200_000, 4
+    given: DataLoader[Any] = DataLoader(Untouchable(n), batch_size=250, shuffle=True)
+    drawn = [rank.epoch(0, Coding()) for rank in ranks_of(Subject(given, True, {}, False, n), world_size)]
+    assert sum(one.items.nbytes for one in drawn) == 4 * n
+    assert sum(one.sizes.nbytes for one in drawn) == 4 * n // 250
+    report = audit(given, world_size)
+    assert report.ok
+    assert len(pickle.dumps(report)) < 30_000  # which keeps columns of an epoch alone
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[int, int]] = []
+    audit(loader(), 2, progress=lambda done, of: told.append((done, of)))
+    assert told == [(done, 6) for done in range(1, 7)]
+
+
+def test_a_loader_patched_by_the_factory_is_audited_as_it_stands() -> None:
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        return patch_dataloader_to_ddp(loader(shuffle=True), rank=rank, num_replicas=world_size)
+
+    assert audit(make, 3).ok
+
+
+def test_a_rank_without_any_step_is_told() -> None:
+    """Eight ranks with three samples each make no batch of four."""
+    report = audit(loader(shuffle=True, drop_last=True), 8)
+    assert report.epochs[0].steps == (0,) * 8
+    assert kinds(report) == ["tail_lost"]
+
+
+def test_workers_of_an_iterable_dataset_are_simulated() -> None:
+    """By-worker sharding gives what the dataset gives each worker; unpatched, every rank reads all."""
+    given = BY_NAME["iterable, splits itself, 2 workers"].make()
+    by_worker = audit(given, 2, iterable_sharding="by_worker", allow=["uneven_steps"])
+    assert by_worker.ok
+    assert by_worker.epochs[0].missing == 0
+    assert "reading the iterable dataset" in by_worker.how
+    assert kinds(audit(given, 2, patch=False)) == ["not_sharded"]
+
+
+def test_sparse_and_negative_indices_are_counted() -> None:
+    assert audit(loader(sampler=[10**15, 3, -1, 2**70, 7]), 2).ok
+    assert kinds(audit(loader(sampler=[10**15, 3, -1, 2**70, 7]), 2, patch=False)) == ["not_sharded"]

@@ -1,0 +1,205 @@
+"""The command line: what it prints, and its exit codes."""
+
+import inspect
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ddp_patch import audit, patch_dataloader_to_ddp
+from ddp_patch.auditing.commands import commands
+from ddp_patch.auditing.finding import find
+from ddp_patch.auditing.report import Report
+from ddp_patch.errors import InvalidOptionError, NotALoaderError
+
+LOADERS = """
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    train = DataLoader(range(103), batch_size=8, shuffle=True)
+    loaders = {"train": train, "val": [DataLoader(range(20), batch_size=4)]}
+    lengths = [1 + index % 2 for index in range(103)]
+    nothing = []
+    number = 7
+
+    def build():
+        return loaders
+
+    def length(index):
+        return lengths[index]
+
+    def make(rank, world_size):
+        return DataLoader(range(103), batch_size=4, sampler=DistributedSampler(range(103), world_size, rank))
+
+    def several(rank=0, world_size=1):
+        return {"train": make(rank, world_size), "more": [train]}
+
+    def fails():
+        raise LookupError("no [data] here")
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    file = tmp_path / "my_loaders.py"
+    file.write_text(textwrap.dedent(LOADERS))
+    return str(file)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(commands, arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "code", "shown"),
+    [
+        ("train", [], 0, "✔ holds"),
+        ("loaders", [], 0, "loaders.val[0] on 4 ranks"),
+        ("build", [], 0, "build.train on 4 ranks"),
+        ("make", [], 1, "✘ same_order"),
+        ("make", ["--set-epoch"], 0, "✔ holds"),
+        ("make", ["--allow", "same_order"], 0, "(allowed)"),
+        ("train", ["--no-patch"], 1, "✘ not_sharded"),
+        ("train", ["--no-padding"], 1, "✘ padding"),
+        ("train", ["--no-padding", "--uneven", "keep"], 0, "✔ holds"),
+        ("train", ["--no-patch", "--uneven", "keep"], 2, "Could not run: InvalidOptionError"),
+        ("several", ["--set-epoch"], 1, "several.train on 4 ranks: ✔ holds"),
+        ("several", [], 1, "✘ not_sharded"),
+        ("several", [], 1, "several.more[0] on 4 ranks: ✘"),
+        ("fails", [], 2, "Could not run: LookupError: no [data] here"),
+        ("number", [], 2, "number is 7 (int), which is no DataLoader"),
+        ("nothing", [], 2, "holds no loader"),
+        ("absent", [], 2, "has no 'absent'"),
+        ("train", ["--epochs", "0"], 2, "0 is not in the range"),
+    ],
+)
+def test_it_prints_what_holds_and_exits_by_it(path: str, name: str, options: list[str], code: int, shown: str) -> None:
+    result = run("audit", f"{path}:{name}", "--world-size", "4", *options)
+    assert shown in result.output
+    assert result.exit_code == code
+
+
+def test_json_and_markdown(path: str) -> None:
+    told = json.loads(run("audit", f"{path}:loaders", "-w", "4", "--format", "json").stdout)
+    assert set(told) == {"loaders.train", "loaders.val[0]"}
+    assert all(report["ok"] for report in told.values())
+    markdown = run("audit", f"{path}:make", "-w", "4", "--format", "markdown")
+    assert "| epochs differ | no |" in markdown.stdout
+    assert markdown.exit_code == 1
+
+
+@pytest.mark.parametrize("name", ["lengths", "length"])
+def test_cost_is_a_target_too(path: str, name: str) -> None:
+    done = run(
+        "audit", f"{path}:loaders.train", "-w", "2", "--no-patch", "--allow", "not_sharded", "--cost", f"{path}:{name}"
+    )
+    assert "slowest rank 1.0" in " ".join(done.output.split())
+    assert done.exit_code == 0
+    assert "has no 'weights'" in run("audit", f"{path}:train", "-w", "2", "--cost", f"{path}:weights").output
+
+
+# Parameters that have no option, and why.
+NO_OPTION = {
+    "loader": "is the target",
+    "progress": "is the bar",
+    "options": "are the patch's, which have their own",
+    "rank": "the audit gives every rank its own",
+    "num_replicas": "is --world-size",
+    "process_group": "is made for the audit",
+    "device_mesh": "is a set-up of groups, which a factory with processes=True can make",
+    "data_parallel_dimensions": "as above",
+    "verify": "compares ranks while they train; the audit compares all that they get",
+}
+
+
+def test_every_parameter_has_its_option() -> None:
+    options = {parameter.name for parameter in commands.commands["audit"].params}
+    parameters = {*inspect.signature(audit).parameters, *inspect.signature(patch_dataloader_to_ddp).parameters}
+    assert options - {"target", "form", "html"} == parameters - set(NO_OPTION)
+    assert set(NO_OPTION) < parameters
+
+
+@pytest.mark.parametrize(
+    ("options", "passed"),
+    [
+        ([], {"patch": True, "padding": True, "timeout": 120.0}),
+        (["--timeout", "5", "--agreement", "ambient"], {"timeout": 5.0, "agreement": "ambient"}),
+        (
+            ["--scalable-shuffle", "--iterable-sharding", "by_worker"],
+            {"scalable_shuffle": True, "iterable_sharding": "by_worker"},
+        ),
+        (
+            ["--layout", "contiguous", "--seed", "4", "--uneven", "drop"],
+            {"layout": "contiguous", "seed": 4, "uneven": "drop"},
+        ),
+        (
+            ["--max-items", "9", "--epochs", "3", "--processes", "--epochs-differ"],
+            {"max_items": 9, "epochs": 3, "processes": True, "epochs_differ": True},
+        ),
+    ],
+)
+def test_what_is_given_is_passed_on(
+    path: str, options: list[str], passed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def record(loader: Any, world_size: int, **given: Any) -> Report:
+        seen.update(given)
+        return audit(loader, world_size)
+
+    monkeypatch.setattr("ddp_patch.auditing.commands.audit", record)
+    assert run("audit", f"{path}:train", "-w", "2", *options).exit_code == 0
+    assert passed.items() <= seen.items()
+    given = {option.removeprefix("--").replace("-", "_") for option in options if option.startswith("--")}
+    assert ({*seen} & PATCHS) - {"timeout"} == given & PATCHS - {"timeout"}
+
+
+PATCHS = {*inspect.signature(patch_dataloader_to_ddp).parameters}
+
+
+def test_show_says_what_a_loader_is_and_what_ranks_get(path: str) -> None:
+    shown = " ".join(run("show", f"{path}:loaders").output.split())
+    assert "level 'sample': torch's own BatchSampler" in shown
+    assert "│ 0 │ 0, 2, 4, 6 │ 8, 10, 12, 14 │ 16, 18 │" in shown
+    assert "Is shared already, by torch.utils.data.distributed" in run("show", f"{path}:make").output
+    assert run("show", f"{path}:number").exit_code == 2
+
+
+def test_it_runs_as_a_module(path: str) -> None:
+    command = [sys.executable, "-m", "ddp_patch", "audit", "my_loaders:train", "-w", "2"]
+    done = subprocess.run(command, cwd=Path(path).parent, capture_output=True, text=True, check=False)  # noqa: S603 - ours
+    assert done.returncode == 0, done.stderr
+    assert "✔ holds" in done.stdout
+
+
+@pytest.mark.parametrize("missing", ["click", "rich", "matplotlib"])
+def test_without_its_libraries_it_says_what_to_install(path: str, missing: str) -> None:
+    arguments = ["ddp-patch", "audit", f"{path}:train", "-w", "2", "--html", str(Path(path).with_suffix(".html"))]
+    script = (
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = {arguments}; from ddp_patch.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)  # noqa: S603 - ours
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"ddp-patch needs the package {missing}, which is not installed: the library itself does without it. "
+        "Run: pip install 'ddp-patch[audit]'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "message"),
+    [
+        ("torch", InvalidOptionError, "does not say where to look"),
+        ("no_such.module:x", InvalidOptionError, "no module 'no_such.module'"),
+        ("no_such.py:x", InvalidOptionError, "no file no_such.py"),
+        ("os:nothing_such", InvalidOptionError, "os has no 'nothing_such'"),
+        ("os:sep", NotALoaderError, "os:sep|sep is"),
+    ],
+)
+def test_what_a_target_does_not_name_is_refused(target: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        find(target)

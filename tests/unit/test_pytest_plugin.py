@@ -1,0 +1,97 @@
+"""The plugin, in a pytest of its own."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+LOADERS = """
+    from torch.utils.data import DataLoader
+    from ddp_patch import patch_dataloader_to_ddp
+    from ddp_patch.testing import run_ranks
+    import pytest
+
+    def patched(rank, world_size):
+        return len(list(patch_dataloader_to_ddp(DataLoader(range(8)))))
+
+    def unpatched(rank, world_size):
+        return len(list(DataLoader(range(8))))
+"""
+
+
+@pytest.fixture
+def tests(pytester: pytest.Pytester) -> pytest.Pytester:
+    pytester.makepyfile(shared=LOADERS)
+    return pytester
+
+
+def run(tests: pytest.Pytester, body: str, *options: str) -> pytest.RunResult:
+    tests.makepyfile(f"from shared import *\n{body}")
+    return tests.runpytest_subprocess("-p", "_ddp_patch_pytestplugin", *options)
+
+
+def test_the_fixture_fails_with_the_report(tests: pytest.Pytester) -> None:
+    result = run(
+        tests,
+        """
+def test_holds(ddp_audit):
+    assert ddp_audit(DataLoader(range(10), batch_size=2), world_size=4).epochs[0].padding == 2
+
+def test_does_not(ddp_audit):
+    ddp_audit(DataLoader(range(10), batch_size=2), world_size=4, padding=False)
+""",
+    )
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*DataLoader on 4 ranks: 1 problem", "*Remedy: Use gather_in_order*"])
+
+
+def test_a_marked_test_fails_where_ranks_iterate_an_unpatched_loader(tests: pytest.Pytester) -> None:
+    result = run(
+        tests,
+        """
+@pytest.mark.ddp_guard
+def test_patched():
+    assert run_ranks(patched, 2) == [4, 4]
+
+@pytest.mark.ddp_guard
+def test_unpatched():
+    run_ranks(unpatched, 2)
+
+@pytest.mark.ddp_guard
+def test_alone():
+    assert len(list(DataLoader(range(8)))) == 8
+
+def test_not_marked():
+    assert run_ranks(unpatched, 2) == [8, 8]
+""",
+    )
+    result.assert_outcomes(passed=3, failed=1)
+    assert re.search(
+        r"iterates a DataLoader that is not sharded.* made at \S+shared\.py:10\. Pass it", result.stdout.str()
+    )
+
+
+@pytest.mark.parametrize("way", ["--ddp-guard", "-oddp_guard=true"])
+def test_every_test_is_guarded_where_that_is_asked_for(tests: pytest.Pytester, way: str) -> None:
+    body = "def test_unpatched():\n    run_ranks(unpatched, 2)\n"
+    run(tests, body, way).assert_outcomes(failed=1)
+    run(tests, body).assert_outcomes(passed=1)
+
+
+def test_the_wheel_holds_the_plugin_and_names_it() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    (module,) = project["project"]["entry-points"]["pytest11"].values()
+    assert f"{module}.py" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
+    assert (root / f"{module}.py").is_file()
+
+
+def test_starting_pytest_imports_no_torch(pytester: pytest.Pytester) -> None:
+    """What is imported before a measurement of coverage begins is not measured; and torch takes a second."""
+    pytester.makeini("[pytest]\naddopts = -p _ddp_patch_pytestplugin\n")
+    pytester.makepyfile("import sys\ndef test_it():\n    assert not {'torch', 'ddp_patch'} & set(sys.modules)\n")
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)
+    pytester.runpytest_subprocess("--ddp-guard").assert_outcomes(failed=1)  # the guard is of torch's loaders
