@@ -1,4 +1,4 @@
-"""Hugging Face's ``Trainer`` resumes a patched loader where its checkpoint was taken, which it does by epochs and steps."""
+"""Hugging Face's ``Trainer`` resumes a patched loader where its checkpoint was taken: by epoch and step."""
 
 import tempfile
 from pathlib import Path

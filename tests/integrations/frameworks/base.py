@@ -40,13 +40,14 @@ class Framework:
             users have. It hands the loader to the framework as its documentation says, trains a tiny model, and
             returns what the training step saw.
         moves: Whether the framework itself puts batches on the device.
-        launch: Runs a function on ranks: ``launch(fn, world_size, *args)``, with ``fn(rank, world_size, *args)``.
+        launch: Runs a function on ranks: ``launch(fn, world_size, *args)``, with ``fn(rank, world_size, *args)``;
+            what it returns is not looked at.
     """
 
     packages: tuple[str, ...]
     passes: Callable[[Any, bool, Sequence[int | None]], Epochs]
     moves: bool
-    launch: Callable[..., list[Any]] = run_ranks
+    launch: Callable[..., object] = run_ranks
 
     @property
     def versions(self) -> str:

@@ -46,7 +46,9 @@ def _torn(kind: Kind, epochs: list[tuple[list[list[int]], ...]]) -> list[str]:
     if kind.is_whole is None:
         return []
     batches = list(chain.from_iterable(chain.from_iterable(epochs)))
-    return ["batches whole" if all(map(kind.is_whole, batches)) else "batches torn"]
+    # No rank makes more steps than one process, whose batches these should be.
+    few = max(len(share) for shares in epochs for share in shares) <= len(kind.make())
+    return ["batches whole" if few and all(map(kind.is_whole, batches)) else "batches torn"]
 
 
 def _steps(epochs: list[tuple[list[list[int]], ...]]) -> list[str]:
