@@ -172,6 +172,8 @@ def test_a_set_epoch_of_the_users_is_kept() -> None:
 class Delegating(DataLoader[Any]):
     """As Ray's wrapper: a loader with the attributes of another one, which is the one that it iterates."""
 
+    wrapped: DataLoader[Any]
+
     def __init__(self, wrapped: DataLoader[Any]) -> None:
         vars(self).update(vars(wrapped), wrapped=wrapped)
 
