@@ -1,6 +1,30 @@
 """The Python examples of the Markdown pages are tests too."""
 
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
+from xdist.scheduler import LoadScopeScheduling
+
+if "DDP_PATCH_DIST" in os.environ:
+    # nox has installed the package that it built, and pytest has put this folder, which holds its source, before it.
+    sys.path.remove(str(Path(__file__).parent))
 
 pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"]).pytest()
+
+
+class PagesTogether(LoadScopeScheduling):
+    """Sends a page's examples to one process, because each may use what those before it have made."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        page, is_page, _ = nodeid.partition(".md::")
+        return page if is_page else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PagesTogether:
+    """Share the tests among pytest-xdist's processes."""
+    return PagesTogether(config, log)
