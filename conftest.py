@@ -1,4 +1,4 @@
-"""The Python examples of the Markdown pages are tests too."""
+"""What holds for all tests, of which the Python examples of the Markdown pages are some."""
 
 import os
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 from xdist.scheduler import LoadScopeScheduling
@@ -13,6 +14,9 @@ from xdist.scheduler import LoadScopeScheduling
 if "DDP_PATCH_DIST" in os.environ:
     # nox has installed the package that it built, and pytest has put this folder, which holds its source, before it.
     sys.path.remove(str(Path(__file__).parent))
+
+settings.register_profile("untimed", deadline=None)  # the machine may be busy with something else
+settings.load_profile("untimed")
 
 pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"]).pytest()
 
