@@ -46,7 +46,7 @@ class Framework:
     packages: tuple[str, ...]
     passes: Callable[[Any, bool, Sequence[int | None]], Epochs]
     moves: bool
-    launch: Callable[..., list[Any]] = run_ranks
+    launch: Callable[..., object] = run_ranks
 
     @property
     def versions(self) -> str:
