@@ -1,5 +1,6 @@
 """Loaders that a framework has shared already are left alone, or refused by name; and the guard counts them."""
 
+import doctest
 import os
 import warnings
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from worlds import assert_shared_exactly
 from zoo import seed_ambient
 
+import ddp_patch.integrations.accelerate
 from ddp_patch import (
     NotPatchedError,
     UnsupportedLoaderError,
@@ -114,6 +116,11 @@ def test_accelerates_loaders() -> None:
     assert sorted(first["masked"] + second["masked"]) == list(range(N))
 
 
+def test_the_documented_example() -> None:
+    failed, attempted = doctest.testmod(ddp_patch.integrations.accelerate)
+    assert (failed, attempted) == (0, 3)
+
+
 def test_in_a_single_process_accelerate_prepares_it() -> None:
     accelerator = Accelerator(cpu=True)
     loader = numbered()
@@ -132,17 +139,12 @@ def shared_by_others(rank: int, world_size: int) -> dict[str, Any]:
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy="ddp")
     fabric.launch()
     patched = patch_dataloader_to_ddp(numbered(shuffle=True))
+    sampler: Any = patched.sampler
     wrapped: Any = fabric.setup_dataloaders(patched)
     passing = iter(wrapped)
     for _ in range(2):
         next(passing)
-    # ignite takes a patched loader's sampler as it is, and its batch sizes are of all ranks.
-    of_sampler = idist.auto_dataloader(range(N), batch_size=8, sampler=patched.sampler)
-    patched.sampler.set_epoch(5)  # type: ignore[attr-defined]  # torch's type for samplers has none
-    batches_of_patched = [batch.tolist() for batch in patched]
-    patched.sampler.set_epoch(5)  # type: ignore[attr-defined]  # as above
-    return {
-        "ignite's, of a patched sampler": [batch.tolist() for batch in of_sampler] == batches_of_patched,
+    found: dict[str, Any] = {
         "Fabric's": left_alone(fabric.setup_dataloaders(numbered(shuffle=True))),
         "patched, then Fabric's": left_alone(wrapped),
         "state": loader_state(wrapped, batches_done=2) == loader_state(patched, batches_done=2),
@@ -152,6 +154,18 @@ def shared_by_others(rank: int, world_size: int) -> dict[str, Any]:
             idist.auto_dataloader(range(N), batch_size=8, sampler=WeightedRandomSampler([1.0] * N, N))
         ),
     }
+    # Fabric's wrapper says which epoch comes; passing over the patched loader itself goes on from a place.
+    sampler.set_epoch(5)
+    whole = [batch.tolist() for batch in patched]
+    sampler.set_epoch(5)
+    next(iter(patched))
+    restore_loader(patched, loader_state(patched, batches_done=1))
+    found["resumed"] = [fabric.to_device(batch).tolist() for batch in patched] == whole[1:]
+    # ignite takes a patched loader's sampler as it is; its batch size is that of all ranks together.
+    sampler.set_epoch(5)
+    of_sampler = idist.auto_dataloader(range(N), batch_size=8, sampler=sampler)
+    found["ignite's, of a patched sampler"] = [batch.tolist() for batch in of_sampler] == whole
+    return found
 
 
 def test_lightnings_and_ignites_loaders() -> None:
