@@ -39,8 +39,8 @@ class Kind:
         n: How many samples the dataset has.
         make: Makes the loader.
         is_whole: Whether a batch's numbers are a batch that the user's batch sampler makes; None where torch batches.
-        is_weighted: Whether the numbers of some epochs came in the order that the user's weights make likely; None where
-            there are no weights.
+        is_weighted: Whether the numbers of some epochs came in an order that the user's weights make likely; None where
+            there are none.
     """
 
     name: str
