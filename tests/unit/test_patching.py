@@ -175,7 +175,8 @@ class Delegating(DataLoader[Any]):
     wrapped: DataLoader[Any]
 
     def __init__(self, wrapped: DataLoader[Any]) -> None:
-        vars(self).update(vars(wrapped), wrapped=wrapped)
+        vars(self).update(vars(wrapped))
+        self.wrapped = wrapped
 
     def __iter__(self) -> Any:
         return iter(self.wrapped)

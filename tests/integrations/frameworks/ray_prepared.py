@@ -46,6 +46,8 @@ def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
     loader.collate_fn = NotedTensor.of
     if patched:
         loader = patch_dataloader_to_ddp(loader)
+    else:
+        epochs = range(len(epochs))  # as Ray's guide has it
     loader = prepare(loader, patched)
     model = prepare_model(tiny_model())
     return train(model, Seen(loader), epochs, set_epoch=lambda epoch: loader.sampler.set_epoch(epoch))
