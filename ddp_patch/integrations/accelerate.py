@@ -7,6 +7,7 @@ from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader
 
 from ddp_patch.epoch_sampler import EpochSampler
+from ddp_patch.loader import sharding
 from ddp_patch.patched import patched_sampler
 
 __all__ = ["prepare_patched"]
@@ -25,13 +26,19 @@ def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoad
         loader: What ``patch_dataloader_to_ddp`` returned.
 
     Returns:
-        A loader over ``loader``, to which ``accelerator.prepare`` does nothing more. In a single process, what
-        ``accelerator.prepare`` returns.
+        A loader over ``loader``, to which ``accelerator.prepare`` does nothing more. In a single process, where nothing
+        needs to be patched, what ``accelerator.prepare`` returns.
 
     Raises:
         NotPatchedError: Several processes share the data, and the loader is not patched.
+
+    Examples:
+        >>> from ddp_patch import patch_dataloader_to_ddp
+        >>> loader = patch_dataloader_to_ddp(DataLoader(range(10), batch_size=4), rank=1, num_replicas=2)
+        >>> [batch.tolist() for batch in prepare_patched(Accelerator(cpu=True), loader)]
+        [[1, 3, 5, 7], [9]]
     """
-    if accelerator.num_processes > 1:
+    if accelerator.num_processes > 1 or sharding(loader) is not None:
         loader = cast(Any, _Prepared(accelerator, loader, patched_sampler("prepare_patched", loader)))
     prepared: DataLoader[T] = accelerator.prepare(loader)
     return prepared

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 from frameworks import FRAMEWORKS, framework
 from frameworks.base import Epochs, Raised, measure
-from frameworks.judge import judge
+from frameworks.judge import WEIGHTS_IGNORED, judge
 from frameworks.kinds import KINDS, Batch, Kind
 from frameworks.page import read_rows
 
@@ -25,6 +25,7 @@ def test_a_patched_loader_is_shared_once(module: str, record_property: Callable[
     rows = []
     for kind in KINDS:
         verdicts = [judge(kind, [rank[kind.name, patched] for rank in ranks]) for patched in (False, True)]
+        assert WEIGHTS_IGNORED not in verdicts[-1]
         rows.append([FRAMEWORKS[module], described.versions, kind.name, *verdicts])
     record_property("frameworks", rows)
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""Hugging Face's ``Trainer`` resumes a patched loader where its checkpoint was taken, which it does by epochs and steps."""
+"""Hugging Face's ``Trainer`` resumes a patched loader where its checkpoint was taken: by epoch and step."""
 
 import tempfile
 from pathlib import Path
@@ -15,7 +15,7 @@ from ddp_patch.testing import run_ranks
 EPOCHS = 3
 
 
-class EachEpoch(TrainerCallback):
+class EachEpoch(TrainerCallback):  # type: ignore[misc]  # it is not there where types are checked
     """Begins a new list of what is seen."""
 
     def __init__(self, trainer: OwnLoader) -> None:

@@ -173,7 +173,8 @@ class Delegating(DataLoader[Any]):
     """As Ray's wrapper: a loader with the attributes of another one, which is the one that it iterates."""
 
     def __init__(self, wrapped: DataLoader[Any]) -> None:
-        vars(self).update(vars(wrapped), wrapped=wrapped)
+        vars(self).update(vars(wrapped))
+        self.wrapped = wrapped
 
     def __iter__(self) -> Any:
         return iter(self.wrapped)

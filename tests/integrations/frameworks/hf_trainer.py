@@ -20,7 +20,7 @@ def as_inputs(numbers: list[int]) -> dict[str, torch.Tensor]:
     return {"numbers": NotedTensor.of(numbers)}
 
 
-class OwnLoader(Trainer):
+class OwnLoader(Trainer):  # type: ignore[misc]  # it is not there where types are checked
     """A Trainer that gets its loader from a method of its user's."""
 
     def __init__(self, loader: Any, patched: bool, **options: Any) -> None:
@@ -41,7 +41,7 @@ class OwnLoader(Trainer):
         return loss
 
 
-class EachEpoch(TrainerCallback):
+class EachEpoch(TrainerCallback):  # type: ignore[misc]  # it is not there where types are checked
     """Says which epoch comes, where one is said, and begins a new list of what is seen."""
 
     def __init__(self, trainer: OwnLoader, epochs: Sequence[int | None]) -> None:

@@ -1,12 +1,14 @@
 """What became of a loader on all ranks, said in a few words."""
 
 from collections import Counter
-from itertools import chain
+from itertools import chain, zip_longest
 
 from frameworks.base import EPOCHS, HANGS, Epochs, Raised
 from frameworks.kinds import Kind
 
-__all__ = ["judge"]
+__all__ = ["WEIGHTS_IGNORED", "judge"]
+
+WEIGHTS_IGNORED = "weights ignored"
 
 
 def judge(kind: Kind, ranks: "list[Epochs | Raised]") -> str:
@@ -16,7 +18,7 @@ def judge(kind: Kind, ranks: "list[Epochs | Raised]") -> str:
     epochs: list[tuple[list[list[int]], ...]] = [
         tuple([batch.numbers for batch in epoch] for epoch in rank_epochs) for rank_epochs in zip(*ranks, strict=True)
     ][: EPOCHS.index(1)]
-    facts = [*_cover(kind, epochs), *_steps(epochs)]
+    facts = [*_cover(kind, epochs), *_weights(kind, epochs), *_steps(epochs)]
     facts.append("a new order each epoch" if _is_new(epochs) else "the same order in every epoch")
     return ", ".join(facts)
 
@@ -46,7 +48,19 @@ def _torn(kind: Kind, epochs: list[tuple[list[list[int]], ...]]) -> list[str]:
     if kind.is_whole is None:
         return []
     batches = list(chain.from_iterable(chain.from_iterable(epochs)))
-    return ["batches whole" if all(map(kind.is_whole, batches)) else "batches torn"]
+    # No rank makes more steps than one process, whose batches these should be.
+    few = max(len(share) for shares in epochs for share in shares) <= len(kind.make())
+    return ["batches whole" if few and all(map(kind.is_whole, batches)) else "batches torn"]
+
+
+def _weights(kind: Kind, epochs: list[tuple[list[list[int]], ...]]) -> list[str]:
+    if kind.is_weighted is None:
+        return []
+    seen = [
+        [number for batches in zip_longest(*shares, fillvalue=[]) for batch in batches for number in batch]
+        for shares in epochs
+    ]
+    return ["by weight" if kind.is_weighted(seen) else WEIGHTS_IGNORED]
 
 
 def _steps(epochs: list[tuple[list[list[int]], ...]]) -> list[str]:

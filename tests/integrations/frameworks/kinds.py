@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from statistics import mean
 from typing import Any
 
 import torch
@@ -38,12 +39,15 @@ class Kind:
         n: How many samples the dataset has.
         make: Makes the loader.
         is_whole: Whether a batch's numbers are a batch that the user's batch sampler makes; None where torch batches.
+        is_weighted: Whether the numbers of some epochs came in an order that the user's weights make likely; None where
+            there are none.
     """
 
     name: str
     n: int
     make: Callable[[], DataLoader[Any]]
     is_whole: Callable[[list[int]], bool] | None = None
+    is_weighted: Callable[[list[list[int]]], bool] | None = None
 
 
 class Pairs(Sampler[list[int]]):
@@ -99,7 +103,14 @@ def loader(n: int, **options: Any) -> DataLoader[Any]:
 
 def weighted() -> DataLoader[Any]:
     """Every number once, the large ones mostly first."""
-    return loader(29, sampler=WeightedRandomSampler([1.0 + number for number in range(29)], 29, replacement=False))
+    weights = [float(number**3) for number in range(1, 30)]
+    return loader(29, sampler=WeightedRandomSampler(weights, 29, replacement=False))
+
+
+def is_weighted(epochs: list[list[int]]) -> bool:
+    """Tell whether the large numbers came mostly first; without weights the means of both halves are close."""
+    halves = [(numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]) for numbers in epochs]
+    return mean(mean(first) - mean(second) for first, second in halves) > 8
 
 
 def grouped() -> DataLoader[Any]:
@@ -109,7 +120,7 @@ def grouped() -> DataLoader[Any]:
 
 KINDS = [
     Kind("`shuffle=True`", 27, partial(loader, 27, shuffle=True)),
-    Kind("`WeightedRandomSampler`", 29, weighted),
+    Kind("`WeightedRandomSampler`", 29, weighted, is_weighted=is_weighted),
     Kind("subclass of `BatchSampler`", 28, grouped, is_grouped),
     Kind("own class of batch sampler", 28, lambda: loader(28, batch_sampler=Pairs(28)), is_pairs),
 ]

@@ -1,6 +1,6 @@
 """Batches for frameworks that move nothing but tensors."""
 
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 
@@ -17,11 +17,11 @@ class NotedTensor(torch.Tensor):
     @classmethod
     def of(cls, numbers: list[int] | int) -> Self:
         """A batch, or the single sample of a loader that was left without batches."""
-        return cast(Self, torch.tensor(numbers).reshape(-1).as_subclass(cls))
+        return torch.tensor(numbers).reshape(-1).as_subclass(cls)
 
     def to(self, *args: Any, **options: Any) -> Any:
         """Return the tensor, moved."""
-        moved = super().to(*args, **options)
+        moved: Any = super().to(*args, **options)
         moved.moved_to = (*self.moved_to, moved.device.type)
         return moved
 
