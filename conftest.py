@@ -1,9 +1,21 @@
-"""Every code block of the Markdown pages is a test too; tests/documented.py says of what."""
+"""What holds for all tests, of which the code blocks of the Markdown pages are some (see tests/documented.py)."""
+
+import os
+import sys
+from pathlib import Path
 
 import pytest
 from documented import blocks
+from hypothesis import settings
 from sybil import Sybil
 from sybil.integration.pytest import SybilItem
+
+if "DDP_PATCH_DIST" in os.environ:
+    # nox has installed the package that it built, and pytest has put this folder, which holds its source, before it.
+    sys.path.remove(str(Path(__file__).parent))
+
+settings.register_profile("untimed", deadline=None)  # the machine may be busy with something else
+settings.load_profile("untimed")
 
 pytest_collect_file = Sybil(parsers=[blocks], patterns=["*.md"]).pytest()
 

@@ -222,7 +222,7 @@ MESSAGES: list[tuple[Call, str]] = [
     ),
     (
         lambda: weighted(np.array(["2020", "NaT"], "M8[D]"), [1, 1], 3),
-        "labels has np.datetime64('NaT','D'), which is not equal to itself, so no two samples share it. Give these "
+        f"labels has {np.datetime64('NaT', 'D')!r}, which is not equal to itself, so no two samples share it. Give these "
         "samples a label, or leave them out.",
     ),
     (
