@@ -1,5 +1,7 @@
 """The Python examples of the Markdown pages are tests too, and so is what pages say that ``ddp-patch`` prints."""
 
+from typing import Any
+
 import pytest
 from console_blocks import ConsoleParser
 from sybil import Sybil
@@ -9,9 +11,14 @@ pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser(), ConsoleParser()], 
 collect_ignore = ["docs/examples/ci"]  # a project of its own, whose tests tests/unit/test_ci_page.py runs
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a page's examples on one worker, in order: later ones use what earlier ones define."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if item.path.suffix == ".md":
-                item.add_marker(pytest.mark.xdist_group(str(item.path)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a page's examples to one worker, in order, because later ones use what earlier ones define."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class PagesTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            page, is_page, _ = nodeid.partition(".md::")
+            return page if is_page else nodeid
+
+    return PagesTogether(config, log)

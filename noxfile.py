@@ -22,12 +22,12 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run every test that needs no third-party loader; arguments after ``--`` go to pytest."""
     install(session, ".[test]")
-    session.run("pytest", "-n", "auto", "--dist", "loadgroup", "--ignore", "tests/integrations", *session.posargs)
+    session.run("pytest", "-n", "auto", "--ignore", "tests/integrations", *session.posargs)
 
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """Run the tests with torchdata, torchmetrics, PyTorch Geometric and datasets; arguments go to pytest."""
+    """Run the tests with the libraries that are used beside this one; arguments go to pytest."""
     install(session, ".[integrations]")
     session.run("pytest", "-n", "auto", "tests/integrations", *session.posargs)
 
