@@ -290,7 +290,8 @@ class ShardedSampler(EpochSampler[T]):
 
     def _note(self, progress: EpochPass, is_last: bool) -> tuple[Held, Held | None, int | None]:
         """What the leader tells the others, so that every rank knows where the loader stands."""
-        return progress.held, self._held() if is_last else None, progress.length
+        progress.after = self._held() if is_last else None
+        return progress.held, progress.after, progress.length
 
     def _shares(
         self, chunks: Iterator[list[T]], plans: Sequence[Plan], rest: Rest, progress: EpochPass

@@ -11,11 +11,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -30,11 +30,18 @@ __all__ = ["run_ranks"]
 R = TypeVar("R")
 
 
-def run_ranks(fn: Callable[..., R], world_size: int, *args: Any, timeout: float = 120.0, grace: float = 5.0) -> list[R]:
+def run_ranks(
+    fn: Callable[..., R],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    grace: float = 5.0,
+    start_method: Literal["spawn", "forkserver"] = "spawn",
+) -> list[R]:
     """Call ``fn(rank, world_size, *args)`` on every rank of a new gloo group and return what each rank returned.
 
-    Every rank is a process of its own (started by ``spawn``, one torch thread) with an initialised default process
-    group and the environment variables ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``. They meet
+    Every rank is a process of its own (with one torch thread) that has an initialised default process group and the
+    environment variables ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``. They meet
     through a temporary file, so no port is chosen and any number of groups may run side by side. When this returns
     or raises, no process of any rank is left, ``DataLoader`` workers included. For Linux and macOS.
 
@@ -44,6 +51,10 @@ def run_ranks(fn: Callable[..., R], world_size: int, *args: Any, timeout: float 
         args: Further arguments, picklable.
         timeout: Seconds until every rank must have returned; also the collectives' time-out.
         grace: Seconds that the others may go on after one has failed: their own errors help to find the cause.
+        start_method: How processes are started. With ``"spawn"`` each imports everything anew, as ranks that a launcher
+            starts do. With ``"forkserver"`` a launch takes a fraction of that time, if
+            ``multiprocessing.set_forkserver_preload(["ddp_patch.testing"])`` was called before the first one; ranks
+            then have one hash seed.
 
     Returns:
         The ranks' return values, by rank; they must be picklable.
@@ -64,10 +75,9 @@ def run_ranks(fn: Callable[..., R], world_size: int, *args: Any, timeout: float 
             "a positive number of seconds."
         )
     deadline = time.monotonic() + timeout
-    start_method = multiprocessing.get_start_method()
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder, contextlib.ExitStack() as processes:
-        tasks = [_Task(fn, args, rank, world_size, timeout, Path(folder), start_method) for rank in range(world_size)]
-        ranks = [processes.enter_context(_started(task)) for task in tasks]
+        tasks = [_Task(fn, args, rank, world_size, timeout, Path(folder)) for rank in range(world_size)]
+        ranks = [processes.enter_context(_started(task, start_method)) for task in tasks]
         _collect(ranks, deadline, grace)
     if all(rank.fate == "returned" for rank in ranks):
         return [rank.result for rank in ranks]
@@ -78,7 +88,7 @@ def run_ranks(fn: Callable[..., R], world_size: int, *args: Any, timeout: float 
 class _Rank:
     """What the parent knows of one rank."""
 
-    process: SpawnProcess
+    process: BaseProcess
     connection: Connection
     stack: Path  # where the rank writes its stack when asked
     fate: Literal["running", "returned", "raised", "died"] = "running"
@@ -108,9 +118,9 @@ class _Rank:
 
 
 @contextlib.contextmanager
-def _started(task: "_Task") -> Iterator[_Rank]:
+def _started(task: "_Task", start_method: Literal["spawn", "forkserver"]) -> Iterator[_Rank]:
     """Start one rank and, on leaving, end it with all that it started."""
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(start_method)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_rank_main, args=(task, sender))
     process.start()
@@ -122,7 +132,7 @@ def _started(task: "_Task") -> Iterator[_Rank]:
         receiver.close()
 
 
-def _kill(process: SpawnProcess) -> None:
+def _kill(process: BaseProcess) -> None:
     with contextlib.suppress(ProcessLookupError):  # it ended by itself, and so did what it started
         if process.pid is not None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -175,7 +185,9 @@ class _Task:
     world_size: int
     timeout: float
     folder: Path
-    start_method: str  # of processes that the rank starts, such as DataLoader workers: as in the parent
+    # Of processes that the rank starts, such as DataLoader workers: as in the parent.
+    start_method: str = field(default_factory=multiprocessing.get_start_method)
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # that of the call
 
     @property
     def stack(self) -> Path:
@@ -187,6 +199,8 @@ def _rank_main(task: _Task, sender: Connection) -> None:
     os.setsid()  # a process group of its own, so that its workers can be ended with it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     multiprocessing.set_start_method(task.start_method, force=True)
+    os.environ.clear()
+    os.environ |= task.environment
     os.environ |= {"RANK": str(task.rank), "WORLD_SIZE": str(task.world_size)}
     os.environ |= {"LOCAL_RANK": str(task.rank), "LOCAL_WORLD_SIZE": str(task.world_size)}
     for interface in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:

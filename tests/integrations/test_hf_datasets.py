@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick import run_ranks
 from torch.utils.data import DataLoader
 from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
 from zoo import N, seed_ambient
 
 from ddp_patch import UnsupportedLoaderError, check_loaders_is_patched, patch_dataloader_to_ddp
-from ddp_patch.testing import run_ranks
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 

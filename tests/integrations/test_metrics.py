@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from quick import run_ranks
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassAveragePrecision
 from zoo import seed_ambient
 
 from ddp_patch import gather_in_order, iter_with_mask, patch_dataloader_to_ddp
-from ddp_patch.testing import run_ranks
 
 Outputs = dict[str, torch.Tensor]
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from quick import run_ranks
 from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
 from zoo import N, seed_ambient
 
 from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
-from ddp_patch.testing import run_ranks
 
 with warnings.catch_warnings():
     # Importing PyTorch Geometric 2.8 calls torch.jit.script, which torch 2.13 deprecates.

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torchdata.stateful_dataloader.sampler as torchdata_samplers
+from quick import run_ranks
 from torchdata.stateful_dataloader import StatefulDataLoader
 from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
 from zoo import Drawn, Indices, N, PKBatches, Source, as_it_is, by_numpy, seed_ambient, seeded_generator
 
 from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, check_loaders_is_patched, patch_dataloader_to_ddp
-from ddp_patch.testing import run_ranks
 
 # torchdata 0.11 calls it in the constructor of every loader.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from quick import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from zoo import KINDS, STEPS, Forever, Indices, N, Own, as_it_is, loader, seed_ambient, units
 
-from ddp_patch import DDPPatchError, DDPSamplerWrapper, LeaderWarning, exchange, patch_dataloader_to_ddp
+from ddp_patch import DDPPatchError, DDPSamplerWrapper, LeaderWarning, exchange, patch_dataloader_to_ddp, testing
 from ddp_patch.plan import Plan
-from ddp_patch.testing import run_ranks
 
 SEED = 100
 
@@ -100,8 +100,8 @@ def partial_permutation(generator: np.random.Generator) -> Callable[[], Any]:
 
 
 def test_ranks_that_would_draw_different_orders_are_led(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)  # each rank's own, as it is unless somebody sets it
-    ranks = run_ranks(disagreeing, 3)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)  # for a hash seed, as it is unless somebody sets it
+    ranks = testing.run_ranks(disagreeing, 3)  # each begun anew, and so with its own
     for name in ranks[0]:
         for rank, told in enumerate(ranks):
             assert len(told[name][0]) == (rank == 0), (name, told[name][0])

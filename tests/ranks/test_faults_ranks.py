@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from quick import run_ranks
 from torch.utils.data import Sampler
 from zoo import N, Own, loader
 
 from ddp_patch import RanksFailedError, agreement, patch_dataloader_to_ddp
-from ddp_patch.testing import run_ranks
 
 WORLD = 3
 TIMEOUT = 4.0  # seconds that ranks wait for each other here

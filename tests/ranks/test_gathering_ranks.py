@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from quick import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.utils.data import DataLoader
@@ -29,7 +30,6 @@ from ddp_patch import (
     transfer,
 )
 from ddp_patch.plan import Plan
-from ddp_patch.testing import run_ranks
 
 SEED = 100
 # Those with the length of every epoch known, by which contiguous runs are cut, first.

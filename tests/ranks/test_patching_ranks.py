@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from quick import run_ranks
 from torch.utils.data import DataLoader, DistributedSampler
 from zoo import ALL_KINDS, BY_NAME, STEPS, Indices, Kind, draw_ambient, loader, seed_ambient, seeded_generator, units
 
 from ddp_patch import DDPSamplerWrapper, WorldError, check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.plan import Plan
-from ddp_patch.testing import run_ranks
 
 SEED = 100
 WHOLE = [kind for kind in ALL_KINDS if not kind.make().drop_last]

@@ -4,6 +4,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
+from quick import run_ranks
 from zoo import BY_NAME, comparable, loader, seed_ambient
 
 from ddp_patch import (
@@ -12,7 +13,6 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.testing import run_ranks
 
 KINDS = ["shuffle=True, generator", "own numpy Generator", "P x K batches", "all three global states, lazily"]
 

@@ -17,6 +17,8 @@ from zoo import Indices
 from ddp_patch import RanksFailedError
 from ddp_patch.testing import run_ranks
 
+START_METHODS: list[Any] = ["spawn", "forkserver"]
+
 
 def note_pid(folder: str) -> None:
     Path(folder, str(os.getpid())).touch()
@@ -48,8 +50,9 @@ def add_up(rank: int, world_size: int, offset: int) -> tuple[torch.Tensor, str, 
     return total, os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]
 
 
-def test_every_ranks_return_value_comes_back() -> None:
-    results = run_ranks(add_up, 3, 10)
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_every_ranks_return_value_comes_back(start_method: Any) -> None:
+    results = run_ranks(add_up, 3, 10, start_method=start_method)
     assert results == [(torch.tensor(33), str(rank), "3") for rank in range(3)]
 
 
@@ -90,18 +93,29 @@ def one_exits(rank: int, world_size: int, folder: str) -> None:
         os._exit(3)
 
 
+def in_an_environment(rank: int, world_size: int) -> str | None:
+    return os.environ.get("SET_BEFORE_THE_CALL")
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_ranks_have_the_environment_of_the_call(start_method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(in_an_environment, 1, start_method=start_method) == [None]
+    monkeypatch.setenv("SET_BEFORE_THE_CALL", "yes")
+    assert run_ranks(in_an_environment, 1, start_method=start_method) == ["yes"]
+
+
 @pytest.mark.parametrize(
     ("fn", "timeout", "said"),
     [
         (one_raises, 60, ["rank 1 raised", "LookupError: rank 1 found nothing", "Connection"]),
         (one_dies, 60, ["rank 1 died ---\nkilled by SIGKILL"]),
         (one_exits, 60, ["rank 1 died ---\nexit code 3", "rank 0 returned"]),
-        (one_hangs, 12, ["rank 1 did not end", "in one_hangs", "within 12 s"]),
+        (one_hangs, 6, ["rank 1 did not end", "in one_hangs", "within 6 s"]),
     ],
 )
 def test_a_rank_that_fails(fn: Any, timeout: float, said: list[str], tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError) as caught:
-        run_ranks(fn, 2, str(tmp_path), timeout=timeout)
+        run_ranks(fn, 2, str(tmp_path), timeout=timeout, start_method="forkserver")
     message = str(caught.value)
     assert message.startswith(f"{fn.__name__} did not return on every one of 2 ranks within {timeout} s: rank 0 ")
     assert "All were ended. Mend what the ranks say below, or pass a longer timeout= if they were only slow." in message

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quick import run_ranks
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +14,6 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.samplers import WeightedClassSampler
-from ddp_patch.testing import run_ranks
 
 RARE, KEPT, LENGTH, BATCH, SEED = 8, 15, 1200, 40, 7
 
