@@ -7,10 +7,9 @@ from typing import Any
 import torch.distributed as dist
 from frameworks.hf_trainer import OwnLoader, as_inputs
 from frameworks.kinds import KINDS, Kind, tiny_model
+from quick import run_ranks
 from transformers import TrainerCallback, TrainingArguments
 from zoo import seed_ambient
-
-from ddp_patch.testing import run_ranks
 
 EPOCHS = 3
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from frameworks.kinds import KINDS, Batch, features, tiny_model
 from lightning.pytorch import LightningModule, Trainer
+from quick import run_ranks
 from zoo import seed_ambient
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.testing import run_ranks
 
 
 class Module(LightningModule):  # type: ignore[misc]  # it is not there where types are checked

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from lightning.fabric import Fabric
+from quick import run_ranks
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from worlds import assert_shared_exactly
 from zoo import seed_ambient
@@ -27,7 +28,6 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.integrations.accelerate import prepare_patched
-from ddp_patch.testing import run_ranks
 
 with warnings.catch_warnings():
     # Importing ignite imports parts of torch that use torch.jit, which torch 2.13 deprecates.

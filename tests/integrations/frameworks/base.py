@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
+from quick import run_ranks
 from zoo import seed_ambient
 
-from ddp_patch.testing import run_ranks
 from frameworks.kinds import KINDS, Batch
 
 __all__ = ["EPOCHS", "HANGS", "Epochs", "Framework", "Measured", "Raised", "measure"]
