@@ -91,7 +91,7 @@ def _is_python(document: Document, region: Region) -> bool:
 def differs(shown: str, printed: str, varies: str | None = None) -> str | None:
     """Compare what a page shows with what was printed, but for what a regular expression says to vary."""
     texts = [text if varies is None else re.sub(varies, "(varies)", text) for text in (shown, printed)]
-    want, got = ("".join(f"{line.rstrip()}\n" for line in text.splitlines()) for text in texts)
+    want, got = ("".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines()) for text in texts)
     if doctest.OutputChecker().check_output(want, got, doctest.ELLIPSIS):
         return None
     lines = difflib.unified_diff(want.splitlines(), got.splitlines(), "shown", "printed", lineterm="")
@@ -161,7 +161,7 @@ def run_command(command: str, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
     environment = inherited | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "OMP_NUM_THREADS": "1",  # torchrun sets it by itself where it is unset, and warns about it
-        "COLUMNS": "100",
+        "COLUMNS": "110",
         "NO_COLOR": "1",
         "PYTHONUTF8": "1",
         "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder

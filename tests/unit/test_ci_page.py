@@ -49,14 +49,6 @@ def run(command: str, project: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, cwd=project, env=environment, capture_output=True, text=True, check=False)  # noqa: S603 - our own file's
 
 
-@pytest.mark.parametrize(
-    "path", [WORKFLOW, PROJECT / "tests" / "test_loaders.py", PROJECT / "my_project" / "loaders.py"]
-)
-def test_the_page_shows_the_files(path: Path) -> None:
-    language = {".yml": "yaml", ".py": "py"}[path.suffix]
-    assert f"```{language}\n{path.read_text()}```\n" in (DOCS / "ci.md").read_text()
-
-
 def test_what_is_installed_is_the_package_with_its_extra() -> None:
     install, *others = steps().values()
     assert install == "pip install 'ddp-patch[audit]' pytest"
