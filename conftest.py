@@ -29,6 +29,7 @@ class PagesTogether(LoadScopeScheduling):
         return page if is_page else nodeid
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which a run may leave out
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PagesTogether:
     """Share the tests among pytest-xdist's processes."""
     return PagesTogether(config, log)
