@@ -70,7 +70,7 @@ def judge(ranks: list[list[list[list[int]]]], with_groups: bool) -> str:
     """Put into words what the ranks got in the first epoch, and whether the second one differs."""
     batches = [batch for first, _ in ranks for batch in first]
     seen = Counter(index for batch in batches for index in batch)
-    steps = " + ".join(str(len(first)) for first, _ in ranks)
+    steps = "+".join(str(len(first)) for first, _ in ranks)
     torn = f", {sum(batch not in GROUPS for batch in batches)} torn" if with_groups else ""
     order = "same order" if all(first == second for first, second in ranks) else "new order"
-    return f"{steps} steps, {len(seen)} of {SAMPLES} samples, {seen.total() - len(seen)} repeated{torn}, {order}"
+    return f"{steps} steps, {len(seen)} of {SAMPLES} seen, {seen.total() - len(seen)} repeated{torn}, {order}"
