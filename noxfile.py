@@ -1,5 +1,6 @@
 """What can be done with a checkout; ``nox --list`` shows it."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -160,4 +161,5 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
     """Run pytest in such a way that no process imports ``ddp_patch`` from the checkout."""
     # PYTHONSAFEPATH: the folder in which a process starts is not where it imports from.
     environment = {"PYTHONSAFEPATH": "1", "DDP_PATCH_DIST": str(DIST.resolve())}
-    session.run("pytest", "-n", "auto", *arguments, *session.posargs, env=environment)
+    # One process more than cores: on real ranks a test mostly waits.
+    session.run("pytest", "-n", str((os.cpu_count() or 1) + 1), *arguments, *session.posargs, env=environment)

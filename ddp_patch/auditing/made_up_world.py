@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
 
@@ -50,13 +50,16 @@ class MadeUpWorld:
             alone = {name: value for name, value in subject.options.items() if name not in _COMMUNICATING}
             made_up = replace(subject, options=alone)
         self._made_up = made_up
-        self.subject, self.world_size, self.epochs = subject, world_size, epochs
-        self.processes, self._timeout, self._progress = processes, timeout, progress
-        self.coding = Coding()
+        self.subject: Subject = subject
+        self.world_size: int = world_size
+        self.epochs: int = epochs
+        self.processes: bool = processes
+        self._timeout, self._progress = timeout, progress
+        self.coding: Coding = Coding()
         whole = replace(made_up, max_items=subject.max_items * world_size)
         self._alone = Rank(lambda: stream_of(whole.loader(0, 1)), whole, seeded_as=0)
         self.units: Units = "batches" if made_of_batches(self._alone.loader) else "samples"
-        self.first = Rank(lambda: made_up.loader(0, world_size), made_up, seeded_as=0).loader
+        self.first: DataLoader[Any] = Rank(lambda: made_up.loader(0, world_size), made_up, seeded_as=0).loader
 
     def drawn(self) -> Iterator[Epoch]:
         """Draw every epoch."""

@@ -34,7 +34,7 @@ class Rank:
         self._subject = subject
         self._ambient = PrivateRNG(_SEED, seeded_as)
         with self._ambient:
-            self.loader = build()
+            self.loader: DataLoader[Any] = build()
         # A function that cannot be copied shares its generators with the other ranks' copies.
         given = subject.make if isinstance(subject.make, DataLoader) else None
         held = random_generators([given, *samplers_in_use(given)]) if given is not None else []

@@ -110,7 +110,7 @@ def test_ranks_have_the_environment_of_the_call(start_method: Any, monkeypatch: 
         (one_raises, 60, ["rank 1 raised", "LookupError: rank 1 found nothing", "Connection"]),
         (one_dies, 60, ["rank 1 died ---\nkilled by SIGKILL"]),
         (one_exits, 60, ["rank 1 died ---\nexit code 3", "rank 0 returned"]),
-        (one_hangs, 6, ["rank 1 did not end", "in one_hangs", "within 6 s"]),
+        (one_hangs, 12, ["rank 1 did not end", "in one_hangs", "within 12 s"]),
     ],
 )
 def test_a_rank_that_fails(fn: Any, timeout: float, said: list[str], tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def steps() -> dict[str, str]:
 def run(command: str, project: Path) -> subprocess.CompletedProcess[str]:
     """Run a step as GitHub does."""
     environment = {
-        **os.environ,
+        # The folder that it starts in is where it imports from, as on GitHub.
+        **{name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
         "PATH": f"{project.parent / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(Path(ddp_patch.__path__[0]).parent),
         "PYTEST_ADDOPTS": "-p _ddp_patch_pytestplugin",
