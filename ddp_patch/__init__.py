@@ -1,5 +1,6 @@
 """One line turns a finished ``DataLoader`` into one distributed rank's correct share of it."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ddp_patch.errors import (
@@ -24,7 +25,6 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
     WorldError,
 )
-from ddp_patch.evaluation import gather_in_order, iter_with_mask
 from ddp_patch.loader import extract_loader_parameters
 from ddp_patch.patching import assert_loaders_patched, check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.resume import loader_state, restore_loader
@@ -32,15 +32,20 @@ from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
 if TYPE_CHECKING:
     from ddp_patch.auditing import audit
+    from ddp_patch.evaluation import gather_in_order, iter_with_mask
 else:
+    # What a training's first steps do without is imported when it is asked for.
+    _LATER = {
+        "audit": "ddp_patch.auditing",
+        "gather_in_order": "ddp_patch.evaluation",
+        "iter_with_mask": "ddp_patch.evaluation",
+    }
 
     def __getattr__(name):
-        """Import the audit when it is asked for: a training does without it."""
-        if name != "audit":
+        """Return what is imported late."""
+        if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from ddp_patch.auditing import audit
-
-        return audit
+        return getattr(import_module(_LATER[name]), name)
 
 
 __all__ = [
