@@ -1,5 +1,6 @@
 """Which samples a dataset was cut down to, where that can be told without loading them."""
 
+import copy
 from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
@@ -26,7 +27,8 @@ def chosen_samples(dataset: Any) -> str | None:
             chosen.append(spread(dataset.indices))
             dataset = dataset.dataset
         if _is_hugging_faces(dataset) and len(dataset):
-            rows = dataset.with_format("arrow")  # nothing is decoded or transformed
+            rows = copy.copy(dataset)
+            rows.set_format("arrow")  # nothing is decoded or transformed
             chosen += [rows[0].to_pylist(), rows[len(dataset) - 1].to_pylist()]
         return fingerprint(chosen) if chosen else None
     except Exception:  # noqa: BLE001 - the user's indices, or a row that cannot be read yet

@@ -49,6 +49,8 @@ _ACCELERATES_SHARING = {
     "accelerate.data_loader.IterableDatasetShard",
     "accelerate.data_loader.DataLoaderDispatcher",
 }
+# The arguments that Lightning notes while its hooks make a loader, to make it anew: those of the unpatched one.
+_LIGHTNINGS = {"__dataset", "__pl_saved_arg_names", "__pl_saved_args", "__pl_saved_kwargs"}
 # Of a container's elements, these many are looked at for random generators.
 _LOOKED_AT = 32
 
@@ -154,10 +156,16 @@ def _signature(loader_type: type) -> list[str]:
 def require_copyable(loader: DataLoader[Any]) -> None:
     """Raise UnsupportedLoaderError for a wrapper, and a loader whose own running iterator a copy would share."""
     # isinstance() believes accelerate's, which say that they are one.
-    if not issubclass(type(loader), DataLoader) or _draws_from_another(loader):
+    if not issubclass(type(loader), DataLoader):
         raise UnsupportedLoaderError(
             f"{type(loader).__name__} cannot be patched: it is a framework's wrapper around a DataLoader. Patch the "
             "loader first, and hand the patched one to the framework."
+        )
+    if (attribute := _other_loader_iterated(loader)) is not None:
+        raise UnsupportedLoaderError(
+            f"{type(loader).__name__} cannot be patched: its __iter__ may draw from another loader (attribute "
+            f"{attribute!r}), which would go on giving every rank all of its data. Patch that loader first, and hand "
+            f"the patched one to {type(loader).__name__}."
         )
     # torch's own `_iterator`, kept by persistent workers, is begun anew for each epoch; what samplers and datasets
     # are is looked at elsewhere.
@@ -173,10 +181,16 @@ def require_copyable(loader: DataLoader[Any]) -> None:
             )
 
 
-def _draws_from_another(loader: DataLoader[Any]) -> bool:
-    """Tell whether the loader holds one with its own samplers, as Ray's wrapper does, which is the one it iterates."""
-    held = [value for value in vars(loader).values() if isinstance(value, DataLoader)]
-    return any((other.sampler, other.batch_sampler) == (loader.sampler, loader.batch_sampler) for other in held)
+def _other_loader_iterated(loader: DataLoader[Any]) -> str | None:
+    """Return the attribute with another loader, if its class iterates in a way of its own: as Ray's wrapper does."""
+    iterates = next(base for base in type(loader).__mro__ if "__iter__" in vars(base))
+    if iterates is DataLoader or iterates.__module__.startswith(f"{_TORCHDATAS}."):
+        return None
+    for name, value in vars(loader).items():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        if any(part is not loader and isinstance(part, DataLoader) for part in (value, *islice(held, _LOOKED_AT))):
+            return name
+    return None
 
 
 def copy_loader(loader: L, **replaced: Any) -> L:
@@ -198,6 +212,8 @@ def copy_loader(loader: L, **replaced: Any) -> L:
         ) from error
     # Past DataLoader.__setattr__, which refuses to change a sampler after construction.
     vars(clone).update(replaced, _iterator=None)
+    for attribute in _LIGHTNINGS & vars(clone).keys():
+        del vars(clone)[attribute]
     for attribute, value in replaced.items():
         if getattr(clone, attribute) is not value:
             raise UnsupportedLoaderError(

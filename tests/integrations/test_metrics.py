@@ -14,6 +14,7 @@ from zoo import seed_ambient
 from ddp_patch import gather_in_order, iter_with_mask, patch_dataloader_to_ddp
 
 Outputs = dict[str, torch.Tensor]
+OnRank = tuple[Outputs, Outputs, list[int]]
 
 SEED = 3
 METRICS = {"accuracy": MulticlassAccuracy, "AUROC": MulticlassAUROC, "mAP": MulticlassAveragePrecision}
@@ -34,7 +35,12 @@ def outputs_of(loader: Any) -> Outputs:
     return {"logits": torch.cat(logits), "labels": torch.cat(labels)}
 
 
-def on_rank(rank: int, world_size: int, shuffle: bool) -> tuple[Outputs, Outputs, list[int]]:
+def on_rank(rank: int, world_size: int) -> list[OnRank]:
+    """Not shuffled, and shuffled."""
+    return [evaluated(rank, shuffle) for shuffle in (False, True)]
+
+
+def evaluated(rank: int, shuffle: bool) -> OnRank:
     """What was gathered, what this rank put in, and how many of its samples a metric computed in place had right."""
     seed_ambient(SEED + rank)
     loader = patch_dataloader_to_ddp(make_loader(shuffle))
@@ -60,11 +66,15 @@ def batch_by_batch(loader: DataLoader[Any]) -> dict[str, float]:
     return {name: float(metric.compute()) for name, metric in metrics.items()}
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("world_size", range(1, 6))
-def test_metrics_are_those_of_one_process(world_size: int, shuffle: bool) -> None:
+def test_metrics_are_those_of_one_process(world_size: int) -> None:
+    ranks = run_ranks(on_rank, world_size)
+    for shuffle in (False, True):
+        require_those_of_one_process([each[shuffle] for each in ranks], world_size, shuffle)
+
+
+def require_those_of_one_process(ranks: list[OnRank], world_size: int, shuffle: bool) -> None:
     alone, expected = outputs_of(make_loader(shuffle)), batch_by_batch(make_loader(shuffle))
-    ranks = run_ranks(on_rank, world_size, shuffle)
     for gathered, _, right in ranks:
         assert all(torch.equal(gathered[name], alone[name]) for name in alone)
         assert metrics_of(gathered) == expected

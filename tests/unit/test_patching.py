@@ -182,16 +182,29 @@ class Delegating(DataLoader[Any]):
         return iter(self.wrapped)
 
 
+class Rebuilt(DataLoader[Any]):
+    """As people write them: made of another one's parts, some of which are new, and iterating that one."""
+
+    def __init__(self, given: DataLoader[Any]) -> None:
+        super().__init__(given.dataset, given.batch_size, sampler=given.sampler)
+        self.parts = [given]
+
+    def __iter__(self) -> Any:
+        return iter(self.parts[0])
+
+
 def test_a_loader_that_draws_from_another_one_counts_as_that_and_cannot_be_patched() -> None:
     patched = Delegating(patch_dataloader_to_ddp(loader(), **WORLD))
     assert check_loaders_is_patched(patched)
     assert patch_dataloader_to_ddp(patched, **WORLD) is patched
     with pytest.raises(
-        ddp_patch.UnsupportedLoaderError, match="Delegating cannot be patched: it is a framework's wrap"
+        ddp_patch.UnsupportedLoaderError, match=r"Delegating cannot be patched: its __iter__ may draw .*'wrapped'"
     ):
         patch_dataloader_to_ddp(Delegating(loader()), **WORLD)
+    with pytest.raises(ddp_patch.UnsupportedLoaderError, match=r"Rebuilt cannot be patched.*'parts'"):
+        patch_dataloader_to_ddp(Rebuilt(loader()), **WORLD)
     beside: Any = loader()
-    beside.validation = loader()
+    beside.validation, beside.itself = loader(sampler=beside.sampler), beside
     assert check_loaders_is_patched(patch_dataloader_to_ddp(beside, **WORLD))
 
 

@@ -86,6 +86,8 @@ def test_the_rest_and_all_that_follows_are_those_of_a_run_that_was_never_stopped
     whole = patched(kind, num_replicas - 1, num_replicas)
     epochs = [batches_of(kind, whole) for _ in range(3)]
     stops = sorted({0, 1, len(epochs[1]) // 2, len(epochs[1]) - 1, len(epochs[1])} & set(range(len(epochs[1]) + 1)))
+    if whole.num_workers:  # which take long to start
+        stops = stops[num_replicas % 2 :: 2]
     for stop in stops:
         running = patched(kind, num_replicas - 1, num_replicas)
         batches_of(kind, running)

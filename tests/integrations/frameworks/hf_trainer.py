@@ -42,25 +42,28 @@ class OwnLoader(Trainer):  # type: ignore[misc]  # it is not there where types a
 
 
 class EachEpoch(TrainerCallback):  # type: ignore[misc]  # it is not there where types are checked
-    """Says which epoch comes, where one is said, and begins a new list of what is seen."""
+    """Begins a new list of what is seen."""
 
-    def __init__(self, trainer: OwnLoader, epochs: Sequence[int | None]) -> None:
-        self.trainer, self.epochs = trainer, iter(epochs)
+    def __init__(self, trainer: OwnLoader) -> None:
+        self.trainer = trainer
 
-    def on_epoch_begin(self, *positional: Any, train_dataloader: Any, **options: Any) -> None:
-        epoch = next(self.epochs)
-        if epoch is not None:
-            train_dataloader.sampler.set_epoch(epoch)
+    def on_epoch_begin(self, *positional: Any, **options: Any) -> None:
         self.trainer.seen.append([])
 
 
 def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
-    """Train for some epochs."""
+    """Train for some epochs, whose numbers the Trainer itself tells the loader; for one said, up to that."""
     loader.collate_fn = as_inputs
+    seen = train(loader, patched, epochs.count(None))
+    return seen + [train(loader, patched, epoch + 1)[epoch] for epoch in epochs if epoch is not None]
+
+
+def train(loader: Any, patched: bool, epochs: int) -> Epochs:
+    """Train from the beginning."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
-            num_train_epochs=len(epochs),
+            num_train_epochs=epochs,
             use_cpu=True,
             report_to=[],
             disable_tqdm=True,
@@ -68,7 +71,7 @@ def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
             logging_strategy="no",
         )
         trainer = OwnLoader(loader, patched, model=tiny_model(), args=arguments)
-        trainer.add_callback(EachEpoch(trainer, epochs))
+        trainer.add_callback(EachEpoch(trainer))
         trainer.train()
     assert trainer.state.global_step == sum(map(len, trainer.seen))  # it had planned for as many steps as it made
     return trainer.seen
