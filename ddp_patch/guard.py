@@ -4,7 +4,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -53,15 +53,26 @@ def guarded() -> Iterator[None]:
         ...     len(list(DataLoader(range(4))))  # no process group is up
         4
     """
-    begin = DataLoader.__iter__
+    with places_recorded(), patch.dict(os.environ, {_VARIABLE: "1"}), ExitStack() as stack:
+        for kind in _kinds(DataLoader):  # a subclass need not call its base's __iter__: StatefulDataLoader does not
+            if "__iter__" in vars(kind):
+                stack.enter_context(patch.object(kind, "__iter__", _guarding(vars(kind)["__iter__"])))
+        yield
 
+
+def _kinds(kind: type[DataLoader[Any]]) -> Iterator[type[DataLoader[Any]]]:
+    yield kind
+    for other in kind.__subclasses__():
+        yield from _kinds(other)
+
+
+def _guarding(begin: Any) -> Any:
     @functools.wraps(begin)
     def iterate(self: DataLoader[Any]) -> Any:
         _require_sharded(self)
         return begin(self)
 
-    with places_recorded(), patch.object(DataLoader, "__iter__", iterate), patch.dict(os.environ, {_VARIABLE: "1"}):
-        yield
+    return iterate
 
 
 def guarded_as_parent() -> AbstractContextManager[None]:

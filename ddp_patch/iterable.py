@@ -16,7 +16,7 @@ from torch.utils.data._utils import worker as torch_worker
 from ddp_patch.agreement import Agreed, length_of
 from ddp_patch.epoch_pass import EpochPass
 from ddp_patch.epoch_sampler import EpochSampler
-from ddp_patch.errors import StateError, StreamLengthError
+from ddp_patch.errors import StateError, StreamLengthError, UnsupportedLoaderError
 from ddp_patch.fingerprint import fingerprinted
 from ddp_patch.loader import random_generators
 from ddp_patch.options import Options
@@ -96,6 +96,12 @@ class ShardedIterable(IterableDataset[T]):
         number = int(self._latest_pass) if self._first_pass is None else self._first_pass
         epoch = int(self._epochs[number % _LATEST])
         self._first_pass = None
+        if epoch < 0:
+            raise UnsupportedLoaderError(
+                f"{type(self.dataset).__name__} cannot be shared here: the patched loader was made anew without its "
+                "sampler, which begins each epoch, as Lightning's predict does. Iterate the loader that "
+                "patch_dataloader_to_ddp() returned."
+            )
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
         goes_on = self._place is not None and (self._place[0], self._place[1].epoch) == (number, epoch)

@@ -9,10 +9,19 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.binning import pictured
-from ddp_patch.auditing.causes import About, cause_of, coverage_kinds
+from ddp_patch.auditing.causes import About, cause_of, coverage_kinds, unshared
 from ddp_patch.auditing.coding import Numbers
 from ddp_patch.auditing.drawing import Drawn
-from ddp_patch.auditing.judge import Allowance, Epoch, Judged, allowance, batch_size_of, judge_epoch, signature
+from ddp_patch.auditing.judge import (
+    Allowance,
+    Epoch,
+    Judged,
+    allowance,
+    batch_size_of,
+    in_its_units,
+    judge_epoch,
+    signature,
+)
 from ddp_patch.auditing.made_up_world import MadeUpWorld, Progress
 from ddp_patch.auditing.measures import Cost, global_batches, imbalance, step_costs
 from ddp_patch.auditing.pictured import Pictured
@@ -180,6 +189,7 @@ class _Audit:
         return judge_epoch(epoch, self._allowance(epoch))
 
     def _look_at(self, epoch: Epoch) -> None:
+        epoch = in_its_units(epoch, self._allowance)
         judged = self._judge(epoch)
         failure = error_problem(epoch)
         self._add(failure)
@@ -196,8 +206,9 @@ class _Audit:
         self.signatures.append(signature(epoch.ranks))
         self._add(steps_problem(epoch, self._allowance(epoch).uneven))
         self._add(length_problem(epoch))
-        if not judged.found.is_known:
-            self.seeds_agree = None
+        if epoch.is_sample and judged.is_covered and not self._causes() and self.world.world_size > 1:
+            self._add(unshared(epoch, self.world.alike(epoch), judged, self.world.coding))
+            self.seeds_agree = self.seeds_agree if judged.found.is_known and not self._causes() else None
         elif not (judged.is_covered or self._causes()) and self.seeds_agree:
             self._find_cause(epoch, judged)
         if judged.found.lacking and judged.found.extra == judged.padding:
@@ -208,7 +219,7 @@ class _Audit:
 
     def _find_cause(self, epoch: Epoch, judged: Judged) -> None:
         def alike() -> tuple[Epoch, Judged]:
-            again = self.world.alike(epoch)
+            again = in_its_units(self.world.alike(epoch), self._allowance)
             return again, self._judge(again)
 
         cause = cause_of(epoch, judged, alike, self.world.first, self.world.coding, self.expect.padding)

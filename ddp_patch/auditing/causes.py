@@ -7,8 +7,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.coding import Coding
-from ddp_patch.auditing.counting import batches_of
-from ddp_patch.auditing.judge import Epoch, Judged
+from ddp_patch.auditing.judge import Epoch, Judged, is_torn
 from ddp_patch.auditing.report import Kind, Problem
 from ddp_patch.loader import is_ddp_aware, samplers_in_use
 
@@ -103,6 +102,11 @@ def cause_of(
     return Cause((structural,), None)
 
 
+def unshared(epoch: Epoch, again: Epoch, judged: Judged, coding: Coding) -> Problem | None:
+    """Return the problem that ranks seeded alike draw the same beginning of a stream, if they do."""
+    return _not_sharded(About(epoch, judged, coding)) if _is_same_on_every_rank(again) else None
+
+
 def _same_part(about: About) -> Problem:
     world, each = len(about.epoch.ranks), max(len(drawn.items) for drawn in about.epoch.ranks)
     return about.problem(
@@ -143,7 +147,7 @@ def _structural(about: About, loader: DataLoader[object]) -> Problem:
             "Something shares what is shared already, so most samples are never seen.",
             "Share once: leave out the sampler wrapper, or the framework's own (use_distributed_sampler=False).",
         )
-    if epoch.units == "batches" and _is_torn(epoch):
+    if epoch.units == "batches" and is_torn(epoch):
         return about.problem(
             "torn_batch",
             about.counts(),
@@ -166,7 +170,7 @@ def _structural(about: About, loader: DataLoader[object]) -> Problem:
         )
     largest = max((int(drawn.sizes.max()) for drawn in epoch.ranks if len(drawn.sizes)), default=1)
     if found.extra <= world * (largest if epoch.units == "samples" else 1):
-        return _padding(about, f"To fill the last round of {world} ranks, {world - 1} are enough.")
+        return _padding(about, f"To fill the last round of {world} ranks, {-epoch.expected % world} are enough.")
     return about.problem(
         "repeated",
         about.counts(),
@@ -208,18 +212,6 @@ def _is_shared_twice(epoch: Epoch, loader: DataLoader[object]) -> bool:
     shared = [len(drawn.items if epoch.units == "samples" else drawn.sizes) for drawn in epoch.ranks]
     twice = -(-n // (world * world))
     return len(holders) > 1 or (n > world * world and all(abs(got - twice) <= 1 for got in shared))
-
-
-def _is_torn(epoch: Epoch) -> bool:
-    """Whether ranks got parts of batches that one process gets as one."""
-    whole = {frozenset(batch.tolist()) for batch in batches_of(epoch.alone)}
-    got = {frozenset(batch.tolist()) for drawn in epoch.ranks for batch in batches_of(drawn)}
-    foreign = got - whole
-    holders: dict[int, list[frozenset[int]]] = {}
-    for batch in whole:
-        for item in batch:
-            holders.setdefault(item, []).append(batch)
-    return any(any(part < batch for item in part for batch in holders.get(item, [])) for part in foreign)
 
 
 def _has_right_totals(epoch: Epoch, judged: Judged) -> bool:

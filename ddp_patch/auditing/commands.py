@@ -5,7 +5,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, get_args
 
@@ -47,7 +47,7 @@ def _refusing() -> Iterator[None]:
         yield
     except click.exceptions.Exit:
         raise
-    except Exception as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         notes = getattr(error, "__notes__", [])
         raise _CouldNotRunError(" ".join([f"{type(error).__name__}: {error}", *notes])) from error
 
@@ -102,7 +102,7 @@ def audit_command(target: str, world_size: int, cost: str | None, form: str, htm
         from ddp_patch.auditing.page import page  # before the work: matplotlib may be missing
     # An option of the patch that is not given has its default there, and where the patch is not called it must not be.
     chosen = {name: value for name, value in given.items() if value is not None}
-    with _refusing(), warnings.catch_warnings():
+    with _refusing(), redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what libraries warn of while loaders are made is not the audit's to tell
         if cost is not None:
             chosen["cost"] = look_up(cost)[1]
@@ -120,6 +120,7 @@ def audit_command(target: str, world_size: int, cost: str | None, form: str, htm
             raise click.ClickException(f"{target} holds no loader.")
         if html is not None:
             html.write_text(page(reports), encoding="utf-8")
+    with _refusing():
         _print(reports, form)
     sys.exit(_HOLDS if all(report.ok for report in reports.values()) else _DOES_NOT)
 

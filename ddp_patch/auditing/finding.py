@@ -77,7 +77,8 @@ def look_up(target: str) -> tuple[str, Any]:
 def _module(place: str) -> ModuleType:
     if place.endswith(".py"):
         return _module_of_file(Path(place))
-    sys.path.insert(0, "")  # as `python -m` does
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does: for what is imported later, and by real ranks, too
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
@@ -87,8 +88,6 @@ def _module(place: str) -> ModuleType:
             f"There is no module {place!r} to import from {Path.cwd()}. Pass package.module:name or "
             "path/to/file.py:name."
         ) from error
-    finally:
-        sys.path.remove("")
 
 
 def _module_of_file(path: Path) -> ModuleType:

@@ -1,14 +1,14 @@
 """From what ranks drew to whether their shares are disjoint and complete."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.coding import Numbers
-from ddp_patch.auditing.counting import Coverage, as_units, coverage
+from ddp_patch.auditing.counting import Coverage, as_units, batches_of, coverage
 from ddp_patch.auditing.drawing import Drawn
 from ddp_patch.auditing.report import Units
 from ddp_patch.loader import samplers_in_use
@@ -100,7 +100,8 @@ def allowance(epoch: Epoch, loader: DataLoader[object], uneven: str | None, pads
         size = batch_size_of(loader)
         largest = max(int(drawn.sizes.max(initial=size)) for drawn in (*epoch.ranks, epoch.alone))
         dropped += world * max(1, loader.num_workers) * (largest - 1)
-    return Allowance(world - 1 if pads else 0, dropped, uneven=int(uneven == "keep"))
+    padding = -epoch.expected % world if pads and uneven in (None, "pad") else 0
+    return Allowance(padding, dropped, uneven=int(uneven == "keep"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,26 @@ def judge_epoch(epoch: Epoch, allowed: Allowance) -> Judged:
     padding = found.extra if found.extra <= allowed.padding else 0
     dropped = found.lacking if found.lacking <= allowed.dropped else 0
     return Judged(found, samples, padding, dropped, padding == found.extra and dropped == found.lacking)
+
+
+def in_its_units(epoch: Epoch, allowance_of: Callable[[Epoch], Allowance]) -> Epoch:
+    """Return the epoch counted in samples where ranks share samples and each makes batches of its own of them."""
+    if epoch.units == "samples" or judge_epoch(epoch, allowance_of(epoch)).is_covered or is_torn(epoch):
+        return epoch
+    counted = replace(epoch, units="samples")
+    return counted if judge_epoch(counted, allowance_of(counted)).is_covered else epoch
+
+
+def is_torn(epoch: Epoch) -> bool:
+    """Tell whether most batches that one process does not make are parts of those that it makes."""
+    whole = {frozenset(batch.tolist()) for batch in batches_of(epoch.alone)}
+    foreign = {frozenset(batch.tolist()) for drawn in epoch.ranks for batch in batches_of(drawn)} - whole
+    holders: dict[int, list[frozenset[int]]] = {}
+    for batch in whole:
+        for item in batch:
+            holders.setdefault(item, []).append(batch)
+    parts = sum(any(part < batch for item in part for batch in holders.get(item, [])) for part in foreign)
+    return 2 * parts > len(foreign)
 
 
 def signature(ranks: Sequence[Drawn]) -> bytes:

@@ -14,6 +14,14 @@ __all__ = ["error_problem", "length_problem", "lost_problem", "order_problem", "
 def error_problem(epoch: Epoch) -> Problem | None:
     """Return the problem that ranks raise."""
     raised = {rank: drawn.error for rank, drawn in enumerate(epoch.ranks) if drawn.error}
+    if not raised and epoch.alone.error:
+        return Problem(
+            "error",
+            f"One process alone raises {epoch.alone.error.rstrip('.')}.",
+            f"epoch {epoch.number}, a world of one rank",
+            "What it would get is what the ranks together are compared with, so nothing can be said of their shares.",
+            "Let make(0, 1) return a loader that one process can iterate.",
+        )
     if not raised:
         return None
     rank, error = next(iter(raised.items()))

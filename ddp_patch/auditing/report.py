@@ -154,6 +154,7 @@ class Report:
             told.append(("global batch", _batches_text(self.epochs[0].global_batches)))
         told += [("epochs differ", _yes(self.epochs_differ)), ("seeds agree", _yes(self.seeds_agree))]
         memory = "" if self.memory is None else f", {self.memory / 2**20:.0f} MiB more"
+        told += [("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed]
         return [*told, ("one rank's epoch", f"{self.seconds:.3f} s{memory}")]
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -11,7 +12,7 @@ from ddp_patch.auditing.coding import Coding
 from ddp_patch.auditing.drawing import Drawn, draw
 from ddp_patch.auditing.subject import Subject
 from ddp_patch.errors import StreamLengthWarning
-from ddp_patch.loader import random_generators, samplers_in_use
+from ddp_patch.loader import Level, level, random_generators, samplers_in_use
 from ddp_patch.nesting import tell_epoch
 from ddp_patch.seeding import PrivateRNG, generator_state, set_generator_state, unmoved
 
@@ -33,11 +34,14 @@ class Rank:
     def __init__(self, build: Callable[[], DataLoader[Any]], subject: Subject, seeded_as: int) -> None:
         self._subject = subject
         self._ambient = PrivateRNG(_SEED, seeded_as)
-        with self._ambient:
+        # What a factory, or a function that cannot be copied, reaches is shared with the other ranks here alone.
+        reached = [SimpleNamespace(make=subject.make)] if not isinstance(subject.make, DataLoader) else []
+        with self._ambient, unmoved(random_generators(reached)):
             self.loader: DataLoader[Any] = build()
-        # A function that cannot be copied shares its generators with the other ranks' copies.
-        given = subject.make if isinstance(subject.make, DataLoader) else None
-        held = random_generators([given, *samplers_in_use(given)]) if given is not None else []
+            loaders = [self.loader, *([subject.make] if isinstance(subject.make, DataLoader) else [])]
+            held = random_generators(
+                [*reached, *(holder for one in loaders for holder in (one, *samplers_in_use(one)))]
+            )
         self._held = [[generator, generator_state(generator)] for generator in held]
 
     def epoch(self, number: int, coding: Coding, tells_epoch: bool = False) -> Drawn:
@@ -78,3 +82,5 @@ def _set_epoch(loader: Any, epoch: int) -> None:
         tell(epoch)
     else:
         tell_epoch(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, epoch)
+        if level(loader) is Level.ITERABLE and callable(tell := getattr(loader.dataset, "set_epoch", None)):
+            tell(epoch)

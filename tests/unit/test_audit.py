@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import audit_setups as setups
@@ -11,12 +11,20 @@ import numpy as np
 import pytest
 import torch
 from audit_setups import N, Untouchable
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from zoo import ALL_KINDS, BY_NAME, Kind, draw_ambient, loader, seed_ambient
 
 from ddp_patch import AuditError, InvalidOptionError, NotALoaderError, audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import problem_kinds
 from ddp_patch.auditing.coding import Coding
+from ddp_patch.auditing.page import page
 from ddp_patch.auditing.simulate import ranks_of
 from ddp_patch.auditing.subject import Subject
 from ddp_patch.samplers import PKBatchSampler
@@ -356,3 +364,82 @@ def test_workers_of_an_iterable_dataset_are_simulated() -> None:
 def test_sparse_and_negative_indices_are_counted() -> None:
     assert audit(loader(sampler=[10**15, 3, -1, 2**70, 7]), 2).ok
     assert kinds(audit(loader(sampler=[10**15, 3, -1, 2**70, 7]), 2, patch=False)) == ["not_sharded"]
+
+
+# Right set-ups that are easily mistaken, and broken ones that are easily missed.
+
+
+class OwnBatches(BatchSampler):
+    """As many people have one: a subclass over whatever sampler it is given."""
+
+
+class ByOwnEpoch(IterableDataset[int]):
+    """A stream that shuffles by the epoch that it is told, and shares itself."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size, self.epoch = rank, world_size, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(self.epoch))
+        yield from order.tolist()[self.rank :: self.world_size]
+
+
+SHARED_GENERATOR = torch.Generator().manual_seed(0)
+SHUFFLED_BY_IT = DataLoader(Untouchable(96), 4, shuffle=True, generator=SHARED_GENERATOR)
+EASILY_MISTAKEN: dict[str, Callable[[int, int], DataLoader[Any]]] = {
+    "batches of a share": lambda rank, ranks: DataLoader(
+        Untouchable(96),
+        batch_sampler=OwnBatches(DistributedSampler(Untouchable(96), ranks, rank, shuffle=False), 4, False),
+    ),
+    "a generator that all ranks' loaders reach": lambda rank, ranks: patch_dataloader_to_ddp(
+        SHUFFLED_BY_IT, rank=rank, num_replicas=ranks
+    ),
+    "an iterable dataset that is told epochs": lambda rank, ranks: DataLoader(ByOwnEpoch(rank, ranks), 4),
+}
+
+
+@pytest.mark.parametrize("name", EASILY_MISTAKEN)
+def test_a_right_set_up_that_is_easily_mistaken_holds(name: str) -> None:
+    before = SHARED_GENERATOR.get_state()
+    tells = "told" in name
+    audit(EASILY_MISTAKEN[name], 4, set_epoch=tells, epochs_differ=tells).raise_for_problems()
+    assert torch.equal(SHARED_GENERATOR.get_state(), before)
+
+
+def test_a_set_epoch_that_never_reaches_an_iterable_dataset_is_found() -> None:
+    assert kinds(audit(EASILY_MISTAKEN["an iterable dataset that is told epochs"], 4)) == ["same_order"]
+
+
+@pytest.mark.parametrize("sampler", [WeightedRandomSampler([1.0] * N, 20_000), None])
+def test_no_sharding_is_found_in_a_sample_too(sampler: Any) -> None:
+    given: DataLoader[Any] = DataLoader(Untouchable(N), 4, sampler=sampler, shuffle=sampler is None)
+    assert kinds(audit(given, 4, max_items=20, patch=False)) == ["not_sharded"]
+    assert audit(given, 4, max_items=20).ok
+
+
+def test_repeats_where_no_round_is_to_be_filled_are_no_padding() -> None:
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        return DataLoader(Untouchable(96), 4, sampler=[*range(rank, 96, world_size), *[0] * (rank > 0)])
+
+    report = audit(make, 4)
+    assert report.epochs[0].padding == 0
+    assert kinds(report) == ["uneven_steps", "padding"]
+
+
+def test_a_process_alone_that_raises_is_told() -> None:
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        return DataLoader(
+            Untouchable(N), 4, sampler=setups.Failing(True) if world_size == 1 else range(rank, N, world_size)
+        )
+
+    (problem,) = audit(make, 4, epochs=1).problems
+    assert problem.what.startswith("One process alone raises")
+
+
+def test_what_was_allowed_stands_in_every_form() -> None:
+    report = audit(DataLoader(Untouchable(N), 4), 4, patch=False, allow=["not_sharded"])
+    assert report.ok
+    assert all("not_sharded" in text for text in (str(report), report.to_markdown(), page({"train": report})))

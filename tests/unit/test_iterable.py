@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
-from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch import UnsupportedLoaderError, check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.fingerprint import fingerprint
 from ddp_patch.iterable import ShardedIterable
 from ddp_patch.options import Options
@@ -193,3 +193,10 @@ def test_workers_leave_word_of_all_that_a_pass_has_drawn(workers: int) -> None:
         assert sum(map(len, loader)) == 12
     whole = int(fingerprint(range(N))[:15], 16)
     assert sharded.ended(1) == sharded.ended(2) == {"drawn in the epoch before": N, "order of the epoch before": whole}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_patched_loader_that_was_made_anew_without_its_sampler_raises(workers: int) -> None:
+    patched = patch_dataloader_to_ddp(DataLoader(Source(8), 2, num_workers=workers), rank=0, num_replicas=2)
+    with pytest.raises(UnsupportedLoaderError, match="made anew without its sampler"):
+        list(DataLoader(patched.dataset, 2, num_workers=workers))
