@@ -161,5 +161,5 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
     """Run pytest in such a way that no process imports ``ddp_patch`` from the checkout."""
     # PYTHONSAFEPATH: the folder in which a process starts is not where it imports from.
     environment = {"PYTHONSAFEPATH": "1", "DDP_PATCH_DIST": str(DIST.resolve())}
-    # One process more than cores: on real ranks a test mostly waits.
-    session.run("pytest", "-n", str((os.cpu_count() or 1) + 1), *arguments, *session.posargs, env=environment)
+    # More processes than cores: on real ranks a test mostly waits.
+    session.run("pytest", "-n", str((os.cpu_count() or 1) + 2), *arguments, *session.posargs, env=environment)

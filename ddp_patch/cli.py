@@ -4,6 +4,7 @@ Arguments, tables and pictures come from click, rich and matplotlib, which ``pip
 """
 
 import sys
+from pathlib import Path
 
 __all__ = ["main"]
 
@@ -13,6 +14,8 @@ _NEEDED = {"click", "matplotlib", "rich"}
 
 def main() -> None:
     """Run the command line; without the libraries that it needs, say what to install and exit with 2."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does: for what targets import later, and for real ranks, too
     try:
         from ddp_patch.auditing.commands import commands
 

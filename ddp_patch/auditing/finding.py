@@ -77,8 +77,6 @@ def look_up(target: str) -> tuple[str, Any]:
 def _module(place: str) -> ModuleType:
     if place.endswith(".py"):
         return _module_of_file(Path(place))
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does: for what is imported later, and by real ranks, too
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
