@@ -162,4 +162,6 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
     # PYTHONSAFEPATH: the folder in which a process starts is not where it imports from.
     environment = {"PYTHONSAFEPATH": "1", "DDP_PATCH_DIST": str(DIST.resolve())}
     # More processes than cores: on real ranks a test mostly waits.
-    session.run("pytest", "-n", str((os.cpu_count() or 1) + 2), *arguments, *session.posargs, env=environment)
+    # And they take tests from each other: some take a hundred times as long as others.
+    workers = ["-n", str((os.cpu_count() or 1) + 2), "--dist", "worksteal"]
+    session.run("pytest", *workers, *arguments, *session.posargs, env=environment)
