@@ -217,6 +217,7 @@ def _rank_main(task: _Task, sender: Connection) -> None:
                 world_size=task.world_size,
                 timeout=timedelta(seconds=task.timeout),
             )
+            dist.barrier()  # a rank that has done all may not leave while another still connects to it
             with guarded_as_parent():
                 message = pickle.dumps(("returned", task.fn(task.rank, task.world_size, *task.args)))
         except BaseException:  # noqa: BLE001 - whatever it is, the parent raises it

@@ -104,6 +104,33 @@ def test_ranks_have_the_environment_of_the_call(start_method: Any, monkeypatch: 
     assert run_ranks(in_an_environment, 1, start_method=start_method) == ["yes"]
 
 
+class SlowToConnect:
+    """An argument with which rank 0 takes a second longer than the others to connect, and then notes itself."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        connect = dist.init_process_group
+
+        def slowly(*args: Any, rank: int, **options: Any) -> None:
+            connect(*args, rank=rank, **options)
+            if rank == 0:
+                time.sleep(1)
+                note_pid(state["folder"])
+
+        dist.init_process_group = slowly
+
+
+def how_many_are_there(rank: int, world_size: int, slow: SlowToConnect, folder: str) -> int:
+    return len(list(Path(folder).iterdir()))
+
+
+def test_no_rank_begins_before_all_are_connected(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    assert run_ranks(how_many_are_there, 2, SlowToConnect(folder), folder, start_method="forkserver") == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("fn", "timeout", "said"),
     [
