@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
+from pages import show_and_put
 from torch.utils.data import DataLoader, Sampler
 
 import ddp_patch.exchange
@@ -26,7 +25,6 @@ ITEMS = 100_000
 REPEATS = 5
 COLUMNS = ("ranks", "patch: bytes of a record", "patch: ms", "leader: bytes to a rank", "leader: ms", "verify: ms more")
 PAGE = Path(__file__).parents[1] / "docs" / "agreement.md"
-BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 
 
 class Shuffled(Sampler[int]):
@@ -79,13 +77,7 @@ def main() -> None:
         ranks = run_ranks(measure, world_size, timeout=300)
         slowest = [max(values) for values in zip(*ranks, strict=True)]
         rows.append([str(world_size), *(f"{value:,.0f}" if value >= 10 else f"{value:.1f}" for value in slowest)])
-    table = Table(*COLUMNS, title=f"{ITEMS:,} items, the slowest rank")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-    lines = ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END)[1])
+    show_and_put(PAGE, "table", [COLUMNS, *rows], f"{ITEMS:,} items, the slowest rank")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from pages import show_and_put
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- imports: begin -->\n", "<!-- imports: end -->\n"
 LINE = re.compile(r"import time:\s+(?P<own>\d+) \|\s+(?P<all>\d+) \|(?P<depth> +)(?P<module>\S+)")
 
 
@@ -40,13 +38,7 @@ def main() -> None:
     runs = [measure() for _ in range(repeats)]
     columns = ("statement", "median ms", "fastest ms")
     rows = [(name, *(f"{of(run[name] for run in runs):,.1f}" for of in (statistics.median, min))) for name in runs[0]]
-    table = Table(*columns, title=f"{repeats} processes")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-    lines = ["| " + " | ".join(cells) + " |" for cells in (columns, ["---"] * len(columns), *rows)]
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END)[1])
+    show_and_put(PAGE, "imports", [columns, *rows], f"{repeats} processes")
 
 
 if __name__ == "__main__":

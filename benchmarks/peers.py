@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from pages import put
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from zoo import BY_NAME, KINDS, STEPS, Kind, comparable, seed_ambient
 
@@ -38,7 +39,6 @@ RANKS = 3
 EPOCHS = 2
 LIMIT_S = 6.0  # for one kind in one configuration
 PAGE = Path(__file__).parent.parent / "docs" / "loaders.md"
-BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 
 YES, PADDED = "yes", "yes, padded"
 
@@ -472,13 +472,6 @@ def totals(verdicts: list[str]) -> str:
     return f"{handled} ({padded} padded)" if padded else handled
 
 
-def write(page: Path, text: str) -> None:
-    """Put the text between the page's markers."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
-
-
 def main() -> None:
     """Run everything, print the table and write it into the page."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -490,7 +483,7 @@ def main() -> None:
             print(f"{implementation}, {attempt.configuration}: {attempt.kind}: {judge(BY_NAME[attempt.kind], reports)}")
     text = f"{table(attempts)}\n\nEach configuration by itself:\n\n{by_configuration(attempts)}"
     print(text)
-    write(PAGE, text)
+    put(PAGE, "peers", text)
 
 
 if __name__ == "__main__":

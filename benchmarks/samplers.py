@@ -12,8 +12,7 @@ import matplotlib as mpl
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
-from rich.console import Console
-from rich.table import Table
+from pages import show_and_put
 from torch.utils.data import BatchSampler, RandomSampler
 
 from ddp_patch import DDPSamplerWrapper
@@ -29,7 +28,6 @@ from ddp_patch.samplers import (
 )
 
 PAGE = Path(__file__).parents[1] / "docs" / "samplers.md"
-BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->"
 SEED = 0
 
 
@@ -107,18 +105,6 @@ def speed(n: int, repeats: int) -> list[list[str]]:
         whole = median(lambda s=sampler: iterated(s), 1)
         rows.append([name, f"{once:.3f}", f"{once / floor:.2f}", f"{whole:.2f}", f"{whole / floor:.1f}"])
     return rows
-
-
-def write(rows: list[list[str]]) -> None:
-    """Print the table and put it into the page."""
-    table = Table(*rows[0])
-    for row in rows[1:]:
-        table.add_row(*row)
-    Console(width=140).print(table)
-    lines = ["| " + " | ".join(cells) + " |" for cells in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
-    page = PAGE.read_text()
-    before, rest = page.split(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END)[1])
 
 
 # Pictures.
@@ -274,7 +260,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="how often each epoch is drawn")
     arguments = parser.parse_args()
     draw()
-    write(speed(arguments.n, arguments.repeats))
+    show_and_put(PAGE, "speed", speed(arguments.n, arguments.repeats))
 
 
 if __name__ == "__main__":

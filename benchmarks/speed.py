@@ -41,7 +41,6 @@ from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, 
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 BATCH, WORLD, N = 64, 8, 10**7
-BEGIN, END = "<!-- {}: begin -->\n", "<!-- {}: end -->"
 PEERS = ("accelerate", "lightning", "pytorch-ignite", "open-metric-learning")
 
 
@@ -346,23 +345,6 @@ def draw(found: dict[str, dict[str, list[list[float]]]]) -> None:
         plt.close(figure)
 
 
-# The page.
-
-
-def write(name: str, rows: list[list[str]], page: str) -> str:
-    """Print a table and put it into the page."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*rows[0], title=name)
-    for row in rows[1:]:
-        table.add_row(*row)
-    Console(width=140).print(table)
-    lines = ["| " + " | ".join(cells) + " |" for cells in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
-    before, rest = page.split(BEGIN.format(name))
-    return before + BEGIN.format(name) + "\n".join(lines) + "\n" + END.format(name) + rest.split(END.format(name))[1]
-
-
 def main() -> None:
     """Measure, print, draw and write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
@@ -386,16 +368,15 @@ def main() -> None:
         "scalable": lambda: scalable_shuffles(arguments.repeats),
         "loaders": lambda: loaders(arguments.repeats),
     }
-    page = PAGE.read_text()
+    from pages import show_and_put  # not where a case is measured: what it imports takes memory
+
     for name in arguments.only or tables:
-        page = write(name, tables[name](), page)
+        show_and_put(PAGE, name, tables[name](), name)
     if arguments.only:
-        PAGE.write_text(page)
         return
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy", *PEERS))
-    page = write("versions", [["measured with"], [f"{versions}; n = {n:,}"]], page)
+    show_and_put(PAGE, "versions", [["measured with"], [f"{versions}; n = {n:,}"]], "versions")
     draw(growing(arguments.largest, arguments.repeats))
-    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from ddp_patch.place import Held, Place
 from ddp_patch.plan import Done
 from ddp_patch.progress import Progress
 
-__all__ = ["EpochPass"]
+__all__ = ["EpochPass", "nothing_left"]
 
 T = TypeVar("T")
 
@@ -85,6 +85,11 @@ class EpochPass(Progress):
         if self.sizes is not None:
             self.sizes.extend(map(_samples, part[max(0, self.skip - self.given) :]))
         return super().begin(part)
+
+
+def nothing_left(unused: int) -> bool:
+    """Tell that a pass is at its end: ``EpochPass.to_end`` where nothing has to be drawn to know it."""
+    return True
 
 
 def _samples(item: Any) -> int:

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ddp_patch.agreement import Agreed, length_of
-from ddp_patch.epoch_pass import EpochPass
+from ddp_patch.epoch_pass import EpochPass, nothing_left
 from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import StateError, StreamLengthError, UnsupportedLoaderError
 from ddp_patch.fingerprint import fingerprinted
@@ -203,7 +203,7 @@ class ShardedIterable(IterableDataset[T]):
             reader = (
                 self.reader(self._place[1].split(self._plan.num_replicas)[1] if self._place and goes_on else 0) or alone
             )
-            with _worker_info(reader):
+            with worker_info(reader):
                 worker_init_fn(reader.id)
 
     def _check_runs(self, drawn: int, length: int) -> None:
@@ -272,7 +272,7 @@ class StreamSampler(EpochSampler[None]):
         if callable(tell := getattr(self.dataset.dataset, "set_epoch", None)):
             tell(epoch)
         progress.given = progress.skip
-        progress.to_end = _is_told  # the end is found in workers, if there is one
+        progress.to_end = nothing_left  # the end is found in workers, if there is one
         try:
             while True:
                 progress.given += 1
@@ -331,10 +331,6 @@ class IterableWorkerInit:
         info.dataset.begin_worker(self.epochs.passes + 1, self.worker_init_fn)
 
 
-def _is_told(unused: int) -> bool:
-    return True
-
-
 def random_holder(dataset: object) -> SimpleNamespace:
     """Return what holds a dataset's random generators and nothing else: its own state is a position in it."""
     return SimpleNamespace(generators=random_generators([dataset]))
@@ -354,10 +350,10 @@ def _shared(*shape: int) -> torch.Tensor:
 
 def _read_as(info: Any, dataset: Iterable[T]) -> Iterator[T]:
     """Iterate the dataset while ``get_worker_info()`` tells it ``info``."""
-    with _worker_info(info):
+    with worker_info(info):
         iterator = iter(dataset)
     while True:
-        with _worker_info(info):
+        with worker_info(info):
             try:
                 item = next(iterator)
             except StopIteration:
@@ -366,7 +362,8 @@ def _read_as(info: Any, dataset: Iterable[T]) -> Iterator[T]:
 
 
 @contextmanager
-def _worker_info(info: Any) -> Iterator[None]:
+def worker_info(info: Any) -> Iterator[None]:
+    """Have ``get_worker_info()`` tell ``info``."""
     # torch has no public way to say which worker this is; get_worker_info() reads this one variable.
     before = torch_worker._worker_info
     torch_worker._worker_info = info

@@ -171,8 +171,7 @@ def require_copyable(loader: DataLoader[Any]) -> None:
     # are is looked at elsewhere.
     kept = {name: value for name, value in vars(loader).items() if name not in _OWN}
     for name, value in kept.items():
-        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        if any(isinstance(part, _RUNNING) for part in (value, *islice(held, _LOOKED_AT))):
+        if any(isinstance(part, _RUNNING) for part in _parts(value)):
             raise UnsupportedLoaderError(
                 f"{type(loader).__name__} cannot be patched: it started an iterator in its constructor (attribute "
                 f"{name!r}), which would go on yielding unsharded data. Build it with a sampler that is sharded "
@@ -187,10 +186,15 @@ def _other_loader_iterated(loader: DataLoader[Any]) -> str | None:
     if iterates is DataLoader or iterates.__module__.startswith(f"{_TORCHDATAS}."):
         return None
     for name, value in vars(loader).items():
-        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        if any(part is not loader and isinstance(part, DataLoader) for part in (value, *islice(held, _LOOKED_AT))):
+        if any(part is not loader and isinstance(part, DataLoader) for part in _parts(value)):
             return name
     return None
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return an attribute's value, with the first elements that it has if it is a container."""
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [value, *islice(held, _LOOKED_AT)]
 
 
 def copy_loader(loader: L, **replaced: Any) -> L:

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, Self, TypeVar, cast
 
 from ddp_patch.agreement import Agreed, describe
-from ddp_patch.epoch_pass import EpochPass
+from ddp_patch.epoch_pass import EpochPass, nothing_left
 from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError, StreamLengthWarning
 from ddp_patch.fingerprint import COMPARED, fingerprint, fingerprinted
@@ -366,11 +366,7 @@ def _items_at(order: Order, rest: Rest, positions: range) -> Sequence[Any]:
 def _finished(order: Order, progress: EpochPass, unused: int) -> bool:
     """Draw, once, what the sampler draws after its last item."""
     order.finish()
-    progress.to_end = _nothing_left
-    return True
-
-
-def _nothing_left(unused: int) -> bool:
+    progress.to_end = nothing_left
     return True
 
 

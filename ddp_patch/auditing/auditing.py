@@ -206,9 +206,11 @@ class _Audit:
         self.signatures.append(signature(epoch.ranks))
         self._add(steps_problem(epoch, self._allowance(epoch).uneven))
         self._add(length_problem(epoch))
-        if epoch.is_sample and judged.is_covered and not self._causes() and self.world.world_size > 1:
-            self._add(unshared(epoch, self.world.alike(epoch), judged, self.world.coding))
-            self.seeds_agree = self.seeds_agree if judged.found.is_known and not self._causes() else None
+        if judged.is_covered and (problem := self._unshared(epoch, judged)) is not None:
+            self._add(problem)
+            self.seeds_agree = None
+        elif not judged.found.is_known:
+            self.seeds_agree = None
         elif not (judged.is_covered or self._causes()) and self.seeds_agree:
             self._find_cause(epoch, judged)
         if judged.found.lacking and judged.found.extra == judged.padding:
@@ -216,6 +218,12 @@ class _Audit:
 
     def _causes(self) -> list[Problem]:
         return [problem for problem in self.problems if problem.kind in coverage_kinds]
+
+    def _unshared(self, epoch: Epoch, judged: Judged) -> Problem | None:
+        """Look, once, at whether ranks draw the same beginning, of which a sample may tell nothing else."""
+        if not epoch.is_sample or self.epochs or self.world.world_size == 1:
+            return None
+        return unshared(epoch, self.world.alike(epoch), judged, self.world.coding)
 
     def _find_cause(self, epoch: Epoch, judged: Judged) -> None:
         def alike() -> tuple[Epoch, Judged]:

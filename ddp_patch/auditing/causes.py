@@ -11,7 +11,7 @@ from ddp_patch.auditing.judge import Epoch, Judged, is_torn
 from ddp_patch.auditing.report import Kind, Problem
 from ddp_patch.loader import is_ddp_aware, samplers_in_use
 
-__all__ = ["About", "Cause", "cause_of", "coverage_kinds"]
+__all__ = ["About", "Cause", "cause_of", "coverage_kinds", "unshared"]
 
 # The kinds of problem that say that shares are not disjoint or not complete.
 coverage_kinds: frozenset[Kind] = frozenset(

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.worker import WorkerInfo
 
+from ddp_patch.iterable import worker_info
 from ddp_patch.seeding import PrivateRNG
 
 __all__ = ["base_seed", "batches_read"]
@@ -42,7 +43,7 @@ def batches_read(loader: DataLoader[Any]) -> Iterator[list[Any]]:
 class _Worker:
     """A worker's copy of the dataset, told that it is one; with one alone and no worker, the loader's own."""
 
-    info: torch_worker.WorkerInfo | None
+    info: WorkerInfo | None
     rng: PrivateRNG | None
     items: Iterator[Any] = field(default_factory=lambda: iter(()))
 
@@ -52,7 +53,7 @@ class _Worker:
         if loader.num_workers == 0:
             return cls(None, None, iter(loader.dataset))
         dataset = copy.deepcopy(loader.dataset, _shared_memory(loader.dataset))
-        info = torch_worker.WorkerInfo(id=number, num_workers=loader.num_workers, seed=seed + number, dataset=dataset)
+        info = WorkerInfo(id=number, num_workers=loader.num_workers, seed=seed + number, dataset=dataset)
         worker = cls(info, PrivateRNG(seed, number))
         with worker._at_work():
             if loader.worker_init_fn is not None:
@@ -72,14 +73,8 @@ class _Worker:
         if self.rng is None:
             yield
             return
-        # torch has no public way to say which worker this is; get_worker_info() reads this one variable.
-        before = torch_worker._worker_info
-        with self.rng:
-            torch_worker._worker_info = self.info
-            try:
-                yield
-            finally:
-                torch_worker._worker_info = before
+        with self.rng, worker_info(self.info):
+            yield
 
 
 def _shared_memory(dataset: object) -> dict[int, Any]:

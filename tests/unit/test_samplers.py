@@ -675,7 +675,7 @@ def test_a_pass_over_a_sampler_with_an_epoch_goes_on_in_it() -> None:
 
 
 def test_a_pass_that_the_global_generators_decide_is_told_of_before_and_after_it() -> None:
-    sampler = GroupedBatchSampler(Varying(), LABELS, 3)
+    sampler = GroupedBatchSampler(Varying(), [0, 1, 2] * N, 3)
     for _ in range(2):
         assert sampler.state_dict()["taken"] == 0
         iterator = iter(sampler)

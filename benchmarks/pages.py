@@ -1,0 +1,33 @@
+"""Tables that a benchmark prints, and puts into a page of the documentation between two comments."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["put", "show_and_put"]
+
+
+def show_and_put(page: Path, name: str, rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """Print a table, whose first row is its head, and put it into the page.
+
+    Args:
+        page: A Markdown file.
+        name: Of the comments: ``<!-- name: begin -->`` and ``<!-- name: end -->``.
+        rows: The cells.
+        title: Printed above it.
+    """
+    head, *body = rows
+    table = Table(*head, title=title or None)
+    for row in body:
+        table.add_row(*row)
+    Console(width=140).print(table)
+    put(page, name, "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)))
+
+
+def put(page: Path, name: str, text: str) -> None:
+    """Put the text in the place of what stands between the page's two comments of that name."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = page.read_text().split(begin)
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}")
