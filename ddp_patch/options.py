@@ -7,7 +7,17 @@ from typing import Literal, SupportsIndex, TypeAlias
 
 from ddp_patch.errors import InvalidOptionError
 
-__all__ = ["Agreement", "IterableSharding", "Layout", "Options", "Uneven", "check_layout", "check_rank", "check_uneven"]
+__all__ = [
+    "Agreement",
+    "IterableSharding",
+    "Layout",
+    "Options",
+    "Uneven",
+    "check_layout",
+    "check_rank",
+    "check_uneven",
+    "whole_number",
+]
 
 Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 Layout: TypeAlias = Literal["interleaved", "contiguous"]
@@ -83,6 +93,16 @@ class Options:
 
 def _is_seed(seed: object) -> bool:
     return isinstance(seed, SupportsIndex) and not isinstance(seed, bool) and operator.index(seed) >= 0
+
+
+def whole_number(name: str, value: SupportsIndex) -> int:
+    """Return what counts as a whole number, numpy's and torch's included, as an int; or raise InvalidOptionError."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise InvalidOptionError(f"{name}={value!r} is a {type(value).__name__}, not an int. Pass a whole number.")
 
 
 def check_rank(rank: int, num_replicas: int) -> None:

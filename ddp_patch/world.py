@@ -1,7 +1,6 @@
 """Which rank of how many this process is: given, read from a process group, or not distributed at all."""
 
 import math
-import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_patch.errors import InvalidOptionError, WorldError
-from ddp_patch.options import check_rank
+from ddp_patch.options import check_rank, whole_number
 
 __all__ = ["DATA_PARALLEL_DIMENSIONS", "World", "find_world"]
 
@@ -101,16 +100,7 @@ def _given_world(rank: SupportsIndex | None, num_replicas: SupportsIndex | None)
             f"{given}={value!r} was given without {missing}: an explicit world needs both. "
             f"Pass {missing} too, or neither to read the process group."
         )
-    return World(_integer("rank", rank), _integer("num_replicas", num_replicas))
-
-
-def _integer(name: str, value: SupportsIndex) -> int:
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise InvalidOptionError(f"{name}={value!r} is a {type(value).__name__}, not an int. Pass a whole number.")
+    return World(whole_number("rank", rank), whole_number("num_replicas", num_replicas))
 
 
 def _group_world(group: dist.ProcessGroup | None) -> World:

@@ -11,13 +11,15 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     Subset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
-from ddp_patch import DDPSamplerWrapper
+from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.samplers import PKBatchSampler
 
 N = 103
@@ -215,6 +217,56 @@ def by_set(rank: int, world_size: int) -> DataLoader[Any]:
     """The order of a set of strings: another in every process."""
     names = {f"{index}.jpg" for index in range(60)}
     return loader(Nth(names, rank, world_size))
+
+
+class Stream(IterableDataset[int]):
+    """Every ``step``-th of the first ``n`` numbers."""
+
+    def __init__(self, start: int = 0, step: int = 1, n: int = N) -> None:
+        self.start, self.step, self.n = start, step, n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.n, self.step))
+
+
+class SplitByWorker(Stream):
+    """Gives each worker its part, and knows nothing of ranks."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        return islice(super().__iter__(), worker.id, None, worker.num_workers) if worker else super().__iter__()
+
+
+class Counted(Stream):
+    """Says how long it is, and is longer."""
+
+    def __len__(self) -> int:
+        return self.n - 20
+
+
+def stream_not_sharded(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Stream(), batch_size=4)
+
+
+def stream_split_by_worker(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(SplitByWorker(), batch_size=4, num_workers=2)
+
+
+def stream_shared_twice(rank: int, world_size: int) -> DataLoader[Any]:
+    stream = Stream(rank, world_size)
+    return patch_dataloader_to_ddp(DataLoader(stream, batch_size=4), rank=rank, num_replicas=world_size)
+
+
+def stream_uneven(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Stream(rank, world_size, n=97), batch_size=4)
+
+
+def stream_cut(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Stream(rank, world_size, N if world_size == 1 else N - N % world_size), batch_size=4)
+
+
+def stream_of_another_length(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Counted(rank, world_size, n=100), batch_size=4)
 
 
 def seeded_everywhere() -> torch.Generator:

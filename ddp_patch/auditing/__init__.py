@@ -1,6 +1,6 @@
 """Prove any loader on one machine: what every rank of a made-up world would get of it.
 
-Its parts: ``simulate`` draws every rank, ``counting`` and ``judge`` compare what they got, ``report`` says it.
+Its parts: ``made_up_world`` draws every rank, ``counting`` and ``judge`` compare what they got, ``report`` says it.
 """
 
 from ddp_patch.auditing.auditing import audit

@@ -1,8 +1,9 @@
 """The one call: draw every rank's epochs, compare them, and report."""
 
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,6 @@ from ddp_patch.auditing.judge import (
     Epoch,
     Judged,
     allowance,
-    batch_size_of,
     in_its_units,
     judge_epoch,
     signature,
@@ -29,15 +29,22 @@ from ddp_patch.auditing.properties import error_problem, length_problem, lost_pr
 from ddp_patch.auditing.report import EpochReport, Kind, Problem, Report, problem_kinds
 from ddp_patch.auditing.subject import Factory, Subject
 from ddp_patch.errors import InvalidOptionError
-from ddp_patch.loader import Level, level
+from ddp_patch.options import whole_number
 
 __all__ = ["audit"]
+
+# So many items of all ranks are drawn, unless the user says how many.
+_MOST = 16_000_000
+
+# Options of patch_dataloader_to_ddp() that a made-up world takes the place of, and those that take real ranks.
+_OF_A_REAL_RANK = {"rank", "num_replicas", "process_group", "device_mesh", "data_parallel_dimensions"}
+_COMMUNICATING = {"agreement": "leader", "verify": True}
 
 
 def audit(
     loader: DataLoader[Any] | Factory,
-    world_size: int,
-    epochs: int = 2,
+    world_size: SupportsIndex,
+    epochs: SupportsIndex = 2,
     *,
     patch: bool = True,
     set_epoch: bool = False,
@@ -45,7 +52,7 @@ def audit(
     epochs_differ: bool = False,
     allow: Collection[Kind] = (),
     cost: Cost | None = None,
-    max_items: int = 2_000_000,
+    max_items: SupportsIndex | None = None,
     processes: bool = False,
     timeout: float = 120.0,
     progress: Progress | None = None,
@@ -71,6 +78,7 @@ def audit(
         allow: Problems, by their names in ``ddp_patch.auditing.problem_kinds``, which ``report.allowed`` tells of.
         cost: What a sample costs, such as its length: a sequence, or a function of its index. For the balance of ranks.
         max_items: How many items of each rank's epoch are drawn; where there are more, the report is of a sample.
+            Without it, 16 million of all ranks together.
         processes: Draw on real ranks, processes of a gloo group, which differ in all that processes differ in (a hash
             seed, generators that are not seeded). What is audited must be picklable.
         timeout: Seconds until every one of these must have returned.
@@ -95,19 +103,39 @@ def audit(
         >>> [problem.kind for problem in audit(loader, world_size=4, patch=False).problems]
         ['not_sharded']
     """
-    _check(world_size, epochs, max_items, allow)
-    subject = Subject(loader, patch, options, set_epoch, max_items)
-    world = MadeUpWorld(subject, world_size, epochs, processes, timeout, progress or _ignore)
+    ranks, passes = _positive("world_size", world_size), _positive("epochs", epochs)
+    most = -(-_MOST // ranks) if max_items is None else _positive("max_items", max_items)
+    _check_allowed(allow)
+    _check_options(options, processes)
+    subject = Subject(loader, patch, options, set_epoch, most)
+    world = MadeUpWorld(subject, ranks, passes, processes, timeout, progress or _ignore)
     expect = _Expectations(padding, epochs_differ, frozenset(allow), cost)
     return _Audit(world, expect).report()
 
 
-def _check(world_size: int, epochs: int, max_items: int, allow: Collection[str]) -> None:
-    for name, value in {"world_size": world_size, "epochs": epochs, "max_items": max_items}.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+def _positive(name: str, value: SupportsIndex) -> int:
+    found = whole_number(name, value)
+    if found < 1:
+        raise InvalidOptionError(f"audit with {name}={found} can draw nothing: pass a whole number of at least 1.")
+    return found
+
+
+def _check_options(options: Mapping[str, Any], processes: bool) -> None:
+    if given := sorted(_OF_A_REAL_RANK & options.keys()):
+        raise InvalidOptionError(
+            f"audit was given {', '.join(given)} for patch_dataloader_to_ddp(), which says where one real rank is, and "
+            "makes a world of its own. Leave that out; for a device mesh, pass a factory that makes it, and "
+            "processes=True."
+        )
+    for name, value in _COMMUNICATING.items():
+        if options.get(name) == value and not processes:
             raise InvalidOptionError(
-                f"audit with {name}={value!r} can draw nothing: pass a whole number of at least 1."
+                f"audit with {name}={value!r} needs ranks that communicate, and those of one process do not. Pass "
+                "processes=True, too."
             )
+
+
+def _check_allowed(allow: Collection[str]) -> None:
     if isinstance(allow, str):
         raise InvalidOptionError(f"allow={allow!r} is one string, and several may be named. Pass allow=[{allow!r}].")
     if unknown := sorted(set(allow) - set(problem_kinds)):
@@ -140,6 +168,7 @@ class _Audit:
     lost: list[Numbers] = field(default_factory=list)
     pictured: Pictured = field(default_factory=Pictured)
     first: Drawn | None = None  # of rank 0
+    fewest: int = sys.maxsize  # items of an epoch
     is_sample: bool = False
     seeds_agree: bool | None = True
 
@@ -173,7 +202,7 @@ class _Audit:
             shared = "as the factory made it"
         else:
             shared = "shared by patch_dataloader_to_ddp" if subject.patch else "as it stands"
-        read = ", reading the iterable dataset" if level(self.world.first) is Level.ITERABLE else ""
+        read = ", reading the iterable dataset" if self.world.traits.is_iterable else ""
         where = "on real ranks" if self.world.processes else "in one process, every rank seeded differently"
         return f"{shared}, {where}{read}"
 
@@ -183,7 +212,7 @@ class _Audit:
             self.problems.append(problem)
 
     def _allowance(self, epoch: Epoch) -> Allowance:
-        return allowance(epoch, self.world.first, self.world.subject.options.get("uneven"), self.expect.padding)
+        return allowance(epoch, self.world.traits, self.world.subject.options.get("uneven"), self.expect.padding)
 
     def _judge(self, epoch: Epoch) -> Judged:
         return judge_epoch(epoch, self._allowance(epoch))
@@ -191,19 +220,23 @@ class _Audit:
     def _look_at(self, epoch: Epoch) -> None:
         epoch = in_its_units(epoch, self._allowance)
         judged = self._judge(epoch)
+        known = len(self.problems)
         failure = error_problem(epoch)
         self._add(failure)
         if failure is None:
             self._look_at_shares(epoch, judged)
+        else:
+            self.seeds_agree = None
         costs = step_costs(epoch, self.expect.cost)
-        if self.first is None:
-            self.first = epoch.ranks[0]
+        self.first = self.first or epoch.ranks[0]
+        if not self.epochs or (self.problems and not known):
             self.pictured = pictured(epoch, judged, self.world.coding, costs)
         self.epochs.append(_epoch_report(epoch, judged, About(epoch, judged, self.world.coding), costs))
 
     def _look_at_shares(self, epoch: Epoch, judged: Judged) -> None:
         self.is_sample |= epoch.is_sample
         self.signatures.append(signature(epoch.ranks))
+        self.fewest = min(self.fewest, len(epoch.alone.items))
         self._add(steps_problem(epoch, self._allowance(epoch).uneven))
         self._add(length_problem(epoch))
         if judged.is_covered and (problem := self._unshared(epoch, judged)) is not None:
@@ -211,7 +244,7 @@ class _Audit:
             self.seeds_agree = None
         elif not judged.found.is_known:
             self.seeds_agree = None
-        elif not (judged.is_covered or self._causes()) and self.seeds_agree:
+        elif not (judged.is_covered or self._causes()):
             self._find_cause(epoch, judged)
         if judged.found.lacking and judged.found.extra == judged.padding:
             self.lost.append(judged.samples.missing)
@@ -230,7 +263,7 @@ class _Audit:
             again = in_its_units(self.world.alike(epoch), self._allowance)
             return again, self._judge(again)
 
-        cause = cause_of(epoch, judged, alike, self.world.first, self.world.coding, self.expect.padding)
+        cause = cause_of(epoch, judged, alike, self.world.traits.sharers, self.world.coding, self.expect.padding)
         self.problems += cause.problems
         self.seeds_agree = cause.seeds_agree
 
@@ -239,13 +272,13 @@ class _Audit:
         if orders == len(self.signatures) or self.first is None or not len(self.first.items):
             return
         tells = orders == 1 and not self.world.subject.set_epoch and self.world.is_changed_by_epoch(self.first)
-        self._add(order_problem(tells, self.world.epochs, orders, self.expect.epochs_differ))
+        self._add(order_problem(tells, self.world.epochs, orders, self.expect.epochs_differ, self.fewest))
 
     def _look_at_tail(self) -> None:
         """Where nothing else explains them: are the samples that are lost the same in every epoch?"""
         if len(self.lost) < self.world.epochs:
             return
-        is_a_few = len(self.lost[0]) < self.world.world_size * batch_size_of(self.world.first)
+        is_a_few = len(self.lost[0]) < self.world.world_size * self.world.traits.batch_size
         kinds = [cause.kind for cause in self._causes()]
         if kinds not in ([], ["missing"]) or (kinds and not is_a_few):
             return
@@ -261,6 +294,7 @@ def _epoch_report(epoch: Epoch, judged: Judged, about: About, costs: NDArray[np.
         items=tuple(len(drawn.items) for drawn in epoch.ranks),
         steps=tuple(len(drawn.sizes) for drawn in epoch.ranks),
         expected=epoch.expected,
+        distinct=judged.found.distinct,
         missing=None if epoch.is_sample else judged.found.lacking,
         missing_examples=about.missing(),
         repeated=judged.found.extra,

@@ -29,9 +29,10 @@ def pictured(epoch: Epoch, judged: Judged, coding: Coding, costs: NDArray[np.flo
         epoch: What was drawn.
         judged: What it came to.
         coding: Gives samples their names.
-        costs: Of each rank, a row, and of each step that all make; None where it is not known.
+        costs: Of each rank, a row, and of each step; None where it is not known.
     """
     return Pictured(
+        epoch.number,
         _share_map(epoch, coding, "padding" if judged.padding else "repeated"),
         _step_map(epoch.ranks),
         None if costs is None else _cost_line(costs),

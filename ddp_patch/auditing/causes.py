@@ -4,12 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.coding import Coding
 from ddp_patch.auditing.judge import Epoch, Judged, is_torn
 from ddp_patch.auditing.report import Kind, Problem
-from ddp_patch.loader import is_ddp_aware, samplers_in_use
 
 __all__ = ["About", "Cause", "cause_of", "coverage_kinds", "unshared"]
 
@@ -73,7 +71,7 @@ def cause_of(
     epoch: Epoch,
     judged: Judged,
     alike: Callable[[], tuple[Epoch, Judged]],
-    loader: DataLoader[object],
+    sharers: int,
     coding: Coding,
     pads: bool,
 ) -> Cause:
@@ -83,7 +81,7 @@ def cause_of(
         epoch: As ranks that are seeded differently drew it.
         judged: What it came to.
         alike: Draws and judges it again with all ranks seeded alike.
-        loader: Rank 0's.
+        sharers: How many parts of rank 0's loader share by themselves.
         coding: Gives items their names.
         pads: Whether samples may be repeated to fill the last round.
     """
@@ -96,7 +94,7 @@ def cause_of(
         return Cause((_same_part(about) if _is_part(again) else _not_sharded(about),), None)
     if judged_again.is_covered:
         return Cause((_disagreement(about, "nothing is"),), False)
-    structural = _structural(About(again, judged_again, coding), loader)
+    structural = _structural(About(again, judged_again, coding), sharers)
     if judged.found.lacking and not judged_again.found.lacking:
         return Cause((_disagreement(about, "none is missing"), structural), False)
     return Cause((structural,), None)
@@ -136,11 +134,11 @@ def _disagreement(about: About, alike: str) -> Problem:
     )
 
 
-def _structural(about: About, loader: DataLoader[object]) -> Problem:
+def _structural(about: About, sharers: int) -> Problem:
     """Say what is wrong where the ranks' seeds are not to blame."""
     epoch, judged = about.epoch, about.judged
     found, world = judged.found, len(epoch.ranks)
-    if found.lacking and _is_shared_twice(epoch, loader):
+    if found.lacking and _is_shared_twice(epoch, sharers):
         return about.problem(
             "double_sharding",
             f"{about.counts()} Each rank gets 1 / {world * world} of the stream where 1 / {world} is its share.",
@@ -206,12 +204,11 @@ def _is_part(epoch: Epoch) -> bool:
     return 2 * len(got) <= len(alone) and not np.array_equal(got, alone[: len(got)])
 
 
-def _is_shared_twice(epoch: Epoch, loader: DataLoader[object]) -> bool:
-    holders = [holder for holder in (*samplers_in_use(loader), loader.dataset) if is_ddp_aware(holder)]
+def _is_shared_twice(epoch: Epoch, sharers: int) -> bool:
     n, world = epoch.expected, len(epoch.ranks)
     shared = [len(drawn.items if epoch.units == "samples" else drawn.sizes) for drawn in epoch.ranks]
-    twice = -(-n // (world * world))
-    return len(holders) > 1 or (n > world * world and all(abs(got - twice) <= 1 for got in shared))
+    parts = world**2
+    return sharers > 1 or (n > parts and all(n // parts <= got <= -(-n // parts) for got in shared))
 
 
 def _has_right_totals(epoch: Epoch, judged: Judged) -> bool:

@@ -80,7 +80,7 @@ def _one_of(values: Any) -> click.Choice[str]:
 @click.option("--epochs-differ", is_flag=True, help="Every epoch must have another order.")
 @click.option("--allow", multiple=True, type=_one_of(Kind), help="What is all right here.")
 @click.option("--cost", metavar="TARGET", help="What samples cost: a sequence, or a function of an index.")
-@click.option("--max-items", type=click.IntRange(1), default=2_000_000, show_default=True, help="For each rank.")
+@click.option("--max-items", type=click.IntRange(1), help="Of each rank; else 16 million of all ranks together.")
 @click.option("--processes", is_flag=True, help="Draw on real ranks, processes of a gloo group.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds that these may take.")
 @click.option("--uneven", type=_one_of(Uneven), help="As in patch_dataloader_to_ddp().")
@@ -116,8 +116,6 @@ def audit_command(target: str, world_size: int, cost: str | None, form: str, htm
                     bar.update(task, completed=done, total=of)
 
                 reports[place] = audit(loader, world_size, progress=progress, **chosen)
-        if not reports:
-            raise click.ClickException(f"{target} holds no loader.")
         if html is not None:
             html.write_text(page(reports), encoding="utf-8")
     with _refusing():
@@ -161,12 +159,18 @@ def show_command(target: str, world_size: int, batches: int) -> None:
     """Show what the loader TARGET is, what of it would be shared and why, and what each rank gets first."""
     with _refusing(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as above
-        console = Console()
+        console, holds = Console(), True
         for place, loader in find(target).items():
-            console.print(_description(place, loader, world_size, batches))
+            told, raises = _description(place, loader, world_size, batches)
+            console.print(told)
+            holds &= not raises
+    sys.exit(_HOLDS if holds else _DOES_NOT)
 
 
-def _description(place: str, given: DataLoader[Any] | Factory, world_size: int, batches: int) -> Group:
+def _description(
+    place: str, given: DataLoader[Any] | Factory, world_size: int, batches: int
+) -> tuple[RenderableType, bool]:
+    """Return what to print of a loader, and whether drawing it raised."""
     shares = isinstance(given, DataLoader) and sharding(given) is None
     loader = given if isinstance(given, DataLoader) else given(0, world_size)
     parameters = Table(title=f"{escape(place)}: {_type_name(loader)}", title_justify="left", show_header=False)
@@ -179,22 +183,26 @@ def _description(place: str, given: DataLoader[Any] | Factory, world_size: int, 
         told = f"Would be shared at the level '{level(loader).value}': {_WHY[level(loader)]}"
     else:
         told = f"Is shared already, by {_type_name(found)}."
-    first = _first(given, world_size, batches) if shares or not isinstance(given, DataLoader) else ""
-    return Group(parameters, escape(told), first, "")
+    first, raised = _first(given, world_size, batches) if shares or not isinstance(given, DataLoader) else ("", [])
+    return Group(parameters, escape(told), first, *map(escape, raised), ""), bool(raised)
 
 
-def _first(given: DataLoader[Any] | Factory, world_size: int, batches: int) -> Table:
+def _first(given: DataLoader[Any] | Factory, world_size: int, batches: int) -> tuple[RenderableType, list[str]]:
+    """Return a table of each rank's first batches, and what ranks raised."""
     # A batch of more items than this is cut by max_items, which shows enough of it.
     subject = Subject(given, patch=True, options={}, set_epoch=False, max_items=batches * 4096)
     table = Table(title=f"The first {batches} batches of each of {world_size} ranks", title_justify="left")
     for name in ("rank", *(f"batch {number}" for number in range(batches))):
         table.add_column(name, overflow="fold")
-    coding = Coding()
+    coding, raised = Coding(), []
     for number, rank in enumerate(ranks_of(subject, world_size)):
-        got = batches_of(rank.epoch(0, coding).first_steps(batches))
+        drawn = rank.epoch(0, coding)
+        got = batches_of(drawn.first_steps(batches))
+        if drawn.error and len(got) < batches:
+            raised.append(f"✘ Rank {number} raises {drawn.error}")
         shown = [_listed([coding.name(int(code)) for code in batch]) for batch in got]
         table.add_row(str(number), *map(escape, shown), *[""] * (batches - len(shown)))
-    return table
+    return table, raised
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ class Coverage:
         lacking: By how much, in all.
         repeated: The numbers of what was got too often, each once.
         extra: By how much, in all.
+        distinct: How many different things are expected.
         is_known: Whether that can be told of what was drawn.
     """
 
@@ -27,6 +28,7 @@ class Coverage:
     lacking: int
     repeated: Numbers
     extra: int
+    distinct: int
     is_known: bool = True
 
 
@@ -40,10 +42,12 @@ def coverage(expected: Numbers, shares: Sequence[Numbers]) -> Coverage:
     """
     names, (counted, *others) = dense([expected, *shares])
     difference = _counts(counted, len(names))
+    distinct = int(np.count_nonzero(difference))
     for share in others:
         difference -= _counts(share, len(names))
     missing, repeated = np.flatnonzero(difference > 0), np.flatnonzero(difference < 0)
-    return Coverage(names[missing], int(difference[missing].sum()), names[repeated], -int(difference[repeated].sum()))
+    lacking, extra = int(difference[missing].sum()), -int(difference[repeated].sum())
+    return Coverage(names[missing], lacking, names[repeated], extra, distinct)
 
 
 def dense(arrays: Sequence[Numbers]) -> tuple[Numbers, list[Numbers]]:

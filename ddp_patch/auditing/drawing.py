@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.coding import Coding, Numbers, narrow
+from ddp_patch.auditing.traits import made_of_batches
 from ddp_patch.auditing.workers import base_seed, batches_read
-from ddp_patch.loader import Level, level, nested_samplers
+from ddp_patch.loader import Level, level
 from ddp_patch.streams import own
 
-__all__ = ["Drawn", "draw", "made_of_batches"]
+__all__ = ["Drawn", "draw"]
 
 # So many batches are drawn before they are written down.
 _BLOCK = 1024
@@ -50,13 +51,6 @@ class Drawn:
         return Drawn(self.items[: int(sizes.sum())], sizes, False, self.told, self.seconds, self.memory, self.error)
 
 
-def made_of_batches(loader: DataLoader[Any]) -> bool:
-    """Tell whether what is shared are whole batches."""
-    if level(loader) is Level.UNBATCHED:
-        return any(isinstance(sampler, BatchSampler) for sampler in nested_samplers(loader.sampler))
-    return level(loader) is Level.BATCH
-
-
 def draw(loader: DataLoader[Any], coding: Coding, max_items: int) -> Drawn:
     """Draw an epoch and write it down."""
     items: list[Numbers] = []
@@ -69,7 +63,8 @@ def draw(loader: DataLoader[Any], coding: Coding, max_items: int) -> Drawn:
         begun = time.perf_counter()
         block: list[list[Any]] = []
         try:
-            block.extend(islice(_until(steps, max_items - count), _BLOCK))
+            # The first batch by itself: what the sampler has made for all of them is there then.
+            block.extend(islice(_until(steps, max_items - count), _BLOCK if items else 1))
         except Exception as raised:  # noqa: BLE001 - the user's own: it is what this rank would see
             error = f"{type(raised).__name__}: {raised}"
         seconds += time.perf_counter() - begun

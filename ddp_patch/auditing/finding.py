@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.subject import Factory
+from ddp_patch.auditing.subject import Factory, made_by
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
 
 __all__ = ["find", "look_up"]
@@ -29,7 +29,7 @@ def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
 
     Raises:
         InvalidOptionError: There is no such thing.
-        NotALoaderError: It is neither a loader nor a factory.
+        NotALoaderError: It is neither a loader nor a factory, or it holds none.
 
     Examples:
         >>> find("os:sep")
@@ -39,7 +39,10 @@ def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
 function make() or make(rank, world_size) that returns one. Name one of these.
     """
     name, found = look_up(target)
-    return _leaves(found, name)
+    leaves = _leaves(found, name)
+    if not leaves:
+        raise NotALoaderError(f"{target} holds no loader: it is {found!r}. Name what holds at least one.")
+    return leaves
 
 
 def look_up(target: str) -> tuple[str, Any]:
@@ -130,7 +133,7 @@ def _leaves(found: Any, place: str) -> dict[str, DataLoader[Any] | Factory]:
         if isinstance(leaf, DataLoader):
             leaves[here] = leaf
         elif callable(leaf) and _is_for_ranks(leaf):
-            parts = [inner for inner, _ in _nested(leaf(0, 1))]
+            parts = [inner for inner, _ in _nested(made_by(leaf, 0, 1))]
             leaves |= {here + _written(inner): _Part(leaf, inner) if inner else leaf for inner in parts}
         elif callable(leaf) and _takes(leaf, 0):
             leaves |= _leaves(leaf(), here)

@@ -5,15 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.coding import Numbers
 from ddp_patch.auditing.counting import Coverage, as_units, batches_of, coverage
 from ddp_patch.auditing.drawing import Drawn
 from ddp_patch.auditing.report import Units
-from ddp_patch.loader import samplers_in_use
+from ddp_patch.auditing.traits import Traits
 
-__all__ = ["Allowance", "Epoch", "Judged", "allowance", "batch_size_of", "judge_epoch", "signature"]
+__all__ = ["Allowance", "Epoch", "Judged", "allowance", "judge_epoch", "signature"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,10 @@ def _counted(expected: Numbers, shares: Sequence[Numbers], is_sample: bool) -> C
     if not is_sample:
         return coverage(expected, shares)
     # Of a sample only what came twice can be judged, where one process would get nothing twice.
-    none = expected[:0]
-    is_once = len(np.unique(expected)) == len(expected)
-    return coverage(np.unique(np.concatenate(shares)), shares) if is_once else Coverage(none, 0, none, 0, False)
+    none, distinct = expected[:0], len(np.unique(expected))
+    if distinct < len(expected):
+        return Coverage(none, 0, none, 0, distinct, is_known=False)
+    return replace(coverage(np.unique(np.concatenate(shares)), shares), distinct=distinct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,30 +76,20 @@ class Allowance:
     uneven: int
 
 
-def batch_size_of(loader: DataLoader[object]) -> int:
-    """Return how many samples a batch has, as far as the loader or its batch sampler says; else 1."""
-    found = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    return found if isinstance(found, int) and found > 0 else 1
-
-
-def allowance(epoch: Epoch, loader: DataLoader[object], uneven: str | None, pads: bool) -> Allowance:
+def allowance(epoch: Epoch, traits: Traits, uneven: str | None, pads: bool) -> Allowance:
     """Return what may be missing or repeated in an epoch.
 
     Args:
         epoch: As it was drawn.
-        loader: Rank 0's.
+        traits: Of rank 0's loader.
         uneven: The option of ``patch_dataloader_to_ddp``, if it was given.
         pads: Whether samples may be repeated to fill the last round.
     """
     world = len(epoch.ranks)
-    drops_round = uneven == "drop" or any(
-        getattr(sampler, "drop_last", False) is True for sampler in samplers_in_use(loader)
-    )
-    dropped = world - 1 if drops_round else 0
-    if epoch.units == "samples" and (loader.drop_last or getattr(loader.batch_sampler, "drop_last", False) is True):
-        size = batch_size_of(loader)
-        largest = max(int(drawn.sizes.max(initial=size)) for drawn in (*epoch.ranks, epoch.alone))
-        dropped += world * max(1, loader.num_workers) * (largest - 1)
+    dropped = world - 1 if uneven == "drop" or traits.drops_round else 0
+    if epoch.units == "samples" and traits.drops_batch:
+        largest = max(int(drawn.sizes.max(initial=traits.batch_size)) for drawn in (*epoch.ranks, epoch.alone))
+        dropped += world * max(1, traits.num_workers) * (largest - 1)
     padding = -epoch.expected % world if pads and uneven in (None, "pad") else 0
     return Allowance(padding, dropped, uneven=int(uneven == "keep"))
 

@@ -16,21 +16,21 @@ __all__ = ["Cost", "global_batches", "imbalance", "step_costs"]
 Cost: TypeAlias = Callable[[int], float] | Sequence[float] | NDArray[Any]
 
 
-def global_batches(ranks: Sequence[Drawn]) -> dict[int, int]:
-    """Return how many steps have a global batch of so many samples, the most frequent first."""
+def global_batches(ranks: Sequence[Drawn]) -> tuple[tuple[int, int], ...]:
+    """Return, in the order of the steps, how many samples all ranks have in a step, and in how many steps on end."""
     total = np.zeros(max(len(drawn.sizes) for drawn in ranks), np.int64)
     for drawn in ranks:
         total[: len(drawn.sizes)] += drawn.sizes
-    sizes, steps = np.unique(total, return_counts=True)
-    return {int(sizes[at]): int(steps[at]) for at in np.argsort(-steps, kind="stable")}
+    begins = np.flatnonzero(np.diff(total, prepend=-1))
+    return tuple(zip(total[begins].tolist(), np.diff(begins, append=len(total)).tolist(), strict=True))
 
 
 def step_costs(epoch: Epoch, cost: Cost | None) -> NDArray[np.float64] | None:
-    """Return the cost of each step that every rank makes, one row for each rank."""
-    steps = min(len(drawn.sizes) for drawn in epoch.ranks)
+    """Return the cost of each step, one row for each rank; 0 where it makes none."""
+    steps = max(len(drawn.sizes) for drawn in epoch.ranks)
     if cost is None or steps == 0:
         return None
-    return np.array([_costs_of(drawn.first_steps(steps), cost) for drawn in epoch.ranks])
+    return np.array([np.pad(_costs_of(drawn, cost), (0, steps - len(drawn.sizes))) for drawn in epoch.ranks])
 
 
 def _costs_of(drawn: Drawn, cost: Cost) -> NDArray[np.float64]:

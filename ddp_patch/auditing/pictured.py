@@ -53,7 +53,7 @@ class StepMap:
 
 @dataclass(frozen=True, slots=True)
 class CostLine:
-    """What steps cost, the steps that all ranks make cut into columns.
+    """What steps cost, the steps of the longest rank cut into columns; a rank that makes no such step costs 0 there.
 
     Attributes:
         steps: How many these are.
@@ -68,14 +68,16 @@ class CostLine:
 
 @dataclass(frozen=True, slots=True)
 class Pictured:
-    """What pictures of the first epoch are drawn of.
+    """What pictures are drawn of: one epoch, the first that has a problem, or else the first.
 
     Attributes:
+        epoch: Its number.
         shares: Who got what.
         steps: In batches of how many.
         costs: At what cost; None without ``cost``.
     """
 
+    epoch: int = 0
     shares: ShareMap = ShareMap()
     steps: StepMap = StepMap()
     costs: CostLine | None = None

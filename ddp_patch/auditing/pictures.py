@@ -77,15 +77,15 @@ def pictures_of(pictured: Pictured) -> list[Picture]:
     """Return the share map, the steps, and their cost where it is known; nothing of an empty epoch."""
     found = []
     if pictured.shares.positions:
-        found.append(_share_picture(pictured.shares))
+        found.append(_share_picture(pictured.shares, pictured.epoch))
     if pictured.steps.steps:
-        found.append(_step_picture(pictured.steps))
+        found.append(_step_picture(pictured.steps, pictured.epoch))
     if pictured.costs is not None:
-        found.append(_cost_picture(pictured.costs))
+        found.append(_cost_picture(pictured.costs, pictured.epoch))
     return found
 
 
-def _share_picture(shares: ShareMap) -> Picture:
+def _share_picture(shares: ShareMap, epoch: int) -> Picture:
     ranks, columns = len(shares.got), len(shares.missing)
     repeats, missing, foreign = sum(map(sum, shares.again)), sum(shares.missing), sum(shares.foreign)
     marks = {
@@ -117,10 +117,10 @@ def _share_picture(shares: ShareMap) -> Picture:
         caption += " The fuller a cell, the more of them its rank gets."
     if foreign:
         caption += f" {foreign} samples that ranks got are not shown, because one process would not get them."
-    return _picture("Who gets what in epoch 0", caption, told, draw, len(rows), columns)
+    return _picture(f"Who gets what in epoch {epoch}", caption, told, draw, len(rows), columns)
 
 
-def _step_picture(steps: StepMap) -> Picture:
+def _step_picture(steps: StepMap, epoch: int) -> Picture:
     ranks, columns = len(steps.sizes), len(steps.sizes[0])
     is_short = any(map(any, steps.lacking))
     marks = {f"a batch; the largest has {steps.largest}": "", "no such step": _NO_STEP if is_short else None}
@@ -140,7 +140,7 @@ def _step_picture(steps: StepMap) -> Picture:
     caption = (
         f"How many samples each rank's batches have; the fuller, the more. {_per_column(steps.steps, columns, 'step')}"
     )
-    return _picture("Batch sizes in epoch 0", caption, told, draw, ranks, columns)
+    return _picture(f"Batch sizes in epoch {epoch}", caption, told, draw, ranks, columns)
 
 
 def _by_rank(verb: str, counts: Sequence[int], what: str) -> list[str]:
@@ -154,7 +154,7 @@ def _per_column(length: int, columns: int, what: str) -> str:
     return f"A column is one {what}." if length == columns else f"A column is about {length / columns:.3g} {what}s."
 
 
-def _cost_picture(costs: CostLine) -> Picture:
+def _cost_picture(costs: CostLine, epoch: int) -> Picture:
     def draw(axes: Axes, theme: _Theme) -> None:
         across = (np.arange(len(costs.mean)) + 0.5) * costs.steps / len(costs.mean) - 0.5
         few = len(costs.mean) <= _TEXT_COLUMNS
@@ -171,7 +171,7 @@ def _cost_picture(costs: CostLine) -> Picture:
     caption = "Where the lines part, ranks wait for the slowest."
     if len(costs.mean) < costs.steps:
         caption += f" A point is the mean of about {costs.steps / len(costs.mean):.3g} steps."
-    return _picture("Cost of each step in epoch 0", caption, told, draw, None, len(costs.mean))
+    return _picture(f"Cost of each step in epoch {epoch}", caption, told, draw, None, len(costs.mean))
 
 
 def _picture(title: str, caption: str, told: Sequence[str], draw: _Draw, rows: int | None, columns: int) -> Picture:

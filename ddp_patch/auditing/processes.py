@@ -1,26 +1,47 @@
-"""The same on real ranks: processes of a gloo group, which differ in all that processes differ in."""
+"""Ranks that are real: processes of a gloo group, which differ in all that processes differ in."""
 
 import pickle
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.coding import Coding
 from ddp_patch.auditing.drawing import Drawn
 from ddp_patch.auditing.simulate import Rank
 from ddp_patch.auditing.subject import Subject
+from ddp_patch.auditing.traits import Traits
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.testing import run_ranks
 
-__all__ = ["drawn_by_processes"]
+__all__ = ["RealRank", "real_ranks_of"]
 
 
-def drawn_by_processes(
-    subject: Subject, world_size: int, epochs: int, alike: bool, timeout: float, coding: Coding
-) -> list[list[Drawn]]:
-    """Return each real rank's epochs.
+@dataclass(frozen=True, slots=True)
+class RealRank:
+    """What a real rank drew.
+
+    Attributes:
+        traits: Of its loader.
+        epochs: By their numbers.
+        coding: Gave its items their numbers.
+    """
+
+    traits: Traits
+    epochs: Mapping[int, Drawn]
+    coding: Coding
+
+    def epoch(self, number: int, coding: Coding) -> Drawn:
+        """Return an epoch that was drawn, its items in the numbers of another coding."""
+        drawn = self.epochs[number]
+        items = coding.adopt(self.coding, drawn.items).astype(np.int64)
+        return Drawn(items, drawn.sizes, drawn.ended, drawn.told, drawn.seconds, drawn.memory, drawn.error)
+
+
+def real_ranks_of(
+    subject: Subject, world_size: int, numbers: Sequence[int], alike: bool, timeout: float
+) -> list[RealRank]:
+    """Return every rank of a real world, with the epochs of these numbers drawn one after the other.
 
     Raises:
         InvalidOptionError: What is audited cannot be pickled.
@@ -32,22 +53,11 @@ def drawn_by_processes(
             f"audit with processes=True sends what it audits to other processes, and pickling {subject.name} raised "
             f"{type(error).__name__}: {error}. Pass a factory that is a function of a module."
         ) from error
-    results = run_ranks(_draw, world_size, pickled, epochs, alike, timeout=timeout)
-    return [[_adopted(drawn, theirs, coding) for drawn in ranks_epochs] for ranks_epochs, theirs in results]
+    return run_ranks(_draw, world_size, pickled, numbers, alike, timeout=timeout)
 
 
-def _draw(rank: int, world_size: int, pickled: bytes, epochs: int, alike: bool) -> tuple[Sequence[Drawn], Coding]:
+def _draw(rank: int, world_size: int, pickled: bytes, numbers: Sequence[int], alike: bool) -> RealRank:
     subject: Subject = pickle.loads(pickled)  # noqa: S301 - the parent's own
     coding = Coding()
-
-    def build() -> DataLoader[Any]:
-        made = subject.make
-        return subject.finish(made) if isinstance(made, DataLoader) else subject.loader(rank, world_size)
-
-    one = Rank(build, subject, seeded_as=0 if alike else rank)
-    return [one.epoch(number, coding) for number in range(epochs)], coding
-
-
-def _adopted(drawn: Drawn, theirs: Coding, coding: Coding) -> Drawn:
-    items = coding.adopt(theirs, drawn.items).astype(np.int64)
-    return Drawn(items, drawn.sizes, drawn.ended, drawn.told, drawn.seconds, drawn.memory, drawn.error)
+    one = Rank(lambda: subject.loader(rank, world_size, is_real=True), subject, seeded_as=0 if alike else rank)
+    return RealRank(one.traits, {number: one.epoch(number, coding) for number in numbers}, coding)

@@ -1,6 +1,7 @@
 """What else has to hold of an epoch, or of all epochs: each function returns the problem, or None where it holds."""
 
 from collections.abc import Sequence
+from math import factorial
 
 import numpy as np
 
@@ -9,6 +10,10 @@ from ddp_patch.auditing.judge import Epoch
 from ddp_patch.auditing.report import Problem
 
 __all__ = ["error_problem", "length_problem", "lost_problem", "order_problem", "steps_problem"]
+
+
+# So many items have 720 orders, and return to one by chance less often than once in 700 epochs.
+_FEW = 6
 
 
 def error_problem(epoch: Epoch) -> Problem | None:
@@ -53,11 +58,12 @@ def steps_problem(epoch: Epoch, may_differ: int) -> Problem | None:
 def length_problem(epoch: Epoch) -> Problem | None:
     """Return the problem that ``len()`` of a rank's loader is not the number of its steps."""
     for rank, drawn in enumerate(epoch.ranks):
-        told = [length for length in drawn.told if length is not None]
-        if drawn.ended and told and len(drawn.sizes) not in told:
+        told, steps = [length for length in drawn.told if length is not None], len(drawn.sizes)
+        if told and (steps not in told if drawn.ended else steps > max(told)):
             return Problem(
                 "wrong_length",
-                f"len() of rank {rank}'s loader says {told[0]} and it makes {len(drawn.sizes)} steps.",
+                f"len() of rank {rank}'s loader says {told[0]} and it makes {steps} steps"
+                f"{'' if drawn.ended else ' and more'}.",
                 f"epoch {epoch.number}, rank {rank}",
                 "Schedules, progress bars and shares that are planned from it are wrong.",
                 "Correct the sampler's __len__, or leave it out.",
@@ -82,7 +88,7 @@ def lost_problem(lost: Sequence[Numbers], coding: Coding) -> Problem | None:
     )
 
 
-def order_problem(tells: bool, epochs: int, orders: int, is_demanded: bool) -> Problem | None:
+def order_problem(tells: bool, epochs: int, orders: int, is_demanded: bool, items: int) -> Problem | None:
     """Return the problem that epochs repeat an order although they should not, if it is one.
 
     Args:
@@ -90,6 +96,7 @@ def order_problem(tells: bool, epochs: int, orders: int, is_demanded: bool) -> P
         epochs: How many were drawn.
         orders: How many different orders they have.
         is_demanded: Whether epochs were said to have to differ.
+        items: How many items the shortest epoch has.
     """
     if not (tells or is_demanded):
         return None
@@ -103,7 +110,8 @@ def order_problem(tells: bool, epochs: int, orders: int, is_demanded: bool) -> P
     return Problem(
         "same_order",
         (f"All {epochs} epochs have the same order" if orders == 1 else f"{epochs} epochs have {orders} orders")
-        + (", and set_epoch() would change it." if tells else ", where epochs were said to differ."),
+        + (", and set_epoch() would change it." if tells else ", where epochs were said to differ.")
+        + (f" {items} items have no more than {factorial(items)} orders, so it may be chance." if items < _FEW else ""),
         f"epochs 0 to {epochs - 1}",
         "Batches of the same samples return in every epoch, which a shuffle is there to prevent.",
         remedy,

@@ -1,6 +1,7 @@
 """What an audit found: frozen, printable, and the same as text, Markdown or JSON."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -72,13 +73,15 @@ class EpochReport:
         items: How many samples each rank got.
         steps: How many batches each rank got.
         expected: How many samples (or batches, where whole ones are shared) one process would get.
+        distinct: How many of these are different ones, as far as they can be told apart.
         missing: How many of these no rank got; None where only a part was drawn.
         missing_examples: Some of them.
         repeated: How many were got more often than by one process, padding included.
         repeated_examples: Some of them, with the ranks that got them.
         padding: How many of the repeated ones fill the last round.
         dropped: How many of the missing ones the loader was asked to leave out.
-        global_batches: How many steps had a global batch of so many samples: ``{samples: steps}``.
+        global_batches: The global batch of each step: ``((64, 3), (40, 1))`` is 64 samples in each of the first 3
+            steps, then 40 in one.
         imbalance: Of all steps, the slowest rank's cost over the ranks' mean: 1 is balance. None without ``cost``.
         worst_imbalance: The same of the worst step.
     """
@@ -87,13 +90,14 @@ class EpochReport:
     items: tuple[int, ...]
     steps: tuple[int, ...]
     expected: int
+    distinct: int
     missing: int | None
     missing_examples: tuple[str, ...]
     repeated: int
     repeated_examples: tuple[tuple[str, tuple[int, ...]], ...]
     padding: int
     dropped: int
-    global_batches: Mapping[int, int]
+    global_batches: tuple[tuple[int, int], ...]
     imbalance: float | None = None
     worst_imbalance: float | None = None
 
@@ -150,8 +154,11 @@ class Report:
             ("drawn", self.how + (" (a sample: the first items of each rank)" if self.is_sample else "")),
         ]
         told += [(f"epoch {epoch.epoch}", _epoch_text(epoch, self.units)) for epoch in self.epochs]
-        if self.epochs:
-            told.append(("global batch", _batches_text(self.epochs[0].global_batches)))
+        batches = [_batches_text(epoch.global_batches) for epoch in self.epochs]
+        if len(set(batches)) == 1:
+            told.append(("global batch", batches[0]))
+        else:
+            told += [(f"global batch {epoch.epoch}", text) for epoch, text in zip(self.epochs, batches, strict=True)]
         told += [("epochs differ", _yes(self.epochs_differ)), ("seeds agree", _yes(self.seeds_agree))]
         memory = "" if self.memory is None else f", {self.memory / 2**20:.0f} MiB more"
         told += [("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed]
@@ -168,10 +175,11 @@ class Report:
         """Return the report as Markdown: a heading, a table, and the problems below it."""
         rows = [f"| {name} | {_escaped(value)} |" for name, value in self.facts()]
         problems = [
-            f"- **{problem.kind}** ({problem.where}): {problem.what} {problem.why} *{problem.remedy}*"
+            f"- **{_escaped(problem.kind)}** ({_escaped(problem.where)}): {_escaped(problem.what)} "
+            f"{_escaped(problem.why)} *{_escaped(problem.remedy)}*"
             for problem in self.problems
         ]
-        heading = f"### {'✔' if self.ok else '✘'} {self.name}: {'holds' if self.ok else 'does not hold'}"
+        heading = f"### {'✔' if self.ok else '✘'} {_escaped(self.name)}: {'holds' if self.ok else 'does not hold'}"
         return "\n".join([heading, "", "| | |", "| --- | --- |", *rows, *([""] if problems else []), *problems])
 
     def __str__(self) -> str:
@@ -187,7 +195,8 @@ class Report:
 def _epoch_text(epoch: EpochReport, units: Units) -> str:
     missing = "missing ones not told of a sample" if epoch.missing is None else f"{epoch.missing} missing"
     parts = [
-        f"{_range(epoch.items)} samples and {_range(epoch.steps)} steps per rank of {epoch.expected} {units}",
+        f"{_range(epoch.items)} samples and {_range(epoch.steps)} steps per rank of {epoch.expected} {units}"
+        + (f" ({epoch.distinct} different ones)" if epoch.distinct < epoch.expected else ""),
         missing + (f" ({epoch.dropped} as asked for)" if epoch.dropped else ""),
         f"{epoch.repeated} repeated" + (f" ({epoch.padding} to fill the last round)" if epoch.padding else ""),
     ]
@@ -196,10 +205,15 @@ def _epoch_text(epoch: EpochReport, units: Units) -> str:
     return ", ".join(parts)
 
 
-def _batches_text(batches: Mapping[int, int]) -> str:
-    parts = [f"{size} in {steps} step{'s' if steps > 1 else ''}" for size, steps in batches.items()]
-    more = len(parts) - 4
-    return "; ".join(parts[:4]) + (f"; {more} more sizes" if more > 0 else "") if parts else "none"
+def _batches_text(batches: Sequence[tuple[int, int]]) -> str:
+    if len(batches) > _FEW:
+        steps = sum(steps for _, steps in batches)
+        mean = sum(size * steps for size, steps in batches) / steps
+        return f"{_range([size for size, _ in batches])} samples, {mean:.4g} on average, in {steps} steps"
+    return ", then ".join(f"{size} in {steps} step{'s' if steps > 1 else ''}" for size, steps in batches) or "none"
+
+
+_FEW = 4
 
 
 def _range(values: Sequence[int]) -> str:
@@ -212,4 +226,7 @@ def _yes(value: bool | None) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
+    """Return the text as Markdown that shows it as it is."""
+    # Underscores within a word mean nothing.
+    special = r"[\\`*\[\]<>|]|(?<![^\W_])_+|_+(?![^\W_])"
+    return re.sub(special, lambda found: "".join(f"\\{each}" for each in found[0]), text)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.auditing.coding import Coding
 from ddp_patch.auditing.drawing import Drawn, draw
 from ddp_patch.auditing.subject import Subject
+from ddp_patch.auditing.traits import Traits, traits_of
 from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.loader import Level, level, random_generators, samplers_in_use
 from ddp_patch.nesting import tell_epoch
@@ -37,26 +38,25 @@ class Rank:
         # What a factory, or a function that cannot be copied, reaches is shared with the other ranks here alone.
         reached = [SimpleNamespace(make=subject.make)] if not isinstance(subject.make, DataLoader) else []
         with self._ambient, unmoved(random_generators(reached)):
-            self.loader: DataLoader[Any] = build()
-            loaders = [self.loader, *([subject.make] if isinstance(subject.make, DataLoader) else [])]
+            self._loader: DataLoader[Any] = build()
+            loaders = [self._loader, *([subject.make] if isinstance(subject.make, DataLoader) else [])]
             held = random_generators(
                 [*reached, *(holder for one in loaders for holder in (one, *samplers_in_use(one)))]
             )
         self._held = [[generator, generator_state(generator)] for generator in held]
 
-    def epoch(self, number: int, coding: Coding, tells_epoch: bool = False) -> Drawn:
-        """Draw one epoch.
+    @property
+    def traits(self) -> Traits:
+        """Its loader's."""
+        return traits_of(self._loader)
 
-        Args:
-            number: Which one.
-            coding: Gives items their numbers.
-            tells_epoch: Whether ``set_epoch`` is called although the training does not.
-        """
+    def epoch(self, number: int, coding: Coding) -> Drawn:
+        """Draw the next pass, as the epoch of this number."""
         with warnings.catch_warnings(), self._ambient, self._own_generators():
             warnings.simplefilter("ignore", StreamLengthWarning)  # lengths are judged here
-            if tells_epoch or self._subject.set_epoch:
-                _set_epoch(self.loader, number)
-            return draw(self.loader, coding, self._subject.max_items)
+            if self._subject.set_epoch:
+                _set_epoch(self._loader, number)
+            return draw(self._loader, coding, self._subject.max_items)
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:

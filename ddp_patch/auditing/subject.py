@@ -20,10 +20,10 @@ from torch.utils.data import (
 )
 
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
-from ddp_patch.loader import Level, copy_loader, level, nested_samplers, samplers_in_use, sharding
+from ddp_patch.loader import Level, copy_loader, is_loader, level, nested_samplers, samplers_in_use, sharding
 from ddp_patch.patching import patch_dataloader_to_ddp
 
-__all__ = ["Factory", "Subject", "copied", "stream_of"]
+__all__ = ["Factory", "Subject"]
 
 Factory: TypeAlias = Callable[[int, int], DataLoader[Any]]
 
@@ -41,6 +41,7 @@ class Subject:
         options: Passed on to it.
         set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch.
         max_items: How many items of each rank's epoch are drawn at most.
+        whole: Whether a last, incomplete batch is left in, so that all is drawn that there is to share.
 
     Raises:
         NotALoaderError: It is neither.
@@ -52,6 +53,7 @@ class Subject:
     options: Mapping[str, Any]
     set_epoch: bool
     max_items: int
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.make, DataLoader):
@@ -67,7 +69,7 @@ class Subject:
                 f"{ranks}), and other ranks' shares cannot be made of it. Pass a function make(rank, world_size) that "
                 "builds each rank's loader, or the loader as it is before it is shared."
             )
-        if self.options and not self._patches:
+        if self.options and not self.patches:
             raise InvalidOptionError(
                 f"audit was given {', '.join(self.options)} for patch_dataloader_to_ddp(), which is not called: "
                 f"{'patch=False' if isinstance(self.make, DataLoader) else 'a factory makes finished loaders'}. Leave "
@@ -75,7 +77,8 @@ class Subject:
             )
 
     @property
-    def _patches(self) -> bool:
+    def patches(self) -> bool:
+        """Whether ``patch_dataloader_to_ddp`` shares it."""
         return self.patch and isinstance(self.make, DataLoader)
 
     @property
@@ -85,31 +88,46 @@ class Subject:
             return type(self.make).__name__
         return getattr(self.make, "__name__", type(self.make).__name__)
 
-    def loader(self, rank: int, world_size: int) -> DataLoader[Any]:
-        """Return the loader of a rank of a made-up world."""
+    def loader(self, rank: int, world_size: int, is_real: bool = False) -> DataLoader[Any]:
+        """Return a rank's loader.
+
+        Args:
+            rank: Which rank.
+            world_size: Of how many.
+            is_real: Whether this process is that rank, with a process group and a copy of all that is audited.
+        """
         if not isinstance(self.make, DataLoader):
-            try:
-                made = self.make(rank, world_size)
-            except Exception as error:
-                error.add_note(f"The factory {self.name} raised it when audit asked for rank {rank} of {world_size}.")
-                raise
-            if not isinstance(made, DataLoader):
+            made = made_by(self.make, rank, world_size)
+            if not is_loader(made):
                 raise NotALoaderError(
                     f"The factory {self.name}(rank={rank}, world_size={world_size}) returned {made!r} "
                     f"({type(made).__name__}), not a DataLoader. Return the loader that this rank would iterate."
                 )
-            return made
-        alone = copied(self.make)
-        if not self._patches:
-            return alone
-        return patch_dataloader_to_ddp(alone, rank=rank, num_replicas=world_size, **self.options)
-
-    def finish(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return the loader of a real rank, which knows its process group."""
-        return patch_dataloader_to_ddp(loader, **self.options) if self._patches else loader
+        else:
+            made = self.make if is_real else _copied(self.make)
+            if self.patches:
+                where: dict[str, Any] = {} if is_real else {"rank": rank, "num_replicas": world_size}
+                made = patch_dataloader_to_ddp(made, **where, **self.options)
+        return _stream_of(made) if self.whole else made
 
 
-def stream_of(loader: DataLoader[Any]) -> DataLoader[Any]:
+def made_by(make: Factory, rank: int, world_size: int) -> Any:
+    """Return what a factory makes; an error of its own says what it was asked for.
+
+    Args:
+        make: ``make(rank, world_size)``.
+        rank: Which rank.
+        world_size: Of how many.
+    """
+    try:
+        return make(rank, world_size)
+    except Exception as error:
+        name = getattr(make, "__name__", type(make).__name__)
+        error.add_note(f"It was raised by {name}({rank}, {world_size}), which audit called as make(rank, world_size).")
+        raise
+
+
+def _stream_of(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader that leaves no last batch out, whose items are those that there are to share."""
     batches: Any = loader.batch_sampler
     if level(loader) is Level.SAMPLE and batches.drop_last:
@@ -121,19 +139,21 @@ def stream_of(loader: DataLoader[Any]) -> DataLoader[Any]:
     return loader
 
 
-def copied(loader: DataLoader[Any]) -> DataLoader[Any]:
+def _copied(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a copy of the loader whose samplers, or iterable dataset, are its own, with random generators."""
-    names = ["batch_sampler", "sampler", "generator"]
-    names += ["dataset"] if level(loader) is Level.ITERABLE else []
-    given = {name: getattr(loader, name) for name in names}
-    memo = _shared(loader)
-    try:
-        new = copy.deepcopy(given, memo)
-    except Exception as error:
-        raise InvalidOptionError(
-            f"audit copies a loader's sampler for every rank, and copying {type(given['sampler']).__name__} raised "
-            f"{type(error).__name__}: {error}. Pass a function make(rank, world_size) that builds each rank's loader."
-        ) from error
+    names = ["dataset"] if level(loader) is Level.ITERABLE else []
+    names += ["sampler", "batch_sampler", "generator"]
+    memo, new = _shared(loader), {}
+    for name in names:
+        value = getattr(loader, name)
+        try:
+            new[name] = copy.deepcopy(value, memo)
+        except Exception as error:
+            raise InvalidOptionError(
+                f"audit copies a loader's {name} for every rank, and copying {type(value).__name__} raised "
+                f"{type(error).__name__}: {error}. Pass a function make(rank, world_size) that builds each rank's "
+                "loader."
+            ) from error
     return copy_loader(loader, **new)
 
 

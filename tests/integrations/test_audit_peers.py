@@ -6,6 +6,7 @@ import audit_setups as setups
 import pytest
 from accelerate.data_loader import prepare_data_loader
 from audit_setups import LABELS, Untouchable
+from lightning.fabric import Fabric
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
@@ -43,6 +44,12 @@ def wrapped_by_lightning(sampler: Any) -> Any:
     return prepared
 
 
+def wrapped_by_fabric(rank: int, world_size: int) -> Any:
+    """As ``setup_dataloaders`` returns it: a wrapper that is no DataLoader, which tells epochs when it is iterated."""
+    fabric = Fabric(accelerator="cpu", devices=1)
+    return fabric.setup_dataloaders(setups.torchs(rank, world_size), use_distributed_sampler=False)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "problems"),
     [
@@ -50,6 +57,8 @@ def wrapped_by_lightning(sampler: Any) -> Any:
         (accelerated(in_order, even_batches=False), {"allow": ["uneven_steps"]}, []),
         (wrapped_by_lightning(SequentialSampler(Untouchable())), {}, []),
         (wrapped_by_lightning(RandomSampler(Untouchable())), {}, ["ranks_disagree"]),  # which Lightning seeds alike
+        (wrapped_by_fabric, {"set_epoch": True}, []),
+        (wrapped_by_fabric, {}, ["same_order"]),
     ],
 )
 def test_what_others_prepare_is_audited_as_it_stands(make: Any, options: Any, problems: list[str]) -> None:

@@ -1,10 +1,15 @@
 """The audit on real ranks finds what differs between processes only."""
 
+from typing import Any
+
 import audit_setups as setups
 import pytest
+from click.testing import CliRunner
+from torch.utils.data import DataLoader, DistributedSampler
 from zoo import loader
 
 from ddp_patch import InvalidOptionError, audit
+from ddp_patch.auditing.commands import commands
 
 
 def test_a_patched_loader_holds_on_real_ranks() -> None:
@@ -25,6 +30,26 @@ def test_what_a_leader_sends_is_audited_on_real_ranks() -> None:
     report = audit(loader(shuffle=True), 2, processes=True, agreement="leader")
     assert report.ok
     assert report.epochs_differ
+
+
+def by_process_group(_rank: int, _world_size: int) -> DataLoader[Any]:
+    """As a training makes its loader: torch's sampler asks the process group."""
+    return setups.loader(DistributedSampler(setups.Untouchable(), shuffle=False))
+
+
+def test_a_factory_may_ask_the_process_group() -> None:
+    report = audit(by_process_group, 2, processes=True)
+    assert report.ok
+    assert report.epochs[0].items == (52, 52)
+    assert report.epochs[0].expected == setups.N
+
+
+def test_from_the_command_line() -> None:
+    command = ["audit", f"{setups.__file__}:by_set", "--world-size", "2", "--epochs", "1", "--processes"]
+    done = CliRunner().invoke(commands, command)
+    assert "✘ ranks_disagree" in done.output
+    assert "on real ranks" in done.output
+    assert done.exit_code == 1
 
 
 def test_what_cannot_be_sent_to_other_processes_is_refused() -> None:

@@ -113,13 +113,13 @@ class SlowToConnect:
     def __setstate__(self, state: dict[str, str]) -> None:
         connect = dist.init_process_group
 
-        def slowly(*args: Any, rank: int, **options: Any) -> None:
-            connect(*args, rank=rank, **options)
-            if rank == 0:
+        def slowly(*args: Any, **options: Any) -> None:
+            connect(*args, **options)
+            if options["rank"] == 0:
                 time.sleep(1)
                 note_pid(state["folder"])
 
-        dist.init_process_group = slowly
+        pytest.MonkeyPatch().setattr(dist, "init_process_group", slowly)
 
 
 def how_many_are_there(rank: int, world_size: int, slow: SlowToConnect, folder: str) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
+    Sampler,
     SequentialSampler,
     WeightedRandomSampler,
 )
@@ -54,6 +56,12 @@ BROKEN: list[tuple[Callable[[int, int], DataLoader[Any]], str, str]] = [
     (setups.wrong_length, "wrong_length", "__len__"),
     (setups.whole_batch_padding, "padding", "even_batches=False"),
     (setups.failing, "error", "Mend the sampler"),
+    (setups.stream_not_sharded, "not_sharded", "patch_dataloader_to_ddp()"),
+    (setups.stream_split_by_worker, "not_sharded", "patch_dataloader_to_ddp()"),
+    (setups.stream_shared_twice, "double_sharding", "Share once"),
+    (setups.stream_uneven, "uneven_steps", "uneven='pad'"),
+    (setups.stream_cut, "tail_lost", "drop_last=False"),
+    (setups.stream_of_another_length, "wrong_length", "__len__"),
 ]
 
 
@@ -114,7 +122,7 @@ def test_what_one_rank_gets_is_counted() -> None:
     assert 0 <= int(name) < N
     assert len(ranks) > 1
     assert report.seeds_agree is False
-    assert epoch.global_batches == {16: 6, 8: 1}
+    assert epoch.global_batches == ((16, 6), (8, 1))
 
 
 def test_samples_are_missing_or_repeated_for_no_known_reason() -> None:
@@ -131,6 +139,13 @@ def test_samples_are_missing_or_repeated_for_no_known_reason() -> None:
     assert "20 of 103 samples are got too often" in audit(both, 4).problems[0].what
     assert kinds(audit(both, 4, allow=["uneven_steps"])) == ["missing"]  # always the same, but there is more to tell
     assert kinds(audit(twice, 4)) == ["repeated"]
+
+
+def test_a_few_samples_are_not_lost_because_they_are_shared_twice() -> None:
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        return loader(sampler=range(8) if world_size == 1 else [[0, 1], [2, 3, 4]][rank])
+
+    assert kinds(audit(make, 2, epochs=1)) == ["missing"]
 
 
 def test_an_evaluation_allows_no_padding() -> None:
@@ -201,6 +216,78 @@ def test_cost_shows_how_ranks_are_balanced() -> None:
         audit(BY_NAME["string keys"].make(), 2, cost=lengths)
 
 
+def test_a_rank_that_makes_no_such_step_costs_nothing_there() -> None:
+    report = audit(setups.uneven, 4, cost=np.ones(97))
+    assert report.epochs[0].steps == (7, 6, 6, 6)
+    assert report.epochs[0].worst_imbalance == 4  # of the last step, which three ranks do not make
+    assert report.pictured.costs is not None
+    assert report.pictured.costs.steps == 7
+
+
+def test_the_global_batch_of_each_step_is_told_in_order() -> None:
+    report = audit(setups.loader(range(22), n=22), 2, epochs=1)
+    assert report.epochs[0].global_batches == ((8, 2), (6, 1))
+    assert ("global batch", "8 in 2 steps, then 6 in 1 step") in report.facts()
+    assert "global batch 1" in dict(audit(BY_NAME["a length that changes"].make(), 2, epochs=2).facts())
+    of_many_sizes = [list(range(1 + step % 5)) for step in range(20)]
+    text = dict(audit(DataLoader(Untouchable(), batch_sampler=of_many_sizes), 2, epochs=1).facts())["global batch"]
+    assert text == "3 to 9 samples, 6 on average, in 10 steps"
+
+
+def test_samples_that_cannot_be_told_apart_are_counted() -> None:
+    class Same(setups.Stream):
+        def __iter__(self) -> Any:
+            return iter([0.5] * 6 + [1.5] * 3)
+
+    report = audit(DataLoader(Same(), batch_size=2), 3)
+    assert (report.epochs[0].expected, report.epochs[0].distinct) == (9, 2)
+    assert "of 9 samples (2 different ones)" in str(report)
+    assert "different ones" not in str(audit(loader(), 2))
+
+
+def test_a_length_that_an_endless_sampler_tells_is_wrong() -> None:
+    class Short(setups.WithReplacement):
+        def __len__(self) -> int:
+            return 8
+
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        return setups.loader(Short())
+
+    (problem,) = audit(make, 2, epochs=1, max_items=40, allow=["not_sharded"]).problems
+    assert problem.kind == "wrong_length"
+    assert "says 2 and it makes 10 steps and more." in problem.what
+
+
+def test_what_no_rank_drew_tells_nothing_of_seeds() -> None:
+    assert audit(setups.failing, 2).seeds_agree is None
+
+
+def test_of_a_few_samples_it_is_said_that_an_order_may_return_by_chance() -> None:
+    given = DataLoader(Untouchable(2), batch_size=1)
+    (problem,) = audit(given, 2, epochs_differ=True).problems
+    assert problem.what.endswith("2 items have no more than 2 orders, so it may be chance.")
+    assert "chance" not in audit(loader(), 2, epochs_differ=True).problems[0].what
+
+
+def test_the_memory_of_one_ranks_epoch_is_told() -> None:
+    class Large(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            held = np.ones(8 * 2**20)
+            yield from range(N)
+            del held
+
+    # Of as many bytes as one rank holds, whatever was drawn before.
+    report = audit(lambda rank, world_size: setups.loader(Large()), 2, epochs=1, allow=["not_sharded"])
+    assert report.memory is None or 60 * 2**20 < report.memory < 80 * 2**20
+
+
+def test_so_many_items_of_all_ranks_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_patch.auditing.auditing._MOST", 120)
+    for world_size in (3, np.int64(6)):
+        report = audit(loader(sampler=setups.WithReplacement()), world_size, epochs=1)
+        assert sum(report.epochs[0].items) == 120
+
+
 def test_of_a_large_loader_the_first_items_are_drawn_and_the_report_says_so() -> None:
     report = audit(DataLoader(Untouchable(1000), batch_size=4, shuffle=True), 4, max_items=30)
     assert report.ok
@@ -265,6 +352,12 @@ def test_a_message_says_what_where_why_and_what_to_do() -> None:
     )
 
 
+class Uncopyable(setups.Stream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
 @pytest.mark.parametrize(
     ("given", "options", "error", "message"),
     [
@@ -275,7 +368,7 @@ def test_a_message_says_what_where_why_and_what_to_do() -> None:
         (loader(), {"uneven": "drop", "patch": False}, InvalidOptionError, "patch=False"),
         (loader(), {"uneven": "maybe"}, InvalidOptionError, "uneven='maybe' does not exist"),
         (loader(), {"epochs": 0}, InvalidOptionError, "epochs=0 can draw nothing"),
-        (loader(), {"max_items": True}, InvalidOptionError, "max_items=True can draw nothing"),
+        (loader(), {"max_items": True}, InvalidOptionError, "max_items=True is a bool, not an int"),
         (loader(), {"allow": ["pading"]}, InvalidOptionError, "names no kind of problem"),
         (loader(), {"allow": "padding"}, InvalidOptionError, "Pass allow=.'padding'.."),
         (loader(), {"cost": [1] * 9}, InvalidOptionError, "cost= raised IndexError"),
@@ -284,7 +377,17 @@ def test_a_message_says_what_where_why_and_what_to_do() -> None:
         (loader(), {"cost": lambda index: index - 2}, InvalidOptionError, "gave -2.0 for sample 0"),
         (loader(), {"cost": [1.0] * 4 + [np.nan] * 19}, InvalidOptionError, "gave nan for sample 4"),
         (loader(), {"cost": 7}, InvalidOptionError, "one finite number of at least 0 for every index"),
-        (loader(sampler=(i for i in range(9))), {}, InvalidOptionError, "copying generator raised TypeError"),
+        (
+            loader(sampler=(i for i in range(9))),
+            {},
+            InvalidOptionError,
+            "sampler for every rank, and copying generator",
+        ),
+        (DataLoader(Uncopyable()), {}, InvalidOptionError, "dataset for every rank, and copying Uncopyable raised"),
+        (loader(), {"rank": 0}, InvalidOptionError, "given rank .* says where one real rank is"),
+        (loader(), {"device_mesh": None}, InvalidOptionError, "a factory that makes it, and processes=True"),
+        (loader(), {"agreement": "leader"}, InvalidOptionError, "agreement='leader' needs ranks that communicate"),
+        (loader(), {"verify": True}, InvalidOptionError, "Pass processes=True, too"),
     ],
 )
 def test_what_cannot_be_audited_is_refused(given: Any, options: Any, error: type[Exception], message: str) -> None:
@@ -300,7 +403,7 @@ def test_an_error_of_a_factory_says_for_which_rank() -> None:
 
     with pytest.raises(OSError, match="no index file") as raised:
         audit(make, 4)
-    assert raised.value.__notes__ == ["The factory make raised it when audit asked for rank 2 of 4."]
+    assert raised.value.__notes__ == ["It was raised by make(2, 4), which audit called as make(rank, world_size)."]
 
 
 def test_what_cannot_be_told_of_a_sample_is_not_told() -> None:
@@ -437,6 +540,13 @@ def test_a_process_alone_that_raises_is_told() -> None:
 
     (problem,) = audit(make, 4, epochs=1).problems
     assert problem.what.startswith("One process alone raises")
+
+
+def test_markdown_shows_names_as_they_are() -> None:
+    names = ["__a__.jpg", "*b*.jpg", "c|<i>_d.jpg", *"fghij"]
+    told = audit(lambda rank, ranks: loader(sampler=names if ranks == 1 else names[3 + rank :: ranks]), 2).to_markdown()
+    assert told.startswith(r"### ✘ \<lambda\>: does not hold")
+    assert all(name in told for name in (r"'\_\_a\_\_.jpg'", r"'\*b\*.jpg'", r"'c\|\<i\>\_d.jpg'"))
 
 
 def test_what_was_allowed_stands_in_every_form() -> None:

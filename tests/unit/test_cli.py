@@ -40,6 +40,24 @@ LOADERS = """
 
     def fails():
         raise LookupError("no [data] here")
+
+    def exits():
+        import sys
+        print("leaving")
+        sys.exit(0)
+
+    def other(batch_size, workers):
+        return DataLoader(range(9), batch_size, num_workers=workers)
+
+    class Raising:
+        def __len__(self):
+            return 4
+
+        def __iter__(self):
+            yield from (0, 1)
+            raise LookupError("index file is gone")
+
+    raising = DataLoader(range(4), sampler=Raising())
 """
 
 
@@ -72,7 +90,9 @@ def run(*arguments: str) -> Result:
         ("several", [], 1, "several.more[0] on 4 ranks: ✘"),
         ("fails", [], 2, "Could not run: LookupError: no [data] here"),
         ("number", [], 2, "number is 7 (int), which is no DataLoader"),
-        ("nothing", [], 2, "holds no loader"),
+        ("nothing", [], 2, "holds no loader: it is []. Name what holds at least one."),
+        ("exits", [], 2, "Could not run: SystemExit: 0"),
+        ("other", [], 2, "It was raised by other(0, 1), which audit called as make(rank, world_size)."),
         ("absent", [], 2, "has no 'absent'"),
         ("train", ["--epochs", "0"], 2, "0 is not in the range"),
     ],
@@ -81,6 +101,13 @@ def test_it_prints_what_holds_and_exits_by_it(path: str, name: str, options: lis
     result = run("audit", f"{path}:{name}", "--world-size", "4", *options)
     assert shown in result.output
     assert result.exit_code == code
+
+
+def test_what_the_target_prints_is_not_the_report(path: str) -> None:
+    Path(path).write_text(f"print('importing')\n{Path(path).read_text()}")
+    done = run("audit", f"{path}:train", "-w", "2", "--format", "json")
+    assert json.loads(done.stdout)["train"]["ok"]
+    assert "importing" in done.stderr
 
 
 def test_json_and_markdown(path: str) -> None:
@@ -167,10 +194,21 @@ def test_show_says_what_a_loader_is_and_what_ranks_get(path: str) -> None:
     assert "│ 0 │ 0, 2, 4, 6 │ 8, 10, 12, 14 │ 16, 18 │" in shown
     assert "Is shared already, by torch.utils.data.distributed" in run("show", f"{path}:make").output
     assert run("show", f"{path}:number").exit_code == 2
+    assert "holds no loader" in run("show", f"{path}:nothing").output
 
 
-def test_it_runs_as_a_module(path: str) -> None:
-    command = [sys.executable, "-m", "ddp_patch", "audit", "my_loaders:train", "-w", "2"]
+def test_show_says_which_ranks_raise(path: str) -> None:
+    done = run("show", f"{path}:raising")
+    assert "✘ Rank 0 raises LookupError: index file is gone" in done.output
+    assert done.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "how", [["-m", "ddp_patch"], ["-P", "-c", "from ddp_patch.cli import main; main()"]], ids=["module", "script"]
+)
+def test_it_runs_where_the_target_is(path: str, how: list[str]) -> None:
+    """As the installed script does, which has not the working folder on its path."""
+    command = [sys.executable, *how, "audit", "my_loaders:train", "-w", "2"]
     done = subprocess.run(command, cwd=Path(path).parent, capture_output=True, text=True, check=False)  # noqa: S603 - ours
     assert done.returncode == 0, done.stderr
     assert "✔ holds" in done.stdout

@@ -3,6 +3,7 @@
 import base64
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from audit_setups import Untouchable
 from click.testing import CliRunner
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from zoo import BY_NAME, loader
 
 from ddp_patch import audit
@@ -112,6 +113,25 @@ def test_steps_and_their_cost_are_counted_in_columns() -> None:
     assert costs is not None
     assert (set(costs.slowest), set(costs.mean)) == ({2.0}, {1.0})  # rank 1 has the odd samples
     assert audit(plain(50), 2).pictured.costs is None
+
+
+def test_the_first_epoch_that_does_not_hold_is_pictured() -> None:
+    class Worse(Sampler[int]):
+        def __init__(self) -> None:
+            self.passes = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.passes += 1
+            return iter(range(12 if self.passes < 3 else 10))
+
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        return plain(12, sampler=setups.Nth(Worse() if world_size > 1 else range(12), rank, world_size))
+
+    report = audit(make, 2, epochs=4)
+    assert report.pictured.epoch == 2
+    assert report.pictured.shares.missing[10:] == (1, 1)
+    assert pictures_of(report.pictured)[0].title == "Who gets what in epoch 2"
+    assert audit(make, 2, epochs=2).pictured.epoch == 0
 
 
 def test_names_and_marks_are_text_and_hatches() -> None:

@@ -1,0 +1,55 @@
+"""What of a rank's loader the judgement needs: plain values, which a real rank can send."""
+
+from dataclasses import dataclass
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from ddp_patch.auditing.report import Units
+from ddp_patch.loader import Level, is_ddp_aware, level, nested_samplers, samplers_in_use
+
+__all__ = ["Traits", "made_of_batches", "traits_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """A rank's loader in plain values.
+
+    Attributes:
+        units: What is shared.
+        is_iterable: Whether its dataset is read, because it has no indices.
+        batch_size: How many samples a batch has, as far as the loader or its batch sampler says; else 1.
+        num_workers: How many workers it has.
+        drops_batch: Whether a last, incomplete batch is left out.
+        drops_round: Whether a sampler leaves out the last, incomplete round of ranks.
+        sharers: How many of its samplers and its dataset share by themselves.
+    """
+
+    units: Units
+    is_iterable: bool
+    batch_size: int
+    num_workers: int
+    drops_batch: bool
+    drops_round: bool
+    sharers: int
+
+
+def traits_of(loader: DataLoader[object]) -> Traits:
+    """Return a loader's traits."""
+    samplers = list(samplers_in_use(loader))
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return Traits(
+        units="batches" if made_of_batches(loader) else "samples",
+        is_iterable=level(loader) is Level.ITERABLE,
+        batch_size=size if isinstance(size, int) and size > 0 else 1,
+        num_workers=loader.num_workers,
+        drops_batch=loader.drop_last or getattr(loader.batch_sampler, "drop_last", False) is True,
+        drops_round=any(getattr(sampler, "drop_last", False) is True for sampler in samplers),
+        sharers=sum(map(is_ddp_aware, (*samplers, loader.dataset))),
+    )
+
+
+def made_of_batches(loader: DataLoader[object]) -> bool:
+    """Tell whether what is shared are whole batches."""
+    if level(loader) is Level.UNBATCHED:
+        return any(isinstance(sampler, BatchSampler) for sampler in nested_samplers(loader.sampler))
+    return level(loader) is Level.BATCH
