@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddp_patch.errors import NotALoaderError, UnsupportedLoaderError
@@ -30,6 +30,7 @@ __all__ = [
     "is_loader",
     "is_split_by_node",
     "level",
+    "nested_datasets",
     "nested_samplers",
     "random_generators",
     "require_copyable",
@@ -240,8 +241,18 @@ def sharding(loader: DataLoader[Any]) -> object | None:
     That is a ``DistributedSampler``, what accelerate shares with, whatever says ``is_ddp_aware``, or a stream that was
     split by node.
     """
-    holders = [*samplers_in_use(loader), loader.dataset, loader]
+    holders = [*samplers_in_use(loader), *nested_datasets(loader.dataset), loader]
     return next((holder for holder in holders if is_ddp_aware(holder) or is_split_by_node(holder)), None)
+
+
+def nested_datasets(dataset: object) -> Iterator[object]:
+    """Yield a dataset and those that it is made of: of torch's ``ChainDataset``, ``ConcatDataset`` or ``Subset``."""
+    yield dataset
+    for name in ("dataset", "datasets"):
+        inner = getattr(dataset, "__dict__", {}).get(name)
+        for one in inner if isinstance(inner, list | tuple) else [inner]:
+            if isinstance(one, Dataset):
+                yield from nested_datasets(one)
 
 
 def is_split_by_node(dataset: object) -> bool:

@@ -1,7 +1,8 @@
 """The one call that shards a finished DataLoader, and the guard that finds those that are not."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
 
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from ddp_patch.loader import (
     is_loader,
     is_split_by_node,
     level,
+    nested_datasets,
     require_copyable,
     require_loader,
     samplers_in_use,
@@ -230,7 +232,7 @@ def _require_shuffle(stream: object) -> None:
 
 def _refuse_split_by_node(dataset: object) -> None:
     """Refuse a share whose number of steps nobody has made equal to the other ranks'."""
-    if is_split_by_node(dataset):
+    if any(map(is_split_by_node, nested_datasets(dataset))):
         raise UnsupportedLoaderError(
             f"{type(dataset).__name__} was split by split_dataset_by_node() already, and sharing a share again would "
             "lose the rest of it. Patch a loader of the whole dataset, without that call."
@@ -283,14 +285,21 @@ def _shard(loader: L, agreed: Agreed) -> L:
             sharded = new["sampler"] = StreamSampler(new["dataset"], agreed, loader.num_workers, loader.batch_size or 1)
             if batches is not None:
                 new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
-    if not hasattr(loader, "set_epoch"):
-        new["set_epoch"] = sharded.set_epoch  # which Hugging Face's Trainer calls
     if loader.num_workers > 0:
         init = loader.worker_init_fn
         if "dataset" in new:
             init = IterableWorkerInit(init, sharded.epochs)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
-    return copy_loader(loader, **new)
+    patched = copy_loader(loader, **new)
+    # Hugging Face's Trainer calls it. A subclass may have one, which need not reach the sampler.
+    own = getattr(patched, "set_epoch", None)
+    vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
+    return patched
+
+
+def _tell_both(first: Callable[[int], object], second: Callable[[int], object], epoch: int) -> None:
+    first(epoch)
+    second(epoch)
 
 
 def _ordered(sampler: Any, agreed: Agreed) -> Any:

@@ -1,6 +1,7 @@
 """Hugging Face's datasets: map-style and streamed ones, which split themselves over a loader's workers."""
 
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 from quick import run_ranks
-from torch.utils.data import DataLoader
+from torch.utils.data import ChainDataset, DataLoader
 from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
 from zoo import N, seed_ambient
 
 from ddp_patch import DDPPatchError, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch.contents import chosen_samples
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 
@@ -88,6 +90,22 @@ def test_its_own_shuffling_follows_the_epoch(make: Any, workers: dict[str, Any])
     assert_epochs_differ_and_are_shared_exactly(loaders, numbers, N)
 
 
+class Locked:
+    """A transform that holds what cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __call__(self, rows: Any) -> Any:
+        return rows
+
+
+def test_which_rows_a_dataset_holds_is_told_whatever_its_transform_holds() -> None:
+    whole, half = map_style().with_transform(Locked()), map_style().select(range(10)).with_transform(Locked())
+    assert chosen_samples(whole) is not None
+    assert chosen_samples(whole) == chosen_samples(map_style()) != chosen_samples(half)
+
+
 def set_epoch_slowly(self: Any, epoch: int) -> None:
     """As that of datasets 5.2, which adds a difference to a number in memory shared by all workers; but slower."""
     difference = epoch - self._epoch
@@ -131,7 +149,8 @@ def on_rank(rank: int, world_size: int, persistent: bool) -> tuple[list[list[int
     epochs = [[number for batch in patched for number in numbers(batch)] for _ in range(3)]
     split = partial(split_dataset_by_node, rank=rank, world_size=world_size)
     whole, halves = map_style(), map_style().select(range(N - 1))
-    return epochs, [told(split(dataset)) for dataset in (whole, halves, halves.shuffle(seed=1), streamed())]
+    splits = [split(dataset) for dataset in (whole, halves, halves.shuffle(seed=1), streamed())]
+    return epochs, [told(dataset) for dataset in (*splits, ChainDataset([streamed(), splits[-1]]))]
 
 
 def told(dataset: Any) -> tuple[bool, str]:
@@ -148,13 +167,14 @@ def test_real_ranks() -> None:
         assert_shared_exactly(list(shares), N)
     assert first[0] != first[1] != first[2]
     assert said == said_by_second
-    *map_styles, (iterable_counts, iterable) = said
+    *map_styles, (iterable_counts, iterable), (within_counts, within) = said
     for counts, message in map_styles:
         assert not counts
         assert "the datasets of rank 0 and rank 1 hold different samples" in message
         assert "without split_dataset_by_node()" in message
     assert iterable_counts
-    assert "was split by split_dataset_by_node() already" in iterable
+    assert within_counts
+    assert all("was split by split_dataset_by_node() already" in message for message in (iterable, within))
 
 
 def test_why_a_streamed_dataset_is_not_split_by_node_of_itself() -> None:

@@ -163,10 +163,13 @@ class Counting(DataLoader[Any]):
         self.told = epoch
 
 
-def test_a_set_epoch_of_the_users_is_kept() -> None:
-    patched: Any = patch_dataloader_to_ddp(Counting(Indices()), **WORLD)
-    patched.set_epoch(4)
-    assert (patched.told, patched.sampler.epoch) == (4, 0)
+@pytest.mark.parametrize("copied", [lambda patched: patched, copy.deepcopy])
+def test_a_set_epoch_of_the_users_is_called_too(copied: Any) -> None:
+    patched: Any = copied(patch_dataloader_to_ddp(Counting(Indices(), shuffle=True), **WORLD))
+    epochs = [list(patched) for _ in range(3)]
+    patched.set_epoch(1)
+    assert patched.told == 1
+    assert list(patched) == epochs[1]
 
 
 class Delegating(DataLoader[Any]):

@@ -24,6 +24,13 @@ LOADERS = """
 
     def unpatched(rank, world_size):
         return len(list(DataLoader(range(8))))
+
+    class Own(DataLoader):
+        def __iter__(self):
+            return self._get_iterator()
+
+    def unpatched_own(rank, world_size):
+        return len(list(Own(range(8))))
 """
 
 
@@ -77,6 +84,12 @@ def test_not_marked():
     assert re.search(
         r"iterates a DataLoader that is not sharded.* made at \S+shared\.py:15\. Pass it", result.stdout.str()
     )
+
+
+def test_a_class_that_iterates_by_itself_is_guarded(tests: pytest.Pytester) -> None:
+    result = run(tests, "def test_unpatched():\n    run_ranks(unpatched_own, 2)\n", "--ddp-guard")
+    result.assert_outcomes(failed=1)
+    assert re.search(r"iterates a Own that is not sharded.* made at \S+shared\.py:22\. Pass", result.stdout.str())
 
 
 @pytest.mark.parametrize("way", ["--ddp-guard", "-oddp_guard=true"])

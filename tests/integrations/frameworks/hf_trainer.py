@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from ddp_patch import patch_dataloader_to_ddp
 from frameworks.base import Epochs, Framework
 from frameworks.kinds import features, tiny_model
-from frameworks.tensors import NotedTensor
+from frameworks.tensors import NotedTensor, as_batch
 
 __all__ = ["FRAMEWORK"]
 
@@ -35,7 +35,7 @@ class OwnLoader(Trainer):  # type: ignore[misc]  # it is not there where types a
         return self.accelerator.prepare(self.given)
 
     def compute_loss(self, model: Any, inputs: Any, *positional: Any, **options: Any) -> torch.Tensor:
-        batch = inputs["numbers"].as_batch()
+        batch = as_batch(inputs["numbers"])
         self.seen[-1].append(batch)
         loss: torch.Tensor = model(features(batch)).square().mean()
         return loss

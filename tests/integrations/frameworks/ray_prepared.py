@@ -1,36 +1,28 @@
 """Ray Train: ``ray.train.torch.prepare_data_loader``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from ray.train.torch import prepare_data_loader, prepare_model
+from torch.utils.data import IterableDataset
 
 from ddp_patch import UnsupportedLoaderError, check_loaders_is_patched, loader_state, patch_dataloader_to_ddp
 from frameworks.base import Epochs, Framework
-from frameworks.kinds import Batch, tiny_model
+from frameworks.kinds import tiny_model
 from frameworks.loops import train
 from frameworks.ray_launch import launch
-from frameworks.tensors import NotedTensor
+from frameworks.tensors import NotedTensor, Seen
 
 __all__ = ["FRAMEWORK"]
-
-
-class Seen:
-    """A loader of tensors, whose batches are seen as numbers."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[Batch]:
-        return (numbers.as_batch() for numbers in self.loader)
 
 
 def prepare(loader: Any, patched: bool) -> Any:
     """Have Ray prepare the loader, and look whether its wrapper is seen through."""
     prepared = prepare_data_loader(loader)
-    assert check_loaders_is_patched(prepared)
-    assert patch_dataloader_to_ddp(prepared) is prepared
+    if patched or not isinstance(loader.dataset, IterableDataset):  # which Ray leaves to the user
+        assert check_loaders_is_patched(prepared)
+        assert patch_dataloader_to_ddp(prepared) is prepared
     if patched:
         assert loader_state(prepared, batches_done=0) == loader_state(loader, batches_done=0)
     else:
@@ -50,7 +42,8 @@ def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
         epochs = range(len(epochs))  # as Ray's guide has it
     loader = prepare(loader, patched)
     model = prepare_model(tiny_model())
-    return train(model, Seen(loader), epochs, set_epoch=lambda epoch: loader.sampler.set_epoch(epoch))
+    set_epoch = getattr(loader.sampler, "set_epoch", None)  # what an iterable dataset's loader has not
+    return train(model, Seen(loader), epochs, set_epoch=set_epoch)
 
 
 FRAMEWORK = Framework(("ray",), passes, moves=True, launch=launch)

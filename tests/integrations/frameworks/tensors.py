@@ -1,12 +1,13 @@
 """Batches for frameworks that move nothing but tensors."""
 
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
 
 from frameworks.kinds import Batch
 
-__all__ = ["NotedTensor"]
+__all__ = ["NotedTensor", "Seen", "as_batch"]
 
 
 class NotedTensor(torch.Tensor):
@@ -25,6 +26,17 @@ class NotedTensor(torch.Tensor):
         moved.moved_to = (*self.moved_to, moved.device.type)
         return moved
 
-    def as_batch(self) -> Batch:
-        """Return what a framework's training step is said to have seen."""
-        return Batch(self.tolist(), self.moved_to)
+
+def as_batch(numbers: torch.Tensor) -> Batch:
+    """Return what a framework's training step is said to have seen; of a tensor that rank 0 sent, too."""
+    return Batch(numbers.tolist(), getattr(numbers, "moved_to", ()))
+
+
+class Seen:
+    """A loader of tensors, whose batches are seen as numbers."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(as_batch, self.loader)

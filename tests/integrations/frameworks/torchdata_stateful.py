@@ -10,7 +10,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ddp_patch import patch_dataloader_to_ddp
 from frameworks.base import Epochs, Framework
-from frameworks.kinds import Batch, tiny_model
+from frameworks.kinds import Batch, made_anew, tiny_model
 from frameworks.loops import train
 
 __all__ = ["FRAMEWORK"]
@@ -26,9 +26,7 @@ class Interrupted:
         self.loader = self.start()
 
     def start(self) -> Any:
-        loader: Any = StatefulDataLoader(
-            self.given.dataset, batch_sampler=self.given.batch_sampler, collate_fn=self.given.collate_fn
-        )
+        loader = made_anew(StatefulDataLoader, self.given, self.given.dataset, self.given.collate_fn)
         return patch_dataloader_to_ddp(loader) if self.patched else loader
 
     def __iter__(self) -> Iterator[Batch]:

@@ -6,7 +6,7 @@ from typing import Any
 import ignite.distributed as idist
 import torch
 from ignite.engine import Engine, Events
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from ddp_patch import extract_loader_parameters, patch_dataloader_to_ddp
 from frameworks.base import Epochs, Framework
@@ -50,8 +50,10 @@ def auto(loader: Any) -> Any:
         options["batch_sampler"] = loader.batch_sampler
     else:
         options["batch_size"] = loader.batch_size * idist.get_world_size()  # it is shared out among the ranks
-        is_shuffled = type(loader.sampler) is RandomSampler
-        options |= {"shuffle": True} if is_shuffled else {"sampler": loader.sampler}
+        if type(loader.sampler) is RandomSampler:
+            options["shuffle"] = True
+        elif not isinstance(loader.dataset, IterableDataset):
+            options["sampler"] = loader.sampler
     return idist.auto_dataloader(loader.dataset, **options)
 
 
