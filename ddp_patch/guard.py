@@ -4,7 +4,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader
 from ddp_patch.errors import NotPatchedError
 from ddp_patch.loader import sharding
 
-__all__ = ["guarded", "guarded_as_parent", "places_recorded"]
+__all__ = ["guard_this_process", "guarded", "places_recorded"]
 
-# Told by the environment, so that ranks which a guarded test starts are guarded too.
+# Told by the environment, so that ranks which a guarded test starts are guarded too, however it starts them.
 _VARIABLE = "DDP_PATCH_GUARD"
+_for_good = ExitStack()
 _NO_PLACES = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (torch, sys.modules[__package__]))
 _places: WeakKeyDictionary[DataLoader[Any], str] = WeakKeyDictionary()
 
@@ -43,7 +44,7 @@ def places_recorded() -> Iterator[None]:
 def guarded() -> Iterator[None]:
     """While entered, iterating an unpatched loader raises if a process group with more than one rank is up.
 
-    Ranks that ``ddp_patch.testing.run_ranks`` starts meanwhile are guarded too.
+    Ranks that are started meanwhile are guarded too, from where they import ``ddp_patch``.
 
     Raises:
         NotPatchedError: From ``iter(loader)``, with the file and line where the loader was made.
@@ -53,10 +54,26 @@ def guarded() -> Iterator[None]:
         ...     len(list(DataLoader(range(4))))  # no process group is up
         4
     """
-    with places_recorded(), patch.dict(os.environ, {_VARIABLE: "1"}), ExitStack() as stack:
-        for kind in _kinds(DataLoader):  # a subclass need not call its base's __iter__: StatefulDataLoader does not
+    with patch.dict(os.environ, {_VARIABLE: "1"}), _classes_guarded():
+        yield
+
+
+@contextmanager
+def _classes_guarded() -> Iterator[None]:
+    with places_recorded(), ExitStack() as stack:
+
+        def guard(kind: type[DataLoader[Any]]) -> None:
+            # A subclass need not call its base's: torchdata's StatefulDataLoader does not.
             if "__iter__" in vars(kind):
                 stack.enter_context(patch.object(kind, "__iter__", _guarding(vars(kind)["__iter__"])))
+
+        def init_subclass(kind: type[DataLoader[Any]], /, **options: Any) -> None:
+            super(DataLoader, kind).__init_subclass__(**options)
+            guard(kind)
+
+        for kind in _kinds(DataLoader):
+            guard(kind)
+        stack.enter_context(patch.object(DataLoader, "__init_subclass__", classmethod(init_subclass)))
         yield
 
 
@@ -75,9 +92,11 @@ def _guarding(begin: Any) -> Any:
     return iterate
 
 
-def guarded_as_parent() -> AbstractContextManager[None]:
-    """Return the guard in a process whose parent was guarded when it started this one; nothing elsewhere."""
-    return guarded() if os.environ.get(_VARIABLE) == "1" else nullcontext()
+def guard_this_process() -> None:
+    """Guard the process for the rest of its life, or no longer, as its environment tells."""
+    _for_good.close()
+    if _VARIABLE in os.environ:
+        _for_good.enter_context(_classes_guarded())
 
 
 def _require_sharded(loader: DataLoader[Any]) -> None:

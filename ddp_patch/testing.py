@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_patch.errors import InvalidOptionError, RanksFailedError
-from ddp_patch.guard import guarded_as_parent
+from ddp_patch.guard import guard_this_process
 
 __all__ = ["run_ranks"]
 
@@ -218,8 +218,8 @@ def _rank_main(task: _Task, sender: Connection) -> None:
                 timeout=timedelta(seconds=task.timeout),
             )
             dist.barrier()  # a rank that has done all may not leave while another still connects to it
-            with guarded_as_parent():
-                message = pickle.dumps(("returned", task.fn(task.rank, task.world_size, *task.args)))
+            guard_this_process()
+            message = pickle.dumps(("returned", task.fn(task.rank, task.world_size, *task.args)))
         except BaseException:  # noqa: BLE001 - whatever it is, the parent raises it
             message = pickle.dumps(("raised", traceback.format_exc()))
         sender.send_bytes(message)

@@ -92,6 +92,25 @@ def test_a_class_that_iterates_by_itself_is_guarded(tests: pytest.Pytester) -> N
     assert re.search(r"iterates a Own that is not sharded.* made at \S+shared\.py:22\. Pass", result.stdout.str())
 
 
+def test_ranks_are_guarded_however_they_are_started(tests: pytest.Pytester) -> None:
+    body = """
+import torch.distributed as dist
+from torch.multiprocessing import spawn
+
+def rank(number, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2)
+    dist.barrier()
+    assert len(list(Own(range(8)))) == 8  # of a class that is made while the guard is on
+
+def test_unpatched(tmp_path):
+    spawn(rank, (str(tmp_path),), nprocs=2)
+"""
+    run(tests, body).assert_outcomes(passed=1)
+    result = run(tests, body, "--ddp-guard")
+    result.assert_outcomes(failed=1)
+    assert "NotPatchedError" in result.stdout.str()
+
+
 @pytest.mark.parametrize("way", ["--ddp-guard", "-oddp_guard=true"])
 def test_every_test_is_guarded_where_that_is_asked_for(tests: pytest.Pytester, way: str) -> None:
     body = "def test_unpatched():\n    run_ranks(unpatched, 2)\n"
