@@ -3,12 +3,11 @@
 import functools
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,21 +22,21 @@ __all__ = ["guard_this_process", "guarded", "places_recorded"]
 _VARIABLE = "DDP_PATCH_GUARD"
 _for_good = ExitStack()
 _NO_PLACES = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (torch, sys.modules[__package__]))
-_places: WeakKeyDictionary[DataLoader[Any], str] = WeakKeyDictionary()
+_PLACE = "_ddp_patch_made_at"  # the attribute of a loader that tells where it was made
 
 
-@contextmanager
-def places_recorded() -> Iterator[None]:
+def places_recorded() -> AbstractContextManager[None]:
     """While entered, it is written down of every loader in which file and line it is made."""
-    begin = DataLoader.__init__
+    return _methods_wrapped("__init__", _recording)
 
+
+def _recording(begin: Any) -> Any:
     @functools.wraps(begin)
     def init(self: DataLoader[Any], *args: Any, **options: Any) -> None:
-        _places.setdefault(self, _place())
+        vars(self).setdefault(_PLACE, _place())  # by a subclass's constructor before its base's
         begin(self, *args, **options)
 
-    with patch.object(DataLoader, "__init__", init):
-        yield
+    return init
 
 
 @contextmanager
@@ -54,25 +53,43 @@ def guarded() -> Iterator[None]:
         ...     len(list(DataLoader(range(4))))  # no process group is up
         4
     """
-    with patch.dict(os.environ, {_VARIABLE: "1"}), _classes_guarded():
+    with patch.dict(os.environ, {_VARIABLE: "1"}), _iteration_guarded():
+        yield
+
+
+def guard_this_process() -> None:
+    """Guard the process for the rest of its life, or no longer, as its environment tells."""
+    _for_good.close()
+    if _VARIABLE in os.environ:
+        _for_good.enter_context(_iteration_guarded())
+
+
+@contextmanager
+def _iteration_guarded() -> Iterator[None]:
+    with places_recorded(), _methods_wrapped("__iter__", _guarding):
         yield
 
 
 @contextmanager
-def _classes_guarded() -> Iterator[None]:
-    with places_recorded(), ExitStack() as stack:
+def _methods_wrapped(name: str, wrapped: Callable[[Any], Any]) -> Iterator[None]:
+    """While entered, a method is wrapped in every class of loaders, also those that are made meanwhile.
 
-        def guard(kind: type[DataLoader[Any]]) -> None:
-            # A subclass need not call its base's: torchdata's StatefulDataLoader does not.
-            if "__iter__" in vars(kind):
-                stack.enter_context(patch.object(kind, "__iter__", _guarding(vars(kind)["__iter__"])))
+    A subclass need not call its base's: torchdata's StatefulDataLoader does not.
+    """
+    with ExitStack() as stack:
+
+        def wrap(kind: type[DataLoader[Any]]) -> None:
+            if name in vars(kind):
+                stack.enter_context(patch.object(kind, name, wrapped(vars(kind)[name])))
+
+        before = DataLoader.__init_subclass__.__func__  # type: ignore[attr-defined]  # a class method
 
         def init_subclass(kind: type[DataLoader[Any]], /, **options: Any) -> None:
-            super(DataLoader, kind).__init_subclass__(**options)
-            guard(kind)
+            before(kind, **options)
+            wrap(kind)
 
         for kind in _kinds(DataLoader):
-            guard(kind)
+            wrap(kind)
         stack.enter_context(patch.object(DataLoader, "__init_subclass__", classmethod(init_subclass)))
         yield
 
@@ -92,20 +109,14 @@ def _guarding(begin: Any) -> Any:
     return iterate
 
 
-def guard_this_process() -> None:
-    """Guard the process for the rest of its life, or no longer, as its environment tells."""
-    _for_good.close()
-    if _VARIABLE in os.environ:
-        _for_good.enter_context(_classes_guarded())
-
-
 def _require_sharded(loader: DataLoader[Any]) -> None:
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1 and sharding(loader) is None:
-        place = _places.get(loader, "a place that is not known, because it was made before the guard was on")
+        place = vars(loader).get(_PLACE, "a place that is not known, because it was made before the guard was on")
         raise NotPatchedError(
             f"Rank {dist.get_rank()} of {ranks} iterates a {type(loader).__name__} that is not sharded, so every rank "
-            f"gets all of its data. It was made at {place}. Pass it through patch_dataloader_to_ddp() there."
+            f"gets all of its data. It was made at {place}. Pass it through patch_dataloader_to_ddp() there; a sampler "
+            "or dataset that shares by itself says so by an attribute is_ddp_aware = True."
         )
 
 

@@ -1,6 +1,7 @@
 """``ddp-patch audit`` and ``ddp-patch show``, with click and rich."""
 
 import json
+import os
 import re
 import sys
 import warnings
@@ -21,7 +22,7 @@ from ddp_patch.auditing.auditing import audit
 from ddp_patch.auditing.coding import Coding
 from ddp_patch.auditing.counting import batches_of
 from ddp_patch.auditing.finding import find, look_up
-from ddp_patch.auditing.report import Kind, Report
+from ddp_patch.auditing.report import Kind, Report, as_markdown
 from ddp_patch.auditing.simulate import ranks_of
 from ddp_patch.auditing.subject import Factory, Subject
 from ddp_patch.loader import Level, extract_loader_parameters, level, sharding
@@ -31,6 +32,7 @@ __all__ = ["commands"]
 
 _HOLDS, _DOES_NOT = 0, 1
 _COULD_NOT = 2  # click's own for wrong usage, too
+_STDOUT, _STDERR = 1, 2
 
 _WHY = {
     Level.SAMPLE: "torch's own BatchSampler makes the batches, so indices are shared and each rank makes its own.",
@@ -57,6 +59,20 @@ class _CouldNotRunError(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         click.echo(f"Could not run: {self.message}", file=file or sys.stderr)
+
+
+@contextmanager
+def _stdout_as_stderr() -> Iterator[None]:
+    """Keep what targets print out of the report, in processes that are started, too."""
+    sys.stdout.flush()
+    kept = os.dup(_STDOUT)
+    os.dup2(_STDERR, _STDOUT)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, _STDOUT)
+        os.close(kept)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -99,10 +115,14 @@ def audit_command(target: str, world_size: int, cost: str | None, form: str, htm
     not, 2 when it could not run.
     """
     if html is not None:
-        from ddp_patch.auditing.page import page  # before the work: matplotlib may be missing
+        # Before the work: matplotlib may be missing, or the folder.
+        from ddp_patch.auditing.page import page
+
+        if not html.parent.is_dir():
+            raise _CouldNotRunError(f"there is no folder {html.parent} for the page. Make it, or pass another --html.")
     # An option of the patch that is not given has its default there, and where the patch is not called it must not be.
     chosen = {name: value for name, value in given.items() if value is not None}
-    with _refusing(), redirect_stdout(sys.stderr), warnings.catch_warnings():
+    with _refusing(), _stdout_as_stderr(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what libraries warn of while loaders are made is not the audit's to tell
         if cost is not None:
             chosen["cost"] = look_up(cost)[1]
@@ -127,7 +147,9 @@ def _print(reports: dict[str, Report], form: str) -> None:
     if form == "json":
         click.echo(json.dumps({place: report.to_dict() for place, report in reports.items()}, indent=2))
     elif form == "markdown":
-        click.echo("\n\n".join(f"## {place}\n\n{report.to_markdown()}" for place, report in reports.items()))
+        click.echo(
+            "\n\n".join(f"## {as_markdown(place)}\n\n{report.to_markdown()}" for place, report in reports.items())
+        )
     else:
         console = Console(soft_wrap=False)
         for place, report in reports.items():
@@ -147,7 +169,6 @@ def _shown(place: str, report: Report) -> Group:
     for problem in report.problems:
         told = f"{escape(problem.what)} {escape(problem.why)}\n[bold]Remedy:[/] {escape(problem.remedy)}"
         below += [f"[bold red]✘ {problem.kind}[/] ({problem.where})", Padding(told, (0, 0, 0, 2))]
-    below += [f"[yellow]! {problem.kind}[/] (allowed) {escape(problem.what)}" for problem in report.allowed]
     return Group(table, *below, "")
 
 
@@ -189,16 +210,15 @@ def _description(
 
 def _first(given: DataLoader[Any] | Factory, world_size: int, batches: int) -> tuple[RenderableType, list[str]]:
     """Return a table of each rank's first batches, and what ranks raised."""
-    # A batch of more items than this is cut by max_items, which shows enough of it.
-    subject = Subject(given, patch=True, options={}, set_epoch=False, max_items=batches * 4096)
+    subject = Subject(given, patch=True, options={}, set_epoch=False, max_items=sys.maxsize, max_steps=batches)
     table = Table(title=f"The first {batches} batches of each of {world_size} ranks", title_justify="left")
     for name in ("rank", *(f"batch {number}" for number in range(batches))):
         table.add_column(name, overflow="fold")
     coding, raised = Coding(), []
     for number, rank in enumerate(ranks_of(subject, world_size)):
         drawn = rank.epoch(0, coding)
-        got = batches_of(drawn.first_steps(batches))
-        if drawn.error and len(got) < batches:
+        got = batches_of(drawn)
+        if drawn.error:
             raised.append(f"✘ Rank {number} raises {drawn.error}")
         shown = [_listed([coding.name(int(code)) for code in batch]) for batch in got]
         table.add_row(str(number), *map(escape, shown), *[""] * (batches - len(shown)))

@@ -51,14 +51,14 @@ class Drawn:
         return Drawn(self.items[: int(sizes.sum())], sizes, False, self.told, self.seconds, self.memory, self.error)
 
 
-def draw(loader: DataLoader[Any], coding: Coding, max_items: int) -> Drawn:
-    """Draw an epoch and write it down."""
+def draw(loader: DataLoader[Any], coding: Coding, max_items: int, max_steps: int | None = None) -> Drawn:
+    """Draw an epoch, or the first of it, and write it down."""
     items: list[Numbers] = []
     sizes: list[Numbers] = []
     error: str | None = None
     before, ended, seconds, count, grown = _length(loader), False, 0.0, 0, 0
     resident = _resident_bytes()
-    steps = _steps(loader)
+    steps = islice(_steps(loader), max_steps)
     while count < max_items and not ended and error is None:
         begun = time.perf_counter()
         block: list[list[Any]] = []

@@ -28,7 +28,7 @@ def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
         target: ``package.module:name`` or ``path/to/file.py:name``.
 
     Raises:
-        InvalidOptionError: There is no such thing.
+        InvalidOptionError: There is no such thing, or two have one place.
         NotALoaderError: It is neither a loader nor a factory, or it holds none.
 
     Examples:
@@ -39,7 +39,11 @@ def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
 function make() or make(rank, world_size) that returns one. Name one of these.
     """
     name, found = look_up(target)
-    leaves = _leaves(found, name)
+    leaves: dict[str, DataLoader[Any] | Factory] = {}
+    for place, leaf in _leaves(found, name):
+        if place in leaves:
+            raise InvalidOptionError(f"{target} holds two loaders at {place}. Give the keys of its dicts other names.")
+        leaves[place] = leaf
     if not leaves:
         raise NotALoaderError(f"{target} holds no loader: it is {found!r}. Name what holds at least one.")
     return leaves
@@ -126,23 +130,21 @@ class _Part:
         return loader
 
 
-def _leaves(found: Any, place: str) -> dict[str, DataLoader[Any] | Factory]:
-    leaves: dict[str, DataLoader[Any] | Factory] = {}
+def _leaves(found: Any, place: str) -> Iterator[tuple[str, DataLoader[Any] | Factory]]:
     for path, leaf in _nested(found):
         here = place + _written(path)
         if isinstance(leaf, DataLoader):
-            leaves[here] = leaf
+            yield here, leaf
         elif callable(leaf) and _is_for_ranks(leaf):
-            parts = [inner for inner, _ in _nested(made_by(leaf, 0, 1))]
-            leaves |= {here + _written(inner): _Part(leaf, inner) if inner else leaf for inner in parts}
+            for inner, _ in _nested(made_by(leaf, 0, 1)):
+                yield here + _written(inner), _Part(leaf, inner) if inner else leaf
         elif callable(leaf) and _takes(leaf, 0):
-            leaves |= _leaves(leaf(), here)
+            yield from _leaves(leaf(), here)
         else:
             raise NotALoaderError(
                 f"{here} is {leaf!r} ({type(leaf).__name__}), which is no DataLoader, no list or dict of them, and "
                 "no function make() or make(rank, world_size) that returns one. Name one of these."
             )
-    return leaves
 
 
 def _nested(found: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 from ddp_patch.auditing.pictured import Pictured
 from ddp_patch.errors import AuditError
 
-__all__ = ["EpochReport", "Kind", "Problem", "Report", "Units", "problem_kinds"]
+__all__ = ["EpochReport", "Kind", "Problem", "Report", "Units", "as_markdown", "problem_kinds"]
 
 Kind: TypeAlias = Literal[
     "not_sharded",
@@ -173,13 +173,13 @@ class Report:
 
     def to_markdown(self) -> str:
         """Return the report as Markdown: a heading, a table, and the problems below it."""
-        rows = [f"| {name} | {_escaped(value)} |" for name, value in self.facts()]
+        rows = [f"| {name} | {as_markdown(value)} |" for name, value in self.facts()]
         problems = [
-            f"- **{_escaped(problem.kind)}** ({_escaped(problem.where)}): {_escaped(problem.what)} "
-            f"{_escaped(problem.why)} *{_escaped(problem.remedy)}*"
+            f"- **{as_markdown(problem.kind)}** ({as_markdown(problem.where)}): {as_markdown(problem.what)} "
+            f"{as_markdown(problem.why)} *{as_markdown(problem.remedy)}*"
             for problem in self.problems
         ]
-        heading = f"### {'✔' if self.ok else '✘'} {_escaped(self.name)}: {'holds' if self.ok else 'does not hold'}"
+        heading = f"### {'✔' if self.ok else '✘'} {as_markdown(self.name)}: {'holds' if self.ok else 'does not hold'}"
         return "\n".join([heading, "", "| | |", "| --- | --- |", *rows, *([""] if problems else []), *problems])
 
     def __str__(self) -> str:
@@ -225,8 +225,8 @@ def _yes(value: bool | None) -> str:
     return {True: "yes", False: "no", None: "not known"}[value]
 
 
-def _escaped(text: str) -> str:
-    """Return the text as Markdown that shows it as it is."""
+def as_markdown(text: str) -> str:
+    """Return the text as Markdown that shows it as it is, in one line."""
     # Underscores within a word mean nothing.
     special = r"[\\`*\[\]<>|]|(?<![^\W_])_+|_+(?![^\W_])"
-    return re.sub(special, lambda found: "".join(f"\\{each}" for each in found[0]), text)
+    return re.sub(special, lambda found: "".join(f"\\{each}" for each in found[0]), " ".join(text.split()))

@@ -36,7 +36,10 @@ class Rank:
         self._subject = subject
         self._ambient = PrivateRNG(_SEED, seeded_as)
         # What a factory, or a function that cannot be copied, reaches is shared with the other ranks here alone.
-        reached = [SimpleNamespace(make=subject.make)] if not isinstance(subject.make, DataLoader) else []
+        make = subject.make
+        reached = (
+            [SimpleNamespace(make=make), getattr(make, "__self__", make)] if not isinstance(make, DataLoader) else []
+        )
         with self._ambient, unmoved(random_generators(reached)):
             self._loader: DataLoader[Any] = build()
             loaders = [self._loader, *([subject.make] if isinstance(subject.make, DataLoader) else [])]
@@ -56,7 +59,7 @@ class Rank:
             warnings.simplefilter("ignore", StreamLengthWarning)  # lengths are judged here
             if self._subject.set_epoch:
                 _set_epoch(self._loader, number)
-            return draw(self._loader, coding, self._subject.max_items)
+            return draw(self._loader, coding, self._subject.max_items, self._subject.max_steps)
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:

@@ -41,6 +41,7 @@ class Subject:
         options: Passed on to it.
         set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch.
         max_items: How many items of each rank's epoch are drawn at most.
+        max_steps: How many steps of it at most, where that matters; what is beyond is not known of then.
         whole: Whether a last, incomplete batch is left in, so that all is drawn that there is to share.
 
     Raises:
@@ -53,6 +54,7 @@ class Subject:
     options: Mapping[str, Any]
     set_epoch: bool
     max_items: int
+    max_steps: int | None = None
     whole: bool = False
 
     def __post_init__(self) -> None:

@@ -1,5 +1,10 @@
 """The audit on real ranks finds what differs between processes only."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import audit_setups as setups
@@ -50,6 +55,25 @@ def test_from_the_command_line() -> None:
     assert "✘ ranks_disagree" in done.output
     assert "on real ranks" in done.output
     assert done.exit_code == 1
+
+
+PRINTING = """
+import audit_setups
+print("imported")
+def by_set(rank, world_size):
+    return audit_setups.by_set(rank, world_size)
+"""
+
+
+def test_what_ranks_print_is_not_the_report(tmp_path: Path) -> None:
+    file = tmp_path / "printing.py"
+    file.write_text(PRINTING)
+    command = [sys.executable, "-m", "ddp_patch", "audit", f"{file}:by_set", "--processes", "--format", "json"]
+    command += ["--world-size", "2", "--epochs", "1"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)  # noqa: S603 - ours
+    assert json.loads(done.stdout)["by_set"]["problems"][0]["kind"] == "ranks_disagree"
+    assert done.stderr.count("imported") > 1
 
 
 def test_what_cannot_be_sent_to_other_processes_is_refused() -> None:

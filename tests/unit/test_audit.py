@@ -490,6 +490,19 @@ class ByOwnEpoch(IterableDataset[int]):
         yield from order.tolist()[self.rank :: self.world_size]
 
 
+class Maker:
+    """A factory that is an object, and holds the generator of all its loaders."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, rank: int, world_size: int) -> DataLoader[Any]:
+        whole = torch.randperm(96, generator=self.generator).tolist()
+        return DataLoader(Untouchable(96), 4, sampler=whole[rank::world_size])
+
+    make = __call__
+
+
 SHARED_GENERATOR = torch.Generator().manual_seed(0)
 SHUFFLED_BY_IT = DataLoader(Untouchable(96), 4, shuffle=True, generator=SHARED_GENERATOR)
 EASILY_MISTAKEN: dict[str, Callable[[int, int], DataLoader[Any]]] = {
@@ -500,6 +513,8 @@ EASILY_MISTAKEN: dict[str, Callable[[int, int], DataLoader[Any]]] = {
     "a generator that all ranks' loaders reach": lambda rank, ranks: patch_dataloader_to_ddp(
         SHUFFLED_BY_IT, rank=rank, num_replicas=ranks
     ),
+    "a generator of a factory that is an object": Maker(),
+    "a generator of the object of a method": Maker().make,
     "an iterable dataset that is told epochs": lambda rank, ranks: DataLoader(ByOwnEpoch(rank, ranks), 4),
 }
 

@@ -18,7 +18,7 @@ from ddp_patch.auditing.report import Report
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
 
 LOADERS = """
-    from torch.utils.data import DataLoader, DistributedSampler
+    from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
     train = DataLoader(range(103), batch_size=8, shuffle=True)
     loaders = {"train": train, "val": [DataLoader(range(20), batch_size=4)]}
@@ -58,6 +58,14 @@ LOADERS = """
             raise LookupError("index file is gone")
 
     raising = DataLoader(range(4), sampler=Raising())
+
+    class Counting(IterableDataset):
+        def __iter__(self):
+            for number in range(1000):
+                print("reads", number)
+                yield number
+
+    stream = DataLoader(Counting(), batch_size=2)
 """
 
 
@@ -108,6 +116,23 @@ def test_what_the_target_prints_is_not_the_report(path: str) -> None:
     done = run("audit", f"{path}:train", "-w", "2", "--format", "json")
     assert json.loads(done.stdout)["train"]["ok"]
     assert "importing" in done.stderr
+
+
+def test_a_place_is_shown_as_it_is(path: str) -> None:
+    Path(path).write_text(
+        f"{Path(path).read_text()}\nodd = {{'a|*b*': train}}\ntwice = {{'a.b': train, 'a': {{'b': train}}}}\n"
+    )
+    assert "## odd.a\\|\\*b\\*\n" in run("audit", f"{path}:odd", "-w", "2", "--format", "markdown").stdout
+    done = run("audit", f"{path}:twice", "-w", "2")
+    assert "holds two loaders at twice.a.b" in done.output
+    assert done.exit_code == 2
+
+
+def test_a_page_without_a_folder_is_refused_before_the_work(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("ddp_patch.auditing.commands.audit")
+    done = run("audit", f"{path}:train", "-w", "2", "--html", f"{path}/page.html")
+    assert "Could not run: there is no folder" in done.output
+    assert done.exit_code == 2
 
 
 def test_json_and_markdown(path: str) -> None:
@@ -195,6 +220,13 @@ def test_show_says_what_a_loader_is_and_what_ranks_get(path: str) -> None:
     assert "Is shared already, by torch.utils.data.distributed" in run("show", f"{path}:make").output
     assert run("show", f"{path}:number").exit_code == 2
     assert "holds no loader" in run("show", f"{path}:nothing").output
+
+
+def test_show_reads_no_more_than_it_shows(path: str) -> None:
+    output = run("show", f"{path}:stream", "--world-size", "2", "--batches", "3").output
+    assert "│ 1    │ 1, 3    │ 5, 7    │ 9, 11   │" in output
+    assert "reads 11" in output
+    assert "reads 13" not in output
 
 
 def test_show_says_which_ranks_raise(path: str) -> None:
