@@ -88,7 +88,7 @@ def run(*arguments: str) -> Result:
         ("build", [], 0, "build.train on 4 ranks"),
         ("make", [], 1, "✘ same_order"),
         ("make", ["--set-epoch"], 0, "✔ holds"),
-        ("make", ["--allow", "same_order"], 0, "(allowed)"),
+        ("make", ["--allow", "same_order"], 0, "same_order: All 2 epochs"),
         ("train", ["--no-patch"], 1, "✘ not_sharded"),
         ("train", ["--no-padding"], 1, "✘ padding"),
         ("train", ["--no-padding", "--uneven", "keep"], 0, "✔ holds"),
@@ -119,9 +119,8 @@ def test_what_the_target_prints_is_not_the_report(path: str) -> None:
 
 
 def test_a_place_is_shown_as_it_is(path: str) -> None:
-    Path(path).write_text(
-        f"{Path(path).read_text()}\nodd = {{'a|*b*': train}}\ntwice = {{'a.b': train, 'a': {{'b': train}}}}\n"
-    )
+    more = "odd = {'a|*b*': train}\ntwice = {'a.b': train, 'a': {'b': train}}\n"
+    Path(path).write_text(Path(path).read_text() + more)
     assert "## odd.a\\|\\*b\\*\n" in run("audit", f"{path}:odd", "-w", "2", "--format", "markdown").stdout
     done = run("audit", f"{path}:twice", "-w", "2")
     assert "holds two loaders at twice.a.b" in done.output
