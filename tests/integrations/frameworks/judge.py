@@ -40,8 +40,8 @@ def _cover_of_epoch(kind: Kind, shares: tuple[list[list[int]], ...]) -> tuple[in
     unit = 1 if kind.is_whole is None else max(len(batch) for share in shares for batch in share)
     if not missing and repeated <= (len(shares) - 1) * unit:
         return 0, "each sample once"
-    parts = {"missing": missing, "repeated": repeated}
-    return missing + repeated, " and ".join(f"{number} of {kind.n} {what}" for what, number in parts.items() if number)
+    parts = {f"{missing} of {kind.n} missing": missing, f"{repeated} repeat{'s' if repeated > 1 else ''}": repeated}
+    return missing + repeated, ", ".join(text for text, number in parts.items() if number)
 
 
 def _torn(kind: Kind, epochs: list[tuple[list[list[int]], ...]]) -> list[str]:
