@@ -26,7 +26,7 @@ _TEXT_COLUMNS, _TEXT_ROWS = 40, 24
 _LONGEST_NAME = 5
 # What is not simply got: told by its hatch, so that no colour is needed.
 _HATCHES = {"padding": "////", "repeated": "xxxx"}
-_MISSING, _NO_STEP = "....", "\\\\\\\\"
+_MISSING, _NO_STEP = "----", "\\\\\\\\"
 
 
 @dataclass(frozen=True, slots=True)
