@@ -111,5 +111,5 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
             "held": fingerprint([place.held.generators, place.held.samplers, place.held.attributes]),
         },
     )
-    sampler.go_to(place)
+    sampler.go_to(place, tells_rest=True)
     loader._iterator = None  # persistent workers of an earlier pass know nothing of it
