@@ -101,8 +101,8 @@ class ShardedIterable(IterableDataset[T]):
         if epoch < 0:
             raise UnsupportedLoaderError(
                 f"{type(self.dataset).__name__} cannot be shared here: the patched loader was made anew without its "
-                "sampler, which begins each epoch, as Lightning's predict and accelerate's skip_first_batches do. "
-                "Iterate the one that patch_dataloader_to_ddp() returned; restore_loader() lets that go on in an epoch."
+                "sampler, which begins each epoch, as Lightning's predict and overfit_batches and accelerate's "
+                "skip_first_batches do. Iterate the one that patch_dataloader_to_ddp() returned; restore_loader() lets that go on in an epoch."
             )
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)

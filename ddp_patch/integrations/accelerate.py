@@ -1,5 +1,6 @@
 """accelerate: a patched loader with what accelerate's own loaders do, but for sharing it a second time."""
 
+from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
 from accelerate import Accelerator
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.loader import sharding
 from ddp_patch.patched import patched_sampler
+from ddp_patch.resume import loader_state, restore_loader
 
 __all__ = ["prepare_patched"]
 
@@ -60,6 +62,27 @@ class _Prepared(DataLoaderShard):  # type: ignore[misc]  # accelerate is not the
             _non_blocking=accelerator.non_blocking,
         )
         self.base_dataloader = loader
+        # Set after the loader was made, which is not to be torchdata's: whether `save_state` asks for its state.
+        self.use_stateful_dataloader = accelerator.use_stateful_dataloader
+        self._batches_done = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self._batches_done = 0
+        for batch in super().__iter__():
+            self._batches_done += 1
+            yield batch
+
+    def _update_state_dict(self) -> None:
+        """Nothing: the state follows from how many batches were given."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands after the batches that were given, one fewer than accelerate has fetched."""
+        return loader_state(self.base_dataloader, batches_done=self._batches_done)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next pass go on where a state was taken."""
+        restore_loader(self.base_dataloader, state_dict)
+        self._batches_done = 0
 
     @property
     def iteration(self) -> int:
