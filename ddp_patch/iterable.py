@@ -102,7 +102,8 @@ class ShardedIterable(IterableDataset[T]):
             raise UnsupportedLoaderError(
                 f"{type(self.dataset).__name__} cannot be shared here: the patched loader was made anew without its "
                 "sampler, which begins each epoch, as Lightning's predict and overfit_batches and accelerate's "
-                "skip_first_batches do. Iterate the one that patch_dataloader_to_ddp() returned; restore_loader() lets that go on in an epoch."
+                "skip_first_batches do. Iterate the one that patch_dataloader_to_ddp() returned; restore_loader() lets "
+                "that go on in an epoch."
             )
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)

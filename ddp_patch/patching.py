@@ -373,8 +373,8 @@ def _leaves(loaders: Loaders, place: str) -> Iterator[tuple[str, DataLoader[Any]
                 yield from _leaves(nested, f"{place}[{index}]")
         case _ if is_loader(loaders):
             yield place, cast(DataLoader[Any], loaders)
-        case _ if (name := _held_in(loaders)) is not None:
-            yield from _leaves(getattr(loaders, name), f"{place}.{name}" if place else name)
+        case _ if (held := _held_in(loaders)) is not None:
+            yield from _leaves(getattr(loaders, held), f"{place}.{held}" if place else held)
         case _:
             raise NotALoaderError(
                 f"Found {loaders!r} ({type(loaders).__name__}) at {place or 'the top'} where a DataLoader or a list, "

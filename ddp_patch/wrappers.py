@@ -134,8 +134,8 @@ def _made_anew(wrapper_type: type, sampler: object) -> DDPBatchSamplerWrapper[An
         return sampler
     raise UnsupportedLoaderError(
         f"{wrapper_type.__name__} cannot be made anew over a {type(sampler).__name__} by batch_size and drop_last: it "
-        "shares the batches that another batch sampler makes, and these would be lost. Lightning's overfit_batches does "
-        "so: leave it out, and patch a loader of the few samples instead. By hand, wrap a whole batch sampler."
+        "shares the batches that another batch sampler makes, and these would be lost. Lightning's overfit_batches "
+        "does so: leave it out, and patch a loader of the few samples instead. By hand, wrap a whole batch sampler."
     )
 
 

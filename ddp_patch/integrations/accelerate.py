@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.loader import sharding
 from ddp_patch.patched import patched_sampler
-from ddp_patch.resume import loader_state, restore_loader
+from ddp_patch.resume import go_on, loader_state
 
 __all__ = ["prepare_patched"]
 
@@ -80,8 +80,8 @@ class _Prepared(DataLoaderShard):  # type: ignore[misc]  # accelerate is not the
         return loader_state(self.base_dataloader, batches_done=self._batches_done)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next pass go on where a state was taken."""
-        restore_loader(self.base_dataloader, state_dict)
+        """Make the next pass go on where a state was taken; ``len()`` stays whole, as accelerate's loaders have it."""
+        go_on(self.base_dataloader, state_dict, tells_rest=False)
         self._batches_done = 0
 
     @property
