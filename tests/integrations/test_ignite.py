@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from documented import CHECKOUT
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from zoo import seed_ambient
 
 from ddp_patch import patch_dataloader_to_ddp, restore_loader
@@ -21,6 +21,10 @@ sys.path.append(str(CHECKOUT / "docs" / "examples" / "frameworks"))
 from ignite_place import LoaderPlace
 
 DATA: Any = range(16)
+
+
+class Pairs(BatchSampler):
+    """A batch sampler that is shared whole."""
 
 
 class Training:
@@ -71,3 +75,8 @@ def test_a_deterministic_engine_needs_the_loader_without_set_epoch() -> None:
     training.trainer.run(training.loader, max_epochs=2)
     told.trainer.run(told.loader, max_epochs=2)
     assert training.seen == told.seen
+    batches = Pairs(SequentialSampler(DATA), 2, drop_last=False)
+    whole: Any = patch_dataloader_to_ddp(DataLoader(DATA, batch_sampler=batches), rank=1, num_replicas=2)
+    del whole.set_epoch
+    with pytest.raises(TypeError, match="should be torch.utils.data.sampler.BatchSampler"):
+        Training(DeterministicEngine).trainer.run(whole)

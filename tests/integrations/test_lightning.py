@@ -20,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
 
 from ddp_patch import (
+    InvalidOptionError,
     NotPatchedError,
     UnsupportedLoaderError,
     assert_loaders_patched,
@@ -162,7 +163,8 @@ class Resuming:
     """A training of three epochs of four steps each, of one of two ranks, with a checkpoint at every step."""
 
     def __init__(self, folder: Path, loaders: type[DataLoader[Any]], **options: Any) -> None:
-        self.folder, self.loaders, self.options = folder, loaders, {"shuffle": True} | options
+        self.folder, self.loaders = folder, loaders
+        self.options = {"dataset": range(16), "shuffle": True} | options
 
     def fit(self, step: int | None = None) -> list[tuple[int, list[int]]]:
         """Return what the steps after a checkpoint see, or all steps."""
@@ -170,7 +172,7 @@ class Resuming:
         options = dict(self.options)
         if options.pop("generator", False):
             options["generator"] = torch.Generator().manual_seed(3)
-        loader: Any = self.loaders(range(16), 2, **options)  # type: ignore[arg-type]  # a range is a dataset
+        loader: Any = self.loaders(batch_size=2, **options)
         module = Recording()
         folder = self.folder if step is None else self.folder / f"from_{step}"
         saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
@@ -184,7 +186,6 @@ class Resuming:
         )
         patched = patch_dataloader_to_ddp(loader, seed=3, rank=1, num_replicas=2)
         trainer.fit(module, patched, ckpt_path=None if step is None else self.folder / f"step={step}.ckpt")
-        assert trainer.global_step == 12
         return module.seen
 
 
@@ -198,6 +199,16 @@ def test_resumed_within_an_epoch(tmp_path: Path, loaders: type[DataLoader[Any]],
     assert [epoch for epoch, _ in whole] == [0] * 4 + [1] * 4 + [2] * 4
     for step in (7,) if options else (3, 4, 5, 7, 8):
         assert resuming.fit(step) == whole[step:]
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_of_a_loader_without_length_a_batch_is_fetched_ahead(tmp_path: Path) -> None:
+    """As the page says: the Trainer loses that batch, or is told so."""
+    resuming = Resuming(tmp_path, StatefulDataLoader, dataset=Stream(), shuffle=False)
+    whole = resuming.fit()
+    assert resuming.fit(3) == whole[4:]
+    with pytest.raises(InvalidOptionError, match="batches_done=2, and the pass in progress has given 0"):
+        Resuming(tmp_path, ResumableLoader, dataset=Stream(), shuffle=False).fit()
 
 
 @pytest.mark.filterwarnings("ignore")  # as above
@@ -246,7 +257,7 @@ class PairedBatches(BatchSampler):
 
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
-        return iter(range(8))
+        return iter(range(16))
 
 
 def overfit(loader: DataLoader[Any]) -> list[list[int]]:
