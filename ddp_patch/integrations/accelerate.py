@@ -21,7 +21,8 @@ def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoad
     """Prepare a patched loader as ``accelerator.prepare`` does others: batches on the device, the last one known.
 
     ``accelerator.prepare`` leaves a patched loader as it is, so that its batches stay on the CPU and gradient
-    accumulation does not see where an epoch ends.
+    accumulation does not see where an epoch ends. With ``DataLoaderConfiguration(use_stateful_dataloader=True)``,
+    ``save_state`` and ``load_state`` keep the place of what comes back.
 
     Args:
         accelerator: Whose device and settings count.

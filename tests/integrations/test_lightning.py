@@ -164,7 +164,7 @@ class Resuming:
 
     def __init__(self, folder: Path, loaders: type[DataLoader[Any]], **options: Any) -> None:
         self.folder, self.loaders = folder, loaders
-        self.options = {"dataset": range(16), "shuffle": True} | options
+        self.options: dict[str, Any] = {"dataset": range(16), "shuffle": True} | options
 
     def fit(self, step: int | None = None) -> list[tuple[int, list[int]]]:
         """Return what the steps after a checkpoint see, or all steps."""
