@@ -30,6 +30,7 @@ class EpochSampler(DistributedSampler[T]):
         epochs: Which epoch comes next.
         progress: How far the latest pass has come, if there was one in this epoch.
         place: Where the next pass goes on, if a state was loaded for it.
+        tells_rest: Whether lengths are told of the rest of an epoch that is gone on with, or of the whole epoch.
         tells_sizes: Whether passes that begin keep how many samples their items have.
     """
 
@@ -46,6 +47,7 @@ class EpochSampler(DistributedSampler[T]):
         self.rank: int = agreed.world.rank
         self.progress: EpochPass | None = None
         self.place: Place | None = None
+        self.tells_rest = True
         self._holders = holders  # what may hold random generators, or a state of its own
         self._at_first = plain_attributes(holders)
         options = agreed.options
@@ -118,10 +120,12 @@ class EpochSampler(DistributedSampler[T]):
     def _current(self) -> EpochPass:
         """The pass that lengths are told of: the one to come, where it goes on from a place, or the one in progress."""
         if self.place is not None:
-            return EpochPass.at(self.place, self.num_replicas, resumes=True)
-        if self.progress is None or self.progress.over:
-            return EpochPass(epoch=self.epochs.current)
-        return self.progress
+            now = EpochPass.at(self.place, self.num_replicas, resumes=True)
+        elif self.progress is None or self.progress.over:
+            now = EpochPass(epoch=self.epochs.current)
+        else:
+            now = self.progress
+        return now if self.tells_rest else EpochPass(epoch=now.epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank stands: torch's Stateful protocol, by which other packages save and resume.
@@ -180,10 +184,13 @@ class EpochSampler(DistributedSampler[T]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next pass go on where a ``state_dict`` was taken.
 
+        Lengths stay those of whole epochs, as torchdata's do: who saves and resumes by this protocol counts from the
+        epoch's beginning.
+
         Raises:
             StateError: It is damaged, newer than this package, or of another loader; then nothing has changed.
         """
-        self.go_to(self.read(state_dict))
+        self.go_to(self.read(state_dict), tells_rest=False)
 
     def read(self, state: Any) -> Place:
         """Return the place that a state tells, which must be one in this loader."""
@@ -203,11 +210,11 @@ class EpochSampler(DistributedSampler[T]):
         """How many items the stream has, where that can be relied on."""
         return None
 
-    def go_to(self, place: Place) -> None:
-        """Make the next pass go on at a place."""
+    def go_to(self, place: Place, *, tells_rest: bool) -> None:
+        """Make the next pass go on at a place; see the attribute ``tells_rest``."""
         place.held.reinstate(self._holders, self._at_first)
         self.set_epoch(place.epoch)  # also to samplers whose own state told of the epoch before
-        self.place = place
+        self.place, self.tells_rest = place, tells_rest
 
     def _refuse_ambient(self, what: str) -> None:
         if self.agreed.options.agreement == "ambient":

@@ -47,6 +47,7 @@ class ShardedIterable(IterableDataset[T]):
 
     Attributes:
         dataset: The dataset that the user gave.
+        tells_rest: Whether its length is that of the rest of an epoch that is gone on with, or of the whole epoch.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ShardedIterable(IterableDataset[T]):
         self._batch_size, self._drops_last = batch_size, drops_last
         self._first_pass: int | None = None
         self._place: tuple[int, Place] | None = None  # which pass goes on from where
+        self.tells_rest = True
         self._latest_pass = _shared(1)
         self._epochs = _shared(_LATEST)
         self._ends = _shared(_LATEST, 2)  # of each pass that has come to its end, how many items, and a fingerprint
@@ -66,7 +68,7 @@ class ShardedIterable(IterableDataset[T]):
         before: Done = ()
         skip = 0
         # Persistent workers keep a pass that has come to its end.
-        if self._place is not None and self.length_found(self._place[0]) is None:
+        if self.tells_rest and self._place is not None and self.length_found(self._place[0]) is None:
             before, skip = self._place[1].split(self._plan.num_replicas)
         return max(0, len(self._plan.share(len(self._plan.rest(self.stream_length(), before)))) - skip)
 
@@ -99,8 +101,9 @@ class ShardedIterable(IterableDataset[T]):
         if epoch < 0:
             raise UnsupportedLoaderError(
                 f"{type(self.dataset).__name__} cannot be shared here: the patched loader was made anew without its "
-                "sampler, which begins each epoch, as Lightning's predict and accelerate's skip_first_batches do. "
-                "Iterate the one that patch_dataloader_to_ddp() returned; restore_loader() lets that go on in an epoch."
+                "sampler, which begins each epoch, as Lightning's predict and overfit_batches and accelerate's "
+                "skip_first_batches do. Iterate the one that patch_dataloader_to_ddp() returned; restore_loader() lets "
+                "that go on in an epoch."
             )
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
@@ -284,10 +287,11 @@ class StreamSampler(EpochSampler[None]):
     def __len__(self) -> int:
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
 
-    def go_to(self, place: Place) -> None:
-        """Make the next pass go on at a place."""
-        super().go_to(place)
+    def go_to(self, place: Place, *, tells_rest: bool) -> None:
+        """Make the next pass go on at a place; see the attribute ``tells_rest``."""
+        super().go_to(place, tells_rest=tells_rest)
         self.dataset.go_on(self.epochs.passes + 1, place)
+        self.dataset.tells_rest = tells_rest
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be drawn; see ``EpochSampler``."""

@@ -291,7 +291,7 @@ def _shard(loader: L, agreed: Agreed) -> L:
             init = IterableWorkerInit(init, sharded.epochs)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
     patched = copy_loader(loader, **new)
-    # Hugging Face's Trainer calls it. A subclass may have one, which need not reach the sampler.
+    # accelerate's users and Hugging Face's Trainer call it. A subclass may have one, which need not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
     return patched
@@ -354,6 +354,11 @@ Pass each through patch_dataloader_to_ddp() on every rank.
         )
 
 
+def _held_in(value: object) -> str | None:
+    """Return the attribute in which what is no loader holds some: Lightning's CombinedLoader, PyG's PrefetchLoader."""
+    return next((name for name in ("iterables", "loader") if hasattr(value, name)), None)
+
+
 def _leaves(loaders: Loaders, place: str) -> Iterator[tuple[str, DataLoader[Any]]]:
     """Yield every loader of a nest with its place in it, such as ``val[1]``."""
     match loaders:
@@ -368,6 +373,8 @@ def _leaves(loaders: Loaders, place: str) -> Iterator[tuple[str, DataLoader[Any]
                 yield from _leaves(nested, f"{place}[{index}]")
         case _ if is_loader(loaders):
             yield place, cast(DataLoader[Any], loaders)
+        case _ if (held := _held_in(loaders)) is not None:
+            yield from _leaves(getattr(loaders, held), f"{place}.{held}" if place else held)
         case _:
             raise NotALoaderError(
                 f"Found {loaders!r} ({type(loaders).__name__}) at {place or 'the top'} where a DataLoader or a list, "

@@ -12,7 +12,7 @@ from ddp_patch.iterable import ShardedIterable
 from ddp_patch.loader import random_generators
 from ddp_patch.patched import patched_sampler, require_batches
 
-__all__ = ["loader_state", "restore_loader"]
+__all__ = ["go_on", "loader_state", "restore_loader"]
 
 _RESTORING = "Restoring a loader's state"
 
@@ -100,6 +100,11 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
         >>> bool((torch.stack(list(resumed)) == torch.stack(following)).all())
         True
     """
+    go_on(loader, state, tells_rest=True)
+
+
+def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -> None:
+    """Restore a loader; ``tells_rest=False`` leaves its length whole, for who counts from the epoch's beginning."""
     sampler = patched_sampler("restore_loader", loader)
     with refusals_told(sampler.agreed.world, _RESTORING):
         place = sampler.read(state).following()
@@ -111,5 +116,5 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
             "held": fingerprint([place.held.generators, place.held.samplers, place.held.attributes]),
         },
     )
-    sampler.go_to(place)
+    sampler.go_to(place, tells_rest=tells_rest)
     loader._iterator = None  # persistent workers of an earlier pass know nothing of it

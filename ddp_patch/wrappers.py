@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_patch.agreement import Agreed, Proposal, agree, describe, refusals_told, require_length
-from ddp_patch.errors import AlreadyPatchedError, WorldError
+from ddp_patch.errors import AlreadyPatchedError, UnsupportedLoaderError, WorldError
 from ddp_patch.loader import is_ddp_aware
 from ddp_patch.nesting import nested_samplers
 from ddp_patch.options import Agreement, Layout, Options, Uneven
@@ -108,10 +108,9 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
         pad_data_to_num_gpus: bool = True,
         **options: Unpack[SharingOptions],
     ) -> None:
-        if isinstance(batch_sampler, DDPBatchSamplerWrapper) and options.keys() == {"batch_size", "drop_last"}:
-            # So a framework (Lightning, to predict) makes a batch sampler anew, as if it were torch's, of the sampler
-            # that it finds in the loader, which is this one: it stays what it was.
-            vars(self).update(vars(batch_sampler))
+        if options.keys() == {"batch_size", "drop_last"}:
+            # So a framework makes a batch sampler anew, as if it were torch's.
+            vars(self).update(vars(_made_anew(type(self), batch_sampler)))
             return
         agreed = _agree_alone(type(self), batch_sampler, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
         super().__init__(batch_sampler, shuffle_samples_between_gpus, agreed)
@@ -127,6 +126,17 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
         """The wrapped batch sampler's; AttributeError where it has none."""
         drop_last: bool = cast(Any, self.sampler).drop_last
         return drop_last
+
+
+def _made_anew(wrapper_type: type, sampler: object) -> DDPBatchSamplerWrapper[Any]:
+    """Return what the wrapper stays: the one in the loader, which Lightning gives to predict; raise for any other."""
+    if isinstance(sampler, DDPBatchSamplerWrapper):
+        return sampler
+    raise UnsupportedLoaderError(
+        f"{wrapper_type.__name__} cannot be made anew over a {type(sampler).__name__} by batch_size and drop_last: it "
+        "shares the batches that another batch sampler makes, and these would be lost. Lightning's overfit_batches "
+        "does so: leave it out, and patch a loader of the few samples instead. By hand, wrap a whole batch sampler."
+    )
 
 
 def _agree_alone(

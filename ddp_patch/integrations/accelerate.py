@@ -1,5 +1,6 @@
 """accelerate: a patched loader with what accelerate's own loaders do, but for sharing it a second time."""
 
+from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
 from accelerate import Accelerator
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.loader import sharding
 from ddp_patch.patched import patched_sampler
+from ddp_patch.resume import go_on, loader_state
 
 __all__ = ["prepare_patched"]
 
@@ -19,7 +21,8 @@ def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoad
     """Prepare a patched loader as ``accelerator.prepare`` does others: batches on the device, the last one known.
 
     ``accelerator.prepare`` leaves a patched loader as it is, so that its batches stay on the CPU and gradient
-    accumulation does not see where an epoch ends.
+    accumulation does not see where an epoch ends. With ``DataLoaderConfiguration(use_stateful_dataloader=True)``,
+    ``save_state`` and ``load_state`` keep the place of what comes back.
 
     Args:
         accelerator: Whose device and settings count.
@@ -60,6 +63,27 @@ class _Prepared(DataLoaderShard):  # type: ignore[misc]  # accelerate is not the
             _non_blocking=accelerator.non_blocking,
         )
         self.base_dataloader = loader
+        # Set after the loader was made, which is not to be torchdata's: whether `save_state` asks for its state.
+        self.use_stateful_dataloader = accelerator.use_stateful_dataloader
+        self._batches_done = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self._batches_done = 0
+        for batch in super().__iter__():
+            self._batches_done += 1
+            yield batch
+
+    def _update_state_dict(self) -> None:
+        """Nothing: the state follows from how many batches were given."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands after the batches that were given, one fewer than accelerate has fetched."""
+        return loader_state(self.base_dataloader, batches_done=self._batches_done)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next pass go on where a state was taken; ``len()`` stays whole, as accelerate's loaders have it."""
+        go_on(self.base_dataloader, state_dict, tells_rest=False)
+        self._batches_done = 0
 
     @property
     def iteration(self) -> int:

@@ -1,19 +1,38 @@
-"""Lightning's Trainer beside ``fit``: it validates, tests and predicts every batch of a patched loader once."""
+"""Lightning's Trainer: every batch once where it validates, tests and predicts; resumed; with ``overfit_batches``."""
 
 import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documented import CHECKOUT
 from frameworks.kinds import KINDS, Batch, features, tiny_model
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from quick import run_ranks
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
 
-from ddp_patch import UnsupportedLoaderError, patch_dataloader_to_ddp
+from ddp_patch import (
+    InvalidOptionError,
+    NotPatchedError,
+    UnsupportedLoaderError,
+    assert_loaders_patched,
+    check_loaders_is_patched,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
+
+# The page's own module.
+sys.path.append(str(CHECKOUT / "docs" / "examples" / "frameworks"))
+from lightning_place import ResumableLoader
 
 # Of an iterable dataset predict() loses the sampler.
 MAP_STYLE = [kind for kind in KINDS if not isinstance(kind.make().dataset, IterableDataset)]
@@ -121,3 +140,152 @@ def test_what_a_hook_patches_is_predicted_once(kind: Any) -> None:
 def test_of_an_iterable_dataset_predict_says_what_it_lost() -> None:
     with pytest.raises(UnsupportedLoaderError, match="made anew without its sampler"):
         make_trainer(1).predict(Predicting(KINDS[-1].make))
+
+
+class Recording(LightningModule):  # type: ignore[misc]  # as above
+    """Keeps the samples of each step with the epoch's number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Linear(1, 1)
+        self.seen: list[tuple[int, list[int]]] = []
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen.append((self.current_epoch, batch.tolist()))
+        loss: torch.Tensor = self.model(batch.float()[:, None]).mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+class Resuming:
+    """A training of three epochs of four steps each, of one of two ranks, with a checkpoint at every step."""
+
+    def __init__(self, folder: Path, loaders: type[DataLoader[Any]], **options: Any) -> None:
+        self.folder, self.loaders = folder, loaders
+        self.options: dict[str, Any] = {"dataset": range(16), "shuffle": True} | options
+
+    def fit(self, step: int | None = None) -> list[tuple[int, list[int]]]:
+        """Return what the steps after a checkpoint see, or all steps."""
+        seed_ambient(7 if step is None else 8)
+        options = dict(self.options)
+        if options.pop("generator", False):
+            options["generator"] = torch.Generator().manual_seed(3)
+        loader: Any = self.loaders(batch_size=2, **options)
+        module = Recording()
+        folder = self.folder if step is None else self.folder / f"from_{step}"
+        saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = Trainer(
+            accelerator="cpu",
+            max_epochs=3,
+            callbacks=[saving],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        patched = patch_dataloader_to_ddp(loader, seed=3, rank=1, num_replicas=2)
+        trainer.fit(module, patched, ckpt_path=None if step is None else self.folder / f"step={step}.ckpt")
+        return module.seen
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+@pytest.mark.parametrize("loaders", [StatefulDataLoader, ResumableLoader])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"generator": True}], ids=["plain", "worker", "generator"])
+def test_resumed_within_an_epoch(tmp_path: Path, loaders: type[DataLoader[Any]], options: dict[str, Any]) -> None:
+    """Steps are those of a run that was never stopped, in later epochs too, which the Trainer plans by the length."""
+    resuming = Resuming(tmp_path, loaders, **options)
+    whole = resuming.fit()
+    assert [epoch for epoch, _ in whole] == [0] * 4 + [1] * 4 + [2] * 4
+    for step in (7,) if options else (3, 4, 5, 7, 8):
+        assert resuming.fit(step) == whole[step:]
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_of_a_loader_without_length_a_batch_is_fetched_ahead(tmp_path: Path) -> None:
+    """As the page says: the Trainer loses that batch, or is told so."""
+    resuming = Resuming(tmp_path, StatefulDataLoader, dataset=Stream(), shuffle=False)
+    whole = resuming.fit()
+    assert resuming.fit(3) == whole[4:]
+    with pytest.raises(InvalidOptionError, match="batches_done=2, and the pass in progress has given 0"):
+        Resuming(tmp_path, ResumableLoader, dataset=Stream(), shuffle=False).fit()
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_without_its_place_a_resumed_epoch_begins_anew(tmp_path: Path) -> None:
+    """As the page says: between two epochs all is as it was; within one the Trainer counts steps, not samples."""
+    resuming = Resuming(tmp_path, DataLoader)
+    whole = resuming.fit()
+    assert resuming.fit(4) == whole[4:]
+    assert resuming.fit(6) == [*whole[4:6], *whole[8:]]
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_a_generator_given_by_the_user_begins_anew_with_the_process(tmp_path: Path) -> None:
+    """As that of an unpatched loader: no set_epoch chooses its order."""
+    resuming = Resuming(tmp_path, DataLoader, generator=True)
+    whole = resuming.fit()
+    assert [batch for _, batch in resuming.fit(4)] == [batch for _, batch in whole[:8]]
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_restored_where_the_trainer_plans_all_epochs_are_cut_short() -> None:
+    """Which is why the page says where to restore."""
+    data: Any = range(16)
+    patched = patch_dataloader_to_ddp(DataLoader(data, 2), rank=1, num_replicas=2)
+    next(iter(patched))
+    restore_loader(patched, loader_state(patched, batches_done=1))
+    module, trainer = Recording(), make_trainer(1)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, patched)
+    assert [epoch for epoch, _ in module.seen] == [0] * 3 + [1] * 3
+
+
+class OwnBatches:
+    """A batch sampler that knows nothing of torch's."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3], [4, 5], [6, 7]])
+
+    def __len__(self) -> int:
+        return 4
+
+
+class PairedBatches(BatchSampler):
+    """A subclass of torch's."""
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(16))
+
+
+def overfit(loader: DataLoader[Any]) -> list[list[int]]:
+    module, trainer = Recording(), make_trainer(1)
+    trainer.overfit_batches = trainer.limit_train_batches = 2
+    trainer.fit(module, patch_dataloader_to_ddp(loader, rank=1, num_replicas=2))
+    return [batch for _, batch in module.seen]
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_overfit_batches() -> None:
+    """It puts a sequential sampler into any loader, which then is not shared, or cannot be made anew."""
+    data: Any = range(8)
+    assert overfit(DataLoader(data, 2, shuffle=True)) == [[0, 1], [2, 3]]
+    with pytest.raises(UnsupportedLoaderError, match="Lightning's overfit_batches does"):
+        overfit(DataLoader(data, batch_sampler=PairedBatches(RandomSampler(data), 2, drop_last=False)))
+    with pytest.raises(TypeError, match=r"can't inject a .distributed. sampler into your batch sampler"):
+        overfit(DataLoader(data, batch_sampler=OwnBatches()))
+    with pytest.raises(UnsupportedLoaderError, match="as Lightning's predict and overfit_batches"):
+        overfit(DataLoader(Stream(), 2))
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_the_guard_looks_into_combined_loaders() -> None:
+    data: Any = range(8)
+    loader = DataLoader(data, 2)
+    patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
+    combined: Any = CombinedLoader({"a": patched, "b": [patched, loader]})
+    assert check_loaders_is_patched([CombinedLoader([patched])])
+    with pytest.raises(NotPatchedError, match=r"1 of 3 loaders: train.iterables.b\[1\]\."):
+        assert_loaders_patched({"train": combined})

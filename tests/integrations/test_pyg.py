@@ -16,7 +16,8 @@ with warnings.catch_warnings():
     # Importing PyTorch Geometric 2.8 calls torch.jit.script, which torch 2.13 deprecates.
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
     from torch_geometric.data import Batch, Data
-    from torch_geometric.loader import DataLoader
+    from torch_geometric.loader import DataLoader, NodeLoader, PrefetchLoader
+    from torch_geometric.sampler import BaseSampler, SamplerOutput
 
 
 def ring(number: int) -> Any:
@@ -61,6 +62,31 @@ def test_shared_exactly(num_replicas: int, num_workers: int) -> None:
 def test_epochs_differ_where_it_shuffles(num_replicas: int) -> None:
     """That the shares complete one another shows that the ranks' orders are the same one."""
     assert_epochs_differ_and_are_shared_exactly(ranks_of(partial(loader, shuffle=True), num_replicas), numbers, N)
+
+
+class Alone(BaseSampler):  # type: ignore[misc]  # it is not there where types are checked
+    """Samples no neighbours: a batch's nodes are those that it was asked for."""
+
+    def sample_from_nodes(self, inputs: Any, **options: Any) -> Any:
+        none = torch.empty(0, dtype=torch.long)
+        return SamplerOutput(inputs.node, row=none, col=none, edge=none, metadata=(inputs.input_id, None))
+
+    def sample_from_edges(self, *inputs: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+def nodes(batch: Any) -> list[int]:
+    return [int(node) for node in batch.x]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_that_samples_around_nodes_shares_these(num_workers: int) -> None:
+    """Its ``sampler=`` is of another kind, and its dataset are the nodes to begin at."""
+    graph = ring(N - 2)
+    make = partial(NodeLoader, graph, Alone(), input_nodes=torch.arange(N), batch_size=4, num_workers=num_workers)
+    assert_epochs_differ_and_are_shared_exactly(ranks_of(partial(make, shuffle=True), 2), nodes, N)
+    assert check_loaders_is_patched(PrefetchLoader(patch_dataloader_to_ddp(make(), rank=0, num_replicas=2)))
+    assert not check_loaders_is_patched(PrefetchLoader(make()))
 
 
 def on_rank(rank: int, world_size: int) -> list[list[int]]:

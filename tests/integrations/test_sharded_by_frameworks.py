@@ -4,6 +4,7 @@ import doctest
 import os
 import warnings
 from collections.abc import Iterator
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from accelerate.utils import DataLoaderConfiguration
 from lightning.fabric import Fabric
 from quick import run_ranks
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 from worlds import assert_shared_exactly
 from zoo import seed_ambient
 
@@ -99,6 +101,37 @@ def shared_by_accelerate(rank: int, world_size: int) -> dict[str, Any]:
     restore_loader(again, state)
     found["resumed"] = [batch.tolist() for batch in prepare_patched(accelerator, again)] == whole[1:]
     return found
+
+
+def saved_by_accelerate(rank: int, world_size: int) -> list[bool]:
+    """Let ``save_state`` and ``load_state`` keep the place within an epoch, at its end and at the beginning."""
+    configured = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator, keeping = Accelerator(cpu=True), Accelerator(cpu=True, dataloader_config=configured)
+    found = []
+    with TemporaryDirectory() as folder:
+        for kind in (DataLoader, StatefulDataLoader):
+            seed_ambient(100 + rank)
+            patched: DataLoader[Any] = patch_dataloader_to_ddp(kind(range(N), 4, shuffle=True), seed=5)  # type: ignore[arg-type]  # a range is a dataset
+            prepared: Any = prepare_patched(keeping, patched)
+            steps = []
+            keeping.save_state(f"{folder}/{rank}/{kind.__name__}/0")
+            for batch in (batch for _ in range(2) for batch in prepared):
+                steps.append(batch.tolist())
+                keeping.save_state(f"{folder}/{rank}/{kind.__name__}/{len(steps)}")
+            for step in range(len(steps)):
+                keeping.load_state(f"{folder}/{rank}/{kind.__name__}/{step}")
+                length = len(prepared)
+                rest = [batch.tolist() for _ in range(2 - step // length) for batch in prepared]
+                found.append(rest == steps[step:] and length == 3)
+            keeping._dataloaders.clear()
+    # accelerate saves no loader's place where it is not asked to.
+    plain: Any = prepare_patched(accelerator, patched)
+    found.append(not plain.use_stateful_dataloader)
+    return found
+
+
+def test_accelerates_checkpoints() -> None:
+    assert run_ranks(saved_by_accelerate, 2) == [[True] * 13] * 2
 
 
 SHARED = ["shard", "shard of an iterable", "dispatcher", "dispatcher of an iterable", "patched", "prepared"]

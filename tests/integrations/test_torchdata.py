@@ -158,6 +158,18 @@ def test_resumed_anywhere_from_seldom_snapshots() -> None:
     assert_resumes_anywhere(Run(partial(shuffled, batch_size=4, num_workers=2, snapshot_every_n_steps=2)))
 
 
+@with_and_without_workers
+def test_the_length_stays_whole_as_that_of_an_unpatched_one_does(num_workers: int) -> None:
+    """Frameworks plan all epochs by it."""
+    run = Run(partial(shuffled, batch_size=4, num_workers=num_workers))
+    stopped = run.start(1)
+    list(islice(stopped, 1))
+    resumed = run.start(2, stopped.state_dict())
+    lengths = [len(resumed), *(len(resumed) for _ in resumed), len(resumed)]
+    assert set(lengths) == {3}
+    assert len(lengths) == 1 + 2 + 1
+
+
 @every_loader
 def test_resumed_twice(make: Make) -> None:
     run = Run(make)

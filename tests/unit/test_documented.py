@@ -131,7 +131,9 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted([*DOCS.glob("examples/*.py"), *DOCS.glob("examples/coming_from/*.py")]), ids=lambda path: path.name
+    "path",
+    sorted(path for folder in ("", "coming_from/", "frameworks/") for path in DOCS.glob(f"examples/{folder}*.py")),
+    ids=lambda path: path.name,
 )
 def test_every_example_is_run_by_something(path: Path) -> None:
     runners = [CHECKOUT / "noxfile.py", *DOCS.glob("*.md"), *(CHECKOUT / "tests").rglob("test_*.py")]

@@ -19,6 +19,8 @@ import ddp_patch
 from ddp_patch import (
     DDPBatchSamplerWrapper,
     DDPSamplerWrapper,
+    NotPatchedError,
+    UnsupportedLoaderError,
     assert_loaders_patched,
     check_loaders_is_patched,
     extract_loader_parameters,
@@ -86,6 +88,8 @@ def test_a_wrapper_made_anew_as_torchs_batch_sampler_is_stays_what_it_was() -> N
         patched: Any = patch_dataloader_to_ddp(given, rank=rank, num_replicas=2)
         anew = type(patched.batch_sampler)(patched.sampler, batch_size=4, drop_last=False)
         assert list(anew) == list(patched.batch_sampler)
+        with pytest.raises(UnsupportedLoaderError, match="over a SequentialSampler by batch_size and drop_last"):
+            type(patched.batch_sampler)(SequentialSampler(Indices()), batch_size=4, drop_last=False)
     with pytest.raises(TypeError, match="has no option batch_size, drop_last"):
         DDPBatchSamplerWrapper(PKBatches(), batch_size=4, drop_last=False, **WORLD)  # type: ignore[call-arg]  # on purpose
 
@@ -154,6 +158,19 @@ def test_a_patched_loader_and_its_batch_sampler_can_be_told_the_epoch(make: Any,
         told.set_epoch(1)
         assert list(patched) == epochs[1]
     assert "set_epoch" not in vars(make())
+
+
+def test_a_generator_of_the_users_goes_on_as_in_one_process_and_no_epoch_chooses_its_order() -> None:
+    one_process = loader(shuffle=True, generator=seeded_generator())
+    stream = [flat(one_process) for _ in range(3)]
+    ranks: list[Any] = [
+        patch_dataloader_to_ddp(loader(shuffle=True, generator=seeded_generator()), rank=rank, num_replicas=2)
+        for rank in range(2)
+    ]
+    for epoch, told in enumerate([2, 0, 0]):
+        for patched in ranks:
+            patched.sampler.set_epoch(told)
+        assert [index for pair in zip(*map(flat, ranks), strict=True) for index in pair][:N] == stream[epoch]
 
 
 class Counting(DataLoader[Any]):
@@ -534,3 +551,19 @@ def test_what_is_within_a_batch_that_is_used_again_is_copied_too() -> None:
                 yield (32, inner)
 
     assert list(DDPBatchSamplerWrapper(Pairs(), False, rank=1, num_replicas=2)) == [(32, [i]) for i in (1, 3, 5, 7)]
+
+
+class Held:
+    """What holds loaders, as Lightning's CombinedLoader and PyTorch Geometric's PrefetchLoader do."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+
+def test_the_guard_looks_into_what_holds_loaders() -> None:
+    patched = patch_dataloader_to_ddp(loader(), **WORLD)
+    holding: Any = Held(iterables={"a": patched, "b": [Held(loader=patched)]})
+    assert check_loaders_is_patched(holding)
+    holding.iterables["b"].append(Held(loader=loader()))
+    with pytest.raises(NotPatchedError, match=r"1 of 3 loaders: train.iterables.b\[1\].loader\."):
+        assert_loaders_patched({"train": holding})

@@ -4,7 +4,7 @@ import copy
 import io
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice, product
@@ -23,6 +23,7 @@ from zoo import (
     KINDS,
     OUR_KINDS,
     STEPS,
+    EpochSource,
     Kind,
     N,
     PKBatches,
@@ -908,3 +909,32 @@ def test_after_the_loop_over_an_iterable_dataset_without_length_the_next_epoch_c
     batches = list(running)
     state = loader_state(running, batches_done=len(batches))
     assert (state["epoch"], state["done"]) == (1, [])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: loader(3, shuffle=True),
+        lambda: loader(batch_sampler=PKBatches()),
+        lambda: DataLoader(EpochSource(), batch_size=3, collate_fn=as_it_is),
+    ],
+    ids=["samples", "batches", "iterable"],
+)
+def test_who_restores_by_the_stateful_protocol_is_told_the_length_of_whole_epochs(make: Callable[[], Any]) -> None:
+    """As torchdata has it: who calls it counts from the epoch's beginning. ``restore_loader`` tells the rest."""
+    whole = start(make(), 0, 2)
+    epochs = [list(whole) for _ in range(2)]
+    state = state_of(make(), 2, num_replicas=2)
+    loaded, restored = start(make(), 0, 2), start(make(), 0, 2)
+    loaded.sampler.load_state_dict(state)
+    restore_loader(restored, state)
+    steps = len(whole)
+    assert (len(loaded), len(restored)) == (steps, steps - 2)
+    for resumed, length in ((loaded, steps), (restored, steps - 2)):
+        iterator = iter(resumed)
+        seen = [next(iterator)]
+        assert len(resumed) == length
+        assert [[*seen, *iterator], list(resumed)] == [epochs[0][2:], epochs[1]]
+        assert len(resumed) == steps
+    restore_loader(loaded, state)
+    assert len(loaded) == steps - 2
