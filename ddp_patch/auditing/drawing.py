@@ -12,6 +12,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.coding import Coding, Numbers, narrow
+from ddp_patch.auditing.subsets import in_base
 from ddp_patch.auditing.traits import made_of_batches
 from ddp_patch.auditing.workers import base_seed, batches_read
 from ddp_patch.loader import Level, level
@@ -51,14 +52,21 @@ class Drawn:
         return Drawn(self.items[: int(sizes.sum())], sizes, False, self.told, self.seconds, self.memory, self.error)
 
 
-def draw(loader: DataLoader[Any], coding: Coding, max_items: int) -> Drawn:
-    """Draw an epoch and write it down."""
+def draw(loader: DataLoader[Any], coding: Coding, max_items: int, below_subsets: bool = False) -> Drawn:
+    """Draw an epoch and write it down.
+
+    Args:
+        loader: A rank's.
+        coding: Gives every item its number.
+        max_items: How many items are drawn at most, up to whole steps.
+        below_subsets: Whether indices are written down as those of the dataset below torch's ``Subset`` layers.
+    """
     items: list[Numbers] = []
     sizes: list[Numbers] = []
     error: str | None = None
     before, ended, seconds, count, grown = _length(loader), False, 0.0, 0, 0
     resident = _resident_bytes()
-    steps = _steps(loader)
+    steps = _in_base(_steps(loader), loader) if below_subsets else _steps(loader)
     while count < max_items and not ended and error is None:
         begun = time.perf_counter()
         block: list[list[Any]] = []
@@ -79,6 +87,10 @@ def draw(loader: DataLoader[Any], coding: Coding, max_items: int) -> Drawn:
             ended = next(steps, None) is None
     told = (before, _length(loader))
     return Drawn(_joined(items), _joined(sizes), ended, told, seconds, grown if resident else None, error)
+
+
+def _in_base(steps: Iterator[list[Any]], loader: DataLoader[Any]) -> Iterator[list[Any]]:
+    return (list(in_base(loader.dataset, step)) for step in steps)
 
 
 def _until(steps: Iterator[list[Any]], most: int) -> Iterator[list[Any]]:

@@ -56,7 +56,7 @@ class Rank:
             warnings.simplefilter("ignore", StreamLengthWarning)  # lengths are judged here
             if self._subject.set_epoch:
                 _set_epoch(self._loader, number)
-            return draw(self._loader, coding, self._subject.max_items)
+            return draw(self._loader, coding, self._subject.max_items, self._subject.in_base)
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
