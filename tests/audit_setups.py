@@ -135,6 +135,10 @@ def by_local_rank(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(Nth(range(N), rank % 2, world_size))
 
 
+def subset_of_each_rank(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Subset(Untouchable(), range(rank, N, world_size)), 4)
+
+
 def subset_by_local_rank(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(Subset(Untouchable(), range(rank % 2, N, world_size)), 4)
 

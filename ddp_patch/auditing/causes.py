@@ -149,7 +149,7 @@ def _draw_of_its_own(about: About) -> Problem:
     return about.problem(
         "not_sharded",
         f"Every one of {world} ranks makes a draw of its own{many}. {about.counts()}".rstrip(),
-        "Ranks that are seeded alike get the same samples; of others, it is chance which they get twice or not at all.",
+        "Seeded alike, all ranks get the same samples; seeded differently, it is chance which they get twice or never.",
         f"{_PATCH}, with a sampler that draws for all ranks; or allow it, if each rank is meant to draw anew.",
     )
 
@@ -227,9 +227,10 @@ def _same_share_of_some(about: About, _: Traits) -> Problem | None:
     return about.problem(
         "not_sharded",
         f"Ranks {_listed(first)} get the same share{many}{too}.",
-        "Gradients average repeated samples. That is so where a process shares by its rank on its own machine.",
-        "Share by each process's global rank (torch.distributed.get_rank()), not by the local one, as "
-        "patch_dataloader_to_ddp() does.",
+        "Gradients average repeated samples. It is so where processes share by their local rank, or for fewer ranks than "
+        "there are.",
+        "Share by each process's global rank (torch.distributed.get_rank() of get_world_size()), not by the local one, "
+        "as patch_dataloader_to_ddp() does.",
     )
 
 

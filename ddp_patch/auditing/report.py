@@ -26,7 +26,7 @@ Kind: TypeAlias = Literal[
     "error",
 ]
 problem_kinds: Mapping[Kind, str] = {
-    "not_sharded": "every rank gets all data, or the same share of it",
+    "not_sharded": "ranks get all data, or the same share of it",
     "double_sharding": "a share is shared again",
     "ranks_disagree": "the ranks draw different orders",
     "torn_batch": "a batch of the batch sampler is torn apart",
