@@ -253,7 +253,7 @@ class _Audit:
         if judged.is_covered and (problem := self._unshared(epoch, judged)) is not None:
             self._add(problem)
             self.seeds_agree = None
-        elif not judged.found.is_known:
+        elif not judged.found.is_known or no_step is not None:
             self.seeds_agree = None
         elif not (judged.is_covered or self._causes()):
             self._find_cause(epoch, judged)

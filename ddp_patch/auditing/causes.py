@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddp_patch.auditing.coding import Coding
+from ddp_patch.auditing.coding import Coding, Numbers
 from ddp_patch.auditing.judge import Epoch, Judged, is_torn, signature, torn
 from ddp_patch.auditing.report import Kind, Problem
 from ddp_patch.auditing.traits import Traits
@@ -227,8 +227,8 @@ def _same_share_of_some(about: About, _: Traits) -> Problem | None:
     return about.problem(
         "not_sharded",
         f"Ranks {_listed(first)} get the same share{many}{too}.",
-        "Gradients average repeated samples. It is so where processes share by their local rank, or for fewer ranks than "
-        "there are.",
+        "Gradients average repeated samples. It is so where processes share by their local rank, or for fewer ranks "
+        "than there are.",
         "Share by each process's global rank (torch.distributed.get_rank() of get_world_size()), not by the local one, "
         "as patch_dataloader_to_ddp() does.",
     )
@@ -315,10 +315,14 @@ def _is_whole_stream(about: About, again: Epoch) -> bool:
     """Whether ranks that draw the same get as much as one process; of a sample, whether they begin as it does."""
     alone = about.epoch.alone.items
     if about.epoch.is_sample:
-        got = again.ranks[0].items
-        return np.array_equal(got, alone[: len(got)])
+        got = _each_once(again.ranks[0].items)  # several workers may read the same
+        return np.array_equal(got, _each_once(alone)[: len(got)])
     each = _most(about.epoch)
     return each == len(alone) or (each > len(alone) and not about.judged.found.lacking)
+
+
+def _each_once(items: Numbers) -> Numbers:
+    return items[np.sort(np.unique(items, return_index=True)[1])]
 
 
 def _ranks_with_one_share(epoch: Epoch) -> list[list[int]]:

@@ -75,7 +75,7 @@ def no_step_problem(epoch: Epoch) -> Problem | None:
         f"No rank makes a step: none gets any of the {epoch.expected} {epoch.units} that one process gets.",
         f"epoch {epoch.number}, {len(epoch.ranks)} ranks",
         "A training that makes no step ends without an error and has learnt nothing.",
-        "Use a smaller batch_size, fewer ranks or drop_last=False.",
+        "Use a smaller batch_size, fewer ranks, uneven='pad' or drop_last=False.",
     )
 
 

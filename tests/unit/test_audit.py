@@ -496,6 +496,7 @@ def test_a_rank_without_any_step_is_told() -> None:
     assert report.epochs[0].steps == (0,) * 8
     assert kinds(report) == ["missing"]
     assert report.problems[0].what.startswith("No rank makes a step: none gets any of the 23 samples")
+    assert report.seeds_agree is None
     assert kinds(audit(loader(shuffle=True, drop_last=True), 8, epochs=1)) == ["missing"]
     assert audit(DataLoader(Untouchable(0), 4), 8).ok  # where there is nothing to share
 
@@ -606,8 +607,23 @@ def test_a_set_epoch_that_never_reaches_an_iterable_dataset_is_found() -> None:
 @pytest.mark.parametrize("sampler", [WeightedRandomSampler([1.0] * N, 20_000), None])
 def test_no_sharding_is_found_in_a_sample_too(sampler: Any) -> None:
     given: DataLoader[Any] = DataLoader(Untouchable(N), 4, sampler=sampler, shuffle=sampler is None)
-    assert kinds(audit(given, 4, max_items=20, patch=False)) == ["not_sharded"]
+    (problem,) = audit(given, 4, max_items=20, patch=False).problems
+    assert problem.kind == "not_sharded"
+    assert "gets the whole stream." in problem.what
     assert audit(given, 4, max_items=20).ok
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (setups.stream_read_by_every_worker, "Every one of 4 ranks gets the whole stream."),
+        (setups.rank_zero_everywhere, "Every one of 4 ranks gets the same share."),
+        (setups.by_local_rank, "Ranks 0 and 2 get the same share, and so do ranks 1 and 3."),
+    ],
+)
+def test_of_a_sample_no_number_is_said_that_is_not_known(make: Any, said: str) -> None:
+    (problem,) = audit(make, 4, epochs=1, max_items=12).problems
+    assert problem.what == said
 
 
 def test_repeats_where_no_round_is_to_be_filled_are_no_padding() -> None:
