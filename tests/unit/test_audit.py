@@ -577,6 +577,9 @@ EASILY_MISTAKEN: dict[str, Callable[[int, int], DataLoader[Any]]] = {
     ),
     "samples that are made anew": lambda rank, ranks: DataLoader(setups.Augmented(rank, ranks, n=104), 4),
     "few samples that are made anew": lambda rank, ranks: DataLoader(setups.Augmented(rank, ranks, n=8), 4),
+    "samples that are made anew, of one piece for each rank": lambda rank, ranks: DataLoader(
+        setups.Augmented(rank * 104 // ranks, 1, n=(rank + 1) * 104 // ranks), 4
+    ),
     "samples that are all equal": lambda rank, ranks: DataLoader(Constant(rank, ranks, n=104), 4),
     "workers that share a rank's part": lambda rank, ranks: DataLoader(
         NeedsAWorker(rank, ranks, n=96), 4, num_workers=2
