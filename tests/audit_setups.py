@@ -54,6 +54,17 @@ class Nth(Sampler[Any]):
         return islice(iter(self.source), self.rank, None, self.world_size)
 
 
+class Chunks(Sampler[list[int]]):
+    """Batches of one size of whatever indices it is given, with no attribute that torch's batch sampler has."""
+
+    def __init__(self, indices: Any, size: int) -> None:
+        self.indices, self.size = indices, size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, len(self.indices), self.size):
+            yield list(self.indices[start : start + self.size])
+
+
 class Torn(Sampler[list[int]]):
     """Gives each rank its part of every batch."""
 
@@ -107,6 +118,35 @@ def double_sharding_by_hand(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(Nth(list(Nth(range(N), rank, world_size)), rank, world_size))
 
 
+def half_for_other_ranks(rank: int, world_size: int) -> DataLoader[Any]:
+    """Half of the data are missing, which no last batches explain: workers of a map-style dataset make none."""
+    ranks = 2 * world_size if world_size > 1 else 1
+    sampler: Any = DistributedSampler(Untouchable(128), ranks, rank, shuffle=False)
+    return DataLoader(Untouchable(128), 16, sampler=sampler, drop_last=True, num_workers=2)
+
+
+def double_sharding_of_subsets(rank: int, world_size: int) -> DataLoader[Any]:
+    part: Subset[Any] = Subset(Untouchable(), range(rank, N, world_size))
+    return DataLoader(part, 4, sampler=DistributedSampler(part, world_size, rank, shuffle=False))
+
+
+def by_local_rank(rank: int, world_size: int) -> DataLoader[Any]:
+    """On machines of two processes each."""
+    return loader(Nth(range(N), rank % 2, world_size))
+
+
+def subset_of_each_rank(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Subset(Untouchable(), range(rank, N, world_size)), 4)
+
+
+def subset_by_local_rank(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Subset(Untouchable(), range(rank % 2, N, world_size)), 4)
+
+
+def own_draw(rank: int, world_size: int) -> DataLoader[Any]:
+    return loader(RandomSampler(Untouchable(), num_samples=N // world_size))
+
+
 def ambient_order(rank: int, world_size: int) -> DataLoader[Any]:
     length = -(-N // world_size)
     return loader(islice_to(Nth(RandomSampler(Untouchable()), rank, world_size), length))
@@ -124,10 +164,10 @@ class islice_to(Sampler[int]):  # noqa: N801 - read like the function
 
 
 class PrivatelyShuffled(Sampler[int]):
-    """Shuffles by a generator that is seeded by nobody."""
+    """Shuffles by a generator of its own, which nobody seeds if no seed is given."""
 
-    def __init__(self) -> None:
-        self.generator = np.random.default_rng()
+    def __init__(self, seed: int | None = None) -> None:
+        self.generator = np.random.default_rng(seed)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.generator.permutation(N - N % 4).tolist())
@@ -135,6 +175,10 @@ class PrivatelyShuffled(Sampler[int]):
 
 def private_order(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(Nth(PrivatelyShuffled(), rank, world_size))
+
+
+def seeded_by_rank(rank: int, world_size: int) -> DataLoader[Any]:
+    return loader(Nth(PrivatelyShuffled(rank), rank, world_size))
 
 
 def torchs(rank: int, world_size: int) -> DataLoader[Any]:
@@ -153,6 +197,42 @@ def torchs_dropping(rank: int, world_size: int) -> DataLoader[Any]:
 def torn(rank: int, world_size: int) -> DataLoader[Any]:
     batches = PKBatchSampler(LABELS, p=4, k=2, seed=1)
     return DataLoader(Untouchable(), batch_sampler=Torn(batches, rank, world_size))
+
+
+def batches_lost(rank: int, world_size: int) -> DataLoader[Any]:
+    batches = list(Chunks(range(104), 4))
+    return DataLoader(Untouchable(104), batch_sampler=Nth(batches[: 20 if world_size > 1 else None], rank, world_size))
+
+
+def first_lost(rank: int, world_size: int) -> DataLoader[Any]:
+    """Counts ranks from 1."""
+    return loader(Nth(range(1 if world_size > 1 else 0, N), rank, world_size))
+
+
+def contiguous_tail_lost(rank: int, world_size: int) -> DataLoader[Any]:
+    each = N // world_size
+    return loader(range(rank * each, (rank + 1) * each))
+
+
+class SharedBatches(BatchSampler):
+    """A library's own, which shares batches."""
+
+    is_ddp_aware = True
+
+    def __init__(self, sampler: Any, rank: int, world_size: int) -> None:
+        super().__init__(sampler, 4, drop_last=False)
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = list(super().__iter__())
+        return iter(
+            [*batches, *batches][self.rank : -(-len(batches) // self.world_size) * self.world_size : self.world_size]
+        )
+
+
+def two_parts_that_share(rank: int, world_size: int) -> DataLoader[Any]:
+    sampler: Any = DistributedSampler(Untouchable(), world_size, rank, shuffle=False)
+    return DataLoader(Untouchable(), batch_sampler=SharedBatches(sampler, rank, world_size))
 
 
 def uneven(rank: int, world_size: int) -> DataLoader[Any]:
@@ -255,6 +335,25 @@ def stream_split_by_worker(rank: int, world_size: int) -> DataLoader[Any]:
 def stream_shared_twice(rank: int, world_size: int) -> DataLoader[Any]:
     stream = Stream(rank, world_size)
     return patch_dataloader_to_ddp(DataLoader(stream, batch_size=4), rank=rank, num_replicas=world_size)
+
+
+def stream_split_by_rank_alone(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Stream(rank, world_size, n=104), batch_size=4, num_workers=2)
+
+
+def stream_read_by_every_worker(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Stream(), batch_size=4, num_workers=2)
+
+
+class Augmented(Stream):
+    """Makes its samples anew each time."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.rand(3) + item for item in super().__iter__())
+
+
+def augmented_stream_not_sharded(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Augmented(), batch_size=4)
 
 
 def stream_uneven(rank: int, world_size: int) -> DataLoader[Any]:

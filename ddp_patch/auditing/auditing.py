@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.binning import pictured
 from ddp_patch.auditing.causes import About, cause_of, coverage_kinds, unshared
-from ddp_patch.auditing.coding import Numbers
 from ddp_patch.auditing.drawing import Drawn
 from ddp_patch.auditing.judge import (
     Allowance,
@@ -25,7 +24,16 @@ from ddp_patch.auditing.judge import (
 from ddp_patch.auditing.made_up_world import MadeUpWorld, Progress
 from ddp_patch.auditing.measures import Cost, global_batches, imbalance, step_costs
 from ddp_patch.auditing.pictured import Pictured
-from ddp_patch.auditing.properties import error_problem, length_problem, lost_problem, order_problem, steps_problem
+from ddp_patch.auditing.properties import (
+    Lost,
+    error_problem,
+    length_problem,
+    lost_of,
+    lost_problem,
+    no_step_problem,
+    order_problem,
+    steps_problem,
+)
 from ddp_patch.auditing.report import EpochReport, Kind, Problem, Report, problem_kinds
 from ddp_patch.auditing.subject import Factory, Subject
 from ddp_patch.errors import InvalidOptionError
@@ -76,7 +84,8 @@ def audit(
         padding: Whether samples may be repeated to fill the last round; False for an evaluation.
         epochs_differ: Whether every epoch must have another order.
         allow: Problems, by their names in ``ddp_patch.auditing.problem_kinds``, which ``report.allowed`` tells of.
-        cost: What a sample costs, such as its length: a sequence, or a function of its index. For the balance of ranks.
+        cost: What a sample costs, such as its length: a sequence, or a function of its index (where every rank has a
+            ``Subset`` of its own, that in the dataset below). For the balance of ranks.
         max_items: How many items of each rank's epoch are drawn; where there are more, the report is of a sample.
             Without it, 16 million of all ranks together.
         processes: Draw on real ranks, processes of a gloo group, which differ in all that processes differ in (a hash
@@ -90,7 +99,8 @@ def audit(
 
     Raises:
         NotALoaderError: ``loader`` is neither a loader nor a function that returns one.
-        InvalidOptionError: An option has no meaning; or the loader is one rank's share already, or cannot be copied.
+        InvalidOptionError: An option has no meaning; the loader is one rank's share already, or cannot be copied; or
+            each rank has a dataset of its own, whose indices cannot be compared.
         RanksFailedError: A real rank raised or did not return in time.
         DDPPatchError: What ``patch_dataloader_to_ddp`` raises for this loader and these options.
 
@@ -165,7 +175,7 @@ class _Audit:
     problems: list[Problem] = field(default_factory=list)
     epochs: list[EpochReport] = field(default_factory=list)
     signatures: list[bytes] = field(default_factory=list)
-    lost: list[Numbers] = field(default_factory=list)
+    lost: list[Lost] = field(default_factory=list)
     pictured: Pictured = field(default_factory=Pictured)
     first: Drawn | None = None  # of rank 0
     fewest: int = sys.maxsize  # items of an epoch
@@ -184,7 +194,7 @@ class _Audit:
             name=self.world.subject.name,
             how=self._how(),
             world_size=self.world.world_size,
-            units=self.world.units,
+            units="batches" if all(epoch.units == "batches" for epoch in self.epochs) else "samples",
             epochs=tuple(self.epochs),
             epochs_differ=None if len(self.signatures) < 2 else len(set(self.signatures)) == len(self.signatures),
             seeds_agree=self.seeds_agree,
@@ -239,22 +249,24 @@ class _Audit:
         self.fewest = min(self.fewest, len(epoch.alone.items))
         self._add(steps_problem(epoch, self._allowance(epoch).uneven))
         self._add(length_problem(epoch))
+        self._add(no_step := no_step_problem(epoch))
         if judged.is_covered and (problem := self._unshared(epoch, judged)) is not None:
             self._add(problem)
             self.seeds_agree = None
-        elif not judged.found.is_known:
+        elif not judged.found.is_known or no_step is not None:
             self.seeds_agree = None
         elif not (judged.is_covered or self._causes()):
             self._find_cause(epoch, judged)
-        if judged.found.lacking and judged.found.extra == judged.padding:
-            self.lost.append(judged.samples.missing)
+        if no_step is None and judged.found.lacking and judged.found.extra == judged.padding:
+            self.lost.append(lost_of(epoch, judged, self.world.traits))
 
     def _causes(self) -> list[Problem]:
         return [problem for problem in self.problems if problem.kind in coverage_kinds]
 
     def _unshared(self, epoch: Epoch, judged: Judged) -> Problem | None:
-        """Look, once, at whether ranks draw the same beginning, of which a sample may tell nothing else."""
-        if not epoch.is_sample or self.epochs or self.world.world_size == 1:
+        """Look, once, at whether all ranks draw the same, where counting cannot tell."""
+        can_tell = judged.found.is_known and not epoch.is_sample
+        if can_tell or self.epochs or self.world.world_size == 1:
             return None
         return unshared(epoch, self.world.alike(epoch), judged, self.world.coding)
 
@@ -263,7 +275,7 @@ class _Audit:
             again = in_its_units(self.world.alike(epoch), self._allowance)
             return again, self._judge(again)
 
-        cause = cause_of(epoch, judged, alike, self.world.traits.sharers, self.world.coding, self.expect.padding)
+        cause = cause_of(epoch, judged, alike, self.world.traits, self.world.coding, self.expect.padding)
         self.problems += cause.problems
         self.seeds_agree = cause.seeds_agree
 
@@ -278,9 +290,9 @@ class _Audit:
         """Where nothing else explains them: are the samples that are lost the same in every epoch?"""
         if len(self.lost) < self.world.epochs:
             return
-        is_a_few = len(self.lost[0]) < self.world.world_size * self.world.traits.batch_size
         kinds = [cause.kind for cause in self._causes()]
-        if kinds not in ([], ["missing"]) or (kinds and not is_a_few):
+        is_tail = kinds == ["missing"] and all(lost.are_last for lost in self.lost)
+        if kinds and not is_tail:
             return
         problem = lost_problem(self.lost, self.world.coding)
         if problem is not None:
@@ -293,11 +305,12 @@ def _epoch_report(epoch: Epoch, judged: Judged, about: About, costs: NDArray[np.
         epoch=epoch.number,
         items=tuple(len(drawn.items) for drawn in epoch.ranks),
         steps=tuple(len(drawn.sizes) for drawn in epoch.ranks),
+        units=epoch.units,
         expected=epoch.expected,
         distinct=judged.found.distinct,
-        missing=None if epoch.is_sample else judged.found.lacking,
+        missing=None if epoch.is_sample or not judged.found.is_known else judged.found.lacking,
         missing_examples=about.missing(),
-        repeated=judged.found.extra,
+        repeated=judged.found.extra if judged.found.is_known else None,
         repeated_examples=about.repeated(),
         padding=judged.padding,
         dropped=judged.dropped,

@@ -31,9 +31,10 @@ def pictured(epoch: Epoch, judged: Judged, coding: Coding, costs: NDArray[np.flo
         coding: Gives samples their names.
         costs: Of each rank, a row, and of each step; None where it is not known.
     """
+    can_tell = judged.found.is_known or epoch.is_sample
     return Pictured(
         epoch.number,
-        _share_map(epoch, coding, "padding" if judged.padding else "repeated"),
+        _share_map(epoch, coding, "padding" if judged.padding else "repeated") if can_tell else ShareMap(),
         _step_map(epoch.ranks),
         None if costs is None else _cost_line(costs),
     )

@@ -1,7 +1,7 @@
 """What the ranks got together, counted against what one process would get."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +30,18 @@ class Coverage:
     extra: int
     distinct: int
     is_known: bool = True
+
+    def unknown(self) -> "Coverage":
+        """Return it where what is missing and repeated cannot be told."""
+        return Coverage(self.missing[:0], 0, self.repeated[:0], 0, self.distinct, is_known=False)
+
+    def of_another_draw(self) -> "Coverage":
+        """Return it where other things were drawn: only in number can there be too few or too many."""
+        both = min(self.lacking, self.extra)
+        if both == 0:
+            return self
+        none = self.missing[:0]
+        return replace(self, missing=none, lacking=self.lacking - both, repeated=none, extra=self.extra - both)
 
 
 def coverage(expected: Numbers, shares: Sequence[Numbers]) -> Coverage:

@@ -12,6 +12,8 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.coding import Coding, Numbers, narrow
+from ddp_patch.auditing.subject import Subject
+from ddp_patch.auditing.subsets import in_base
 from ddp_patch.auditing.traits import made_of_batches
 from ddp_patch.auditing.workers import base_seed, batches_read
 from ddp_patch.loader import Level, level
@@ -51,20 +53,27 @@ class Drawn:
         return Drawn(self.items[: int(sizes.sum())], sizes, False, self.told, self.seconds, self.memory, self.error)
 
 
-def draw(loader: DataLoader[Any], coding: Coding, max_items: int, max_steps: int | None = None) -> Drawn:
-    """Draw an epoch, or the first of it, and write it down."""
+def draw(loader: DataLoader[Any], coding: Coding, subject: Subject) -> Drawn:
+    """Draw an epoch, or as much of it as is wanted, and write it down.
+
+    Args:
+        loader: A rank's.
+        coding: Gives every item its number.
+        subject: Says how much is drawn, and which numbers indices have.
+    """
     items: list[Numbers] = []
     sizes: list[Numbers] = []
     error: str | None = None
     before, ended, seconds, count, grown = _length(loader), False, 0.0, 0, 0
     resident = _resident_bytes()
-    steps = islice(_steps(loader), max_steps)
-    while count < max_items and not ended and error is None:
+    steps = _in_base(_steps(loader), loader) if subject.in_base else _steps(loader)
+    steps = islice(steps, subject.max_steps)
+    while count < subject.max_items and not ended and error is None:
         begun = time.perf_counter()
         block: list[list[Any]] = []
         try:
             # The first batch by itself: what the sampler has made for all of them is there then.
-            block.extend(islice(_until(steps, max_items - count), _BLOCK if items else 1))
+            block.extend(islice(_until(steps, subject.max_items - count), _BLOCK if items else 1))
         except Exception as raised:  # noqa: BLE001 - the user's own: it is what this rank would see
             error = f"{type(raised).__name__}: {raised}"
         seconds += time.perf_counter() - begun
@@ -79,6 +88,10 @@ def draw(loader: DataLoader[Any], coding: Coding, max_items: int, max_steps: int
             ended = next(steps, None) is None
     told = (before, _length(loader))
     return Drawn(_joined(items), _joined(sizes), ended, told, seconds, grown if resident else None, error)
+
+
+def _in_base(steps: Iterator[list[Any]], loader: DataLoader[Any]) -> Iterator[list[Any]]:
+    return (list(in_base(loader.dataset, step)) for step in steps)
 
 
 def _until(steps: Iterator[list[Any]], most: int) -> Iterator[list[Any]]:

@@ -12,7 +12,19 @@ from ddp_patch.auditing.drawing import Drawn
 from ddp_patch.auditing.report import Units
 from ddp_patch.auditing.traits import Traits
 
-__all__ = ["Allowance", "Epoch", "Judged", "allowance", "judge_epoch", "signature"]
+__all__ = [
+    "Allowance",
+    "Epoch",
+    "Judged",
+    "Torn",
+    "allowance",
+    "in_its_units",
+    "is_torn",
+    "judge_epoch",
+    "largest_batch",
+    "signature",
+    "torn",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +36,14 @@ class Epoch:
         ranks: What each rank drew.
         alone: What one process would draw, last incomplete batch included.
         units: What is shared.
+        is_iterable: Whether items are samples that were read, not indices.
     """
 
     number: int
     ranks: Sequence[Drawn]
     alone: Drawn
     units: Units
+    is_iterable: bool
 
     @property
     def is_sample(self) -> bool:
@@ -41,24 +55,42 @@ class Epoch:
         """How many samples or batches one process would get."""
         return len(self.alone.items) if self.units == "samples" else len(self.alone.sizes)
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether all of several samples are equal to one another, which indices of different samples never are."""
+        items = self.alone.items
+        return len(items) > 1 and (self.is_iterable or items[0] < 0) and bool((items == items[0]).all())
+
+    @property
+    def is_made_anew(self) -> bool:
+        """Whether hardly any sample that ranks read is one that one process read: each time they are others."""
+        if not self.is_iterable or self.is_sample or not len(self.alone.items):
+            return False
+        # Rank 0 begins with the random states of the one process, and may make the same.
+        got = np.concatenate([self.alone.items[:0], *(drawn.items for drawn in self.ranks[1:])])
+        return bool(10 * np.count_nonzero(np.isin(got, self.alone.items)) < len(got))
+
     def samples(self) -> Coverage:
         """Return what is missing and repeated of the samples."""
-        return _counted(self.alone.items, [drawn.items for drawn in self.ranks], self.is_sample)
+        return self._counted(self.alone.items, [drawn.items for drawn in self.ranks])
 
     def batches(self) -> Coverage:
         """Return what is missing and repeated of the batches."""
         expected, *shares = as_units([self.alone, *self.ranks])
-        return _counted(expected, shares, self.is_sample)
+        return self._counted(expected, shares)
+
+    def _counted(self, expected: Numbers, shares: Sequence[Numbers]) -> Coverage:
+        found = _of_sample(expected, shares) if self.is_sample else coverage(expected, shares)
+        if self.is_constant or self.is_made_anew:
+            return found.unknown()
+        return found.of_another_draw() if len(shares) == 1 else found
 
 
-def _counted(expected: Numbers, shares: Sequence[Numbers], is_sample: bool) -> Coverage:
-    if not is_sample:
-        return coverage(expected, shares)
-    # Of a sample only what came twice can be judged, where one process would get nothing twice.
-    none, distinct = expected[:0], len(np.unique(expected))
-    if distinct < len(expected):
-        return Coverage(none, 0, none, 0, distinct, is_known=False)
-    return replace(coverage(np.unique(np.concatenate(shares)), shares), distinct=distinct)
+def _of_sample(expected: Numbers, shares: Sequence[Numbers]) -> Coverage:
+    # Only what came twice can be judged, where one process would get nothing twice.
+    distinct = len(np.unique(expected))
+    found = replace(coverage(np.unique(np.concatenate(shares)), shares), distinct=distinct)
+    return found if distinct == len(expected) else found.unknown()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +120,14 @@ def allowance(epoch: Epoch, traits: Traits, uneven: str | None, pads: bool) -> A
     world = len(epoch.ranks)
     dropped = world - 1 if uneven == "drop" or traits.drops_round else 0
     if epoch.units == "samples" and traits.drops_batch:
-        largest = max(int(drawn.sizes.max(initial=traits.batch_size)) for drawn in (*epoch.ranks, epoch.alone))
-        dropped += world * max(1, traits.num_workers) * (largest - 1)
+        dropped += world * traits.batchers * (largest_batch(epoch, traits) - 1)
     padding = -epoch.expected % world if pads and uneven in (None, "pad") else 0
     return Allowance(padding, dropped, uneven=int(uneven == "keep"))
+
+
+def largest_batch(epoch: Epoch, traits: Traits) -> int:
+    """Return how many samples the largest batch has, as far as was drawn or the loader says."""
+    return max(int(drawn.sizes.max(initial=traits.batch_size)) for drawn in (*epoch.ranks, epoch.alone))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +166,43 @@ def in_its_units(epoch: Epoch, allowance_of: Callable[[Epoch], Allowance]) -> Ep
     return counted if judge_epoch(counted, allowance_of(counted)).is_covered else epoch
 
 
-def is_torn(epoch: Epoch) -> bool:
-    """Tell whether most batches that one process does not make are parts of those that it makes."""
-    whole = {frozenset(batch.tolist()) for batch in batches_of(epoch.alone)}
-    foreign = {frozenset(batch.tolist()) for drawn in epoch.ranks for batch in batches_of(drawn)} - whole
+@dataclass(frozen=True, slots=True)
+class Torn:
+    """Batches of one process of which two or more ranks have parts.
+
+    Attributes:
+        wholes: How many there are.
+        parts: How many of the ranks' batches are parts of them.
+        foreign: How many of the ranks' batches are none that one process makes.
+    """
+
+    wholes: int
+    parts: int
+    foreign: int
+
+
+def torn(epoch: Epoch) -> Torn:
+    """Look for batches of one process in pieces."""
+    wholes = {frozenset(batch.tolist()) for batch in batches_of(epoch.alone)}
     holders: dict[int, list[frozenset[int]]] = {}
-    for batch in whole:
-        for item in batch:
-            holders.setdefault(item, []).append(batch)
-    parts = sum(any(part < batch for item in part for batch in holders.get(item, [])) for part in foreign)
-    return 2 * parts > len(foreign)
+    for whole in wholes:
+        for item in whole:
+            holders.setdefault(item, []).append(whole)
+    foreign: list[list[frozenset[int]]] = []  # of each, what it is a part of
+    ranks_of: dict[frozenset[int], set[int]] = {}
+    for rank, drawn in enumerate(epoch.ranks):
+        for batch in {frozenset(batch.tolist()) for batch in batches_of(drawn)} - wholes:
+            foreign.append([whole for whole in holders.get(next(iter(batch), -1), []) if batch < whole])
+            for whole in foreign[-1]:
+                ranks_of.setdefault(whole, set()).add(rank)
+    in_pieces = {whole for whole, ranks in ranks_of.items() if len(ranks) > 1}
+    return Torn(len(in_pieces), sum(not in_pieces.isdisjoint(of) for of in foreign), len(foreign))
+
+
+def is_torn(epoch: Epoch) -> bool:
+    """Tell whether most batches that one process does not make are parts of those that it makes, on several ranks."""
+    found = torn(epoch)
+    return 2 * found.parts > found.foreign
 
 
 def signature(ranks: Sequence[Drawn]) -> bytes:

@@ -72,7 +72,7 @@ class Pictured:
 
     Attributes:
         epoch: Its number.
-        shares: Who got what.
+        shares: Who got what; empty where samples cannot be compared.
         steps: In batches of how many.
         costs: At what cost; None without ``cost``.
     """

@@ -1,15 +1,26 @@
 """What else has to hold of an epoch, or of all epochs: each function returns the problem, or None where it holds."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import factorial
 
 import numpy as np
 
 from ddp_patch.auditing.coding import Coding, Numbers
-from ddp_patch.auditing.judge import Epoch
+from ddp_patch.auditing.judge import Epoch, Judged, largest_batch
 from ddp_patch.auditing.report import Problem
+from ddp_patch.auditing.traits import Traits
 
-__all__ = ["error_problem", "length_problem", "lost_problem", "order_problem", "steps_problem"]
+__all__ = [
+    "Lost",
+    "error_problem",
+    "length_problem",
+    "lost_of",
+    "lost_problem",
+    "no_step_problem",
+    "order_problem",
+    "steps_problem",
+]
 
 
 # So many items have 720 orders, and return to one by chance less often than once in 700 epochs.
@@ -55,6 +66,19 @@ def steps_problem(epoch: Epoch, may_differ: int) -> Problem | None:
     )
 
 
+def no_step_problem(epoch: Epoch) -> Problem | None:
+    """Return the problem that no rank makes any step, although one process would."""
+    if epoch.expected == 0 or any(len(drawn.sizes) for drawn in epoch.ranks):
+        return None
+    return Problem(
+        "missing",
+        f"No rank makes a step: none gets any of the {epoch.expected} {epoch.units} that one process gets.",
+        f"epoch {epoch.number}, {len(epoch.ranks)} ranks",
+        "A training that makes no step ends without an error and has learnt nothing.",
+        "Use a smaller batch_size, fewer ranks, uneven='pad' or drop_last=False.",
+    )
+
+
 def length_problem(epoch: Epoch) -> Problem | None:
     """Return the problem that ``len()`` of a rank's loader is not the number of its steps."""
     for rank, drawn in enumerate(epoch.ranks):
@@ -71,10 +95,35 @@ def length_problem(epoch: Epoch) -> Problem | None:
     return None
 
 
-def lost_problem(lost: Sequence[Numbers], coding: Coding) -> Problem | None:
-    """Return the problem that the same samples are lost in every epoch, if they are."""
-    first = lost[0] if lost else np.empty(0)
-    if len(lost) < 2 or not len(first) or not all(np.array_equal(first, other) for other in lost[1:]):
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The samples that were lost in one epoch.
+
+    Attributes:
+        samples: Which.
+        are_few: Whether they are no more than incomplete batches have, one for each rank or for each of its workers
+            that makes batches.
+        are_last: Whether they are the last ones that one process draws.
+    """
+
+    samples: Numbers
+    are_few: bool
+    are_last: bool
+
+
+def lost_of(epoch: Epoch, judged: Judged, traits: Traits) -> Lost:
+    """Return what was lost in an epoch."""
+    count, missing = judged.samples.lacking, judged.samples.missing
+    are_few = count < len(epoch.ranks) * traits.batchers * largest_batch(epoch, traits)
+    last = epoch.alone.items[len(epoch.alone.items) - count :]
+    return Lost(missing, are_few, are_last=bool(np.isin(last, missing).all()))
+
+
+def lost_problem(lost: Sequence[Lost], coding: Coding) -> Problem | None:
+    """Return the problem that the same few samples are lost in every epoch, if they are."""
+    first = lost[0].samples if lost else np.empty(0)
+    is_same = all(np.array_equal(first, other.samples) for other in lost[1:])
+    if len(lost) < 2 or not len(first) or not is_same or not all(epoch.are_few for epoch in lost):
         return None
     shown = ", ".join(coding.name(int(code)) for code in first[:3])
     samples = f"{len(first)} samples (such as {shown}) are" if len(first) > 1 else f"sample ({shown}) is"
@@ -82,8 +131,7 @@ def lost_problem(lost: Sequence[Numbers], coding: Coding) -> Problem | None:
         "tail_lost",
         f"The same {samples} left out in every epoch.",
         f"epochs 0 to {len(lost) - 1}",
-        "The order puts them last each time, and the last, incomplete round or batch is dropped: no rank ever sees "
-        "them.",
+        "The last, incomplete round or batch is dropped, and they are in it each time: no rank ever sees them.",
         "Use uneven='pad' and drop_last=False, or shuffle, so that others are left out in each epoch.",
     )
 

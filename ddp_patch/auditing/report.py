@@ -26,7 +26,7 @@ Kind: TypeAlias = Literal[
     "error",
 ]
 problem_kinds: Mapping[Kind, str] = {
-    "not_sharded": "every rank gets all data, or the same share of it",
+    "not_sharded": "ranks get all data, or the same share of it",
     "double_sharding": "a share is shared again",
     "ranks_disagree": "the ranks draw different orders",
     "torn_batch": "a batch of the batch sampler is torn apart",
@@ -72,11 +72,13 @@ class EpochReport:
         epoch: Its number, from 0.
         items: How many samples each rank got.
         steps: How many batches each rank got.
-        expected: How many samples (or batches, where whole ones are shared) one process would get.
+        units: What is counted: samples, or batches where whole ones are shared.
+        expected: How many of these one process would get.
         distinct: How many of these are different ones, as far as they can be told apart.
-        missing: How many of these no rank got; None where only a part was drawn.
+        missing: How many of these no rank got; None where only a part was drawn, or where samples cannot be compared:
+            those of an iterable dataset that makes them anew, or all of which are equal.
         missing_examples: Some of them.
-        repeated: How many were got more often than by one process, padding included.
+        repeated: How many were got more often than by one process, padding included; None where it cannot be told.
         repeated_examples: Some of them, with the ranks that got them.
         padding: How many of the repeated ones fill the last round.
         dropped: How many of the missing ones the loader was asked to leave out.
@@ -89,11 +91,12 @@ class EpochReport:
     epoch: int
     items: tuple[int, ...]
     steps: tuple[int, ...]
+    units: Units
     expected: int
     distinct: int
     missing: int | None
     missing_examples: tuple[str, ...]
-    repeated: int
+    repeated: int | None
     repeated_examples: tuple[tuple[str, tuple[int, ...]], ...]
     padding: int
     dropped: int
@@ -110,11 +113,11 @@ class Report:
         name: What was audited.
         how: How it was shared and drawn, in words.
         world_size: How many ranks.
-        units: What is shared: samples, or whole batches.
+        units: What is shared: samples, or whole batches where every epoch is counted in them.
         epochs: What the ranks got, epoch by epoch.
         epochs_differ: Whether every epoch had another order; None where there was one epoch.
         seeds_agree: Whether ranks that are seeded differently share one stream; None where not even ranks that are
-            seeded alike do, or where it cannot be told of a sample.
+            seeded alike do, or where it cannot be told.
         is_sample: Whether only the first ``max_items`` of each rank were drawn.
         seconds: How long one rank's epoch took to draw: the sampling alone.
         memory: How many bytes the process grew by meanwhile, looked at between blocks of batches.
@@ -153,7 +156,7 @@ class Report:
             ("shared", f"{self.units}, over {self.world_size} ranks"),
             ("drawn", self.how + (" (a sample: the first items of each rank)" if self.is_sample else "")),
         ]
-        told += [(f"epoch {epoch.epoch}", _epoch_text(epoch, self.units)) for epoch in self.epochs]
+        told += [(f"epoch {epoch.epoch}", _epoch_text(epoch)) for epoch in self.epochs]
         batches = [_batches_text(epoch.global_batches) for epoch in self.epochs]
         if len(set(batches)) == 1:
             told.append(("global batch", batches[0]))
@@ -192,17 +195,25 @@ class Report:
         return "\n".join(lines)
 
 
-def _epoch_text(epoch: EpochReport, units: Units) -> str:
-    missing = "missing ones not told of a sample" if epoch.missing is None else f"{epoch.missing} missing"
+def _epoch_text(epoch: EpochReport) -> str:
     parts = [
-        f"{_range(epoch.items)} samples and {_range(epoch.steps)} steps per rank of {epoch.expected} {units}"
+        f"{_range(epoch.items)} samples and {_range(epoch.steps)} steps per rank of {epoch.expected} {epoch.units}"
         + (f" ({epoch.distinct} different ones)" if epoch.distinct < epoch.expected else ""),
-        missing + (f" ({epoch.dropped} as asked for)" if epoch.dropped else ""),
-        f"{epoch.repeated} repeated" + (f" ({epoch.padding} to fill the last round)" if epoch.padding else ""),
+        *_coverage_text(epoch),
     ]
     if epoch.imbalance is not None and epoch.worst_imbalance is not None:
         parts.append(f"slowest rank {epoch.imbalance:.2f} of the mean, {epoch.worst_imbalance:.2f} in the worst step")
     return ", ".join(parts)
+
+
+def _coverage_text(epoch: EpochReport) -> list[str]:
+    if epoch.repeated is None:
+        return ["missing and repeated ones not known"]
+    missing = "missing ones not told of a sample" if epoch.missing is None else f"{epoch.missing} missing"
+    return [
+        missing + (f" ({epoch.dropped} as asked for)" if epoch.dropped else ""),
+        f"{epoch.repeated} repeated" + (f" ({epoch.padding} to fill the last round)" if epoch.padding else ""),
+    ]
 
 
 def _batches_text(batches: Sequence[tuple[int, int]]) -> str:

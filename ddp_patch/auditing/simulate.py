@@ -59,7 +59,7 @@ class Rank:
             warnings.simplefilter("ignore", StreamLengthWarning)  # lengths are judged here
             if self._subject.set_epoch:
                 _set_epoch(self._loader, number)
-            return draw(self._loader, coding, self._subject.max_items, self._subject.max_steps)
+            return draw(self._loader, coding, self._subject)
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:

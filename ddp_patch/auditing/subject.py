@@ -42,7 +42,9 @@ class Subject:
         set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch.
         max_items: How many items of each rank's epoch are drawn at most.
         max_steps: How many steps of it at most, where that matters; what is beyond is not known of then.
-        whole: Whether a last, incomplete batch is left in, so that all is drawn that there is to share.
+        whole: Whether a last, incomplete batch is left in and one worker reads, so that all is drawn that there is to
+            share, and once.
+        in_base: Whether indices are drawn as those of the dataset below torch's ``Subset`` layers.
 
     Raises:
         NotALoaderError: It is neither.
@@ -56,6 +58,7 @@ class Subject:
     max_items: int
     max_steps: int | None = None
     whole: bool = False
+    in_base: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.make, DataLoader):
@@ -130,14 +133,15 @@ def made_by(make: Factory, rank: int, world_size: int) -> Any:
 
 
 def _stream_of(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader that leaves no last batch out, whose items are those that there are to share."""
+    """Return a loader whose items are those that there are to share: none left out, none read by several workers."""
     batches: Any = loader.batch_sampler
     if level(loader) is Level.SAMPLE and batches.drop_last:
         return copy_loader(
             loader, drop_last=False, batch_sampler=BatchSampler(batches.sampler, batches.batch_size, False)
         )
-    if level(loader) is Level.ITERABLE and loader.drop_last:
-        return copy_loader(loader, drop_last=False)
+    if level(loader) is Level.ITERABLE:
+        # One worker, where there are some: the dataset, or worker_init_fn, may ask which one it is.
+        return copy_loader(loader, drop_last=False, num_workers=min(1, loader.num_workers))
     return loader
 
 

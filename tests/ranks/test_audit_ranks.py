@@ -49,6 +49,12 @@ def test_a_factory_may_ask_the_process_group() -> None:
     assert report.epochs[0].expected == setups.N
 
 
+def test_a_subset_of_each_rank_is_compared_by_the_dataset_below() -> None:
+    report = audit(setups.subset_of_each_rank, 2, epochs=1, processes=True)
+    assert report.ok
+    assert (report.epochs[0].items, report.epochs[0].missing) == ((52, 51), 0)
+
+
 def test_from_the_command_line() -> None:
     command = ["audit", f"{setups.__file__}:by_set", "--world-size", "2", "--epochs", "1", "--processes"]
     done = CliRunner().invoke(commands, command)

@@ -5,6 +5,7 @@ import json
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import audit_setups as setups
@@ -19,7 +20,9 @@ from torch.utils.data import (
     IterableDataset,
     Sampler,
     SequentialSampler,
+    Subset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from zoo import ALL_KINDS, BY_NAME, Kind, draw_ambient, loader, seed_ambient
 
@@ -46,10 +49,19 @@ BROKEN: list[tuple[Callable[[int, int], DataLoader[Any]], str, str]] = [
     (setups.rank_zero_everywhere, "not_sharded", "get_rank()"),
     (setups.double_sharding, "double_sharding", "Share once"),
     (setups.double_sharding_by_hand, "double_sharding", "Share once"),
+    (setups.double_sharding_of_subsets, "double_sharding", "Share once"),
+    (setups.by_local_rank, "not_sharded", "not by the local one"),
+    (setups.subset_by_local_rank, "not_sharded", "not by the local one"),
+    (setups.own_draw, "not_sharded", "a sampler that draws for all ranks"),
     (setups.ambient_order, "ranks_disagree", "seed every rank alike"),
     (setups.private_order, "ranks_disagree", "agreement='leader'"),
+    (setups.seeded_by_rank, "ranks_disagree", "alike on every rank"),
     (setups.torchs, "same_order", "set_epoch(epoch)"),
     (setups.torn, "torn_batch", "DDPBatchSamplerWrapper"),
+    (setups.batches_lost, "missing", "uneven='pad'"),
+    (setups.half_for_other_ranks, "missing", "uneven='pad'"),
+    (setups.first_lost, "missing", "uneven='pad'"),
+    (setups.contiguous_tail_lost, "tail_lost", "drop_last=False"),
     (setups.uneven, "uneven_steps", "uneven='pad'"),
     (setups.torchs_dropping, "tail_lost", "drop_last=False"),
     (setups.lost_tail, "tail_lost", "drop_last=False"),
@@ -58,6 +70,8 @@ BROKEN: list[tuple[Callable[[int, int], DataLoader[Any]], str, str]] = [
     (setups.failing, "error", "Mend the sampler"),
     (setups.stream_not_sharded, "not_sharded", "patch_dataloader_to_ddp()"),
     (setups.stream_split_by_worker, "not_sharded", "patch_dataloader_to_ddp()"),
+    (setups.stream_split_by_rank_alone, "repeated", "get_worker_info()"),
+    (setups.augmented_stream_not_sharded, "not_sharded", "patch_dataloader_to_ddp()"),
     (setups.stream_shared_twice, "double_sharding", "Share once"),
     (setups.stream_uneven, "uneven_steps", "uneven='pad'"),
     (setups.stream_cut, "tail_lost", "drop_last=False"),
@@ -83,7 +97,36 @@ def test_two_causes_are_told_apart() -> None:
 
 
 def test_every_kind_of_problem_has_a_broken_set_up() -> None:
-    assert {kind for _, kind, _ in BROKEN} | {"missing", "repeated"} == set(problem_kinds)
+    assert {kind for _, kind, _ in BROKEN} == set(problem_kinds)
+
+
+# What is said of a set-up, in part: what was found, and why.
+SAID: list[tuple[Callable[[int, int], DataLoader[Any]], str]] = [
+    (setups.not_sharded, "Every one of 4 ranks gets the whole stream, 103 samples. An epoch costs 4 times"),
+    (setups.rank_zero_everywhere, "Every one of 4 ranks gets the same share, 26 samples. The other samples take no"),
+    (setups.own_draw, "Every one of 4 ranks makes a draw of its own, 25 samples. "),
+    (setups.stream_split_by_worker, "gets the whole stream, 103 samples. An epoch costs 4 times"),
+    (setups.stream_read_by_every_worker, "gets the whole stream, 206 samples. An epoch costs 8 times"),
+    (setups.by_local_rank, "Ranks 0 and 2 get the same share, 26 samples, and so do ranks 1 and 3. "),
+    (setups.double_sharding, "The 4 ranks together get 28 of 103 samples."),
+    (setups.two_parts_that_share, "The 4 ranks together get 8 of 26 batches."),
+    (setups.seeded_by_rank, "a generator that is not seeded or one that is seeded by rank"),
+    (setups.torn, "8 of the ranks' 8 batches are parts of 2 of the 2 batches that one process makes."),
+    (setups.batches_lost, "6 of 26 batches are missing (with samples such as 80; 81; 82)."),
+    (setups.lost_tail, "100, 101, 102) are left out in every epoch. The last, incomplete round or batch is dropped"),
+    (setups.stream_split_by_rank_alone, "Each rank gets every sample of its share 2 times, once from each worker."),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), SAID, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_is_said_is_true_of_the_set_up(make: Any, said: str) -> None:
+    problems = audit(make, world_size=4).problems
+    assert any(said in f"{problem.what} {problem.why}" for problem in problems), problems
+
+
+def test_ranks_that_get_one_share_are_listed_in_part_where_they_are_many() -> None:
+    (problem,) = audit(setups.by_local_rank, 16, epochs=1).problems
+    assert problem.what == "Ranks 0, 2, 4 and 5 more get the same share, 7 samples, and so do ranks 1, 3, 5 and 5 more."
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -130,7 +173,7 @@ def test_samples_are_missing_or_repeated_for_no_known_reason() -> None:
         return setups.loader(range(N) if world_size == 1 else range(rank, 40, world_size))
 
     def twice(rank: int, world_size: int) -> DataLoader[Any]:
-        return setups.loader(range(N) if world_size == 1 else [*range(rank % 2, N - 1, 2), N - 1] * 2)
+        return setups.loader(range(N) if world_size == 1 else [*range(N)][:: [1, -1, 2, -2][rank]])
 
     def both(rank: int, world_size: int) -> DataLoader[Any]:
         return setups.loader(range(N) if world_size == 1 else [*range(rank, N - 1, world_size), 0, 1, 2, 3, 4])
@@ -138,7 +181,7 @@ def test_samples_are_missing_or_repeated_for_no_known_reason() -> None:
     assert kinds(audit(half, 4)) == ["missing"]
     assert "20 of 103 samples are got too often" in audit(both, 4).problems[0].what
     assert kinds(audit(both, 4, allow=["uneven_steps"])) == ["missing"]  # always the same, but there is more to tell
-    assert kinds(audit(twice, 4)) == ["repeated"]
+    assert kinds(audit(twice, 4, allow=["uneven_steps"])) == ["repeated"]
 
 
 def test_a_few_samples_are_not_lost_because_they_are_shared_twice() -> None:
@@ -451,7 +494,11 @@ def test_a_rank_without_any_step_is_told() -> None:
     """Eight ranks with three samples each make no batch of four."""
     report = audit(loader(shuffle=True, drop_last=True), 8)
     assert report.epochs[0].steps == (0,) * 8
-    assert kinds(report) == ["tail_lost"]
+    assert kinds(report) == ["missing"]
+    assert report.problems[0].what.startswith("No rank makes a step: none gets any of the 23 samples")
+    assert report.seeds_agree is None
+    assert kinds(audit(loader(shuffle=True, drop_last=True), 8, epochs=1)) == ["missing"]
+    assert audit(DataLoader(Untouchable(0), 4), 8).ok  # where there is nothing to share
 
 
 def test_workers_of_an_iterable_dataset_are_simulated() -> None:
@@ -470,6 +517,25 @@ def test_sparse_and_negative_indices_are_counted() -> None:
 
 
 # Right set-ups that are easily mistaken, and broken ones that are easily missed.
+
+
+class NeedsAWorker(setups.Stream):
+    """Splits itself by worker, and is never read without one."""
+
+    def __iter__(self) -> Iterator[int]:
+        info: Any = get_worker_info()
+        return islice(super().__iter__(), info.id, None, info.num_workers)
+
+
+class Constant(setups.Stream):
+    """Samples that are all equal."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (0.5 for _ in super().__iter__())
+
+
+def of_a_subset(rank: int, ranks: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Subset(Untouchable(104), range(rank, 104, ranks)), 4, **options)
 
 
 class OwnBatches(BatchSampler):
@@ -515,6 +581,31 @@ EASILY_MISTAKEN: dict[str, Callable[[int, int], DataLoader[Any]]] = {
     ),
     "a generator of a factory that is an object": Maker(),
     "a generator of the object of a method": Maker().make,
+    "a Subset of each rank": of_a_subset,
+    "a Subset of each rank, shuffled by each": lambda rank, ranks: of_a_subset(rank, ranks, shuffle=True),
+    "a Subset of a Subset": lambda rank, ranks: DataLoader(
+        Subset(Subset(Untouchable(200), range(96, 200)), range(rank, 104, ranks)), 4
+    ),
+    "small batches of one piece for each rank": lambda rank, ranks: DataLoader(
+        Untouchable(128),
+        batch_sampler=setups.Chunks(range(rank * 128 // ranks, (rank + 1) * 128 // ranks), 16 // ranks),
+    ),
+    "samples that are made anew": lambda rank, ranks: DataLoader(setups.Augmented(rank, ranks, n=104), 4),
+    "few samples that are made anew": lambda rank, ranks: DataLoader(setups.Augmented(rank, ranks, n=8), 4),
+    "samples that are made anew, of one piece for each rank": lambda rank, ranks: DataLoader(
+        setups.Augmented(rank * 104 // ranks, 1, n=(rank + 1) * 104 // ranks), 4
+    ),
+    "samples that are all equal": lambda rank, ranks: DataLoader(Constant(rank, ranks, n=104), 4),
+    "workers that share a rank's part": lambda rank, ranks: DataLoader(
+        NeedsAWorker(rank, ranks, n=96), 4, num_workers=2
+    ),
+    "workers of a dataset with indices, which drop no batches": lambda rank, ranks: DataLoader(
+        Untouchable(96),
+        8,
+        sampler=DistributedSampler(Untouchable(96), ranks, rank, shuffle=False),
+        drop_last=True,
+        num_workers=2,
+    ),
     "an iterable dataset that is told epochs": lambda rank, ranks: DataLoader(ByOwnEpoch(rank, ranks), 4),
 }
 
@@ -534,8 +625,23 @@ def test_a_set_epoch_that_never_reaches_an_iterable_dataset_is_found() -> None:
 @pytest.mark.parametrize("sampler", [WeightedRandomSampler([1.0] * N, 20_000), None])
 def test_no_sharding_is_found_in_a_sample_too(sampler: Any) -> None:
     given: DataLoader[Any] = DataLoader(Untouchable(N), 4, sampler=sampler, shuffle=sampler is None)
-    assert kinds(audit(given, 4, max_items=20, patch=False)) == ["not_sharded"]
+    (problem,) = audit(given, 4, max_items=20, patch=False).problems
+    assert problem.kind == "not_sharded"
+    assert "gets the whole stream." in problem.what
     assert audit(given, 4, max_items=20).ok
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (setups.stream_read_by_every_worker, "Every one of 4 ranks gets the whole stream."),
+        (setups.rank_zero_everywhere, "Every one of 4 ranks gets the same share."),
+        (setups.by_local_rank, "Ranks 0 and 2 get the same share, and so do ranks 1 and 3."),
+    ],
+)
+def test_of_a_sample_no_number_is_said_that_is_not_known(make: Any, said: str) -> None:
+    (problem,) = audit(make, 4, epochs=1, max_items=12).problems
+    assert problem.what == said
 
 
 def test_repeats_where_no_round_is_to_be_filled_are_no_padding() -> None:
@@ -568,3 +674,92 @@ def test_what_was_allowed_stands_in_every_form() -> None:
     report = audit(DataLoader(Untouchable(N), 4), 4, patch=False, allow=["not_sharded"])
     assert report.ok
     assert all("not_sharded" in text for text in (str(report), report.to_markdown(), page({"train": report})))
+
+
+# What is counted, and against what.
+
+
+def test_a_cost_is_looked_up_in_the_dataset_below_subsets() -> None:
+    report = audit(of_a_subset, 4, epochs=1, cost=np.arange(104) % 4)  # which is each index' rank
+    assert report.epochs[0].imbalance == 2  # a mean of 1.5 for each sample, and 3 on rank 3
+
+
+@pytest.mark.parametrize(
+    ("make", "lengths"),
+    [
+        (lambda rank, ranks: DataLoader(Untouchable(104 // ranks)), "rank 0 of 4 has length 26, .* length 104"),
+        (lambda rank, ranks: DataLoader(Untouchable(26 if rank == 3 else 104)), "rank 3 of 4 has length 26, .* 104"),
+        (
+            lambda rank, ranks: DataLoader(Subset(Untouchable(104 + ranks), range(rank, 104, ranks))),
+            "rank 0 of 4 has length 26, .* length 104",
+        ),
+    ],
+)
+def test_indices_of_each_ranks_own_dataset_are_not_compared(make: Any, lengths: str) -> None:
+    with pytest.raises(InvalidOptionError, match=f"{lengths}.*indices are each rank's own and cannot be compared"):
+        audit(make, 4)
+
+
+def test_an_epoch_that_is_judged_in_samples_is_reported_in_samples() -> None:
+    report = audit(EASILY_MISTAKEN["small batches of one piece for each rank"], 4)
+    assert report.units == "samples"
+    assert {(epoch.units, epoch.expected) for epoch in report.epochs} == {("samples", 128)}
+    assert ("shared", "samples, over 4 ranks") in report.facts()
+    assert "of 128 samples" in str(report)
+    assert audit(setups.torn, 4).units == "batches"
+
+
+@pytest.mark.parametrize("name", ["samples that are made anew", "samples that are all equal"])
+def test_of_samples_that_cannot_be_compared_nothing_is_told(name: str) -> None:
+    report = audit(EASILY_MISTAKEN[name], 4)
+    assert (report.epochs[0].missing, report.epochs[0].repeated, report.seeds_agree) == (None, None, None)
+    assert "missing and repeated ones not known" in str(report)
+    assert report.pictured.shares.positions == 0
+
+
+def test_samples_that_are_made_anew_are_compared_where_ranks_agree_on_them() -> None:
+    report = audit(DataLoader(setups.Augmented(), 4), 4)
+    assert report.ok
+    assert report.seeds_agree
+    assert report.epochs[0].missing == 0
+
+
+@pytest.mark.parametrize("n", [104, 103])
+def test_a_world_of_one_rank_may_draw_other_samples_but_not_fewer(n: int) -> None:
+    class Private(Sampler[int]):
+        def __init__(self, length: int) -> None:
+            self.length = length
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(np.random.default_rng().integers(104, size=self.length).tolist())
+
+    report = audit(lambda rank, ranks: setups.loader(Private(n), 104, drop_last=True), 1)
+    assert report.ok
+    assert report.epochs[0].missing == report.epochs[0].dropped == n % 4
+    lengths = iter([50, *[n] * 9])
+    report = audit(lambda rank, ranks: setups.loader(Private(next(lengths)), 104), 1, epochs=1)
+    assert kinds(report) == ["missing"]
+    assert report.epochs[0].missing == n - 50
+
+
+def test_a_few_lost_samples_are_not_shared_twice_because_two_parts_share() -> None:
+    class Sharing(BatchSampler):
+        is_ddp_aware = True
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return islice(super().__iter__(), 6)
+
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        if world_size == 1:
+            return DataLoader(Untouchable(), 4)
+        sampler: Any = DistributedSampler(Untouchable(), world_size, rank, shuffle=False)
+        return DataLoader(Untouchable(), batch_sampler=Sharing(sampler, 4, False))
+
+    assert kinds(audit(make, 4, epochs=1, allow=["wrong_length"])) == ["missing"]
+
+
+@pytest.mark.parametrize("name", ["iterable, splits itself, 2 workers", "iterable, splits itself, 4 workers"])
+def test_what_workers_of_all_ranks_split_is_whole(name: str) -> None:
+    report = audit(BY_NAME[name].make(), 3, iterable_sharding="by_worker", allow=["uneven_steps"])
+    assert report.ok
+    assert (report.epochs[0].missing, report.epochs[0].repeated) == (0, 0)
