@@ -47,7 +47,7 @@ class EpochSampler(DistributedSampler[T]):
         self.rank: int = agreed.world.rank
         self.progress: EpochPass | None = None
         self.place: Place | None = None
-        self.tells_rest = True
+        self.tells_rest: bool = True
         self._holders = holders  # what may hold random generators, or a state of its own
         self._at_first = plain_attributes(holders)
         options = agreed.options

@@ -59,7 +59,7 @@ class ShardedIterable(IterableDataset[T]):
         self._batch_size, self._drops_last = batch_size, drops_last
         self._first_pass: int | None = None
         self._place: tuple[int, Place] | None = None  # which pass goes on from where
-        self.tells_rest = True
+        self.tells_rest: bool = True
         self._latest_pass = _shared(1)
         self._epochs = _shared(_LATEST)
         self._ends = _shared(_LATEST, 2)  # of each pass that has come to its end, how many items, and a fingerprint
