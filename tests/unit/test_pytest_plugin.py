@@ -92,12 +92,6 @@ def test_not_marked():
     )
 
 
-def test_a_class_that_iterates_by_itself_is_guarded(tests: pytest.Pytester) -> None:
-    result = run(tests, "def test_unpatched():\n    run_ranks(unpatched_own, 2)\n", "--ddp-guard")
-    result.assert_outcomes(failed=1)
-    assert re.search(r"iterates a Own that is not sharded.* made at \S+shared\.py:28\. Pass", result.stdout.str())
-
-
 def test_ranks_are_guarded_however_they_are_started(tests: pytest.Pytester) -> None:
     body = """
 import torch.distributed as dist
@@ -111,16 +105,23 @@ def rank(number, folder):
 def test_unpatched(tmp_path):
     spawn(rank, (str(tmp_path),), nprocs=2)
 """
-    run(tests, body).assert_outcomes(passed=1)
     result = run(tests, body, "--ddp-guard")
     result.assert_outcomes(failed=1)
     assert "NotPatchedError" in result.stdout.str()
 
 
-@pytest.mark.parametrize("way", ["--ddp-guard", "-oddp_guard=true"])
-def test_every_test_is_guarded_where_that_is_asked_for(tests: pytest.Pytester, way: str) -> None:
-    body = "def test_unpatched():\n    run_ranks(unpatched, 2)\n"
-    run(tests, body, way).assert_outcomes(failed=1)  # and passes else: see test_not_marked above
+@pytest.mark.parametrize(
+    ("way", "fn", "said"),
+    [
+        ("--ddp-guard", "unpatched", r"a DataLoader that is not sharded.* made at \S+shared\.py:15\. Pass"),
+        ("-oddp_guard=true", "unpatched_own", r"a Own that is not sharded.* made at \S+shared\.py:28\. Pass"),
+    ],
+)
+def test_every_test_is_guarded_where_that_is_asked_for(tests: pytest.Pytester, way: str, fn: str, said: str) -> None:
+    """Of a class that iterates by itself, too; and passes else: see test_not_marked above."""
+    result = run(tests, f"def test_unpatched():\n    run_ranks({fn}, 2)\n", way)
+    result.assert_outcomes(failed=1)
+    assert re.search(said, result.stdout.str())
 
 
 def test_the_wheel_holds_the_plugin_and_names_it() -> None:
