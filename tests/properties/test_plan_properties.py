@@ -32,6 +32,8 @@ def test_plan_and_wrappers_equal_torchs_sampler(num_replicas: int, drop_last: bo
                     DistributedSampler(range(n), num_replicas, rank, shuffle=False, drop_last=drop_last)  # type: ignore[arg-type]
                 )
             assert [p % n for p in Plan(rank, num_replicas, uneven).share(n)] == torchs
+            if n > 2 * num_replicas:  # every rest of a division was met; making wrappers takes most of the time
+                continue
             world: Any = {"num_replicas": num_replicas, "rank": rank, "uneven": uneven}
             sampler = DDPSamplerWrapper(range(n), False, **world)
             batches = DDPBatchSamplerWrapper([[i] for i in range(n)], False, **world)
