@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.subject import Factory, made_by
+from ddp_patch.auditing.subject import Factory, made_by, name_of
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
 
 __all__ = ["find", "look_up"]
@@ -120,7 +120,7 @@ class _Part:
 
     @property
     def __name__(self) -> str:
-        return getattr(self.make, "__name__", type(self.make).__name__) + _written(self.path)
+        return name_of(self.make) + _written(self.path)
 
     def __call__(self, rank: int, world_size: int) -> DataLoader[Any]:
         found = self.make(rank, world_size)

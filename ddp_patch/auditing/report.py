@@ -40,6 +40,8 @@ problem_kinds: Mapping[Kind, str] = {
     "error": "a rank's sampler raises",
 }
 Units: TypeAlias = Literal["samples", "batches"]
+# So many sizes of global batches are listed one by one.
+_FEW = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +224,6 @@ def _batches_text(batches: Sequence[tuple[int, int]]) -> str:
         mean = sum(size * steps for size, steps in batches) / steps
         return f"{_range([size for size, _ in batches])} samples, {mean:.4g} on average, in {steps} steps"
     return ", then ".join(f"{size} in {steps} step{'s' if steps > 1 else ''}" for size, steps in batches) or "none"
-
-
-_FEW = 4
 
 
 def _range(values: Sequence[int]) -> str:

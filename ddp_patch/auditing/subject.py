@@ -23,7 +23,7 @@ from ddp_patch.errors import InvalidOptionError, NotALoaderError
 from ddp_patch.loader import Level, copy_loader, is_loader, level, nested_samplers, samplers_in_use, sharding
 from ddp_patch.patching import patch_dataloader_to_ddp
 
-__all__ = ["Factory", "Subject"]
+__all__ = ["Factory", "Subject", "made_by", "name_of"]
 
 Factory: TypeAlias = Callable[[int, int], DataLoader[Any]]
 
@@ -91,7 +91,7 @@ class Subject:
         """What people call it."""
         if isinstance(self.make, DataLoader):
             return type(self.make).__name__
-        return getattr(self.make, "__name__", type(self.make).__name__)
+        return name_of(self.make)
 
     def loader(self, rank: int, world_size: int, is_real: bool = False) -> DataLoader[Any]:
         """Return a rank's loader.
@@ -116,6 +116,11 @@ class Subject:
         return _stream_of(made) if self.whole else made
 
 
+def name_of(make: Callable[..., Any]) -> str:
+    """Return what people call a factory."""
+    return getattr(make, "__name__", type(make).__name__)
+
+
 def made_by(make: Factory, rank: int, world_size: int) -> Any:
     """Return what a factory makes; an error of its own says what it was asked for.
 
@@ -127,8 +132,9 @@ def made_by(make: Factory, rank: int, world_size: int) -> Any:
     try:
         return make(rank, world_size)
     except Exception as error:
-        name = getattr(make, "__name__", type(make).__name__)
-        error.add_note(f"It was raised by {name}({rank}, {world_size}), which audit called as make(rank, world_size).")
+        error.add_note(
+            f"It was raised by {name_of(make)}({rank}, {world_size}), which audit called as make(rank, world_size)."
+        )
         raise
 
 

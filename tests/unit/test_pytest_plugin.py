@@ -3,8 +3,14 @@
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from ddp_patch import NotPatchedError
+from ddp_patch.guard import guarded
 
 pytest_plugins = ["pytester"]
 
@@ -90,6 +96,18 @@ def test_not_marked():
     assert re.search(
         r"iterates a DataLoader that is not sharded.* made at \S+shared\.py:15\. Pass it", result.stdout.str()
     )
+
+
+def test_of_a_loader_that_was_made_before_the_place_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    before: DataLoader[Any] = DataLoader(range(8))  # type: ignore[arg-type]  # a range is a dataset
+    for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 1}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    with guarded():
+        with pytest.raises(NotPatchedError, match="made at a place that is not known, because it was made before"):
+            iter(before)
+        with pytest.raises(NotPatchedError, match=r"made at \S+test_pytest_plugin\.py:\d+\. Pass"):
+            iter(DataLoader(range(8)))  # type: ignore[arg-type]  # as above
+    assert len(list(before)) == 8
 
 
 def test_ranks_are_guarded_however_they_are_started(tests: pytest.Pytester) -> None:
