@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import audit_setups as setups
@@ -27,8 +28,9 @@ from torch.utils.data import (
 from zoo import ALL_KINDS, BY_NAME, Kind, draw_ambient, loader, seed_ambient
 
 from ddp_patch import AuditError, InvalidOptionError, NotALoaderError, audit, patch_dataloader_to_ddp
-from ddp_patch.auditing import problem_kinds
+from ddp_patch.auditing import auditing, problem_kinds
 from ddp_patch.auditing.coding import Coding
+from ddp_patch.auditing.commands import commands
 from ddp_patch.auditing.page import page
 from ddp_patch.auditing.simulate import ranks_of
 from ddp_patch.auditing.subject import Subject
@@ -325,6 +327,10 @@ def test_the_memory_of_one_ranks_epoch_is_told() -> None:
 
 
 def test_so_many_items_of_all_ranks_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = f"{auditing._MOST / 10**6:g} million"
+    page_of_it = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
+    helps = [getattr(parameter, "help", "") or "" for parameter in commands.commands["audit"].params]
+    assert all(told in text for text in (str(audit.__doc__), page_of_it, " ".join(helps)))
     monkeypatch.setattr("ddp_patch.auditing.auditing._MOST", 120)
     for world_size in (3, np.int64(6)):
         report = audit(loader(sampler=setups.WithReplacement()), world_size, epochs=1)
