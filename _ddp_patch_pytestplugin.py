@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "ddp_guard: fail if an unpatched DataLoader is iterated while several ranks are up"
     )
     if _guards_all(config):
-        from ddp_patch.guard import places_recorded
+        from ddp_patch.testing.guard import places_recorded
 
         recorded = ExitStack()
         recorded.enter_context(places_recorded())
@@ -56,7 +56,7 @@ def _guards_all(config: pytest.Config) -> bool:
 @pytest.fixture(autouse=True)
 def _ddp_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     if _guards_all(request.config) or request.node.get_closest_marker("ddp_guard") is not None:
-        from ddp_patch.guard import guarded
+        from ddp_patch.testing.guard import guarded
 
         with guarded():
             yield

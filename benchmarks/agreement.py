@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pages import show_and_put
 from torch.utils.data import DataLoader, Sampler
 
-import ddp_patch.exchange
+import ddp_patch.ranks.exchange
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.testing import run_ranks
 
@@ -41,13 +41,13 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     """One rank's medians."""
     loader: DataLoader[Any] = DataLoader(np.arange(ITEMS), batch_size=100, sampler=Shuffled())  # type: ignore[arg-type]
     records: list[int] = []
-    original = ddp_patch.exchange._Meeting.bring
+    original = ddp_patch.ranks.exchange._Meeting.bring
 
     def bring(meeting: Any, record: Any) -> None:
         records.append(len(pickle.dumps(record)))
         original(meeting, record)
 
-    ddp_patch.exchange._Meeting.bring = bring  # type: ignore[method-assign]
+    ddp_patch.ranks.exchange._Meeting.bring = bring  # type: ignore[method-assign]
     patch_ms = timed(lambda: patch_dataloader_to_ddp(loader))
     plain = patch_dataloader_to_ddp(loader)
     verified = patch_dataloader_to_ddp(loader, verify=True)

@@ -28,10 +28,11 @@ from pages import put
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from zoo import BY_NAME, KINDS, STEPS, Kind, comparable, seed_ambient
 
-from ddp_patch import RanksFailedError, patch_dataloader_to_ddp, sharded_sampler
-from ddp_patch.loader import random_generators
-from ddp_patch.orders import Order, order_of
-from ddp_patch.seeding import ambient_unmoved, unmoved
+from ddp_patch import RanksFailedError, patch_dataloader_to_ddp
+from ddp_patch.loaders.copying import random_generators
+from ddp_patch.shares import sampler as sharded_sampler
+from ddp_patch.streams.orders import Order, order_of
+from ddp_patch.streams.seeding import ambient_unmoved, unmoved
 from ddp_patch.testing import run_ranks
 
 SEED = 100

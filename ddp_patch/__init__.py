@@ -26,7 +26,7 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
     WorldError,
 )
-from ddp_patch.loader import extract_loader_parameters
+from ddp_patch.loaders.copying import extract_loader_parameters
 from ddp_patch.patching import assert_loaders_patched, check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.resume import loader_state, restore_loader
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
@@ -85,7 +85,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 if "DDP_PATCH_GUARD" in os.environ:  # set while a guarded test runs, so this is a process that it started
-    import_module("ddp_patch.guard").guard_this_process()
+    import_module("ddp_patch.testing.guard").guard_this_process()
 
 
 def __dir__() -> list[str]:

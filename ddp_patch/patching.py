@@ -9,16 +9,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 
-from ddp_patch.agreement import (
-    Agreed,
-    Proposal,
-    agree,
-    describe,
-    length_of,
-    refusals_told,
-    require_length,
-)
-from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import (
     AlreadyPatchedError,
     InvalidOptionError,
@@ -27,8 +17,7 @@ from ddp_patch.errors import (
     NotPatchedError,
     UnsupportedLoaderError,
 )
-from ddp_patch.iterable import IterableWorkerInit, ShardedIterable, StreamSampler
-from ddp_patch.loader import (
+from ddp_patch.loaders.copying import (
     Level,
     batch_sampler_type,
     copy_loader,
@@ -42,9 +31,20 @@ from ddp_patch.loader import (
     sharding,
 )
 from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Uneven
-from ddp_patch.orders import ScalableShuffle
-from ddp_patch.seeding import WorkerSeeding
-from ddp_patch.world import World, find_world
+from ddp_patch.ranks.agreement import (
+    Agreed,
+    Proposal,
+    agree,
+    describe,
+    length_of,
+    refusals_told,
+    require_length,
+)
+from ddp_patch.ranks.world import World, find_world
+from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.iterables.dataset import IterableWorkerInit, ShardedIterable, StreamSampler
+from ddp_patch.streams.orders import ScalableShuffle
+from ddp_patch.streams.seeding import WorkerSeeding
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
 __all__ = ["assert_loaders_patched", "check_loaders_is_patched", "patch_dataloader_to_ddp"]

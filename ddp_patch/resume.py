@@ -5,12 +5,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.agreement import refusals_told
 from ddp_patch.errors import InvalidOptionError, StateError
-from ddp_patch.fingerprint import fingerprint
-from ddp_patch.iterable import ShardedIterable
-from ddp_patch.loader import random_generators
-from ddp_patch.patched import patched_sampler, require_batches
+from ddp_patch.loaders.copying import random_generators
+from ddp_patch.ranks.agreement import refusals_told
+from ddp_patch.shares.batches import patched_sampler, require_batches
+from ddp_patch.shares.iterables.dataset import ShardedIterable
+from ddp_patch.streams.fingerprint import fingerprint
 
 __all__ = ["go_on", "loader_state", "restore_loader"]
 

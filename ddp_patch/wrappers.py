@@ -6,13 +6,13 @@ from typing import Any, SupportsIndex, TypedDict, TypeVar, Unpack, cast
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_patch.agreement import Agreed, Proposal, agree, describe, refusals_told, require_length
 from ddp_patch.errors import AlreadyPatchedError, UnsupportedLoaderError, WorldError
-from ddp_patch.loader import is_ddp_aware
-from ddp_patch.nesting import nested_samplers
+from ddp_patch.loaders.copying import is_ddp_aware
+from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.options import Agreement, Layout, Options, Uneven
-from ddp_patch.sharded_sampler import ShardedSampler
-from ddp_patch.world import find_world
+from ddp_patch.ranks.agreement import Agreed, Proposal, agree, describe, refusals_told, require_length
+from ddp_patch.ranks.world import find_world
+from ddp_patch.shares.sampler import ShardedSampler
 
 __all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions"]
 

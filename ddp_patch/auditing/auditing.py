@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.binning import pictured
-from ddp_patch.auditing.causes import About, cause_of, coverage_kinds, unshared
-from ddp_patch.auditing.drawing import Drawn
-from ddp_patch.auditing.judge import (
+from ddp_patch.auditing.draw.drawing import Drawn
+from ddp_patch.auditing.draw.made_up_world import MadeUpWorld, Progress
+from ddp_patch.auditing.draw.subject import Factory, Subject
+from ddp_patch.auditing.judge.causes import About, cause_of, coverage_kinds, unshared
+from ddp_patch.auditing.judge.judging import (
     Allowance,
     Epoch,
     Judged,
@@ -21,10 +22,8 @@ from ddp_patch.auditing.judge import (
     judge_epoch,
     signature,
 )
-from ddp_patch.auditing.made_up_world import MadeUpWorld, Progress
-from ddp_patch.auditing.measures import Cost, global_batches, imbalance, step_costs
-from ddp_patch.auditing.pictured import Pictured
-from ddp_patch.auditing.properties import (
+from ddp_patch.auditing.judge.measures import Cost, global_batches, imbalance, step_costs
+from ddp_patch.auditing.judge.properties import (
     Lost,
     error_problem,
     length_problem,
@@ -34,8 +33,9 @@ from ddp_patch.auditing.properties import (
     order_problem,
     steps_problem,
 )
+from ddp_patch.auditing.pictured import Pictured
 from ddp_patch.auditing.report import EpochReport, Kind, Problem, Report, problem_kinds
-from ddp_patch.auditing.subject import Factory, Subject
+from ddp_patch.auditing.show.binning import pictured
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.options import whole_number
 

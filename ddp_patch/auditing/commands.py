@@ -19,13 +19,13 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.auditing import audit
-from ddp_patch.auditing.coding import Coding
-from ddp_patch.auditing.counting import batches_of
+from ddp_patch.auditing.draw.coding import Coding
+from ddp_patch.auditing.draw.simulate import ranks_of
+from ddp_patch.auditing.draw.subject import Factory, Subject
 from ddp_patch.auditing.finding import find, look_up
+from ddp_patch.auditing.judge.counting import batches_of
 from ddp_patch.auditing.report import Kind, Report, as_markdown
-from ddp_patch.auditing.simulate import ranks_of
-from ddp_patch.auditing.subject import Factory, Subject
-from ddp_patch.loader import Level, extract_loader_parameters, level, sharding
+from ddp_patch.loaders.copying import Level, extract_loader_parameters, level, sharding
 from ddp_patch.options import Agreement, IterableSharding, Layout, Uneven
 
 __all__ = ["commands"]
@@ -116,7 +116,7 @@ def audit_command(target: str, world_size: int, cost: str | None, form: str, htm
     """
     if html is not None:
         # Before the work: matplotlib may be missing, or the folder.
-        from ddp_patch.auditing.page import page
+        from ddp_patch.auditing.show.page import page
 
         if not html.parent.is_dir():
             raise _CouldNotRunError(f"there is no folder {html.parent} for the page. Make it, or pass another --html.")

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.subject import Factory, made_by, name_of
+from ddp_patch.auditing.draw.subject import Factory, made_by, name_of
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
 
 __all__ = ["find", "look_up"]

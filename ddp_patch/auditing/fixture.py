@@ -6,8 +6,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.auditing import audit
+from ddp_patch.auditing.draw.subject import Factory
 from ddp_patch.auditing.report import Report
-from ddp_patch.auditing.subject import Factory
 
 __all__ = ["DDPAudit", "audit_or_fail"]
 

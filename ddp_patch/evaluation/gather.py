@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddp_patch.comparison import by_value, ranks_text
-from ddp_patch.epoch_pass import EpochPass
-from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import InvalidOptionError, OutputsError, UnsupportedLoaderError, WorldError
-from ddp_patch.exchange import exchange
-from ddp_patch.iterable import StreamSampler
-from ddp_patch.loader import Level, copy_loader, require_loader, sharding
-from ddp_patch.patched import Batches, require_batches
+from ddp_patch.evaluation.rows import Structure, structure_of
+from ddp_patch.evaluation.transfer import Arrangement, Members, Packed, gathered, packed
+from ddp_patch.loaders.copying import Level, copy_loader, require_loader, sharding
 from ddp_patch.plan import Plan
-from ddp_patch.rows import Structure, structure_of
-from ddp_patch.transfer import Arrangement, Members, Packed, gathered, packed
+from ddp_patch.ranks.comparison import by_value, ranks_text
+from ddp_patch.ranks.exchange import exchange
+from ddp_patch.shares.batches import Batches, require_batches
+from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.iterables.dataset import StreamSampler
+from ddp_patch.shares.passes import EpochPass
 
 __all__ = ["gather_in_order", "iter_with_mask"]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ddp_patch.errors import MissingRanksError
-from ddp_patch.rows import Form, Leaf, Structure, leaves_of
+from ddp_patch.evaluation.rows import Form, Leaf, Structure, leaves_of
 
 __all__ = ["Arrangement", "Members", "Packed", "gathered", "packed"]
 

@@ -7,10 +7,10 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader
 
-from ddp_patch.epoch_sampler import EpochSampler
-from ddp_patch.loader import sharding
-from ddp_patch.patched import patched_sampler
+from ddp_patch.loaders.copying import sharding
 from ddp_patch.resume import go_on, loader_state
+from ddp_patch.shares.batches import patched_sampler
+from ddp_patch.shares.epochs import EpochSampler
 
 __all__ = ["prepare_patched"]
 

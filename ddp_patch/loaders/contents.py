@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
 
-from ddp_patch.fingerprint import COMPARED, fingerprint
+from ddp_patch.streams.fingerprint import COMPARED, fingerprint
 
 __all__ = ["chosen_samples", "spread"]
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddp_patch.errors import NotALoaderError, UnsupportedLoaderError
-from ddp_patch.nesting import nested_samplers
-from ddp_patch.seeding import RandomGenerator
+from ddp_patch.loaders.nesting import nested_samplers
+from ddp_patch.streams.seeding import RandomGenerator
 
 __all__ = [
     "Level",

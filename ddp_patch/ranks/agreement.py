@@ -23,20 +23,20 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddp_patch.comparison import by_value, ranks_text, require_same
-from ddp_patch.contents import chosen_samples, spread
 from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
-from ddp_patch.exchange import exchange, refuse
-from ddp_patch.fingerprint import COMPARED, fingerprint
-from ddp_patch.leader import Leader
-from ddp_patch.loader import generators, random_generators
-from ddp_patch.nesting import nested_samplers
+from ddp_patch.loaders.contents import chosen_samples, spread
+from ddp_patch.loaders.copying import generators, random_generators
+from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.options import Agreement, Options
-from ddp_patch.orders import has_order, order_of
 from ddp_patch.plan import Plan
-from ddp_patch.seeding import PrivateRNG, unmoved
-from ddp_patch.streams import own
-from ddp_patch.world import World
+from ddp_patch.ranks.comparison import by_value, ranks_text, require_same
+from ddp_patch.ranks.exchange import exchange, refuse
+from ddp_patch.ranks.leader import Leader
+from ddp_patch.ranks.world import World
+from ddp_patch.streams.chunks import own
+from ddp_patch.streams.fingerprint import COMPARED, fingerprint
+from ddp_patch.streams.orders import has_order, order_of
+from ddp_patch.streams.seeding import PrivateRNG, unmoved
 
 __all__ = [
     "Agreed",

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ddp_patch.comparison import by_value, ranks_text
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError
+from ddp_patch.ranks.comparison import by_value, ranks_text
 
 __all__ = ["exchange", "refuse"]
 

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from ddp_patch.comparison import require_same
 from ddp_patch.errors import LeaderError
-from ddp_patch.exchange import exchange
+from ddp_patch.ranks.comparison import require_same
+from ddp_patch.ranks.exchange import exchange
 
 __all__ = ["FIRST_PIECE", "LARGEST_PIECE", "Leader"]
 

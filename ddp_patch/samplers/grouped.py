@@ -11,14 +11,14 @@ import torch
 from torch.utils.data import Dataset, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from ddp_patch.errors import SamplerError
-from ddp_patch.nesting import nested_samplers, tell_epoch
-from ddp_patch.random_access import is_random_access
+from ddp_patch.loaders.nesting import nested_samplers, tell_epoch
 from ddp_patch.samplers.batches import Batches, cut
 from ddp_patch.samplers.checks import flag, sequence, whole
 from ddp_patch.samplers.classes import Classes, Labels
 from ddp_patch.samplers.passes import KeyedSampler, Positions, ResumableSampler, Stateful, check_number
 from ddp_patch.samplers.scalable import ScalableRandomSampler
-from ddp_patch.seeding import (
+from ddp_patch.streams.random_access import is_random_access
+from ddp_patch.streams.seeding import (
     RandomGenerator,
     ambient_state,
     ambient_unmoved,

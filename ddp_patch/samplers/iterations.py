@@ -5,10 +5,10 @@ from itertools import count, islice
 from typing import Any
 
 from ddp_patch.errors import SamplerError
-from ddp_patch.nesting import tell_epoch
-from ddp_patch.random_access import is_random_access
+from ddp_patch.loaders.nesting import tell_epoch
 from ddp_patch.samplers.checks import whole
 from ddp_patch.samplers.passes import CountingSampler
+from ddp_patch.streams.random_access import is_random_access
 
 __all__ = ["IterationBatchSampler"]
 

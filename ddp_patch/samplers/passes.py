@@ -11,9 +11,9 @@ from torch.utils.data import Sampler
 
 from ddp_patch.errors import SamplerError
 from ddp_patch.plan import blocks
-from ddp_patch.progress import Progress
 from ddp_patch.samplers.checks import randomness, whole
-from ddp_patch.seeding import EpochCounter, shuffle_key
+from ddp_patch.streams.progress import Progress
+from ddp_patch.streams.seeding import EpochCounter, shuffle_key
 
 __all__ = [
     "At",

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from ddp_patch.permutation import Permutation
 from ddp_patch.samplers.checks import whole
 from ddp_patch.samplers.passes import At, KeyedSampler
+from ddp_patch.streams.permutation import Permutation
 
 __all__ = ["ScalableRandomSampler"]
 

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import Dataset
 
 from ddp_patch.errors import SamplerError
-from ddp_patch.permutation import Permutation
 from ddp_patch.samplers.checks import flag, whole
 from ddp_patch.samplers.passes import At, KeyedSampler, Positions
+from ddp_patch.streams.permutation import Permutation
 
 __all__ = ["WindowDataset", "WindowSampler"]
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import NotPatchedError, UnsupportedLoaderError
-from ddp_patch.loader import Level, level, require_loader, sharding
+from ddp_patch.loaders.copying import Level, level, require_loader, sharding
+from ddp_patch.shares.epochs import EpochSampler
 
 __all__ = ["Batches", "patched_sampler", "require_batches"]
 

@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DistributedSampler
 
-from ddp_patch.agreement import Agreed
-from ddp_patch.epoch_pass import EpochPass
 from ddp_patch.errors import InvalidOptionError, StateError
-from ddp_patch.place import Held, Place, plain_attributes, read_state
 from ddp_patch.plan import Plan
-from ddp_patch.seeding import EpochCounter
+from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.shares.passes import EpochPass
+from ddp_patch.shares.place import Held, Place, plain_attributes, read_state
+from ddp_patch.streams.seeding import EpochCounter
 
 __all__ = ["EpochSampler"]
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ddp_patch.place import Held, Place
 from ddp_patch.plan import Done
-from ddp_patch.progress import Progress
+from ddp_patch.shares.place import Held, Place
+from ddp_patch.streams.progress import Progress
 
 __all__ = ["EpochPass", "nothing_left"]
 

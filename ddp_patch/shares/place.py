@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_patch.errors import StateError
-from ddp_patch.loader import random_generators
+from ddp_patch.loaders.copying import random_generators
 from ddp_patch.plan import Done
-from ddp_patch.seeding import generator_state, set_generator_state, unmoved
+from ddp_patch.streams.seeding import generator_state, set_generator_state, unmoved
 
 __all__ = ["Held", "Place", "plain_attributes", "read_state"]
 

@@ -9,20 +9,20 @@ from functools import partial
 from itertools import chain
 from typing import Any, Self, TypeVar, cast
 
-from ddp_patch.agreement import Agreed, describe
-from ddp_patch.epoch_pass import EpochPass, nothing_left
-from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError, StreamLengthWarning
-from ddp_patch.fingerprint import COMPARED, fingerprint, fingerprinted
-from ddp_patch.leader import FIRST_PIECE, LARGEST_PIECE
-from ddp_patch.loader import random_generators
-from ddp_patch.nesting import epoch_holders, nested_samplers, tell_epoch
-from ddp_patch.orders import Order, ScalableShuffle, has_order, is_random_access, order_of
-from ddp_patch.place import Held, Place
+from ddp_patch.loaders.copying import random_generators
+from ddp_patch.loaders.nesting import epoch_holders, nested_samplers, tell_epoch
 from ddp_patch.plan import Plan, Rest, blocks
-from ddp_patch.seeding import PrivateRNG, distributed_permutation, unmoved
-from ddp_patch.sharing import share
-from ddp_patch.streams import MOST_AHEAD, draw, own
+from ddp_patch.ranks.agreement import Agreed, describe
+from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE
+from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.passes import EpochPass, nothing_left
+from ddp_patch.shares.place import Held, Place
+from ddp_patch.shares.sources import share
+from ddp_patch.streams.chunks import MOST_AHEAD, draw, own
+from ddp_patch.streams.fingerprint import COMPARED, fingerprint, fingerprinted
+from ddp_patch.streams.orders import Order, ScalableShuffle, has_order, is_random_access, order_of
+from ddp_patch.streams.seeding import PrivateRNG, distributed_permutation, unmoved
 
 __all__ = ["ShardedSampler"]
 

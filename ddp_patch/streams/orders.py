@@ -22,8 +22,9 @@ from torch.utils.data import (
 
 from ddp_patch.errors import StreamLengthError
 from ddp_patch.plan import blocks
-from ddp_patch.random_access import RandomAccess, is_random_access
-from ddp_patch.samplers import ScalableRandomSampler
+from ddp_patch.streams.permutation import Permutation
+from ddp_patch.streams.random_access import RandomAccess, is_random_access
+from ddp_patch.streams.seeding import shuffle_key
 
 __all__ = [
     "Order",
@@ -193,10 +194,13 @@ class ScalableShuffle(Sampler[int]):
 
     def order(self, epoch: int) -> Order:
         """Return the order of an epoch."""
-        if isinstance(self.sampler, SubsetRandomSampler):
-            indices = self.sampler.indices
-            at = ScalableRandomSampler(len(indices), seed=self.seed).items_at
-            return Order(len(indices), lambda p: [indices[place] for place in at(_as_array(p), epoch).tolist()])
-        n = len(self.sampler.data_source)
-        at = ScalableRandomSampler(n, seed=self.seed).items_at
-        return Order(min(n, self.sampler.num_samples), lambda p: at(_as_array(p), epoch).tolist())
+        sampler = self.sampler
+        indices = sampler.indices if isinstance(sampler, SubsetRandomSampler) else None
+        n = len(sampler.data_source if isinstance(sampler, RandomSampler) else sampler.indices)
+        permutation = Permutation(n, shuffle_key(self.seed, epoch))
+
+        def at(positions: range) -> list[int]:
+            places: list[int] = permutation(_as_array(positions)).tolist()
+            return places if indices is None else [indices[place] for place in places]
+
+        return Order(len(self.sampler), at)

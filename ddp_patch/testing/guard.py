@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import NotPatchedError
-from ddp_patch.loader import sharding
+from ddp_patch.loaders.copying import sharding
 
 __all__ = ["guard_this_process", "guarded", "places_recorded"]
 
 # Told by the environment, so that ranks which a guarded test starts are guarded too, however it starts them.
 _VARIABLE = "DDP_PATCH_GUARD"
 _for_good = ExitStack()
-_NO_PLACES = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (torch, sys.modules[__package__]))
+_NO_PLACES = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (torch, sys.modules["ddp_patch"]))
 _PLACE = "_ddp_patch_made_at"  # the attribute of a loader that tells where it was made
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_patch.errors import InvalidOptionError, RanksFailedError
-from ddp_patch.guard import guard_this_process
+from ddp_patch.testing.guard import guard_this_process
 
 __all__ = ["run_ranks"]
 

@@ -17,8 +17,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 from zoo import KINDS, STEPS, Forever, Indices, N, Own, as_it_is, loader, seed_ambient, units
 
-from ddp_patch import DDPPatchError, DDPSamplerWrapper, LeaderWarning, exchange, patch_dataloader_to_ddp, testing
+from ddp_patch import DDPPatchError, DDPSamplerWrapper, LeaderWarning, patch_dataloader_to_ddp, testing
 from ddp_patch.plan import Plan
+from ddp_patch.ranks import exchange
 
 SEED = 100
 

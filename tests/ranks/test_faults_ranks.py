@@ -14,7 +14,8 @@ from quick import run_ranks
 from torch.utils.data import Sampler
 from zoo import N, Own, loader
 
-from ddp_patch import RanksFailedError, agreement, patch_dataloader_to_ddp
+from ddp_patch import RanksFailedError, patch_dataloader_to_ddp
+from ddp_patch.ranks import agreement
 
 WORLD = 3
 TIMEOUT = 4.0  # seconds that ranks wait for each other here

@@ -27,8 +27,8 @@ from ddp_patch import (
     loader_state,
     patch_dataloader_to_ddp,
     restore_loader,
-    transfer,
 )
+from ddp_patch.evaluation import transfer
 from ddp_patch.plan import Plan
 
 SEED = 100

@@ -34,10 +34,10 @@ from zoo import (
 )
 
 from ddp_patch import RankMismatchError, patch_dataloader_to_ddp
-from ddp_patch.agreement import sample_order
-from ddp_patch.comparison import require_same
-from ddp_patch.contents import chosen_samples
-from ddp_patch.leader import FIRST_PIECE, LARGEST_PIECE, Leader, _pieces
+from ddp_patch.loaders.contents import chosen_samples
+from ddp_patch.ranks.agreement import sample_order
+from ddp_patch.ranks.comparison import require_same
+from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader, _pieces
 
 
 def stream_of(kind: Kind) -> Any:

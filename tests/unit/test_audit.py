@@ -29,11 +29,11 @@ from zoo import ALL_KINDS, BY_NAME, Kind, draw_ambient, loader, seed_ambient
 
 from ddp_patch import AuditError, InvalidOptionError, NotALoaderError, audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import auditing, problem_kinds
-from ddp_patch.auditing.coding import Coding
 from ddp_patch.auditing.commands import commands
-from ddp_patch.auditing.page import page
-from ddp_patch.auditing.simulate import ranks_of
-from ddp_patch.auditing.subject import Subject
+from ddp_patch.auditing.draw.coding import Coding
+from ddp_patch.auditing.draw.simulate import ranks_of
+from ddp_patch.auditing.draw.subject import Subject
+from ddp_patch.auditing.show.page import page
 from ddp_patch.samplers import PKBatchSampler
 
 FINITE = [kind for kind in ALL_KINDS if not kind.endless]

@@ -28,11 +28,11 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.evaluation import _places
+from ddp_patch.evaluation.gather import _places
+from ddp_patch.evaluation.rows import structure_of
+from ddp_patch.evaluation.transfer import packed
 from ddp_patch.options import Layout, Uneven
 from ddp_patch.plan import Plan
-from ddp_patch.rows import structure_of
-from ddp_patch.transfer import packed
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
 

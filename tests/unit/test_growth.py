@@ -11,9 +11,10 @@ import torch
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from zoo import Indices, as_it_is
 
-from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp, streams
-from ddp_patch.permutation import Permutation
+from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.plan import Plan
+from ddp_patch.streams import chunks
+from ddp_patch.streams.permutation import Permutation
 
 RANKS = [1, 16, 1024, 16_384]
 SIZES = [10**6, 10**9, 10**12]
@@ -59,7 +60,7 @@ def test_any_sampler_is_drawn_a_bounded_way_ahead(n: int, world_size: int) -> No
     first = list(islice(iter(wrapper), BATCH))
     needed = min(n, world_size * BATCH)
     assert first == [position % n for position in Plan(world_size - 1, world_size).share(n)[:BATCH]]
-    assert sampler.drawn <= needed + max(streams.MOST_AHEAD, world_size)
+    assert sampler.drawn <= needed + max(chunks.MOST_AHEAD, world_size)
     assert sampler.drawn <= 2 * needed
 
 

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
 from ddp_patch import UnsupportedLoaderError, check_loaders_is_patched, patch_dataloader_to_ddp
-from ddp_patch.fingerprint import fingerprint
-from ddp_patch.iterable import ShardedIterable
 from ddp_patch.options import Options
 from ddp_patch.plan import Plan
+from ddp_patch.shares.iterables.dataset import ShardedIterable
+from ddp_patch.streams.fingerprint import fingerprint
 
 
 def batches(dataset: IterableDataset[Any], rank: int, workers: int, **options: Any) -> list[Any]:

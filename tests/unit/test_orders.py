@@ -27,12 +27,11 @@ from ddp_patch import (
     InvalidOptionError,
     StreamLengthError,
     patch_dataloader_to_ddp,
-    seeding,
-    streams,
 )
-from ddp_patch.orders import ScalableShuffle, has_order, order_of
 from ddp_patch.plan import Plan, blocks
-from ddp_patch.seeding import PrivateRNG, epoch_seed
+from ddp_patch.streams.chunks import MOST_AHEAD
+from ddp_patch.streams.orders import ScalableShuffle, has_order, order_of
+from ddp_patch.streams.seeding import PrivateRNG, epoch_seed
 
 WORDS = [f"{index}.jpg" for index in range(103)]
 
@@ -312,7 +311,7 @@ def swaps(monkeypatch: pytest.MonkeyPatch) -> list[None]:
         entered.append(None)
         original(self)
 
-    monkeypatch.setattr(seeding.PrivateRNG, "__enter__", enter)
+    monkeypatch.setattr(PrivateRNG, "__enter__", enter)
     return entered
 
 
@@ -322,7 +321,7 @@ def test_random_states_are_swapped_per_chunk(monkeypatch: pytest.MonkeyPatch) ->
     wrapper = DDPSamplerWrapper(Counting(n), False, num_replicas=8, rank=0, seed=0, agreement="seeded")
     entered.clear()
     assert sum(1 for _ in wrapper) == n // 8
-    assert n // streams.MOST_AHEAD <= len(entered) <= n // streams.MOST_AHEAD + 20  # the first are shorter
+    assert n // MOST_AHEAD <= len(entered) <= n // MOST_AHEAD + 20  # the first are shorter
     looked_up = DDPSamplerWrapper(RandomSampler(range(n)), False, num_replicas=8, rank=0, seed=0)
     entered.clear()
     assert sum(1 for _ in looked_up) == n // 8
@@ -340,7 +339,7 @@ def test_the_first_batch_comes_after_about_as_many_items_as_it_needs(agreement: 
     assert sampler.drawn <= most
     for _ in range(10_000):
         taken = next(iterator)
-    ahead = 8 if agreement == "ambient" else streams.MOST_AHEAD
+    ahead = 8 if agreement == "ambient" else MOST_AHEAD
     assert sampler.drawn - taken <= ahead
 
 
@@ -402,7 +401,7 @@ def test_how_far_is_drawn_ahead_is_counted_in_samples(name: str) -> None:
 
     wrapper = DDPBatchSamplerWrapper(Endless(), False, num_replicas=4, rank=0, agreement="seeded")
     for step, _ in zip(range(3000), wrapper, strict=False):
-        assert sum(drawn[4 * step :]) <= streams.MOST_AHEAD + 4 * 512
+        assert sum(drawn[4 * step :]) <= MOST_AHEAD + 4 * 512
 
 
 @pytest.mark.parametrize("reuses", [False, True])
@@ -413,7 +412,7 @@ def test_batches_are_drawn_ahead_by_samples_and_copied_where_they_are_used_again
     for place, batch in enumerate(wrapper):
         assert batch[0] == (4 * place + 1) * 32
         assert len(batch) == 32
-        assert sampler.drawn - (4 * place + 1) <= streams.MOST_AHEAD // 32
+        assert sampler.drawn - (4 * place + 1) <= MOST_AHEAD // 32
     assert place == 2499
 
 

@@ -26,8 +26,8 @@ from ddp_patch import (
     extract_loader_parameters,
     patch_dataloader_to_ddp,
 )
-from ddp_patch.loader import is_ddp_aware
-from ddp_patch.seeding import WorkerSeeding, epoch_seed
+from ddp_patch.loaders.copying import is_ddp_aware
+from ddp_patch.streams.seeding import WorkerSeeding, epoch_seed
 
 WORLD: dict[str, Any] = {"rank": 1, "num_replicas": 3}
 

@@ -7,8 +7,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from ddp_patch import InvalidOptionError, permutation
-from ddp_patch.permutation import Permutation
+from ddp_patch import InvalidOptionError
+from ddp_patch.streams import permutation
+from ddp_patch.streams.permutation import Permutation
 
 Shuffle = Callable[[int, int], npt.NDArray[np.int64]]
 

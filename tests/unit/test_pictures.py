@@ -18,9 +18,9 @@ from zoo import BY_NAME, loader
 
 from ddp_patch import audit
 from ddp_patch.auditing.commands import commands
-from ddp_patch.auditing.page import page
 from ddp_patch.auditing.pictured import ShareMap
-from ddp_patch.auditing.pictures import Picture, pictures_of
+from ddp_patch.auditing.show.page import page
+from ddp_patch.auditing.show.pictures import Picture, pictures_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -100,7 +100,7 @@ def test_blocks_of_steps_are_looked_up_as_one(monkeypatch: pytest.MonkeyPatch) -
         return plain(50, sampler=[n % 5 for n in range(rank % 2, 90, world_size)])
 
     whole = audit(make, 3).pictured
-    monkeypatch.setattr("ddp_patch.auditing.binning._BLOCK", 7)
+    monkeypatch.setattr("ddp_patch.auditing.show.binning._BLOCK", 7)
     assert audit(make, 3).pictured == whole
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ddp_patch import NotPatchedError
-from ddp_patch.guard import guarded
+from ddp_patch.testing.guard import guarded
 
 pytest_plugins = ["pytester"]
 

@@ -35,7 +35,6 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.orders import has_order
 from ddp_patch.samplers import (
     GroupedBatchSampler,
     IterationBatchSampler,
@@ -49,6 +48,7 @@ from ddp_patch.samplers import (
     pk,
 )
 from ddp_patch.samplers.batches import Batches
+from ddp_patch.streams.orders import has_order
 
 MANY = 2000
 BOUND = 5.0  # standard deviations, as in test_permutation.py

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ddp_patch.fingerprint import fingerprint
+from ddp_patch.streams.fingerprint import fingerprint
 
 __all__ = ["Coding", "Numbers", "narrow"]
 

@@ -11,13 +11,13 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.coding import Coding, Numbers, narrow
-from ddp_patch.auditing.subject import Subject
-from ddp_patch.auditing.subsets import in_base
-from ddp_patch.auditing.traits import made_of_batches
-from ddp_patch.auditing.workers import base_seed, batches_read
-from ddp_patch.loader import Level, level
-from ddp_patch.streams import own
+from ddp_patch.auditing.draw.coding import Coding, Numbers, narrow
+from ddp_patch.auditing.draw.subject import Subject
+from ddp_patch.auditing.draw.subsets import in_base
+from ddp_patch.auditing.draw.traits import made_of_batches
+from ddp_patch.auditing.draw.workers import base_seed, batches_read
+from ddp_patch.loaders.copying import Level, level
+from ddp_patch.streams.chunks import own
 
 __all__ = ["Drawn", "draw"]
 

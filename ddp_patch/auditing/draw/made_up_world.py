@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from ddp_patch.auditing.coding import Coding
-from ddp_patch.auditing.drawing import Drawn
-from ddp_patch.auditing.judge import Epoch, signature
-from ddp_patch.auditing.processes import RealRank, real_ranks_of
+from ddp_patch.auditing.draw.coding import Coding
+from ddp_patch.auditing.draw.drawing import Drawn
+from ddp_patch.auditing.draw.processes import RealRank, real_ranks_of
+from ddp_patch.auditing.draw.simulate import Rank, ranks_of
+from ddp_patch.auditing.draw.subject import Subject
+from ddp_patch.auditing.draw.traits import Traits
+from ddp_patch.auditing.judge.judging import Epoch, signature
 from ddp_patch.auditing.report import Units
-from ddp_patch.auditing.simulate import Rank, ranks_of
-from ddp_patch.auditing.subject import Subject
-from ddp_patch.auditing.traits import Traits
 from ddp_patch.errors import InvalidOptionError
 
 __all__ = ["MadeUpWorld", "Progress"]

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddp_patch.auditing.coding import Coding
-from ddp_patch.auditing.drawing import Drawn
-from ddp_patch.auditing.simulate import Rank
-from ddp_patch.auditing.subject import Subject
-from ddp_patch.auditing.traits import Traits
+from ddp_patch.auditing.draw.coding import Coding
+from ddp_patch.auditing.draw.drawing import Drawn
+from ddp_patch.auditing.draw.simulate import Rank
+from ddp_patch.auditing.draw.subject import Subject
+from ddp_patch.auditing.draw.traits import Traits
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.testing import run_ranks
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.coding import Coding
-from ddp_patch.auditing.drawing import Drawn, draw
-from ddp_patch.auditing.subject import Subject
-from ddp_patch.auditing.traits import Traits, traits_of
+from ddp_patch.auditing.draw.coding import Coding
+from ddp_patch.auditing.draw.drawing import Drawn, draw
+from ddp_patch.auditing.draw.subject import Subject
+from ddp_patch.auditing.draw.traits import Traits, traits_of
 from ddp_patch.errors import StreamLengthWarning
-from ddp_patch.loader import Level, level, random_generators, samplers_in_use
-from ddp_patch.nesting import tell_epoch
-from ddp_patch.seeding import PrivateRNG, generator_state, set_generator_state, unmoved
+from ddp_patch.loaders.copying import Level, level, random_generators, samplers_in_use
+from ddp_patch.loaders.nesting import tell_epoch
+from ddp_patch.streams.seeding import PrivateRNG, generator_state, set_generator_state, unmoved
 
 __all__ = ["Rank", "ranks_of"]
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
-from ddp_patch.loader import Level, copy_loader, is_loader, level, nested_samplers, samplers_in_use, sharding
+from ddp_patch.loaders.copying import Level, copy_loader, is_loader, level, nested_samplers, samplers_in_use, sharding
 from ddp_patch.patching import patch_dataloader_to_ddp
 
 __all__ = ["Factory", "Subject", "made_by", "name_of"]

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from ddp_patch.auditing.draw.subsets import base_of
 from ddp_patch.auditing.report import Units
-from ddp_patch.auditing.subsets import base_of
-from ddp_patch.loader import Level, is_ddp_aware, level, nested_samplers, samplers_in_use
+from ddp_patch.loaders.copying import Level, is_ddp_aware, level, nested_samplers, samplers_in_use
 
 __all__ = ["Traits", "made_of_batches", "traits_of"]
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.worker import WorkerInfo
 
-from ddp_patch.iterable import worker_info
-from ddp_patch.seeding import PrivateRNG
+from ddp_patch.shares.iterables.dataset import worker_info
+from ddp_patch.streams.seeding import PrivateRNG
 
 __all__ = ["base_seed", "batches_read"]
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddp_patch.auditing.coding import Coding, Numbers
-from ddp_patch.auditing.judge import Epoch, Judged, is_torn, signature, torn
+from ddp_patch.auditing.draw.coding import Coding, Numbers
+from ddp_patch.auditing.draw.traits import Traits
+from ddp_patch.auditing.judge.judging import Epoch, Judged, is_torn, signature, torn
 from ddp_patch.auditing.report import Kind, Problem
-from ddp_patch.auditing.traits import Traits
 
 __all__ = ["About", "Cause", "cause_of", "coverage_kinds", "unshared"]
 

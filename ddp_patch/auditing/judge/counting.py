@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddp_patch.auditing.coding import Numbers
-from ddp_patch.auditing.drawing import Drawn
+from ddp_patch.auditing.draw.coding import Numbers
+from ddp_patch.auditing.draw.drawing import Drawn
 
 __all__ = ["Coverage", "as_units", "batches_of", "coverage", "dense"]
 

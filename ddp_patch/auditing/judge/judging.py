@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddp_patch.auditing.coding import Numbers
-from ddp_patch.auditing.counting import Coverage, as_units, batches_of, coverage
-from ddp_patch.auditing.drawing import Drawn
+from ddp_patch.auditing.draw.coding import Numbers
+from ddp_patch.auditing.draw.drawing import Drawn
+from ddp_patch.auditing.draw.traits import Traits
+from ddp_patch.auditing.judge.counting import Coverage, as_units, batches_of, coverage
 from ddp_patch.auditing.report import Units
-from ddp_patch.auditing.traits import Traits
 
 __all__ = [
     "Allowance",

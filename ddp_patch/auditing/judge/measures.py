@@ -6,9 +6,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_patch.auditing.coding import Numbers
-from ddp_patch.auditing.drawing import Drawn
-from ddp_patch.auditing.judge import Epoch
+from ddp_patch.auditing.draw.coding import Numbers
+from ddp_patch.auditing.draw.drawing import Drawn
+from ddp_patch.auditing.judge.judging import Epoch
 from ddp_patch.errors import InvalidOptionError
 
 __all__ = ["Cost", "global_batches", "imbalance", "step_costs"]

@@ -6,10 +6,10 @@ from math import factorial
 
 import numpy as np
 
-from ddp_patch.auditing.coding import Coding, Numbers
-from ddp_patch.auditing.judge import Epoch, Judged, largest_batch
+from ddp_patch.auditing.draw.coding import Coding, Numbers
+from ddp_patch.auditing.draw.traits import Traits
+from ddp_patch.auditing.judge.judging import Epoch, Judged, largest_batch
 from ddp_patch.auditing.report import Problem
-from ddp_patch.auditing.traits import Traits
 
 __all__ = [
     "Lost",

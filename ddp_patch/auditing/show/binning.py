@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_patch.auditing.coding import Coding, Numbers
-from ddp_patch.auditing.counting import dense
-from ddp_patch.auditing.drawing import Drawn
-from ddp_patch.auditing.judge import Epoch, Judged
+from ddp_patch.auditing.draw.coding import Coding, Numbers
+from ddp_patch.auditing.draw.drawing import Drawn
+from ddp_patch.auditing.judge.counting import dense
+from ddp_patch.auditing.judge.judging import Epoch, Judged
 from ddp_patch.auditing.pictured import CostLine, Pictured, ShareMap, StepMap
 
 __all__ = ["pictured"]

@@ -13,18 +13,18 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from ddp_patch.agreement import Agreed, length_of
-from ddp_patch.epoch_pass import EpochPass, nothing_left
-from ddp_patch.epoch_sampler import EpochSampler
 from ddp_patch.errors import StateError, StreamLengthError, UnsupportedLoaderError
-from ddp_patch.fingerprint import fingerprinted
-from ddp_patch.loader import random_generators
+from ddp_patch.loaders.copying import random_generators
 from ddp_patch.options import Options
-from ddp_patch.place import Place
 from ddp_patch.plan import Done, Plan
-from ddp_patch.seeding import EpochCounter, PrivateRNG
-from ddp_patch.sharing import share
-from ddp_patch.streams import draw
+from ddp_patch.ranks.agreement import Agreed, length_of
+from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.passes import EpochPass, nothing_left
+from ddp_patch.shares.place import Place
+from ddp_patch.shares.sources import share
+from ddp_patch.streams.chunks import draw
+from ddp_patch.streams.fingerprint import fingerprinted
+from ddp_patch.streams.seeding import EpochCounter, PrivateRNG
 
 __all__ = ["IterableWorkerInit", "ShardedIterable", "StreamSampler"]
 

@@ -1,0 +1,3 @@
+"""Reports as pictures and as a page."""
+
+__all__: list[str] = []

@@ -1,0 +1,5 @@
+"""For tests: real ranks, and a guard against unpatched loaders."""
+
+from ddp_patch.testing.ranks import run_ranks
+
+__all__ = ["run_ranks"]
