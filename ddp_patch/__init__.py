@@ -4,6 +4,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ddp_patch.checking import assert_loaders_patched, check_loaders_is_patched
 from ddp_patch.errors import (
     AlreadyPatchedError,
     AuditError,
@@ -27,7 +28,7 @@ from ddp_patch.errors import (
     WorldError,
 )
 from ddp_patch.loaders.copying import extract_loader_parameters
-from ddp_patch.patching import assert_loaders_patched, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.resume import loader_state, restore_loader
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 

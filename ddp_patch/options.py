@@ -90,6 +90,11 @@ class Options:
                 "and ranks that wait for each other need an end to it. Pass one."
             )
 
+    @property
+    def needs_length(self) -> bool:
+        """Whether a rank's positions are known only once the stream's length is."""
+        return self.layout == "contiguous"
+
 
 def _is_seed(seed: object) -> bool:
     return isinstance(seed, SupportsIndex) and not isinstance(seed, bool) and operator.index(seed) >= 0

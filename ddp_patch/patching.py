@@ -1,56 +1,38 @@
-"""The one call that shards a finished DataLoader, and the guard that finds those that are not."""
+"""The one call that shards a finished DataLoader: look at it, agree with the other ranks, copy it with its share."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
+from typing import Any, SupportsIndex, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader
 
+from ddp_patch.compat import ACCELERATE_PREPARED, is_split_by_node, torchdata_batch_sampler
 from ddp_patch.errors import (
     AlreadyPatchedError,
     InvalidOptionError,
-    NotALoaderError,
     NotDistributedWarning,
-    NotPatchedError,
     UnsupportedLoaderError,
 )
-from ddp_patch.loaders.copying import (
-    Level,
-    batch_sampler_type,
-    copy_loader,
-    is_loader,
-    is_split_by_node,
-    level,
-    nested_datasets,
-    require_copyable,
-    require_loader,
-    samplers_in_use,
-    sharding,
-)
+from ddp_patch.loaders.copying import copy_loader, require_copyable
+from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts, look_at
+from ddp_patch.loaders.recognition import require_loader
 from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Uneven
-from ddp_patch.ranks.agreement import (
-    Agreed,
-    Proposal,
-    agree,
-    describe,
-    length_of,
-    refusals_told,
-    require_length,
-)
+from ddp_patch.ranks.agreement import Agreed, Proposal, agree, refusals_told, require_length
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.shares.epochs import EpochSampler
-from ddp_patch.shares.iterables.dataset import IterableWorkerInit, ShardedIterable, StreamSampler
-from ddp_patch.streams.orders import ScalableShuffle
+from ddp_patch.shares.iterables.dataset import ShardedIterable
+from ddp_patch.shares.iterables.sampler import StreamSampler
+from ddp_patch.shares.iterables.workers import IterableWorkerInit
+from ddp_patch.streams.orders import ScalableShuffle, require_shuffle
 from ddp_patch.streams.seeding import WorkerSeeding
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
-__all__ = ["assert_loaders_patched", "check_loaders_is_patched", "patch_dataloader_to_ddp"]
+__all__ = ["patch_dataloader_to_ddp"]
 
 L = TypeVar("L", bound=DataLoader[Any])
-Loaders: TypeAlias = "DataLoader[Any] | Mapping[str, Loaders] | Sequence[Loaders]"
 
 
 def patch_dataloader_to_ddp(
@@ -139,110 +121,48 @@ def patch_dataloader_to_ddp(
     with refusals_told(world):
         require_loader("patch_dataloader_to_ddp", loader)
         options = Options(uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle)
+        facts = look_at(loader)
         if options.scalable_shuffle:
-            _require_shuffle(_stream(loader))
-        proposal = None if world is None else _propose(loader, options, world)
-    if world is None or proposal is None:
-        warnings.warn(
-            "patch_dataloader_to_ddp changed nothing: there is no process group and the environment announces no "
-            "other rank, so this process takes all data. Call torch.distributed.init_process_group() first if there "
-            "are to be several.",
-            NotDistributedWarning,
-            stacklevel=2,
-        )
-        return loader
+            require_shuffle(facts.stream.source)
+        if world is None:
+            warnings.warn(
+                "patch_dataloader_to_ddp changed nothing: there is no process group and the environment announces no "
+                "other rank, so this process takes all data. Call torch.distributed.init_process_group() first if "
+                "there are to be several.",
+                NotDistributedWarning,
+                stacklevel=2,
+            )
+            return loader
+        _refuse(facts, options, world)
+        proposal = _proposal(facts)
     agreed = agree(world, options, proposal)
-    return _shard(loader, agreed) if sharding(loader) is None else loader
+    return loader if facts.sharded_by is not None else _shard(facts, agreed)
 
 
-def _propose(loader: DataLoader[Any], options: Options, world: World) -> Proposal:
-    """Return what this rank has to say of its loader, after refusing what cannot hold."""
-    _refuse_split_by_node(loader.dataset)
-    if (found := _sharding_for(world, loader)) is not None:
-        # Its ranks' lengths and generators may differ, rightly; that it is so on all of them is what counts.
-        facts = {"loader": type(loader).__qualname__, "shared already by": type(found).__qualname__}
-        return Proposal(facts, sampler=None, holders=[])
-    require_copyable(loader)
-    at = level(loader)
-    if at is Level.ITERABLE:
-        _check_iterable(loader, options)
-    stream = _stream(loader)
-    told = describe(stream)
-    require_length(options, world, type(stream).__name__, told["stream length"])
-    compared = {
-        "loader": type(loader).__qualname__,
-        "dataset": type(loader.dataset).__qualname__,
-        "dataset length": length_of(loader.dataset),
-        "batch_size": loader.batch_size,
-        "drop_last": loader.drop_last,
-        "shared by": at.value,
-        "shared already by": "nothing",
-        **told,
-    }
-    return Proposal(
-        compared,
-        sampler=stream,
-        holders=[loader, *samplers_in_use(loader)],
-        dataset=loader.dataset,
-        ahead=loader.num_workers * (loader.prefetch_factor or 0),
-    )
-
-
-def _stream(loader: DataLoader[Any]) -> Any:
-    """Return what the loader's stream comes from."""
-    match level(loader):
-        case Level.SAMPLE:
-            return cast(Any, loader.batch_sampler).sampler
-        case Level.BATCH:
-            return loader.batch_sampler
-        case Level.UNBATCHED:
-            return loader.sampler
-        case Level.ITERABLE:
-            return loader.dataset
-
-
-def _sharding_for(world: World, loader: DataLoader[Any]) -> object | None:
-    """Return what shards the loader already, if anything does; raise if that was done here, for another world."""
-    found = sharding(loader)
-    ours = found if isinstance(found, EpochSampler) else None
-    if ours is not None and (ours.rank, ours.num_replicas) != (world.rank, world.num_replicas):
+def _refuse(facts: LoaderFacts[Any], options: Options, world: World) -> None:
+    """Refuse what cannot be shared rightly."""
+    found = facts.sharded_by
+    if is_split_by_node(found):
+        raise UnsupportedLoaderError(
+            f"{type(facts.dataset).__name__} was split by split_dataset_by_node() already, and sharing a share again "
+            "would lose the rest of it. Patch a loader of the whole dataset, without that call."
+        )
+    if isinstance(found, EpochSampler) and (found.rank, found.num_replicas) != (world.rank, world.num_replicas):
         raise AlreadyPatchedError(
-            f"The loader was patched for rank {ours.rank} of {ours.num_replicas} and cannot be patched again for "
+            f"The loader was patched for rank {found.rank} of {found.num_replicas} and cannot be patched again for "
             f"rank {world.rank} of {world.num_replicas}: it would share a share. Patch the original loader instead."
         )
-    return found
+    if found is None:
+        require_copyable(facts)
+        if facts.level is Level.ITERABLE:
+            _check_iterable(facts, options)
+        require_length(options, world, facts.stream)
 
 
-def _require_shuffle(stream: object) -> None:
-    """Refuse a scalable shuffle of what torch does not shuffle."""
-    what = None
-    if type(stream) not in {RandomSampler, SubsetRandomSampler}:
-        what = "is not torch's RandomSampler or SubsetRandomSampler"
-    elif type(stream) is RandomSampler and stream.replacement:
-        what = "samples with replacement"
-    elif type(stream) is RandomSampler and stream.num_samples > len(stream.data_source):
-        what = f"takes {stream.num_samples} samples of {len(stream.data_source)}, some of them again"
-    if what is not None:
-        raise InvalidOptionError(
-            "scalable_shuffle=True computes the order of a loader that torch shuffles, and this one's order comes from "
-            f"{type(stream).__name__}, which {what}. Build the loader with shuffle=True, or leave scalable_shuffle "
-            "out; a sampler of your own can have items_at(positions, epoch) instead."
-        )
-
-
-def _refuse_split_by_node(dataset: object) -> None:
-    """Refuse a share whose number of steps nobody has made equal to the other ranks'."""
-    if any(map(is_split_by_node, nested_datasets(dataset))):
-        raise UnsupportedLoaderError(
-            f"{type(dataset).__name__} was split by split_dataset_by_node() already, and sharing a share again would "
-            "lose the rest of it. Patch a loader of the whole dataset, without that call."
-        )
-
-
-def _check_iterable(loader: DataLoader[Any], options: Options) -> None:
+def _check_iterable(facts: LoaderFacts[Any], options: Options) -> None:
     """Refuse what cannot hold for a dataset whose items come without indices."""
-    name = type(loader.dataset).__name__
-    if options.layout == "contiguous" and options.iterable_sharding == "by_worker":
+    name = facts.stream.name
+    if options.needs_length and options.iterable_sharding == "by_worker":
         raise InvalidOptionError(
             f"layout='contiguous' cannot hold with iterable_sharding='by_worker': {name} itself decides what each "
             "worker reads. Use one or the other."
@@ -252,131 +172,71 @@ def _check_iterable(loader: DataLoader[Any], options: Options) -> None:
             f"agreement='leader' cannot hold for {name}: rank 0 sends indices, and an iterable dataset has none. Use "
             "agreement='seeded'."
         )
-    if options.agreement == "ambient" and loader.num_workers > 0:
+    if options.agreement == "ambient" and facts.num_workers > 0:
         raise InvalidOptionError(
-            f"agreement='ambient' cannot hold for {name} with num_workers={loader.num_workers}: the stream is made "
+            f"agreement='ambient' cannot hold for {name} with num_workers={facts.num_workers}: the stream is made "
             "inside the workers, whose random states differ by rank so that augmentations do. Use agreement='seeded'."
         )
 
 
-def _shard(loader: L, agreed: Agreed) -> L:
+def _proposal(facts: LoaderFacts[Any]) -> Proposal:
+    """Return what this rank has to say of its loader."""
+    loader = type(facts.loader).__qualname__
+    if facts.sharded_by is not None:
+        # Its ranks' lengths and generators may differ, rightly. That it is so on all of them is what counts.
+        return Proposal({"loader": loader, "shared already by": type(facts.sharded_by).__qualname__}, None)
+    compared = {"loader": loader, "shared already by": "nothing", **facts.described}
+    return Proposal(compared, facts.stream, facts.batches_ahead)
+
+
+def _shard(facts: LoaderFacts[L], agreed: Agreed) -> L:
     """Copy the loader with what chooses its samples sharded, and its workers seeded by rank."""
-    # accelerate's own mark on a loader that its `prepare` is not to share.
-    new: dict[str, Any] = {"_is_accelerate_prepared": True}
-    sharded: EpochSampler[Any]
-    batches: Any = loader.batch_sampler
-    match level(loader):
-        case Level.SAMPLE:
-            sharded = new["sampler"] = DDPSamplerWrapper.of(_ordered(batches.sampler, agreed), agreed)
-            new["batch_size"], new["drop_last"] = batches.batch_size, batches.drop_last
-            new["batch_sampler"] = batch_sampler_type(loader)(sharded, batches.batch_size, batches.drop_last)
-            # Of a loader that resumes with accelerate's skip_first_batches, this alone is left to be told epochs.
-            new["batch_sampler"].set_epoch = sharded.set_epoch
-        case Level.BATCH:
-            sharded = new["batch_sampler"] = DDPBatchSamplerWrapper.of(batches, agreed)
-            # Nothing is drawn from it; but here frameworks look for a DistributedSampler, and users for its set_epoch.
-            new["sampler"] = sharded
-        case Level.UNBATCHED:
-            sharded = new["sampler"] = DDPSamplerWrapper.of(_ordered(loader.sampler, agreed), agreed)
-        case Level.ITERABLE:
-            dataset = cast(IterableDataset[Any], loader.dataset)
-            plan = agreed.plan(agreed.world.rank)
-            new["dataset"] = ShardedIterable(dataset, plan, agreed.options, loader.batch_size or 1, loader.drop_last)
-            sharded = new["sampler"] = StreamSampler(new["dataset"], agreed, loader.num_workers, loader.batch_size or 1)
-            if batches is not None:
-                new["batch_sampler"] = type(batches)(sharded, batches.batch_size, batches.drop_last)
-    if loader.num_workers > 0:
-        init = loader.worker_init_fn
-        if "dataset" in new:
+    sharded, new = _iterable_share(facts, agreed) if facts.level is Level.ITERABLE else _sampler_share(facts, agreed)
+    if facts.num_workers > 0:
+        init = facts.loader.worker_init_fn
+        if facts.level is Level.ITERABLE:
             init = IterableWorkerInit(init, sharded.epochs)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
-    patched = copy_loader(loader, **new)
+    patched = copy_loader(facts.loader, **new, **{ACCELERATE_PREPARED: True})
     # accelerate's users and Hugging Face's Trainer call it. A subclass may have one, which need not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
     return patched
 
 
+def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
+    """Return this rank's share of what samplers choose, and the loader's attributes that hold it."""
+    if facts.level is Level.BATCH:
+        batches: DDPBatchSamplerWrapper[Any] = DDPBatchSamplerWrapper.of(facts.stream, agreed)
+        # Nothing is drawn from the sampler; but frameworks look for a DistributedSampler there, and users for its
+        # set_epoch.
+        return batches, {"sampler": batches, "batch_sampler": batches}
+    stream = facts.stream
+    if agreed.options.scalable_shuffle:
+        stream = StreamFacts.of(ScalableShuffle(stream.source, agreed.seed))
+    sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(stream, agreed)
+    if facts.level is Level.UNBATCHED:
+        return sharded, {"sampler": sharded}
+    make = torchdata_batch_sampler(facts.loader) or type(facts.loader.batch_sampler)
+    batch_sampler: Any = make(sharded, facts.batch_size, facts.drop_last)
+    # It alone is left to be told epochs where accelerate's skip_first_batches wraps it.
+    batch_sampler.set_epoch = sharded.set_epoch
+    new = {"sampler": sharded, "batch_sampler": batch_sampler}
+    return sharded, new | {"batch_size": facts.batch_size, "drop_last": facts.drop_last}
+
+
+def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
+    """Return what begins the epochs of this rank's share of an iterable dataset, and the attributes that hold both."""
+    plan = agreed.plan(agreed.world.rank)
+    dataset = ShardedIterable(facts.dataset, plan, agreed.options, facts.batch_size or 1, facts.drop_last)
+    sampler = StreamSampler(dataset, facts, agreed)
+    new = {"dataset": dataset, "sampler": sampler}
+    if facts.batch_size is not None:
+        make: Any = type(facts.loader.batch_sampler)
+        new["batch_sampler"] = make(sampler, facts.batch_size, facts.drop_last)
+    return sampler, new
+
+
 def _tell_both(first: Callable[[int], object], second: Callable[[int], object], epoch: int) -> None:
     first(epoch)
     second(epoch)
-
-
-def _ordered(sampler: Any, agreed: Agreed) -> Any:
-    """Return the sampler, or what computes its order where the user wants that."""
-    return ScalableShuffle(sampler, agreed.seed) if agreed.options.scalable_shuffle else sampler
-
-
-def check_loaders_is_patched(loaders: Loaders) -> bool:
-    """Tell whether every loader is sharded: by this package or by any other ``DistributedSampler``.
-
-    Args:
-        loaders: A loader, or any nest of lists, tuples and dicts of loaders.
-
-    Raises:
-        NotALoaderError: Something in the nest is neither a nest nor a loader.
-
-    Examples:
-        >>> from torch.utils.data import DataLoader
-        >>> loader = DataLoader(range(10))
-        >>> patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
-        >>> check_loaders_is_patched(patched), check_loaders_is_patched({"train": patched, "val": [loader]})
-        (True, False)
-    """
-    return all(sharding(loader) is not None for _, loader in _leaves(loaders, ""))
-
-
-def assert_loaders_patched(loaders: Loaders) -> None:
-    """Raise unless every loader is sharded, naming each that is not by its place.
-
-    Args:
-        loaders: A loader, or any nest of lists, tuples and dicts of loaders.
-
-    Raises:
-        NotPatchedError: At least one loader is not sharded; an ``AssertionError`` too.
-        NotALoaderError: Something in the nest is neither a nest nor a loader.
-
-    Examples:
-        >>> from torch.utils.data import DataLoader
-        >>> patched = patch_dataloader_to_ddp(DataLoader(range(10)), rank=0, num_replicas=2)
-        >>> assert_loaders_patched({"train": patched, "val": [patched, DataLoader(range(3))]})
-        Traceback (most recent call last):
-        ...
-        ddp_patch.errors.NotPatchedError: Every rank would get all data from 1 of 3 loaders: val[1]. \
-Pass each through patch_dataloader_to_ddp() on every rank.
-    """
-    leaves = list(_leaves(loaders, ""))
-    offenders = [place or "the loader" for place, loader in leaves if sharding(loader) is None]
-    if offenders:
-        raise NotPatchedError(
-            f"Every rank would get all data from {len(offenders)} of {len(leaves)} loaders: {', '.join(offenders)}. "
-            "Pass each through patch_dataloader_to_ddp() on every rank."
-        )
-
-
-def _held_in(value: object) -> str | None:
-    """Return the attribute in which what is no loader holds some: Lightning's CombinedLoader, PyG's PrefetchLoader."""
-    return next((name for name in ("iterables", "loader") if hasattr(value, name)), None)
-
-
-def _leaves(loaders: Loaders, place: str) -> Iterator[tuple[str, DataLoader[Any]]]:
-    """Yield every loader of a nest with its place in it, such as ``val[1]``."""
-    match loaders:
-        case DataLoader():
-            yield place, loaders
-        case Mapping():
-            for key, nested in loaders.items():
-                name = f"{place}.{key}" if place else str(key)
-                yield from _leaves(nested, name)
-        case list() | tuple():
-            for index, nested in enumerate(loaders):
-                yield from _leaves(nested, f"{place}[{index}]")
-        case _ if is_loader(loaders):
-            yield place, cast(DataLoader[Any], loaders)
-        case _ if (held := _held_in(loaders)) is not None:
-            yield from _leaves(getattr(loaders, held), f"{place}.{held}" if place else held)
-        case _:
-            raise NotALoaderError(
-                f"Found {loaders!r} ({type(loaders).__name__}) at {place or 'the top'} where a DataLoader or a list, "
-                "tuple or dict of them was expected. Leave it out, or pass the loader itself."
-            )

@@ -1,6 +1,7 @@
 """Which positions of a stream belong to which rank: arithmetic on ranges, without torch."""
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TypeAlias, TypeVar
@@ -102,6 +103,15 @@ class Plan:
             dropped = range(min(length, self._total(length, ranks)), length)
             rest = Rest(tuple(run for part in (*left, dropped) for run in rest.cut(part)), n)
         return rest
+
+    @property
+    def needs_length(self) -> bool:
+        """Whether this rank's positions are known only once the stream's length is."""
+        return self.layout == "contiguous"
+
+    def rest_of_stream(self, length: Callable[[], int], done: Done) -> "Rest":
+        """What is left of a stream whose length is asked for only where it is needed."""
+        return self.rest(length() if self.needs_length else sys.maxsize, done)
 
     def sources(self, n: int) -> tuple[range, range]:
         """Where the items of ``share(n)`` stand: its real positions, then those that its padding repeats."""

@@ -5,12 +5,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ddp_patch.compat import forget_iterator
 from ddp_patch.errors import InvalidOptionError, StateError
-from ddp_patch.loaders.copying import random_generators
 from ddp_patch.ranks.agreement import refusals_told
 from ddp_patch.shares.batches import patched_sampler, require_batches
 from ddp_patch.shares.iterables.dataset import ShardedIterable
 from ddp_patch.streams.fingerprint import fingerprint
+from ddp_patch.streams.generators import random_generators
 
 __all__ = ["go_on", "loader_state", "restore_loader"]
 
@@ -64,7 +65,7 @@ def loader_state(loader: DataLoader[Any], *, batches_done: int) -> dict[str, Any
             f"The state of {type(dataset.dataset).__name__} cannot be told: it holds a random generator, which "
             "persistent workers move where it is not seen. Use persistent_workers=False."
         )
-    return batches.sampler.state_after(batches_done, batches.size, batches.drops_last)
+    return batches.state_after(batches_done)
 
 
 def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
@@ -117,4 +118,4 @@ def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -
         },
     )
     sampler.go_to(place, tells_rest=tells_rest)
-    loader._iterator = None  # persistent workers of an earlier pass know nothing of it
+    forget_iterator(loader)

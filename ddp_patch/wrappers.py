@@ -1,22 +1,23 @@
 """The two samplers that give one rank its share of another sampler's stream."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex, TypedDict, TypeVar, Unpack, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_patch.errors import AlreadyPatchedError, UnsupportedLoaderError, WorldError
-from ddp_patch.loaders.copying import is_ddp_aware
-from ddp_patch.loaders.nesting import nested_samplers
+from ddp_patch.loaders.facts import StreamFacts
+from ddp_patch.loaders.recognition import shards_itself
 from ddp_patch.options import Agreement, Layout, Options, Uneven
-from ddp_patch.ranks.agreement import Agreed, Proposal, agree, describe, refusals_told, require_length
+from ddp_patch.ranks.agreement import Agreed, Proposal, agree, refusals_told, require_length
 from ddp_patch.ranks.world import find_world
 from ddp_patch.shares.sampler import ShardedSampler
 
 __all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions"]
 
 T = TypeVar("T")
+W = TypeVar("W")
 
 
 class SharingOptions(TypedDict, total=False):
@@ -74,8 +75,9 @@ class DDPSamplerWrapper(ShardedSampler[T]):
         pad_data_to_num_gpus: bool = True,
         **options: Unpack[SharingOptions],
     ) -> None:
-        agreed = _agree_alone(type(self), sampler, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
-        super().__init__(sampler, shuffle_samples_between_gpus, agreed)
+        stream = StreamFacts.of(sampler)
+        agreed = _agree_alone(type(self), stream, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
+        super().__init__(stream, shuffle_samples_between_gpus, agreed)
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]  # torch's is an attribute
@@ -101,6 +103,12 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
         [[3], [6, 7, 8, 9]]
     """
 
+    def __new__(cls, batch_sampler: object = None, *_: object, **options: Any) -> Self:
+        """Return the wrapper itself where a framework makes it anew, as if it were torch's batch sampler."""
+        if _is_made_anew(options):
+            return _made_anew(cls, batch_sampler)
+        return super().__new__(cls)
+
     def __init__(
         self,
         batch_sampler: Iterable[T],
@@ -108,12 +116,10 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
         pad_data_to_num_gpus: bool = True,
         **options: Unpack[SharingOptions],
     ) -> None:
-        if options.keys() == {"batch_size", "drop_last"}:
-            # So a framework makes a batch sampler anew, as if it were torch's.
-            vars(self).update(vars(_made_anew(type(self), batch_sampler)))
-            return
-        agreed = _agree_alone(type(self), batch_sampler, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
-        super().__init__(batch_sampler, shuffle_samples_between_gpus, agreed)
+        if not _is_made_anew(options):
+            stream = StreamFacts.of(batch_sampler)
+            agreed = _agree_alone(type(self), stream, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
+            super().__init__(stream, shuffle_samples_between_gpus, agreed)
 
     @property
     def batch_size(self) -> int:
@@ -128,9 +134,14 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
         return drop_last
 
 
-def _made_anew(wrapper_type: type, sampler: object) -> DDPBatchSamplerWrapper[Any]:
-    """Return what the wrapper stays: the one in the loader, which Lightning gives to predict; raise for any other."""
-    if isinstance(sampler, DDPBatchSamplerWrapper):
+def _is_made_anew(options: Mapping[str, object]) -> bool:
+    """Tell whether a framework makes a batch sampler anew: Lightning does so for predict and overfit_batches."""
+    return options.keys() == {"batch_size", "drop_last"}
+
+
+def _made_anew(wrapper_type: type[W], sampler: object) -> W:
+    """Return the wrapper in the loader, which Lightning gives to predict; raise for anything else."""
+    if isinstance(sampler, wrapper_type):
         return sampler
     raise UnsupportedLoaderError(
         f"{wrapper_type.__name__} cannot be made anew over a {type(sampler).__name__} by batch_size and drop_last: it "
@@ -139,9 +150,7 @@ def _made_anew(wrapper_type: type, sampler: object) -> DDPBatchSamplerWrapper[An
     )
 
 
-def _agree_alone(
-    wrapper_type: type, sampler: Iterable[Any], shuffles: bool, pads: bool, given: SharingOptions
-) -> Agreed:
+def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: bool, given: SharingOptions) -> Agreed:
     """Agree with the other ranks on a sampler that is wrapped by hand."""
     wrapper = wrapper_type.__name__
     if unknown := sorted(given.keys() - SharingOptions.__annotations__.keys()):
@@ -158,11 +167,11 @@ def _agree_alone(
                 f"{wrapper} does not know which rank of how many it is: there is no process group. Call "
                 "torch.distributed.init_process_group() first, or pass rank= and num_replicas=."
             )
-        if any(map(is_ddp_aware, nested_samplers(sampler))):
+        if any(map(shards_itself, stream.samplers)):
             raise AlreadyPatchedError(
-                f"{wrapper} was given a {type(sampler).__name__} that is, or holds, a sampler which shards already, "
+                f"{wrapper} was given a {stream.name} that is, or holds, a sampler which shards already, "
                 "and would share a share. Wrap the original sampler instead."
             )
-        facts = {"wrapper": wrapper, "shuffle_samples_between_gpus": shuffles, **describe(sampler)}
-        require_length(options, world, type(sampler).__name__, facts["stream length"])
-    return agree(world, options, Proposal(facts, sampler, holders=list(nested_samplers(sampler))), stacklevel=4)
+        require_length(options, world, stream)
+    compared = {"wrapper": wrapper, "shuffle_samples_between_gpus": shuffles, **stream.described}
+    return agree(world, options, Proposal(compared, stream), stacklevel=4)

@@ -25,7 +25,9 @@ from ddp_patch.auditing.draw.subject import Factory, Subject
 from ddp_patch.auditing.finding import find, look_up
 from ddp_patch.auditing.judge.counting import batches_of
 from ddp_patch.auditing.report import Kind, Report, as_markdown
-from ddp_patch.loaders.copying import Level, extract_loader_parameters, level, sharding
+from ddp_patch.loaders.copying import extract_loader_parameters
+from ddp_patch.loaders.facts import Level, level_of
+from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.options import Agreement, IterableSharding, Layout, Uneven
 
 __all__ = ["commands"]
@@ -192,16 +194,16 @@ def _description(
     place: str, given: DataLoader[Any] | Factory, world_size: int, batches: int
 ) -> tuple[RenderableType, bool]:
     """Return what to print of a loader, and whether drawing it raised."""
-    shares = isinstance(given, DataLoader) and sharding(given) is None
+    shares = isinstance(given, DataLoader) and sharded_by(given) is None
     loader = given if isinstance(given, DataLoader) else given(0, world_size)
     parameters = Table(title=f"{escape(place)}: {_type_name(loader)}", title_justify="left", show_header=False)
     parameters.add_column(no_wrap=True)
     parameters.add_column(overflow="fold")
     for name, value in extract_loader_parameters(loader).items():
         parameters.add_row(name, escape(_short(value)))
-    found = sharding(loader)
+    found = sharded_by(loader)
     if found is None:
-        told = f"Would be shared at the level '{level(loader).value}': {_WHY[level(loader)]}"
+        told = f"Would be shared at the level '{level_of(loader).value}': {_WHY[level_of(loader)]}"
     else:
         told = f"Is shared already, by {_type_name(found)}."
     first, raised = _first(given, world_size, batches) if shares or not isinstance(given, DataLoader) else ("", [])

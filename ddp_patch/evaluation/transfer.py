@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
+from ddp_patch.compat import default_store, gloo_group
 from ddp_patch.errors import MissingRanksError
 from ddp_patch.evaluation.rows import Form, Leaf, Structure, leaves_of
 
@@ -145,12 +145,12 @@ def _channel(members: Members, name: str) -> Iterator[_Channel]:
         yield _Channel(members, None)
         return
     place = members.ranks.index(members.rank)
-    store = dist.PrefixStore(f"ddp_patch/gathering/{name}", _get_default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
+    store = dist.PrefixStore(f"ddp_patch/gathering/{name}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
     with _connected(members):
-        group = dist.ProcessGroupGloo(store, place, len(members.ranks), timedelta(seconds=members.timeout))
+        group = gloo_group(store, place, len(members.ranks), timedelta(seconds=members.timeout))
     yield _Channel(members, group)
     with _connected(members):
-        group.barrier().wait()  # type: ignore[attr-defined]  # as every backend has; nobody goes before all have what they came for
+        group.barrier().wait()  # nobody goes before all have what they came for
     store.delete_key(f"0/{place}")  # gloo leaves every rank's address
 
 

@@ -7,7 +7,8 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader
 
-from ddp_patch.loaders.copying import sharding
+from ddp_patch.compat import ACCELERATE_NON_BLOCKING, ACCELERATE_UNCUT, AccelerateLeavesAlone
+from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.resume import go_on, loader_state
 from ddp_patch.shares.batches import patched_sampler
 from ddp_patch.shares.epochs import EpochSampler
@@ -41,26 +42,22 @@ def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoad
         >>> [batch.tolist() for batch in prepare_patched(Accelerator(cpu=True), loader)]
         [[1, 3, 5, 7], [9]]
     """
-    if accelerator.num_processes > 1 or sharding(loader) is not None:
+    if accelerator.num_processes > 1 or sharded_by(loader) is not None:
         loader = cast(Any, _Prepared(accelerator, loader, patched_sampler("prepare_patched", loader)))
     prepared: DataLoader[T] = accelerator.prepare(loader)
     return prepared
 
 
-class _Prepared(DataLoaderShard):  # type: ignore[misc]  # accelerate is not there where types are checked
+class _Prepared(AccelerateLeavesAlone, DataLoaderShard):  # type: ignore[misc]  # accelerate is not there where types are checked
     """A patched loader within accelerate's, which counts no epochs of its own."""
-
-    # Of accelerate's state, so that `prepare` registers it and does nothing else.
-    _is_accelerate_prepared = True
 
     def __init__(self, accelerator: Accelerator, loader: DataLoader[Any], sampler: EpochSampler[Any]) -> None:
         self._sampler = sampler
         super().__init__(
             loader.dataset,
             device=accelerator.device if accelerator.device_placement else None,
-            # gather_for_metrics would cut off what it takes for padding, by the length of the unshared dataset.
-            _drop_last=True,
-            _non_blocking=accelerator.non_blocking,
+            **ACCELERATE_UNCUT,
+            **{ACCELERATE_NON_BLOCKING: accelerator.non_blocking},
         )
         self.base_dataloader = loader
         # Set after the loader was made, which is not to be torchdata's: whether `save_state` asks for its state.
@@ -72,9 +69,6 @@ class _Prepared(DataLoaderShard):  # type: ignore[misc]  # accelerate is not the
         for batch in super().__iter__():
             self._batches_done += 1
             yield batch
-
-    def _update_state_dict(self) -> None:
-        """Nothing: the state follows from how many batches were given."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands after the batches that were given, one fewer than accelerate has fetched."""

@@ -1,8 +1,13 @@
-"""Samplers that hold other samplers."""
+"""Samplers that hold other samplers: found, copied together, and told their epochs."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
-__all__ = ["epoch_holders", "nested_samplers", "tell_epoch"]
+__all__ = ["NestedEpochs", "deep_copy", "nested_samplers", "tell_epoch"]
+
+V = TypeVar("V")
 
 
 def nested_samplers(sampler: object) -> Iterator[object]:
@@ -17,7 +22,12 @@ def nested_samplers(sampler: object) -> Iterator[object]:
         waiting += [getattr(found, name, None) for name in ("batch_sampler", "sampler")]
 
 
-def epoch_holders(sampler: object) -> Iterator[object]:
+def deep_copy(value: V, sharing: Iterable[object]) -> V:
+    """Return a deep copy that shares some objects with the original instead of copying them."""
+    return copy.deepcopy(value, {id(shared): shared for shared in sharing})
+
+
+def _epoch_holders(sampler: object) -> Iterator[Any]:
     """Yield those of the nested samplers that have a ``set_epoch``, down to one that goes through epochs by itself.
 
     Such a sampler says ``sets_nested_epochs = True``: what it tells the samplers that it holds is not the user's word.
@@ -31,5 +41,38 @@ def epoch_holders(sampler: object) -> Iterator[object]:
 
 def tell_epoch(sampler: object, epoch: int) -> None:
     """Make ``epoch`` the next one of a sampler and of all that it holds."""
-    for holder in epoch_holders(sampler):
-        holder.set_epoch(epoch)  # type: ignore[attr-defined]  # it has one
+    for holder in _epoch_holders(sampler):
+        holder.set_epoch(epoch)
+
+
+class NestedEpochs:
+    """The epochs of a sampler and of all that it holds, which a user may set past the sampler that wraps it."""
+
+    def __init__(self, sampler: object) -> None:
+        self._sampler = sampler
+        self._told = self._now()
+
+    def tell(self, epoch: int) -> None:
+        """Make ``epoch`` the next one of all."""
+        tell_epoch(self._sampler, epoch)
+        self._told = self._now()
+
+    def set_by_user(self) -> int | None:
+        """Return the epoch that somebody has set since all were told, if any."""
+        changed = (now for now, told in zip(self._now(), self._told, strict=False) if now != told)
+        return next(changed, None)
+
+    @contextmanager
+    def told(self, epoch: int, otherwise: int) -> Iterator[None]:
+        """While entered, have all in an epoch; put each back afterwards, or into ``otherwise`` if it names none."""
+        before = [(holder, getattr(holder, "epoch", None)) for holder in _epoch_holders(self._sampler)]
+        tell_epoch(self._sampler, epoch)
+        try:
+            yield
+        finally:
+            for holder, number in before:
+                holder.set_epoch(number if isinstance(number, int) else otherwise)
+
+    def _now(self) -> list[int]:
+        epochs = (getattr(holder, "epoch", None) for holder in _epoch_holders(self._sampler))
+        return [epoch for epoch in epochs if isinstance(epoch, int)]

@@ -1,57 +1,29 @@
 """Why every rank sees the same stream: compared at the patch, and every epoch where the user asks for it."""
 
-import copy
-import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice
-from typing import Any, TypeAlias, cast
+from itertools import count
+from typing import TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
 
 from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
-from ddp_patch.loaders.contents import chosen_samples, spread
-from ddp_patch.loaders.copying import generators, random_generators
-from ddp_patch.loaders.nesting import nested_samplers
+from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.options import Agreement, Options
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.comparison import by_value, ranks_text, require_same
 from ddp_patch.ranks.exchange import exchange, refuse
 from ddp_patch.ranks.leader import Leader
 from ddp_patch.ranks.world import World
-from ddp_patch.streams.chunks import own
-from ddp_patch.streams.fingerprint import COMPARED, fingerprint
-from ddp_patch.streams.orders import has_order, order_of
-from ddp_patch.streams.seeding import PrivateRNG, unmoved
+from ddp_patch.streams.fingerprint import fingerprint
 
-__all__ = [
-    "Agreed",
-    "Proposal",
-    "agree",
-    "describe",
-    "length_of",
-    "refusals_told",
-    "require_length",
-    "sample_order",
-]
+__all__ = ["AGREEING", "Agreed", "Proposal", "agree", "refusals_told", "require_length"]
 
-logger: logging.Logger = logging.getLogger("ddp_patch")
-
-# Of so many ranks an error lists who takes which share.
+# Up to so many ranks an error lists who takes which share.
 _TOLD_IN_FULL = 16
 
 AGREEING = "Agreeing on how data is shared"
@@ -66,7 +38,7 @@ class Agreed:
         world: The ranks that share.
         options: The options, with rank 0's seed and with what ``agreement="auto"`` came to.
         leader: How rank 0 sends every rank its share, where it draws for all.
-        number: Which of the agreements this is, counted on the first rank: it tells one loader from another.
+        number: The number of this agreement, counted on the first rank. It tells one loader from another.
     """
 
     world: World
@@ -119,18 +91,14 @@ class Proposal:
     """What one rank has to say of its loader before it is shared.
 
     Attributes:
-        facts: What must be the same on every rank, by name.
-        sampler: What the stream comes from, or None where there is nothing to compare.
-        holders: What may hold a ``torch.Generator`` of the user's.
-        dataset: The dataset, which is never copied.
-        ahead: How many batches the loader's workers fetch ahead. The same on every rank where the ranks meet in an
-            epoch: else one would wait for the others where these do not come yet.
+        compared: What must be the same on every rank, by name.
+        stream: What is to be shared; None where it is shared already.
+        ahead: How many batches the loader's workers fetch ahead. Where ranks meet within an epoch this must be the
+            same on all, or one would wait where the others never come.
     """
 
-    facts: Mapping[str, object]
-    sampler: object
-    holders: Sequence[object]
-    dataset: object = None
+    compared: Mapping[str, object]
+    stream: StreamFacts | None
     ahead: int = 0
 
 
@@ -138,9 +106,9 @@ class Proposal:
 class _Record:
     """What each rank says of itself."""
 
-    facts: Mapping[str, object]
-    order: str | None  # a fingerprint of the stream's first items, or None where there is none
-    samples: str | None  # a fingerprint of which samples the dataset was cut down to, or None where it cannot be told
+    compared: Mapping[str, object]
+    order: str | None  # a fingerprint of the stream's first items; None where that cannot be told
+    samples: str | None  # a fingerprint of which samples the dataset was cut down to; None where that cannot be told
     seed: int
     generators: Sequence[torch.Tensor]
     meets: bool  # whether the ranks will meet in every epoch
@@ -178,11 +146,12 @@ def agree(world: World, options: Options, proposal: Proposal, stacklevel: int = 
         _refuse_communication(options)
         seed = _default_seed(world) if options.seed is None else options.seed
         return Agreed(world, replace(options, seed=seed, agreement=_settled(options, "")))
-    found = generators(proposal.holders)
+    stream = proposal.stream
+    found = [] if stream is None else stream.generators
     record = _Record(
-        facts={**proposal.facts, **_facts(options), **_sharing(world.members), "generators": len(found)},
-        order=sample_order(proposal.sampler, proposal.dataset) if options.agreement == "auto" else None,
-        samples=chosen_samples(proposal.dataset) if options.agreement in {"auto", "leader"} else None,
+        compared={**proposal.compared, **_chosen(options), **_sharing(world.members), "generators": len(found)},
+        order=stream.order if stream is not None and options.agreement == "auto" else None,
+        samples=stream.samples if stream is not None and options.agreement in {"auto", "leader"} else None,
         seed=_default_seed(world) if options.seed is None else options.seed,
         generators=[generator.get_state() for generator in found],
         meets=options.verify or options.agreement == "leader",
@@ -201,7 +170,7 @@ def agree(world: World, options: Options, proposal: Proposal, stacklevel: int = 
 
 @contextmanager
 def refusals_told(world: World | None, doing: str = AGREEING) -> Iterator[None]:
-    """When this rank raises before it comes to where all meet, tell the others, who will wait for it there."""
+    """If this rank raises before it comes to where all meet, tell the others, which would wait for it there."""
     try:
         yield
     except Exception as error:
@@ -211,17 +180,17 @@ def refusals_told(world: World | None, doing: str = AGREEING) -> Iterator[None]:
 
 
 def _default_seed(world: World) -> int:
-    """The seed where none is given: torch's own, or 0 in a world that is not, or not known to be, all ranks.
+    """Return the seed where none is given: torch's own, or 0 in a world that may not be all ranks.
 
-    The ranks outside may have to draw the same (tensor-parallel ranks, in groups of their own) and are not asked. 0 is
-    ``torch.utils.data.DistributedSampler``'s.
+    Ranks outside it are not asked, and may have to draw the same: tensor-parallel ranks, in groups of their own. 0 is
+    the default of ``torch.utils.data.DistributedSampler``.
     """
     is_whole = world.members is not None and len(world.members) == dist.get_world_size()
     return torch.initial_seed() if is_whole else 0
 
 
 def _settled(options: Options, disagreement: str) -> Agreement:
-    """What "auto" comes to."""
+    """Return what "auto" comes to."""
     if options.agreement != "auto":
         return options.agreement
     return "leader" if disagreement else "seeded"
@@ -236,47 +205,31 @@ def _refuse_communication(options: Options) -> None:
         )
 
 
-def _facts(options: Options) -> dict[str, object]:
+def _chosen(options: Options) -> dict[str, object]:
     names = ("uneven", "layout", "agreement", "scalable_shuffle", "verify", "iterable_sharding")
     given = {name: getattr(options, name) for name in names}
     return given | {"seed": "default" if options.seed is None else options.seed}
 
 
 def _sharing(members: Mapping[int, int]) -> dict[str, object]:
-    """Who takes which share, told in full where that is short."""
+    """Tell who takes which share, in full where that is short."""
     text = ", ".join(f"rank {rank}: {share}" for rank, share in members.items())
     return {"shares": text if len(members) <= _TOLD_IN_FULL else fingerprint([text])}
 
 
-def describe(sampler: object) -> dict[str, object]:
-    """Return what can be told of a sampler and all nested in it without drawing: their classes and its length."""
-    kinds = " over ".join(type(nested).__qualname__ for nested in nested_samplers(sampler))
-    return {"sampler": kinds, "stream length": length_of(sampler)}
-
-
-def length_of(source: object) -> int | str:
-    """Return the length of a sampler or dataset, or "unknown"."""
-    try:
-        # Some samplers draw to tell it.
-        with PrivateRNG(seed=0, epoch=0), unmoved(random_generators(nested_samplers(source))):
-            return len(source)  # type: ignore[arg-type]  # TypeError where it has none
-    except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
-        return "unknown"
-
-
-def require_length(options: Options, world: World, name: str, length: object) -> None:
+def require_length(options: Options, world: World, stream: StreamFacts) -> None:
     """Refuse to cut a stream of unknown length into runs."""
-    if options.layout == "contiguous" and not isinstance(length, int):
+    if options.needs_length and stream.length is None:
         raise InvalidOptionError(
             f"layout='contiguous' cuts a stream into one run for each of {world.num_replicas} ranks, for which its "
-            f"length must be known, and {name} has no len(). Give it a __len__, or use layout='interleaved', which "
-            "needs none."
+            f"length must be known, and {stream.name} has no len(). Give it a __len__, or use layout='interleaved', "
+            "which needs none."
         )
 
 
 def _judge(records: Mapping[int, _Record]) -> dict[int, _Verdict]:
     _require_same_samples({rank: record.samples for rank, record in records.items()})
-    require_same(AGREEING, {rank: record.facts for rank, record in records.items()})
+    require_same(AGREEING, {rank: record.compared for rank, record in records.items()})
     first = next(iter(records.values()))
     disagreement = _disagreement({rank: record.order for rank, record in records.items()})
     if disagreement or first.meets:
@@ -309,63 +262,3 @@ def _disagreement(orders: Mapping[int, str | None]) -> str:
         "rank 0 draws each epoch and sends every rank its share, about 1 / num_replicas of the indices, at the "
         "epoch's start. Make the sampler's order the same on every rank to do without."
     )
-
-
-def sample_order(sampler: object, dataset: object = None) -> str | None:
-    """Return a fingerprint of the first items that the sampler would give, or None where that cannot be told.
-
-    They are drawn from a copy, which shares datasets and modules with the original, under the same random states on
-    every rank; torch's own samplers are told by their parameters.
-    """
-    if sampler is None:
-        return None
-    if isinstance(sampler, IterableDataset):
-        logger.info("The order of an iterable dataset is not compared between ranks: reading it would use it up.")
-        return None
-    if (parameters := _parameters(sampler)) is not None:
-        return fingerprint(parameters)
-    if isinstance(sampler, Iterator):
-        logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
-        return None
-    originals = random_generators(nested_samplers(sampler))
-    try:
-        # A copy may share with the original what cannot be copied: a function, with the generators that it draws from.
-        with PrivateRNG(seed=0, epoch=0), unmoved(originals):
-            drawn = copy.deepcopy(sampler, _kept(sampler, dataset))
-            if drawn is sampler and hasattr(sampler, "__dict__"):  # a range may well be its own copy
-                raise TypeError("its copy is the sampler itself")
-            for generator in generators(nested_samplers(drawn)):
-                generator.manual_seed(0)
-            if has_order(drawn):
-                order = order_of(drawn, epoch=0)
-                return fingerprint(order.at(range(min(order.length, COMPARED))))
-            return fingerprint(islice(map(own, drawn), COMPARED))  # type: ignore[call-overload]  # an iterable
-    except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
-        logger.info(
-            "The order of %s is not compared between ranks: drawing a copy of it raised %s: %s",
-            type(sampler).__name__,
-            type(error).__name__,
-            error,
-        )
-        return None
-
-
-def _kept(sampler: object, dataset: object) -> dict[int, object]:
-    """What a copy of the sampler shares with it, as ``copy.deepcopy`` wants it."""
-    values = [value for nested in nested_samplers(sampler) for value in getattr(nested, "__dict__", {}).values()]
-    held = [part for value in values for part in (value if isinstance(value, list | tuple) else [value])]
-    shared = [value for value in held if isinstance(value, Dataset | nn.Module | DataLoader)]
-    return {id(kept): kept for kept in (dataset, *shared)}
-
-
-def _parameters(sampler: Any) -> list[object] | None:
-    """What the order of torch's own samplers follows from, given the same random states; None for any other."""
-    if type(sampler) is SequentialSampler:
-        return ["sequential"]
-    if type(sampler) is RandomSampler:
-        return ["random", sampler.replacement, sampler.num_samples, sampler.generator is None]
-    if type(sampler) is SubsetRandomSampler:
-        return ["subset", *spread(sampler.indices)]
-    if type(sampler) is WeightedRandomSampler:
-        return ["weighted", sampler.replacement, sampler.num_samples, *spread(sampler.weights)]
-    return None

@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
+from ddp_patch.compat import default_store
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError
 from ddp_patch.ranks.comparison import by_value, ranks_text
 
@@ -87,7 +87,7 @@ class _Meeting:
         self.members, self.doing, self.timeout = list(members), doing, timeout
         self.rank = dist.get_rank()
         self.leads = self.rank == self.members[0]
-        self.store = _get_default_store()
+        self.store = default_store()
         self.base = "ddp_patch/" + hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
 
     def bring(self, record: Any) -> None:

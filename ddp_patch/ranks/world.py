@@ -9,6 +9,7 @@ from typing import SupportsIndex
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ddp_patch.compat import root_mesh
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.options import check_rank, whole_number
 
@@ -125,9 +126,9 @@ def _mesh_world(mesh: DeviceMesh, dimensions: Sequence[str] | None) -> World:
             + (f"but not {unknown}. " if unknown else "and none of them is known to split the data. ")
             + "Pass those that do as data_parallel_dimensions=[...]."
         )
-    whole = mesh._get_root_mesh()  # torch has no public name for it
+    whole = root_mesh(mesh)
     if whole.mesh_dim_names is not None and set(chosen) <= set(whole.mesh_dim_names):
-        # Of mesh["dp"] too, the ranks that differ in other dimensions agree with these.
+        # Given mesh["dp"] alone, the ranks that differ in other dimensions must agree too.
         mesh, names = whole, whole.mesh_dim_names
     if mesh.get_coordinate() is None:
         raise WorldError(

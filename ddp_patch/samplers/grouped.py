@@ -17,14 +17,9 @@ from ddp_patch.samplers.checks import flag, sequence, whole
 from ddp_patch.samplers.classes import Classes, Labels
 from ddp_patch.samplers.passes import KeyedSampler, Positions, ResumableSampler, Stateful, check_number
 from ddp_patch.samplers.scalable import ScalableRandomSampler
+from ddp_patch.streams.generators import RandomGenerator, generator_state, set_generator_state
 from ddp_patch.streams.random_access import is_random_access
-from ddp_patch.streams.seeding import (
-    RandomGenerator,
-    ambient_state,
-    ambient_unmoved,
-    generator_state,
-    set_generator_state,
-)
+from ddp_patch.streams.seeding import ambient_state, ambient_unmoved
 
 __all__ = ["GroupedBatchSampler", "aspect_ratio_groups"]
 

@@ -74,10 +74,10 @@ class ResumableSampler(Sampler[T]):
         skip, self._skip = self._skip, self._first
         parts = self._begin(skip)
         # The epoch and the states that a pass follows from are kept by the subclass.
-        self._progress = progress = Progress(skip=skip, given=skip)
+        self._progress = progress = Progress(skip)
         for part in parts:
-            yield progress.begin(part)
-        progress.ended = True
+            yield progress.give(part)
+        progress.end()
 
     def _begin(self, skip: int) -> Iterator[Sequence[Any]]:
         raise NotImplementedError
@@ -91,7 +91,7 @@ class ResumableSampler(Sampler[T]):
     @property
     def _is_running(self) -> bool:
         """Whether a pass has begun and not come to its end."""
-        return self._progress is not None and not self._progress.ended
+        return self._progress is not None and not self._progress.is_ended
 
     def _leave(self) -> None:
         """Forget the pass that is running, if any: the next one begins at its beginning."""
@@ -103,7 +103,7 @@ class ResumableSampler(Sampler[T]):
         A pass stands where items were taken from this sampler, which a ``DataLoader`` with workers does ahead of the
         training. A patched loader's sampler has a state of its own, and that is the one to keep.
         """
-        if self._progress is None or self._progress.ended:
+        if self._progress is None or self._progress.is_ended:
             return self.state_between_passes()
         return named_state(self, {self._count: self._progress.taken, **self._state(in_pass=True)})
 

@@ -1,12 +1,13 @@
-"""A patched loader inspected: what shares it, and how its batches follow from the items of the stream."""
+"""A patched loader inspected: what shards it, and how its batches follow from the items of the stream."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import NotPatchedError, UnsupportedLoaderError
-from ddp_patch.loaders.copying import Level, level, require_loader, sharding
+from ddp_patch.errors import InvalidOptionError, NotPatchedError, UnsupportedLoaderError
+from ddp_patch.loaders.facts import Level, look_at
+from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.shares.epochs import EpochSampler
 
 __all__ = ["Batches", "patched_sampler", "require_batches"]
@@ -17,22 +18,57 @@ class Batches:
     """How a loader's batches follow from a rank's share.
 
     Attributes:
-        sampler: What shares.
-        level: What of the loader was wrapped.
+        sampler: What shards.
+        level: What of the loader is sharded.
         size: How many items of the share a batch has: samples, or one whole batch.
-        drops_last: Whether a last batch of fewer is left out.
+        drop_last: Whether a last batch of fewer is left out.
     """
 
     sampler: EpochSampler[Any]
     level: Level
     size: int
-    drops_last: bool
+    drop_last: bool
+
+    def count(self, items: int) -> int:
+        """Return how many batches so many items of the share make."""
+        return items // self.size if self.drop_last else -(-items // self.size)
+
+    def items_in(self, items: int) -> int:
+        """Return how many of so many items of the share come in batches."""
+        return items - items % self.size if self.drop_last else items
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        """Return the state after so many batches of the latest pass.
+
+        Raises:
+            InvalidOptionError: The pass has not given so many.
+            StateError: No state can be told.
+        """
+        sampler = self.sampler
+        sampler.require_states("told")
+        one = sampler.latest if sampler.place is None else None
+        given = 0 if one is None else self.count(one.taken - one.skip)
+        if batches > given:
+            raise InvalidOptionError(
+                f"batches_done={batches}, and the pass in progress has given {given}. Pass how many of its batches the "
+                "training loop has finished, counted from the beginning of this pass."
+            )
+        if one is None:
+            return sampler.state_dict()
+        taken = one.skip + batches * self.size
+        length = sampler.pass_length(one)
+        if length is not None and batches == self.count(sampler.plan.rounds(length) - one.skip):
+            # It is the last batch. Where more was given than it has, the length is wrong.
+            unused = (self.size - 1 if self.drop_last else 0) - sampler.given_after(one, taken)
+            if unused >= 0 and one.ends_within(unused):
+                return sampler.state_at(one.place_at_end(sampler.held()).following())
+        return sampler.state_at(one.place(taken))
 
 
 def patched_sampler(operation: str, loader: object) -> EpochSampler[Any]:
-    """Return what shares a loader; NotPatchedError if nothing of this package does."""
+    """Return what shards a loader; NotPatchedError if nothing of this package does."""
     require_loader(operation, loader)
-    found = sharding(loader)  # type: ignore[arg-type]  # a loader, as was just made sure of
+    found = sharded_by(loader)  # type: ignore[arg-type]  # a loader, as was just made sure of
     if not isinstance(found, EpochSampler):
         raise NotPatchedError(
             f"{operation} was given a {type(loader).__name__} that was not patched, whose place in an epoch nobody "
@@ -45,23 +81,18 @@ def patched_sampler(operation: str, loader: object) -> EpochSampler[Any]:
 def require_batches(operation: str, loader: DataLoader[Any]) -> Batches:
     """Return how a patched loader's batches follow from the share; raise where they do not follow in order."""
     sampler = patched_sampler(operation, loader)
-    if loader.num_workers > 0 and not getattr(loader, "in_order", True):
+    facts = look_at(loader)
+    if facts.num_workers > 0 and not getattr(loader, "in_order", True):
         raise UnsupportedLoaderError(
-            f"{operation} was given a loader with in_order=False, which gives its batches as its {loader.num_workers} "
+            f"{operation} was given a loader with in_order=False, which gives its batches as its {facts.num_workers} "
             "workers finish them, so which samples a batch holds cannot be told. Use in_order=True."
         )
-    batch_sampler: Any = loader.batch_sampler
-    match level(loader):
-        case Level.SAMPLE if batch_sampler.sampler is sampler:
-            return Batches(sampler, Level.SAMPLE, batch_sampler.batch_size, batch_sampler.drop_last)
-        case Level.BATCH if batch_sampler is sampler:
-            return Batches(sampler, Level.BATCH, 1, drops_last=False)
-        case Level.UNBATCHED if loader.sampler is sampler:
-            return Batches(sampler, Level.UNBATCHED, 1, drops_last=False)
-        case Level.ITERABLE:
-            return Batches(sampler, Level.ITERABLE, loader.batch_size or 1, loader.drop_last)
-    raise UnsupportedLoaderError(
-        f"{operation} was given a loader whose {type(batch_sampler).__name__} makes its batches of a sharded sampler "
-        "in a way of its own, so how many samples a batch took cannot be told. Share whole batches: pass the loader of "
-        "the original samplers to patch_dataloader_to_ddp()."
-    )
+    if facts.level is not Level.ITERABLE and facts.stream.source is not sampler:
+        raise UnsupportedLoaderError(
+            f"{operation} was given a loader whose {type(loader.batch_sampler).__name__} makes its batches of a "
+            "sharded sampler in a way of its own, so how many samples a batch took cannot be told. Share whole "
+            "batches: pass the loader of the original samplers to patch_dataloader_to_ddp()."
+        )
+    if facts.level in {Level.BATCH, Level.UNBATCHED}:
+        return Batches(sampler, facts.level, 1, drop_last=False)
+    return Batches(sampler, facts.level, facts.batch_size or 1, facts.drop_last)

@@ -1,95 +1,129 @@
-"""One pass over a rank's share of an epoch: where it began, how far it has come, what is known of its end."""
+"""One pass over a rank's share of an epoch: where it begins, how far it has come, where it ends."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
-from ddp_patch.plan import Done
-from ddp_patch.shares.place import Held, Place
+from ddp_patch.shares.held import Held, Holders
+from ddp_patch.shares.place import Place
+from ddp_patch.shares.sources import Source
 from ddp_patch.streams.progress import Progress
 
-__all__ = ["EpochPass", "nothing_left"]
+__all__ = ["Pass"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
-@dataclass(kw_only=True)
-class EpochPass(Progress):
-    """A pass over this rank's share of an epoch, or of what is left of one.
+class Pass(Progress, Generic[T]):
+    """A pass over this rank's share of an epoch, or of what is left of one. It owns its state: nobody else writes it.
+
+    Args:
+        start: Where it begins.
+        num_replicas: How many ranks share the epoch.
+        holders: What holds the generators that the samplers draw from.
+        source: How it gets its items.
+        resumes: Whether it goes on from a place that was loaded.
+        keeps_sizes: Whether to keep how many samples each item given has.
 
     Attributes:
-        epoch: Which epoch it is over.
-        held: What the samplers held before it.
         before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
-        resumes: Whether it goes on from a place that was loaded.
-        drawn_from: What the generators' states were when the first item was drawn, if they were others by then.
-        now: Of the place that it goes on from, until it is reached.
-        length: How many items the rest has, once its end was found.
-        over: Whether nothing more will be asked for.
-        after: What the samplers held after it, where another rank draws.
-        sizes: How many samples each item has that was given, oldest first, where somebody wants to know.
-        to_end: Draws on, and tells whether no more than so many items of the share come; None where that would be
-            known on one rank and not on another.
+        sizes: How many samples each item given has, oldest first, where somebody wants to know.
     """
 
-    epoch: int
-    held: Held = field(default_factory=Held)
-    before: Done = ()
-    resumes: bool = False
-    drawn_from: Held | None = None
-    now: tuple[int, Held] | None = None
-    length: int | None = None
-    over: bool = False
-    after: Held | None = None
-    sizes: deque[int] | None = None
-    to_end: Callable[[int], bool] | None = None
+    def __init__(
+        self,
+        start: Place,
+        num_replicas: int,
+        holders: Holders,
+        source: Source[T],
+        *,
+        resumes: bool = False,
+        keeps_sizes: bool = False,
+    ) -> None:
+        self.before, skip = start.split(num_replicas)
+        super().__init__(skip)
+        self.source = source
+        self.resumes = resumes
+        self.sizes: deque[int] | None = deque() if keeps_sizes else None
+        self._start, self._num_replicas, self._holders = start, num_replicas, holders
+        self._snapshots = start.snapshots
+        if self.before and not skip and not source.is_drawn_at_once:
+            # The latest snapshot counts items of another number of ranks' shares.
+            self._snapshots = replace(self._snapshots, latest=None)
 
-    @classmethod
-    def at(cls, place: Place, num_replicas: int, *, resumes: bool) -> "EpochPass":
-        """Return the pass that goes on from a place."""
-        before, skip = place.split(num_replicas)
-        return cls(
-            epoch=place.epoch,
-            held=place.held,
-            before=before,
-            skip=skip,
-            resumes=resumes,
-            drawn_from=place.drawn_from,
-            now=place.now,
-        )
+    @property
+    def epoch(self) -> int:
+        """Which epoch it is over."""
+        return self._start.epoch
+
+    @property
+    def length(self) -> int | None:
+        """How many items all ranks share in it, once its end was found."""
+        return self.source.length
 
     @property
     def begins_at(self) -> str:
-        """Where the pass begins, to be compared between ranks."""
+        """Where it begins, to be compared between ranks."""
         return " + ".join([*(f"{ranks} x {taken}" for ranks, taken in self.before), str(self.skip)])
 
-    def place(self, num_replicas: int, taken: int, now: Held | None = None) -> Place:
-        """Return where the pass stands when so many items of the share were taken."""
-        before = tuple(stint for stint in self.before if stint[1])
-        told = None if now is None else (self.given, now)
-        return Place(self.epoch, (*before, (num_replicas, taken)), self.held, drawn_from=self.drawn_from, now=told)
+    def runs(self) -> Iterator[Iterator[T]]:
+        """Yield this rank's items in runs, from when the first is asked for."""
+        self.begin()
+        try:
+            self._begin_generators()
+            for part in self.source.parts(self.skip):
+                run = self.give(part)
+                self._catch_up()
+                yield run
+            self.end()
+        finally:
+            self.leave()
 
-    def end(self, num_replicas: int, after: Held) -> Place:
-        """Return where the pass stands when all was taken."""
-        return replace(self.place(num_replicas, self.taken), held=self.after or after, ended=True)
-
-    def is_at_end(self, unused: int = 0) -> bool:
-        """Tell whether all was given but ``unused`` items; then the samplers hold what the epoch leaves in them."""
-        if self.ended or self.after is not None:
-            return True
-        return self.to_end is not None and self.to_end(unused)
-
-    def begin(self, part: Sequence[T]) -> Iterator[T]:
-        """Return an iterator over what is not to be skipped of this rank's items that come next."""
+    def give(self, part: Sequence[R]) -> Iterator[R]:
+        """Give the items that come next; return an iterator over them."""
         if self.sizes is not None:
-            self.sizes.extend(map(_samples, part[max(0, self.skip - self.given) :]))
-        return super().begin(part)
+            self.sizes.extend(map(_samples, part))
+        return super().give(part)
 
+    def _begin_generators(self) -> None:
+        """Have the generators where they were when the first item was drawn: a loader may draw from them before."""
+        if self._snapshots.at_first is not None:
+            self._holders.reinstate_generators(self._snapshots.at_first)
+        elif not self.resumes and (now := self._holders.generators()) != self._start.held.generators:
+            self._snapshots = replace(self._snapshots, at_first=now)
+        self._catch_up()
 
-def nothing_left(unused: int) -> bool:
-    """Tell that a pass is at its end: ``EpochPass.to_end`` where nothing has to be drawn to know it."""
-    return True
+    def _catch_up(self) -> None:
+        """Once as much is drawn as when a state was taken, put the generators into their states of then."""
+        latest = self._snapshots.latest
+        if latest is not None and self.source.drawn >= latest[0]:
+            self._holders.reinstate_generators(latest[1])
+            self._snapshots = replace(self._snapshots, latest=None)
+
+    def place(self, taken: int, *, generators: Sequence[Any] = ()) -> Place:
+        """Return where the pass stands when so many items of the share were taken.
+
+        Args:
+            taken: How many, those before the pass included.
+            generators: The generators' states, for a state that says how far this rank has drawn.
+        """
+        latest = (self.given, generators) if generators else None
+        return Place(
+            self.epoch,
+            (*(stint for stint in self.before if stint[1]), (self._num_replicas, taken)),
+            self.source.held_before or self._start.held,
+            snapshots=replace(self._snapshots, latest=latest),
+        )
+
+    def place_at_end(self, held: Held) -> Place:
+        """Return where the pass stands when all was taken, and the samplers hold ``held``."""
+        return replace(self.place(self.taken), held=self.source.held_after or held, ended=True)
+
+    def ends_within(self, items: int) -> bool:
+        """Tell whether at most so many items are left; then the samplers hold what the epoch leaves in them."""
+        return self.is_ended or self.source.ends_within(items)
 
 
 def _samples(item: Any) -> int:

@@ -1,36 +1,203 @@
-"""A stream that comes in chunks, cut into the shares of one rank or of several: the plan applied to what was drawn."""
+"""How a pass gets its items: looked up, drawn, or sent by the leader. Chosen once, when the pass begins."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, Generic, TypeVar
 
-from ddp_patch.plan import Plan
+from ddp_patch.plan import Plan, Rest, blocks
+from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
+from ddp_patch.shares.drawing import Epoch, Stream
+from ddp_patch.shares.held import Held
+from ddp_patch.streams.fingerprint import COMPARED, fingerprint
+from ddp_patch.streams.orders import Order, order_of
 
-__all__ = ["share"]
+__all__ = ["Drawn", "Led", "LookedUp", "Source"]
 
 T = TypeVar("T")
 
 
-def share(
-    plans: Sequence[Plan], chunks: Iterable[list[T]], length: int, at_end: Callable[[int], None]
-) -> Iterator[list[list[T]]]:
-    """Yield each plan's items of a stream, chunk by chunk, then their padding.
+class Source(Generic[T]):
+    """How a pass gets its rank's items.
+
+    Attributes:
+        length: How many items all ranks share in the pass, once its end was found. Every rank knows it at the same
+            step.
+        drawn: How many items of this rank's share were drawn, those that the pass skips included.
+        held_before: What another rank said that the samplers held before the pass, where that one draws.
+        held_after: What it said that they held after it.
+    """
+
+    length: int | None = None
+    drawn: int = 0
+    held_before: Held | None = None
+    held_after: Held | None = None
+    # Whether the whole epoch is drawn before the first item is given.
+    is_drawn_at_once = False
+
+    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+        """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""
+        raise NotImplementedError
+
+    def ends_within(self, items: int) -> bool:
+        """Tell whether at most so many items of the share are left, after drawing on to find out.
+
+        False, too, where one rank would know it and another not.
+        """
+        return False
+
+    def length_found(self) -> int | None:
+        """Return ``length``, or what this rank alone has found so far."""
+        return self.length
+
+    def _skipping(self, skip: int, parts: Iterable[Sequence[T]]) -> Iterator[Sequence[T]]:
+        for part in parts:
+            left_out = max(0, skip - self.drawn)
+            self.drawn += len(part)
+            yield part[left_out:] if left_out else part
+
+
+class LookedUp(Source[T]):
+    """Looks this rank's items up in the epoch's order."""
+
+    is_drawn_at_once = True
+
+    def __init__(self, epoch: Epoch[T]) -> None:
+        self._epoch = epoch
+        self._order: Order | None = None
+        self._is_finished = False
+
+    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+        """Draw the order, and yield the items at this rank's positions."""
+        plan, epoch = self._epoch.plan, self._epoch
+        with epoch.rng:
+            self._order = order = order_of(epoch.sampler, epoch.number)
+        self.drawn = sys.maxsize
+        rest = plan.rest(order.length, epoch.before)
+        length = self.length = len(rest)
+        at = partial(_items_at, order, rest)
+        real, repeated = plan.sources(length)
+        padding = at(repeated)  # first: an order is looked up from its beginning on
+        # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
+        rounds = length // plan.num_replicas
+        yield from map(at, blocks(real[skip:rounds]))
+        if epoch.verify is not None and skip <= rounds:
+            told = range(0, order.length, max(1, order.length // COMPARED))
+            epoch.verify(order.length, fingerprint(order.at(told)))
+        yield from map(at, blocks(real[max(skip, rounds) :]))
+        yield padding[max(0, skip - len(real)) :]
+        self.ends_within(0)
+
+    def ends_within(self, items: int) -> bool:
+        """Draw, once, what the sampler draws after its last item: nothing else is left to draw."""
+        if self._order is not None and not self._is_finished:
+            self._is_finished = True
+            self._order.finish()
+        return self._order is not None
+
+
+class Drawn(Source[T]):
+    """Draws the whole stream, chunk by chunk, and keeps this rank's items.
 
     Args:
-        plans: Which positions are whose; of one world.
-        chunks: The stream, in chunks of whole rounds; only the last may be shorter.
-        length: The stream's length, for ``layout="contiguous"``; interleaved, its end is found and not predicted.
-        at_end: Called with the number of items that came: before any padding, and before the items of an incomplete
-            round, so that every rank knows the end when some come to it.
+        epoch: The epoch.
+        comes_late: Whether earlier passes have drawn from the same sampler.
     """
-    kept = plans[0].num_replicas - 1  # padding repeats the stream's first items, and never more than these
-    first: list[T] = []
-    drawn, ended = 0, False
-    for chunk in chunks:
-        first += chunk[: kept - len(first)]
-        start, drawn = drawn, drawn + len(chunk)
-        if ended := len(chunk) % plans[0].num_replicas > 0:
-            at_end(drawn)
-        yield [chunk[plan.part(start, len(chunk), length)] for plan in plans]
-    if not ended:
-        at_end(drawn)
-    yield [[first[position % drawn] for position in plan.padding(drawn)] for plan in plans]
+
+    def __init__(self, epoch: Epoch[T], *, comes_late: bool) -> None:
+        self._epoch = epoch
+        # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
+        # torch.Generator, the order of their draws is part of the stream.
+        with epoch.rng:
+            stream = iter(epoch.sampler)
+        self._stream = Stream(epoch, stream, must_give=epoch.is_one_shot and comes_late)
+
+    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+        """Draw on, and yield what is this rank's."""
+        shares = self._stream.shares([self._epoch.plan], skip, self._found, self._epoch.verify)
+        return self._skipping(skip, (part for (part,) in shares))
+
+    def _found(self, length: int) -> None:
+        self.length = length
+
+    def ends_within(self, items: int) -> bool:
+        """Draw on, and tell whether at most so many items of the share are left."""
+        # What is read ahead of an iterator would be lost to the next pass.
+        return not self._epoch.is_one_shot and self._stream.ends_within(items)
+
+
+class Led(Source[T]):
+    """Gets this rank's items from the leader; on the leader, draws for all and sends every rank its share.
+
+    Args:
+        epoch: The epoch.
+        leader: How the ranks communicate.
+        turn: Tells which pass this is, to be compared between the ranks.
+        plans: Every rank's, in the leader's order.
+        before: What the samplers held before the pass.
+        held: Tells what they hold now.
+        has_length: Whether the sampler says how many items it has.
+        comes_late: Whether earlier passes have drawn from the same sampler.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch[T],
+        leader: Leader,
+        turn: Callable[[], Mapping[str, object]],
+        plans: Sequence[Plan],
+        before: Held,
+        held: Callable[[], Held],
+        *,
+        has_length: bool,
+        comes_late: bool,
+    ) -> None:
+        self._leader, self._turn, self._plans, self._held = leader, turn, plans, held
+        self._piece_sizes = _piece_sizes(epoch, has_length)
+        # Begun with its first item: an error then is one that the leader can tell the others of.
+        stream = chain.from_iterable(iter([epoch.sampler]))
+        self._stream = Stream(epoch, stream, must_give=epoch.is_one_shot and comes_late)
+        self.held_before = before
+
+    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+        """Yield what is sent, or on the leader this rank's part of what it draws."""
+        return self._skipping(skip, self._sent(skip) if self._leader.draws else self._received())
+
+    def _sent(self, skip: int) -> Iterator[list[T]]:
+        shares = self._stream.shares(self._plans, skip, self._found, None)
+        return self._leader.send(shares, self._turn(), self._note, *self._piece_sizes)
+
+    def _received(self) -> Iterator[list[T]]:
+        return self._leader.receive(self._turn(), self._take_note)
+
+    def _found(self, length: int) -> None:
+        self.length = length
+
+    def _note(self, is_last: bool) -> tuple[Held | None, Held | None, int | None]:
+        """Return what the leader tells the others, so that every rank knows where the loader stands."""
+        self.held_after = self._held() if is_last else None
+        return self.held_before, self.held_after, self.length
+
+    def _take_note(self, note: tuple[Held | None, Held | None, int | None]) -> None:
+        self.held_before, self.held_after, self.length = note
+
+    def ends_within(self, items: int) -> bool:
+        """Tell whether the last piece was sent: every rank learns of the end from the leader."""
+        return self.held_after is not None
+
+
+def _piece_sizes(epoch: Epoch[Any], has_length: bool) -> tuple[int, int]:
+    """Return how many items, all ranks' together, the leader's first message holds, and a later one at most."""
+    if epoch.is_one_shot:
+        return 1, 1  # which is a round: nothing is drawn ahead
+    if epoch.plan.needs_length:
+        # All at once: a rank whose run comes late must not wait for steps of the others.
+        return sys.maxsize, sys.maxsize
+    return LARGEST_PIECE if has_length else FIRST_PIECE, LARGEST_PIECE
+
+
+def _items_at(order: Order, rest: Rest, positions: range) -> Sequence[Any]:
+    """Return the items at these positions of the rest."""
+    runs = rest.cut(positions)
+    return order.at(runs[0]) if len(runs) == 1 else [item for run in runs for item in order.at(run)]

@@ -4,7 +4,7 @@ import hashlib
 import os
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -16,7 +16,7 @@ from uuid import UUID
 import numpy as np
 import torch
 
-__all__ = ["COMPARED", "Fingerprint", "fingerprint", "fingerprinted"]
+__all__ = ["COMPARED", "Fingerprint", "fingerprint"]
 
 T = TypeVar("T")
 
@@ -44,6 +44,12 @@ class Fingerprint:
             for part in _encoded(item):
                 self._hash.update(part)
 
+    def watching(self, chunks: Iterable[list[T]]) -> Iterator[list[T]]:
+        """Pass the chunks of a stream on, after adding their items."""
+        for chunk in chunks:
+            self.add(chunk)
+            yield chunk
+
     def hexdigest(self) -> str:
         """Return the fingerprint of all items so far, 32 hexadecimal digits."""
         return self._hash.hexdigest()
@@ -64,23 +70,6 @@ def fingerprint(items: Iterable[Any]) -> str:
     running = Fingerprint()
     running.add(items)
     return running.hexdigest()
-
-
-def fingerprinted(chunks: Iterable[list[T]], round_size: int, at_end: Callable[[int, str], None]) -> Iterator[list[T]]:
-    """Pass the chunks of a stream on; at its end call ``at_end`` with the number of items and their fingerprint.
-
-    An incomplete round is the last: the end is told before its items are given, because not every rank has one of these
-    and may never ask for more.
-    """
-    drawn, running, ended = 0, Fingerprint(), False
-    for chunk in chunks:
-        drawn += len(chunk)
-        running.add(chunk)
-        if ended := len(chunk) % round_size > 0:
-            at_end(drawn, running.hexdigest())
-        yield chunk
-    if not ended:
-        at_end(drawn, running.hexdigest())
 
 
 def _encoded(item: Any) -> Iterator[bytes]:

@@ -1,10 +1,10 @@
-"""Epochs of which any part can be looked up, so that a rank takes its share without what lies between.
+"""Orders that can be looked up, so that a rank reads the items of its share and no others.
 
-torch's own samplers draw an epoch's order at once; here it is kept as they draw it, in 32 bits where these hold it, and
+torch's own samplers draw an epoch's order at once. We draw it as they do, keep it in 32 bits where these suffice, and
 each rank reads its positions. Other samplers take part by ``items_at``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -20,8 +20,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddp_patch.errors import StreamLengthError
+from ddp_patch.errors import InvalidOptionError, StreamLengthError
 from ddp_patch.plan import blocks
+from ddp_patch.streams.fingerprint import COMPARED
 from ddp_patch.streams.permutation import Permutation
 from ddp_patch.streams.random_access import RandomAccess, is_random_access
 from ddp_patch.streams.seeding import shuffle_key
@@ -29,12 +30,16 @@ from ddp_patch.streams.seeding import shuffle_key
 __all__ = [
     "Order",
     "ScalableShuffle",
+    "has_computed_order",
     "has_order",
-    "is_random_access",
+    "is_torch_sampler",
     "order_of",
+    "order_parameters",
+    "require_shuffle",
+    "spread",
 ]
 
-# Of an order that is drawn turn by turn, how many items a turn has, at least.
+# How many items a turn has, at least, where an order is drawn turn by turn.
 _TURN = 2**17
 
 
@@ -44,7 +49,7 @@ class Order:
 
     Attributes:
         length: How many items it has.
-        at: Gives the items at some positions, all of them in ``range(length)``. It is asked for increasing ones, from
+        at: Gives the items at some positions, all of them in ``range(length)``. Ask for increasing positions, from
             call to call too.
         finish: Draws what the sampler draws after its last item.
     """
@@ -54,37 +59,22 @@ class Order:
     finish: Callable[[], object] = lambda: None
 
 
-def has_order(sampler: object) -> bool:
-    """Tell whether ``order_of`` knows the sampler.
+@dataclass(frozen=True, slots=True)
+class _TorchSampler:
+    """What we know of one of torch's sampler types.
 
-    torch's samplers are those of exactly its types: a subclass may have any order. Of the user's own generator nothing
-    is drawn ahead of the turn in use: where there are several, the sampler is to be iterated.
+    Attributes:
+        order: Draws an epoch's order, as the sampler's ``__iter__`` does: the same calls under the same random states,
+            but as a whole and in the smallest integers that hold it. The values do not depend on that.
+        parameters: Tells what the order follows from, besides the random states.
     """
-    if type(sampler) is RandomSampler:
-        turns = sampler.replacement or sampler.num_samples > len(sampler.data_source)
-        return not (turns and (sampler.generator is not None or len(sampler.data_source) == 0))
-    known = (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, ScalableShuffle)
-    return type(sampler) in known or is_random_access(sampler)
+
+    order: Callable[[Any], Order]
+    parameters: Callable[[Any], list[object]]
 
 
-def order_of(sampler: Any, epoch: int) -> Order:
-    """Return the order of an epoch, which torch's samplers draw here; it is the order that iterating them gives."""
-    # As each sampler's __iter__ draws it, but as a whole, and in the smallest type: the values do not depend on it.
-    if type(sampler) is SequentialSampler:
-        return Order(len(sampler.data_source), lambda positions: positions)
-    if type(sampler) is RandomSampler:
-        return _random_order(sampler)
-    if type(sampler) is SubsetRandomSampler:
-        indices = sampler.indices
-        drawn = torch.randperm(len(indices), generator=sampler.generator, dtype=_integers(len(indices)))
-        return Order(len(drawn), lambda positions: [indices[place] for place in _read(drawn, positions)])
-    if type(sampler) is WeightedRandomSampler:
-        return _drawn(
-            torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator)
-        )
-    if type(sampler) is ScalableShuffle:
-        return sampler.order(epoch)
-    return Order(len(sampler), partial(_looked_up, sampler, epoch))
+def _sequential_order(sampler: SequentialSampler) -> Order:
+    return Order(len(sampler.data_source), lambda positions: positions)
 
 
 def _random_order(sampler: RandomSampler) -> Order:
@@ -107,8 +97,73 @@ def _random_order(sampler: RandomSampler) -> Order:
     return _drawn(permuted(num_samples), lambda: permuted(n) if given is not None and num_samples == n else None)
 
 
+def _subset_order(sampler: SubsetRandomSampler) -> Order:
+    indices = sampler.indices
+    drawn = torch.randperm(len(indices), generator=sampler.generator, dtype=_integers(len(indices)))
+    return Order(len(drawn), lambda positions: [indices[place] for place in _read(drawn, positions)])
+
+
+def _weighted_order(sampler: WeightedRandomSampler) -> Order:
+    return _drawn(
+        torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator)
+    )
+
+
+# torch's own samplers, by exact type: a subclass may have any order.
+_TORCH_SAMPLERS: Mapping[type, _TorchSampler] = {
+    SequentialSampler: _TorchSampler(_sequential_order, lambda _: ["sequential"]),
+    RandomSampler: _TorchSampler(
+        _random_order, lambda sampler: ["random", sampler.replacement, sampler.num_samples, sampler.generator is None]
+    ),
+    SubsetRandomSampler: _TorchSampler(_subset_order, lambda sampler: ["subset", *spread(sampler.indices)]),
+    WeightedRandomSampler: _TorchSampler(
+        _weighted_order,
+        lambda sampler: ["weighted", sampler.replacement, sampler.num_samples, *spread(sampler.weights)],
+    ),
+}
+
+
+def is_torch_sampler(sampler: object) -> bool:
+    """Tell whether it is one of torch's own samplers, whose data no pass changes."""
+    return type(sampler) in _TORCH_SAMPLERS
+
+
+def order_parameters(sampler: object) -> list[object] | None:
+    """Return what the order of one of torch's own samplers follows from, besides the random states; else None."""
+    known = _TORCH_SAMPLERS.get(type(sampler))
+    return None if known is None else known.parameters(sampler)
+
+
+def has_order(sampler: object) -> bool:
+    """Tell whether ``order_of`` knows the sampler."""
+    if type(sampler) is RandomSampler:
+        # An order of several turns is drawn ahead, which would move the user's own generator too far. Iterate those.
+        turns = sampler.replacement or sampler.num_samples > len(sampler.data_source)
+        return not (turns and (sampler.generator is not None or len(sampler.data_source) == 0))
+    return is_torch_sampler(sampler) or has_computed_order(sampler)
+
+
+def has_computed_order(sampler: object) -> bool:
+    """Tell whether ``order_of`` computes the order of a sampler, and draws nothing."""
+    return type(sampler) is ScalableShuffle or is_random_access(sampler)
+
+
+def order_of(sampler: Any, epoch: int) -> Order:
+    """Return the order of an epoch: the one that iterating the sampler gives. torch's samplers draw it here."""
+    if (known := _TORCH_SAMPLERS.get(type(sampler))) is not None:
+        return known.order(sampler)
+    if type(sampler) is ScalableShuffle:
+        return sampler.order(epoch)
+    return Order(len(sampler), partial(_looked_up, sampler, epoch))
+
+
+def spread(values: Any) -> list[Any]:
+    """Return some of the values, from all over the sequence."""
+    return [values[position] for position in range(0, len(values), max(1, len(values) // COMPARED))]
+
+
 class _Turns:
-    """An order that is drawn turn by turn, of which one is held.
+    """An order that is drawn turn by turn. It holds one turn at a time.
 
     Args:
         length: How many items it has.
@@ -162,20 +217,24 @@ def _looked_up(sampler: RandomAccess, epoch: int, positions: range) -> list[Any]
 
 
 def _as_array(positions: range) -> npt.NDArray[np.int64]:
-    step = positions.step if len(positions) > 1 else 1  # of a single position it may be larger than 64 bits
+    step = positions.step if len(positions) > 1 else 1  # a single position's step may exceed 64 bits
     return positions.start + step * np.arange(len(positions))
 
 
 class ScalableShuffle(Sampler[int]):
-    """The order of a shuffling sampler of torch's, in constant memory: computed at the positions asked for.
+    """Shuffles as one of torch's samplers does, in constant memory: it computes what stands at a position.
 
     Args:
         sampler: A ``RandomSampler`` without replacement, of no more samples than there are, or a
             ``SubsetRandomSampler``.
         seed: What each epoch's order follows from.
+
+    Raises:
+        InvalidOptionError: It is another sampler.
     """
 
     def __init__(self, sampler: RandomSampler | SubsetRandomSampler, seed: int) -> None:
+        require_shuffle(sampler)
         self.sampler = sampler
         self.seed = seed
         self.epoch: int = 0
@@ -204,3 +263,20 @@ class ScalableShuffle(Sampler[int]):
             return places if indices is None else [indices[place] for place in places]
 
         return Order(len(self.sampler), at)
+
+
+def require_shuffle(sampler: object) -> None:
+    """Refuse a scalable shuffle of what torch does not shuffle."""
+    what = None
+    if type(sampler) not in {RandomSampler, SubsetRandomSampler}:
+        what = "is not torch's RandomSampler or SubsetRandomSampler"
+    elif type(sampler) is RandomSampler and sampler.replacement:
+        what = "samples with replacement"
+    elif type(sampler) is RandomSampler and sampler.num_samples > len(sampler.data_source):
+        what = f"takes {sampler.num_samples} samples of {len(sampler.data_source)}, some of them again"
+    if what is not None:
+        raise InvalidOptionError(
+            "scalable_shuffle=True computes the order of a loader that torch shuffles, and this one's order comes from "
+            f"{type(sampler).__name__}, which {what}. Build the loader with shuffle=True, or leave scalable_shuffle "
+            "out; a sampler of your own can have items_at(positions, epoch) instead."
+        )

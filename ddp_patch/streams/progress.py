@@ -1,38 +1,71 @@
-"""How far a sampler's items were taken."""
+"""How far a pass has come, and its states."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from enum import Enum
 from operator import length_hint
 from typing import Any, TypeVar
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "State"]
 
 T = TypeVar("T")
 
 
-@dataclass(kw_only=True)
+class State(Enum):
+    """The states of a pass, in the order in which it goes through them."""
+
+    NOT_BEGUN = "not begun"  # nothing was asked for
+    RUNNING = "running"
+    ENDED = "ended"  # all items were given
+    LEFT = "left"  # broken off before
+
+
 class Progress:
-    """How far a pass has come.
+    """How far a pass has come. It changes by its methods alone.
+
+    Args:
+        skip: How many items were taken before the pass, which goes on after these.
 
     Attributes:
-        skip: How many items were taken before it: it goes on after these.
-        given: How many items were drawn, those skipped included.
-        ended: Whether there are no more.
-        part: What of the drawn items was not taken yet.
+        given: How many items were given, those before the pass included.
+        state: Which state the pass is in.
     """
 
-    skip: int = 0
-    given: int = 0
-    ended: bool = False
-    part: Iterator[Any] = field(default_factory=lambda: iter(()))
+    def __init__(self, skip: int = 0) -> None:
+        self.skip = skip
+        self.given = skip
+        self.state: State = State.NOT_BEGUN
+        self._run: Iterator[Any] = iter(())
 
     @property
     def taken(self) -> int:
-        """How many items were taken, those skipped included."""
-        return max(self.skip, self.given - length_hint(self.part))
+        """How many of the items given were taken, those before the pass included."""
+        return self.given - length_hint(self._run)
 
-    def begin(self, part: Sequence[T]) -> Iterator[T]:
-        """Return an iterator over what is not to be skipped of the items that come next."""
-        self.part = iter(part[max(0, self.skip - self.given) :])
+    @property
+    def is_ended(self) -> bool:
+        """Whether all items were given."""
+        return self.state is State.ENDED
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be asked for."""
+        return self.state in {State.ENDED, State.LEFT}
+
+    def begin(self) -> None:
+        """Note that the first item was asked for."""
+        self.state = State.RUNNING
+
+    def give(self, part: Sequence[T]) -> Iterator[T]:
+        """Give the items that come next; return an iterator over them."""
         self.given += len(part)
-        return self.part
+        self._run = run = iter(part)
+        return run
+
+    def end(self) -> None:
+        """Note that there are no more items."""
+        self.state = State.ENDED
+
+    def leave(self) -> None:
+        """Note that nobody will ask for more; a pass that has ended stays so."""
+        if self.state is not State.ENDED:
+            self.state = State.LEFT

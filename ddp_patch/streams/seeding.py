@@ -1,38 +1,32 @@
-"""Randomness from (seed, epoch): private states in the place of the ambient ones, seeds for workers, the epoch count.
+"""Randomness from (seed, epoch): random states are swapped, workers seeded and epochs counted here.
 
-The three *global* generators (torch's on the CPU, numpy's, Python's) are called ambient. Samplers draw from them,
-and so does training; here one is kept from disturbing the other.
+We call the three *global* generators (torch's on the CPU, numpy's, Python's) ambient. Samplers and training both draw
+from them. ``PrivateRNG`` keeps one from disturbing the other.
 """
 
-import base64
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
+
+from ddp_patch.compat import replace_worker_seed
+from ddp_patch.streams.generators import plain
 
 __all__ = [
     "EpochCounter",
     "PrivateRNG",
-    "RandomGenerator",
     "WorkerSeeding",
     "ambient_state",
     "ambient_unmoved",
     "distributed_permutation",
     "epoch_seed",
-    "generator_state",
-    "set_generator_state",
     "shuffle_key",
-    "unmoved",
 ]
-
-# One that somebody holds, as opposed to the global ones.
-RandomGenerator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 # What a seed is used for, so that no two uses draw the same numbers.
 _ORDER, _WORKER, _SHUFFLE = 0, 1, 2
@@ -64,14 +58,14 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:
-    """Return what the permutation of an epoch follows from, where it is computed and not drawn."""
+    """Return the key of an epoch's order, where that is computed and not drawn."""
     return _derive(seed, _SHUFFLE, epoch)
 
 
 class EpochCounter:
-    """Which epoch a sampler is in; it moves on when the next pass draws its first item.
+    """Counts epochs: the next one begins when a pass draws its first item.
 
-    An iterator that is made and never drawn from, as a ``DataLoader`` with workers does, does not count.
+    An iterator that nothing is drawn from does not count. A ``DataLoader`` with workers makes one for each pass.
     """
 
     def __init__(self) -> None:
@@ -86,7 +80,7 @@ class EpochCounter:
 
     def begin(self, epoch: int) -> None:
         """Record that a pass over ``epoch`` has drawn."""
-        # An iterator of an earlier epoch may come late; the count goes on from the latest.
+        # An iterator of an earlier epoch may come late. Keep counting from the latest.
         self.current, self._begun = max(self.current, epoch), True
         self.passes += 1
 
@@ -106,7 +100,7 @@ class _GlobalState:
 
     @classmethod
     def capture(cls) -> "_GlobalState":
-        # numpy keeps a normal draw beside the bit generator, which a swap of bit generators would lose.
+        # numpy keeps a second normal draw beside the bit generator. A swap of bit generators would lose it.
         numpy = np.random.get_state(legacy=False)
         gauss = numpy if numpy["has_gauss"] and numpy["bit_generator"] == "MT19937" else None
         bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
@@ -121,9 +115,9 @@ class _GlobalState:
 
 
 class PrivateRNG:
-    """While entered, the global generators continue a private stream of (seed, epoch); after it, their own.
+    """While entered, the global generators draw from a private stream of (seed, epoch); afterwards from their own.
 
-    It can be entered again and again: what it draws goes on where it stopped.
+    Enter it as often as you like: the private stream goes on where it stopped.
 
     Examples:
         >>> with PrivateRNG(seed=7, epoch=0):
@@ -143,8 +137,8 @@ class PrivateRNG:
             random.Random(_python_seed(sequence)).getstate(),
         )
 
-    # The global generators are one for all threads: two that swapped them at once would take each other's states for
-    # the ambient ones.
+    # All threads share the global generators. Two that swapped them at once would take each other's private states
+    # for the ambient ones.
     _swapping = threading.RLock()
 
     def __enter__(self) -> None:
@@ -159,69 +153,20 @@ class PrivateRNG:
 
 
 def ambient_state() -> tuple[object, ...]:
-    """Return what is equal only where none of the global generators was drawn from in between."""
+    """Return a value that changes whenever one of the global generators is drawn from."""
     state = _GlobalState.capture()
     numpy = np.random.get_state(legacy=False)
-    return state.torch.numpy().tobytes(), repr(_plain(numpy)), state.python
+    return state.torch.numpy().tobytes(), repr(plain(numpy)), state.python
 
 
 @contextmanager
 def ambient_unmoved() -> Iterator[None]:
-    """Put the global generators back, afterwards, into the states that they have now."""
+    """Put the global generators back, on leaving, into the states that they have now."""
     state = _GlobalState.capture()
     try:
         yield
     finally:
         state.install()
-
-
-@contextmanager
-def unmoved(generators: Iterable[RandomGenerator]) -> Iterator[None]:
-    """Put the generators back, afterwards, into the states that they have now."""
-    before = [(generator, generator_state(generator)) for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in before:
-            set_generator_state(generator, state)
-
-
-def generator_state(generator: RandomGenerator) -> Any:
-    """Return a generator's state, in numbers, strings, lists and dicts."""
-    match generator:
-        case torch.Generator():
-            return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
-        case np.random.Generator():
-            return _plain(generator.bit_generator.state)
-        case np.random.RandomState():
-            return _plain(generator.get_state(legacy=False))
-        case _:
-            return _plain(generator.getstate())
-
-
-def set_generator_state(generator: RandomGenerator, state: Any) -> None:
-    """Put a generator into a state that ``generator_state`` has told of one of its kind."""
-    match generator:
-        case torch.Generator():
-            generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
-        case np.random.Generator():
-            generator.bit_generator.state = state
-        case np.random.RandomState():
-            generator.set_state(state)
-        case _:
-            version, internal, gauss = state
-            generator.setstate((version, tuple(internal), gauss))
-
-
-def _plain(value: Any) -> Any:
-    match value:
-        case dict():
-            return {key: _plain(part) for key, part in value.items()}
-        case tuple():
-            return [_plain(part) for part in value]
-        case np.ndarray():
-            return value.tolist()
-    return value
 
 
 def _python_seed(sequence: np.random.SeedSequence) -> int:
@@ -261,7 +206,6 @@ class WorkerSeeding:
         torch.manual_seed(seed)
         np.random.seed(sequence.generate_state(4))
         random.seed(_python_seed(sequence))
-        # WorkerInfo is frozen, and get_worker_info() has no other place to read the seed from.
-        object.__setattr__(get_worker_info(), "seed", seed)
+        replace_worker_seed(seed)
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)

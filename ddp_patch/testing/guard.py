@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import NotPatchedError
-from ddp_patch.loaders.copying import sharding
+from ddp_patch.loaders.recognition import sharded_by
 
 __all__ = ["guard_this_process", "guarded", "places_recorded"]
 
@@ -111,7 +111,7 @@ def _guarding(begin: Any) -> Any:
 
 def _require_sharded(loader: DataLoader[Any]) -> None:
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if ranks > 1 and sharding(loader) is None:
+    if ranks > 1 and sharded_by(loader) is None:
         place = vars(loader).get(_PLACE, "a place that is not known, because it was made before the guard was on")
         raise NotPatchedError(
             f"Rank {dist.get_rank()} of {ranks} iterates a {type(loader).__name__} that is not sharded, so every rank "

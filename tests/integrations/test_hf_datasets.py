@@ -16,7 +16,7 @@ from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_ex
 from zoo import N, seed_ambient
 
 from ddp_patch import DDPPatchError, check_loaders_is_patched, patch_dataloader_to_ddp
-from ddp_patch.loaders.contents import chosen_samples
+from ddp_patch.loaders.samples import chosen_samples
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 

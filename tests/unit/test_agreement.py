@@ -34,8 +34,7 @@ from zoo import (
 )
 
 from ddp_patch import RankMismatchError, patch_dataloader_to_ddp
-from ddp_patch.loaders.contents import chosen_samples
-from ddp_patch.ranks.agreement import sample_order
+from ddp_patch.loaders.samples import chosen_samples, sample_order
 from ddp_patch.ranks.comparison import require_same
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader, _pieces
 

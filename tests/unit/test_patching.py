@@ -26,7 +26,7 @@ from ddp_patch import (
     extract_loader_parameters,
     patch_dataloader_to_ddp,
 )
-from ddp_patch.loaders.copying import is_ddp_aware
+from ddp_patch.loaders.recognition import shards_itself
 from ddp_patch.streams.seeding import WorkerSeeding, epoch_seed
 
 WORLD: dict[str, Any] = {"rank": 1, "num_replicas": 3}
@@ -382,9 +382,9 @@ def test_a_frameworks_wrapper_counts_as_what_it_wraps_and_cannot_be_patched(wrap
 @pytest.mark.parametrize("name", ["BatchSamplerShard", "IterableDatasetShard", "DataLoaderDispatcher"])
 def test_what_accelerate_shares_with_is_known_by_name(name: str) -> None:
     shares = type(name, (), {"__module__": "accelerate.data_loader"})()
-    assert is_ddp_aware(shares)
-    assert is_ddp_aware(type("Subclass", (type(shares),), {})())
-    assert not is_ddp_aware(type(name, (), {"__module__": "accelerate.elsewhere"})())
+    assert shards_itself(shares)
+    assert shards_itself(type("Subclass", (type(shares),), {})())
+    assert not shards_itself(type(name, (), {"__module__": "accelerate.elsewhere"})())
 
 
 SCHEDULERS = {

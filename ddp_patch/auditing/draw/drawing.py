@@ -16,7 +16,7 @@ from ddp_patch.auditing.draw.subject import Subject
 from ddp_patch.auditing.draw.subsets import in_base
 from ddp_patch.auditing.draw.traits import made_of_batches
 from ddp_patch.auditing.draw.workers import base_seed, batches_read
-from ddp_patch.loaders.copying import Level, level
+from ddp_patch.loaders.facts import Level, level_of
 from ddp_patch.streams.chunks import own
 
 __all__ = ["Drawn", "draw"]
@@ -121,13 +121,13 @@ def _resident_bytes() -> int:
 
 def _steps(loader: DataLoader[Any]) -> Iterator[list[Any]]:
     """Yield every step's items as the loader would ask for them: without a dataset's ``__getitem__``."""
-    if level(loader) is Level.ITERABLE:
+    if level_of(loader) is Level.ITERABLE:
         yield from batches_read(loader)
         return
     batches = loader.batch_sampler
     indices = iter(cast(Iterable[Any], loader.sampler if batches is None else batches))
     base_seed(loader)
-    if level(loader) is Level.SAMPLE:
+    if level_of(loader) is Level.SAMPLE:
         yield from indices  # torch's own make a new list for each batch
     elif batches is not None or made_of_batches(loader):
         yield from (list(own(batch)) for batch in indices)

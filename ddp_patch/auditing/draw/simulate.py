@@ -13,9 +13,11 @@ from ddp_patch.auditing.draw.drawing import Drawn, draw
 from ddp_patch.auditing.draw.subject import Subject
 from ddp_patch.auditing.draw.traits import Traits, traits_of
 from ddp_patch.errors import StreamLengthWarning
-from ddp_patch.loaders.copying import Level, level, random_generators, samplers_in_use
+from ddp_patch.loaders.facts import Level, level_of
 from ddp_patch.loaders.nesting import tell_epoch
-from ddp_patch.streams.seeding import PrivateRNG, generator_state, set_generator_state, unmoved
+from ddp_patch.loaders.recognition import samplers_in_use
+from ddp_patch.streams.generators import generator_state, random_generators, set_generator_state, unmoved
+from ddp_patch.streams.seeding import PrivateRNG
 
 __all__ = ["Rank", "ranks_of"]
 
@@ -85,5 +87,5 @@ def _set_epoch(loader: Any, epoch: int) -> None:
         tell(epoch)
     else:
         tell_epoch(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, epoch)
-        if level(loader) is Level.ITERABLE and callable(tell := getattr(loader.dataset, "set_epoch", None)):
+        if level_of(loader) is Level.ITERABLE and callable(tell := getattr(loader.dataset, "set_epoch", None)):
             tell(epoch)

@@ -20,7 +20,10 @@ from torch.utils.data import (
 )
 
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
-from ddp_patch.loaders.copying import Level, copy_loader, is_loader, level, nested_samplers, samplers_in_use, sharding
+from ddp_patch.loaders.copying import copy_loader
+from ddp_patch.loaders.facts import Level, level_of
+from ddp_patch.loaders.nesting import nested_samplers
+from ddp_patch.loaders.recognition import is_loader, samplers_in_use, sharded_by
 from ddp_patch.patching import patch_dataloader_to_ddp
 
 __all__ = ["Factory", "Subject", "made_by", "name_of"]
@@ -67,7 +70,7 @@ class Subject:
                     f"audit needs a DataLoader or a function make(rank, world_size) that returns one, and got "
                     f"{self.make!r} ({type(self.make).__name__}). Pass the finished loader itself."
                 )
-        elif (found := sharding(self.make)) is not None:
+        elif (found := sharded_by(self.make)) is not None:
             rank, ranks = (getattr(found, name, "?") for name in ("rank", "num_replicas"))
             raise InvalidOptionError(
                 f"audit was given a loader that is one rank's share already ({type(found).__name__}, rank {rank} of "
@@ -141,11 +144,11 @@ def made_by(make: Factory, rank: int, world_size: int) -> Any:
 def _stream_of(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader whose items are those that there are to share: none left out, none read by several workers."""
     batches: Any = loader.batch_sampler
-    if level(loader) is Level.SAMPLE and batches.drop_last:
+    if level_of(loader) is Level.SAMPLE and batches.drop_last:
         return copy_loader(
             loader, drop_last=False, batch_sampler=BatchSampler(batches.sampler, batches.batch_size, False)
         )
-    if level(loader) is Level.ITERABLE:
+    if level_of(loader) is Level.ITERABLE:
         # One worker, where there are some: the dataset, or worker_init_fn, may ask which one it is.
         return copy_loader(loader, drop_last=False, num_workers=min(1, loader.num_workers))
     return loader
@@ -153,7 +156,7 @@ def _stream_of(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 def _copied(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a copy of the loader whose samplers, or iterable dataset, are its own, with random generators."""
-    names = ["dataset"] if level(loader) is Level.ITERABLE else []
+    names = ["dataset"] if level_of(loader) is Level.ITERABLE else []
     names += ["sampler", "batch_sampler", "generator"]
     memo, new = _shared(loader), {}
     for name in names:
@@ -171,7 +174,7 @@ def _copied(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 def _shared(loader: DataLoader[Any]) -> dict[int, Any]:
     """What copies of samplers share with them, as ``copy.deepcopy`` wants it."""
-    is_iterable = level(loader) is Level.ITERABLE
+    is_iterable = level_of(loader) is Level.ITERABLE
     memo: dict[int, Any] = {} if is_iterable else {id(loader.dataset): loader.dataset}
     holders = [*samplers_in_use(loader), *nested_samplers(loader.sampler), *([loader.dataset] if is_iterable else [])]
     for holder in holders:

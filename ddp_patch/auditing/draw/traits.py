@@ -8,7 +8,9 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ddp_patch.auditing.draw.subsets import base_of
 from ddp_patch.auditing.report import Units
-from ddp_patch.loaders.copying import Level, is_ddp_aware, level, nested_samplers, samplers_in_use
+from ddp_patch.loaders.facts import Level, level_of
+from ddp_patch.loaders.nesting import nested_samplers
+from ddp_patch.loaders.recognition import samplers_in_use, shards_itself
 
 __all__ = ["Traits", "made_of_batches", "traits_of"]
 
@@ -48,7 +50,7 @@ class Traits:
 def traits_of(loader: DataLoader[object]) -> Traits:
     """Return a loader's traits."""
     samplers = list(samplers_in_use(loader))
-    is_iterable = level(loader) is Level.ITERABLE
+    is_iterable = level_of(loader) is Level.ITERABLE
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     return Traits(
         units="batches" if made_of_batches(loader) else "samples",
@@ -57,7 +59,7 @@ def traits_of(loader: DataLoader[object]) -> Traits:
         num_workers=loader.num_workers,
         drops_batch=loader.drop_last or getattr(loader.batch_sampler, "drop_last", False) is True,
         drops_round=any(getattr(sampler, "drop_last", False) is True for sampler in samplers),
-        sharers=sum(map(is_ddp_aware, (*samplers, loader.dataset))),
+        sharers=sum(map(shards_itself, (*samplers, loader.dataset))),
         dataset_length=None if is_iterable else _length(loader.dataset),
         base_length=None if is_iterable else _length(base_of(loader.dataset)),
     )
@@ -71,6 +73,6 @@ def _length(dataset: Any) -> int | None:
 
 def made_of_batches(loader: DataLoader[object]) -> bool:
     """Tell whether what is shared are whole batches."""
-    if level(loader) is Level.UNBATCHED:
+    if level_of(loader) is Level.UNBATCHED:
         return any(isinstance(sampler, BatchSampler) for sampler in nested_samplers(loader.sampler))
-    return level(loader) is Level.BATCH
+    return level_of(loader) is Level.BATCH

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.worker import WorkerInfo
 
-from ddp_patch.shares.iterables.dataset import worker_info
+from ddp_patch.compat import worker_info_told
 from ddp_patch.streams.seeding import PrivateRNG
 
 __all__ = ["base_seed", "batches_read"]
@@ -73,7 +73,7 @@ class _Worker:
         if self.rng is None:
             yield
             return
-        with self.rng, worker_info(self.info):
+        with self.rng, worker_info_told(self.info):
             yield
 
 

@@ -1,0 +1,91 @@
+"""The guard: are these loaders sharded?"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+from torch.utils.data import DataLoader
+
+from ddp_patch.compat import HELD_LOADERS
+from ddp_patch.errors import NotALoaderError, NotPatchedError
+from ddp_patch.loaders.recognition import is_loader, sharded_by
+
+__all__ = ["assert_loaders_patched", "check_loaders_is_patched"]
+
+Loaders: TypeAlias = "DataLoader[Any] | Mapping[str, Loaders] | Sequence[Loaders]"
+
+
+def check_loaders_is_patched(loaders: Loaders) -> bool:
+    """Tell whether every loader is sharded: by this package or by any other ``DistributedSampler``.
+
+    Args:
+        loaders: A loader, or any nest of lists, tuples and dicts of loaders.
+
+    Raises:
+        NotALoaderError: Something in the nest is neither a nest nor a loader.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> loader = DataLoader(range(10))
+        >>> from ddp_patch import patch_dataloader_to_ddp
+        >>> patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
+        >>> check_loaders_is_patched(patched), check_loaders_is_patched({"train": patched, "val": [loader]})
+        (True, False)
+    """
+    return all(sharded_by(loader) is not None for _, loader in _leaves(loaders, ""))
+
+
+def assert_loaders_patched(loaders: Loaders) -> None:
+    """Raise unless every loader is sharded, naming each that is not by its place.
+
+    Args:
+        loaders: A loader, or any nest of lists, tuples and dicts of loaders.
+
+    Raises:
+        NotPatchedError: At least one loader is not sharded; an ``AssertionError`` too.
+        NotALoaderError: Something in the nest is neither a nest nor a loader.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from ddp_patch import patch_dataloader_to_ddp
+        >>> patched = patch_dataloader_to_ddp(DataLoader(range(10)), rank=0, num_replicas=2)
+        >>> assert_loaders_patched({"train": patched, "val": [patched, DataLoader(range(3))]})
+        Traceback (most recent call last):
+        ...
+        ddp_patch.errors.NotPatchedError: Every rank would get all data from 1 of 3 loaders: val[1]. \
+Pass each through patch_dataloader_to_ddp() on every rank.
+    """
+    leaves = list(_leaves(loaders, ""))
+    offenders = [place or "the loader" for place, loader in leaves if sharded_by(loader) is None]
+    if offenders:
+        raise NotPatchedError(
+            f"Every rank would get all data from {len(offenders)} of {len(leaves)} loaders: {', '.join(offenders)}. "
+            "Pass each through patch_dataloader_to_ddp() on every rank."
+        )
+
+
+def _held_in(value: object) -> str | None:
+    """Return the attribute in which a wrapper that is no loader holds some."""
+    return next((name for name in HELD_LOADERS if hasattr(value, name)), None)
+
+
+def _leaves(loaders: Loaders, place: str) -> Iterator[tuple[str, DataLoader[Any]]]:
+    """Yield every loader of a nest with its place in it, such as ``val[1]``."""
+    match loaders:
+        case DataLoader():
+            yield place, loaders
+        case Mapping():
+            for key, nested in loaders.items():
+                name = f"{place}.{key}" if place else str(key)
+                yield from _leaves(nested, name)
+        case list() | tuple():
+            for index, nested in enumerate(loaders):
+                yield from _leaves(nested, f"{place}[{index}]")
+        case _ if is_loader(loaders):
+            yield place, cast(DataLoader[Any], loaders)
+        case _ if (held := _held_in(loaders)) is not None:
+            yield from _leaves(getattr(loaders, held), f"{place}.{held}" if place else held)
+        case _:
+            raise NotALoaderError(
+                f"Found {loaders!r} ({type(loaders).__name__}) at {place or 'the top'} where a DataLoader or a list, "
+                "tuple or dict of them was expected. Leave it out, or pass the loader itself."
+            )

@@ -1,0 +1,188 @@
+"""What we rely on though nobody promised it: private names of torch, class names and marks of other packages.
+
+No other module names one of these, so a new version of torch, or of another package, is tested against this module
+alone. Each entry says why it is needed, in which version it was seen, and whether a public way exists.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = [
+    "ACCELERATE_NON_BLOCKING",
+    "ACCELERATE_PREPARED",
+    "ACCELERATE_UNCUT",
+    "HELD_LOADERS",
+    "LIGHTNING_ARGUMENTS",
+    "RUNNING_ITERATOR",
+    "AccelerateLeavesAlone",
+    "RunningLoader",
+    "default_store",
+    "forget_iterator",
+    "gloo_group",
+    "has_own_iteration",
+    "is_hugging_face_table",
+    "is_split_by_node",
+    "made_worker_info",
+    "replace_worker_seed",
+    "root_mesh",
+    "shards_in_accelerate",
+    "torchdata_batch_sampler",
+    "uses_torch_batch_sampler",
+    "worker_info_told",
+]
+
+# ---- torch, seen in 2.13.0 ----
+
+# A loader that runs. A copy must not share one. torch has no public name for what `iter(loader)` returns.
+RunningLoader: Final = _BaseDataLoaderIter
+
+# Where a loader with persistent workers keeps it. There is no public way to begin anew.
+RUNNING_ITERATOR: Final = "_iterator"
+
+
+def forget_iterator(loader: DataLoader[Any]) -> None:
+    """Have the next pass start new workers: persistent ones know nothing of what changed in the main process."""
+    setattr(loader, RUNNING_ITERATOR, None)
+
+
+def default_store() -> "Store":
+    """Return the key-value store that the default process group was made with.
+
+    torch hands it out under a private name only. The public way is to make a store of our own, which takes a free port
+    and an address that all ranks know.
+    """
+    return _get_default_store()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that a submesh such as ``mesh["dp"]`` was cut from. torch has no public name for it."""
+    return mesh._get_root_mesh()
+
+
+def gloo_group(store: "Store", rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a gloo group of these ranks alone.
+
+    The public ``dist.new_group`` needs all ranks of the job, or that each is in as many groups as the others, because
+    it names the new group by their number.
+    """
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def made_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> torch_worker.WorkerInfo:
+    """Return what ``get_worker_info()`` tells a worker. torch makes such values for its own workers only."""
+    return torch_worker.WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
+
+
+@contextmanager
+def worker_info_told(info: object) -> Iterator[None]:
+    """Have ``get_worker_info()`` return ``info``. It reads this one variable, and there is no public way to set it."""
+    before = torch_worker._worker_info
+    torch_worker._worker_info = info  # type: ignore[assignment]  # torch declares it as None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before
+
+
+def replace_worker_seed(seed: int) -> None:
+    """Have ``get_worker_info().seed`` be this one. The value is frozen, and datasets read their seed nowhere else."""
+    object.__setattr__(get_worker_info(), "seed", seed)
+
+
+# ---- torchdata, seen in 0.11.0: its classes are torch's in all but name ----
+
+_TORCHDATA: Final = "torchdata.stateful_dataloader"
+_TORCH_BATCH_SAMPLERS: Final = {"torch.utils.data.sampler.BatchSampler", f"{_TORCHDATA}.sampler.BatchSampler"}
+
+
+def uses_torch_batch_sampler(loader: DataLoader[Any]) -> bool:
+    """Tell whether torch's own ``BatchSampler`` makes the batches, and no subclass, which may make them another way."""
+    return _name(type(loader.batch_sampler)) in _TORCH_BATCH_SAMPLERS
+
+
+def torchdata_batch_sampler(loader: DataLoader[Any]) -> type[Any] | None:
+    """Return torchdata's ``BatchSampler`` if the loader is a ``StatefulDataLoader``, which needs that one.
+
+    With torch's own it could not tell its place in an epoch. torchdata is looked up, not imported.
+    """
+    if f"{_TORCHDATA}.stateful_dataloader" not in {base.__module__ for base in type(loader).__mro__}:
+        return None
+    found: type[Any] = sys.modules[f"{_TORCHDATA}.sampler"].BatchSampler
+    return found
+
+
+def has_own_iteration(loader: DataLoader[Any]) -> bool:
+    """Tell whether the loader's class iterates in a way of its own, other than torch's and torchdata's."""
+    iterates = next((base for base in type(loader).__mro__ if "__iter__" in vars(base)), DataLoader)
+    return iterates is not DataLoader and not iterates.__module__.startswith(f"{_TORCHDATA}.")
+
+
+# ---- accelerate, seen in 1.15.0 ----
+
+# The mark of a loader that `accelerator.prepare` leaves alone. There is no public one.
+ACCELERATE_PREPARED: Final = "_is_accelerate_prepared"
+# Arguments of its DataLoaderShard. By the first, gather_for_metrics cuts off nothing: it would take samples for
+# padding, by the length of the unsharded dataset. The second is its setting of the same name. Neither has a public way.
+ACCELERATE_UNCUT: Final = {"_drop_last": True}
+ACCELERATE_NON_BLOCKING: Final = "_non_blocking"
+# What shards in accelerate. None of it is a DistributedSampler, and none bears a public mark.
+_ACCELERATE_SHARDS: Final = {
+    "accelerate.data_loader.BatchSamplerShard",
+    "accelerate.data_loader.IterableDatasetShard",
+    "accelerate.data_loader.DataLoaderDispatcher",
+}
+
+
+class AccelerateLeavesAlone:
+    """Base of a loader that ``accelerator.prepare`` registers for ``save_state`` and does nothing else to."""
+
+    _is_accelerate_prepared = True
+
+    def _update_state_dict(self) -> None:
+        """Do nothing: accelerate calls this before it saves, and the state follows from how many batches were given."""
+
+
+def shards_in_accelerate(holder: object) -> bool:
+    """Tell whether a sampler, dataset or loader is one of those that accelerate shards with."""
+    return not _ACCELERATE_SHARDS.isdisjoint(map(_name, type(holder).__mro__))
+
+
+# ---- Lightning, seen in 2.6.6 ----
+
+# The arguments that Lightning's hooks note while a loader is made, to make it anew. They are the unpatched loader's.
+LIGHTNING_ARGUMENTS: Final = frozenset({"__dataset", "__pl_saved_arg_names", "__pl_saved_args", "__pl_saved_kwargs"})
+
+# ---- wrappers that hold loaders: Lightning's CombinedLoader, seen in 2.6.6, and PyG's PrefetchLoader, in 2.8.1 ----
+
+# These attributes are public, but no class that could be imported without the package declares them.
+HELD_LOADERS: Final[Sequence[str]] = ("iterables", "loader")
+
+# ---- Hugging Face datasets, seen in 5.2.0 ----
+
+
+def is_split_by_node(dataset: object) -> bool:
+    """Tell whether an iterable dataset went through ``split_dataset_by_node()``, which leaves a private mark alone."""
+    return isinstance(dataset, IterableDataset) and getattr(dataset, "_distributed", None) is not None
+
+
+def is_hugging_face_table(dataset: object) -> bool:
+    """Tell whether it is a map-style ``datasets.Dataset``, which is not imported."""
+    is_table = "datasets.arrow_dataset.Dataset" in map(_name, type(dataset).__mro__)
+    return is_table and not isinstance(dataset, IterableDataset)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,94 @@
+"""Which samples of a batch are padding."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader
+
+from ddp_patch.evaluation.one_stream import is_alone, require_one_stream
+from ddp_patch.loaders.copying import copy_loader
+from ddp_patch.loaders.facts import Level
+from ddp_patch.shares.batches import Batches
+from ddp_patch.shares.passes import Pass
+
+__all__ = ["iter_with_mask"]
+
+
+def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each batch of a pass with a mask that is False on padding.
+
+    Args:
+        loader: A loader from ``patch_dataloader_to_ddp``; or an unpatched one in a single process, of which nothing is
+            padding.
+
+    Yields:
+        The batch, and a bool tensor on the CPU with one element for each sample of it; with ``batch_size=None`` one
+        without dimensions.
+
+    Raises:
+        NotPatchedError: The loader was not patched, and there are several ranks.
+        UnsupportedLoaderError: Which samples a batch holds cannot be told.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from ddp_patch import patch_dataloader_to_ddp
+        >>> loader = patch_dataloader_to_ddp(DataLoader(range(5), batch_size=2), rank=1, num_replicas=2)
+        >>> for batch, mask in iter_with_mask(loader):
+        ...     print(batch.tolist(), mask.tolist())
+        [1, 3] [True, True]
+        [0] [False]
+    """
+    if is_alone(loader):
+        return _all_real(loader)
+    return _masked(loader, require_one_stream("iter_with_mask", loader))
+
+
+def _masked(loader: DataLoader[Any], batches: Batches) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each batch with its mask, which follows from the place of its items in this rank's share."""
+    sampler = batches.sampler
+    is_unbatched = loader.batch_sampler is None
+    sampler.keeps_sizes = batches.level is Level.BATCH
+    try:
+        for number, batch in enumerate(loader):
+            if number == 0:
+                one = cast("Pass[Any]", sampler.latest)
+            mask = _mask(batches, one, number)
+            yield batch, mask[0] if is_unbatched else mask
+    finally:
+        sampler.keeps_sizes = False
+
+
+def _mask(batches: Batches, one: Pass[Any], number: int) -> torch.Tensor:
+    """Tell which samples of a pass's batch ``number`` are no padding."""
+    plan = batches.sampler.plan
+    length = one.source.length_found()
+    first = one.skip + number * batches.size
+    # Padding is given after the stream's end was found.
+    share = first + batches.size if length is None else len(plan.share(length))
+    real = share if length is None else share - len(plan.padding(length))
+    if one.sizes is not None:
+        return torch.full((one.sizes.popleft(),), first < real)
+    return torch.arange(first, min(first + batches.size, share)) < real
+
+
+def _all_real(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each batch of an unpatched loader with a mask that is True for all of it."""
+    if loader.batch_sampler is None:
+        for item in loader:
+            yield item, torch.tensor(True)
+        return
+    # Only the samples, before they are put together, tell for any batch how many they are.
+    for samples, batch in copy_loader(loader, collate_fn=_Counted(loader.collate_fn)):
+        yield batch, torch.ones(samples, dtype=torch.bool)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """A ``collate_fn`` that puts the number of samples before what the user's returns."""
+
+    collate_fn: Callable[[Any], Any]
+
+    def __call__(self, samples: Any) -> tuple[int, Any]:
+        return len(samples), self.collate_fn(samples)

@@ -1,0 +1,221 @@
+"""One look at a loader, or at a sampler by itself: everything that sharing it depends on, as one frozen value."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import chain, cycle, islice
+from types import GeneratorType
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ddp_patch.compat import (
+    RUNNING_ITERATOR,
+    RunningLoader,
+    has_own_iteration,
+    uses_torch_batch_sampler,
+)
+from ddp_patch.loaders.nesting import nested_samplers
+from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
+from ddp_patch.loaders.samples import chosen_samples, length_of, or_unknown, sample_order
+from ddp_patch.streams.generators import LOOKED_AT, torch_generators
+
+__all__ = ["Level", "LoaderFacts", "StreamFacts", "level_of", "look_at"]
+
+L = TypeVar("L", bound=DataLoader[Any])
+
+# What cannot be begun anew: a loader that keeps one goes on yielding what it began.
+_RUNNING = (RunningLoader, GeneratorType, map, filter, zip, chain, islice, cycle)
+# Attributes in which an iterator does no harm: torch begins its own anew for each epoch, and samplers and datasets are
+# looked at elsewhere.
+_LOOKED_AT_ELSEWHERE = frozenset({RUNNING_ITERATOR, "dataset", "sampler", "batch_sampler"})
+
+
+class Level(Enum):
+    """What of a loader is sharded."""
+
+    SAMPLE = "sample"  # indices, which torch's own BatchSampler puts into batches on each rank
+    BATCH = "batch"  # whole batches of any other batch sampler
+    UNBATCHED = "unbatched"  # the sampler of a loader without automatic batching: batch_size=None
+    ITERABLE = "iterable"  # an IterableDataset, which no sampler chooses from
+
+
+@dataclass(frozen=True)
+class StreamFacts:
+    """What can be told of a stream without using it up.
+
+    What runs the user's code (lengths, the first items of a copy) is asked at most once, and only where it is needed.
+
+    Attributes:
+        source: What the stream comes from: a sampler, a batch sampler or an iterable dataset.
+        samplers: The source and all samplers nested in it, from the outside in.
+        dataset: What the samples come from, where that is known. It is never copied.
+        holders: What may hold a ``torch.Generator`` of the user's.
+    """
+
+    source: Any
+    samplers: Sequence[object]
+    dataset: object
+    holders: Sequence[object]
+
+    @classmethod
+    def of(cls, source: object) -> "StreamFacts":
+        """Look at a sampler by itself."""
+        samplers = tuple(nested_samplers(source))
+        return cls(source, samplers, None, samplers)
+
+    @property
+    def name(self) -> str:
+        """The class of the source, as errors name it."""
+        return type(self.source).__name__
+
+    @cached_property
+    def length(self) -> int | None:
+        """How many items the stream has, as the source says; None where it does not say."""
+        return length_of(self.source, self.samplers)
+
+    @property
+    def described(self) -> dict[str, object]:
+        """Classes and length, by the names under which ranks compare them and states keep them."""
+        kinds = " over ".join(type(nested).__qualname__ for nested in self.samplers)
+        return {"sampler": kinds, "stream length": or_unknown(self.length)}
+
+    @property
+    def order(self) -> str | None:
+        """A fingerprint of the stream's first items; None where that cannot be told."""
+        return sample_order(self.source, self.dataset)
+
+    @property
+    def samples(self) -> str | None:
+        """A fingerprint of which samples the dataset was cut down to; None where that cannot be told."""
+        return chosen_samples(self.dataset)
+
+    @property
+    def generators(self) -> Sequence[torch.Generator]:
+        """The user's ``torch.Generator`` objects."""
+        return torch_generators(self.holders)
+
+
+@dataclass(frozen=True)
+class LoaderFacts(Generic[L]):
+    """Everything that one look at a loader tells.
+
+    Lengths run the user's code, so they are asked for at most once, and only where somebody needs them.
+
+    Attributes:
+        loader: The loader itself, to be copied.
+        level: What of it is sharded.
+        stream: What is sharded.
+        sharded_by: What shards it already, or None.
+        batch_size: How many samples a batch has; None where torch does not make the batches.
+        drop_last: Whether torch leaves out a last, incomplete batch.
+        num_workers: How many workers it has.
+        batches_ahead: How many batches its workers fetch ahead.
+        iterates_other: The attribute that holds another loader which it may iterate instead of its own data, or None.
+        runs: The attribute that holds an iterator which was begun already, or None.
+    """
+
+    loader: L
+    level: Level
+    stream: StreamFacts
+    sharded_by: object | None
+    batch_size: int | None
+    drop_last: bool
+    num_workers: int
+    batches_ahead: int
+    iterates_other: str | None
+    runs: str | None
+
+    @property
+    def dataset(self) -> Any:
+        """The loader's dataset."""
+        return self.loader.dataset
+
+    @cached_property
+    def dataset_length(self) -> int | None:
+        """How many samples the dataset has, as it says; None where it does not say."""
+        return length_of(self.dataset, nested_samplers(self.dataset))
+
+    @property
+    def described(self) -> dict[str, object]:
+        """What must be the same on every rank, by the names under which ranks compare it."""
+        return {
+            "dataset": type(self.dataset).__qualname__,
+            "dataset length": or_unknown(self.dataset_length),
+            "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
+            "shared by": self.level.value,
+            **self.stream.described,
+        }
+
+
+def look_at(loader: L) -> LoaderFacts[L]:
+    """Look at a loader once, and return what everything else reads of it.
+
+    A framework's wrapper will do, which may lack what only some loaders have.
+    """
+    level = level_of(loader)
+    source = _source(loader, level)
+    samplers = tuple(samplers_in_use(loader))
+    batching: Any = loader.batch_sampler if level is Level.SAMPLE else loader
+    num_workers = getattr(loader, "num_workers", 0)
+    return LoaderFacts(
+        loader=loader,
+        level=level,
+        stream=StreamFacts(source, tuple(nested_samplers(source)), loader.dataset, (loader, *samplers)),
+        sharded_by=sharded_by(loader),
+        batch_size=getattr(batching, "batch_size", None),
+        drop_last=getattr(batching, "drop_last", False),
+        num_workers=num_workers,
+        batches_ahead=num_workers * (getattr(loader, "prefetch_factor", None) or 0),
+        iterates_other=_other_loader(loader),
+        runs=_running_iterator(loader),
+    )
+
+
+def level_of(loader: DataLoader[Any]) -> Level:
+    """Decide what of a loader is sharded."""
+    if isinstance(loader.dataset, IterableDataset):
+        return Level.ITERABLE
+    if loader.batch_sampler is None:
+        return Level.UNBATCHED
+    return Level.SAMPLE if uses_torch_batch_sampler(loader) else Level.BATCH
+
+
+def _source(loader: DataLoader[Any], level: Level) -> object:
+    match level:
+        case Level.SAMPLE:
+            return cast(Any, loader.batch_sampler).sampler
+        case Level.BATCH:
+            return loader.batch_sampler
+        case Level.UNBATCHED:
+            return loader.sampler
+        case Level.ITERABLE:
+            return loader.dataset
+
+
+def _other_loader(loader: DataLoader[Any]) -> str | None:
+    """Return the attribute with another loader, if the loader's class iterates in a way of its own: as Ray's does."""
+    if not has_own_iteration(loader):
+        return None
+    others = (
+        name
+        for name, value in getattr(loader, "__dict__", {}).items()
+        if any(part is not loader and isinstance(part, DataLoader) for part in _parts(value))
+    )
+    return next(others, None)
+
+
+def _running_iterator(loader: DataLoader[Any]) -> str | None:
+    """Return the attribute with an iterator that was begun already."""
+    kept = {name: value for name, value in getattr(loader, "__dict__", {}).items() if name not in _LOOKED_AT_ELSEWHERE}
+    running = (name for name, value in kept.items() if any(isinstance(part, _RUNNING) for part in _parts(value)))
+    return next(running, None)
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return an attribute's value, with its first elements if it is a container."""
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [value, *islice(held, LOOKED_AT)]

@@ -1,0 +1,199 @@
+"""A sampler's stream, drawn in chunks and cut into shares."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
+from ddp_patch.plan import Done, Plan
+from ddp_patch.streams.chunks import MOST_AHEAD, draw, own
+from ddp_patch.streams.fingerprint import Fingerprint
+from ddp_patch.streams.seeding import distributed_permutation
+
+__all__ = ["Epoch", "Stream", "require_sure_length", "share"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch(Generic[T]):
+    """An epoch of a wrapped sampler, of which some pass takes this rank's share.
+
+    Attributes:
+        sampler: The wrapped sampler.
+        number: The epoch's number.
+        plan: Which positions are this rank's.
+        before: What other numbers of ranks have taken; the pass is over the rest.
+        rng: Entered while the sampler draws.
+        draws_ahead: Whether more than a round may be drawn at once.
+        shuffle_seed: Permutes the whole epoch once more, unless None.
+        length: Tells how many items the whole stream has, as the sampler says.
+        at_end: Called with how many items the whole stream had and how many were assumed.
+        verify: Called at the end with how many items were drawn, and their fingerprint; None where nobody compares.
+    """
+
+    sampler: Iterable[T]
+    number: int
+    plan: Plan
+    before: Done
+    rng: AbstractContextManager[None]
+    draws_ahead: bool
+    shuffle_seed: int | None
+    length: Callable[[], int]
+    at_end: Callable[[int, int], None]
+    verify: Callable[[int, str], None] | None
+
+    @property
+    def is_one_shot(self) -> bool:
+        """Whether the sampler is an iterator, which no pass begins anew."""
+        return isinstance(self.sampler, Iterator)
+
+
+class Stream(Generic[T]):
+    """A sampler's stream in an epoch, drawn in chunks and cut into shares.
+
+    Args:
+        epoch: The epoch.
+        stream: The sampler, begun.
+        must_give: Whether it is an error if no item comes.
+    """
+
+    def __init__(self, epoch: Epoch[T], stream: Iterator[T], *, must_give: bool) -> None:
+        self._epoch, self._stream, self._must_give = epoch, stream, must_give
+        self._chunks: _ReadAhead[T] | None = None
+
+    def shares(
+        self,
+        plans: Sequence[Plan],
+        skip: int,
+        found: Callable[[int], None],
+        verify: Callable[[int, str], None] | None,
+    ) -> Iterator[list[list[T]]]:
+        """Yield the shares of some plans in what is left of the epoch, chunk by chunk.
+
+        Args:
+            plans: Whose shares.
+            skip: How many items of each share were taken before.
+            found: Called with how many items were left, when the end was found.
+            verify: As for ``Epoch``.
+        """
+        epoch, plan, stream = self._epoch, self._epoch.plan, self._stream
+        if epoch.shuffle_seed is not None:
+            stream = _shuffled(stream, epoch.shuffle_seed, epoch.number)
+        rest = plan.rest_of_stream(epoch.length, epoch.before)
+        if epoch.before:
+            stream = rest.select(stream)
+        most = MOST_AHEAD if epoch.draws_ahead else 1
+        self._chunks = _ReadAhead(draw(stream, epoch.rng, round_size=plan.num_replicas, most=most))
+        chunks: Iterator[list[T]] = _not_empty(self._chunks, epoch.number) if self._must_give else self._chunks
+        running = Fingerprint()
+        if verify is not None:
+            chunks = running.watching(chunks)
+
+        def at_end(drawn: int) -> None:
+            if verify is not None:
+                verify(drawn, running.hexdigest())
+            found(drawn)
+            if skip > plan.rounds(drawn):
+                raise StateError(
+                    f"The pass cannot go on from the state: {skip} items of each rank's share were done in it, and the "
+                    f"sampler's stream ended after {drawn} items of all ranks. Restore the state of a loader with this "
+                    "sampler."
+                )
+            # What of the stream is not in the rest was drawn too.
+            epoch.at_end(drawn + rest.n - len(rest), rest.n)
+
+        yield from share(plans, chunks, len(rest), at_end)
+
+    def ends_within(self, items: int) -> bool:
+        """Draw on, and tell whether at most so many items of the share are left."""
+        return self._chunks is not None and self._chunks.ends_within(self._epoch.plan, items)
+
+
+def share(
+    plans: Sequence[Plan], chunks: Iterable[list[T]], length: int, at_end: Callable[[int], None]
+) -> Iterator[list[list[T]]]:
+    """Yield each plan's items of a stream, chunk by chunk, then their padding.
+
+    Args:
+        plans: Which positions are whose, in one world.
+        chunks: The stream, in chunks of whole rounds; only the last may be shorter.
+        length: The stream's length, for ``layout="contiguous"``. Interleaved, the end is found and not predicted.
+        at_end: Called with the number of items that came: before any padding, and before the items of an incomplete
+            round, so that every rank knows the end when some come to it.
+    """
+    kept = plans[0].num_replicas - 1  # padding repeats the stream's first items, and never more than these
+    first: list[T] = []
+    drawn, ended = 0, False
+    for chunk in chunks:
+        first += chunk[: kept - len(first)]
+        start, drawn = drawn, drawn + len(chunk)
+        if ended := len(chunk) % plans[0].num_replicas > 0:
+            at_end(drawn)
+        yield [chunk[plan.part(start, len(chunk), length)] for plan in plans]
+    if not ended:
+        at_end(drawn)
+    yield [[first[position % drawn] for position in plan.padding(drawn)] for plan in plans]
+
+
+def require_sure_length(plan: Plan, who: str, kind: str, drawn: int, assumed: int) -> None:
+    """Raise StreamLengthError where runs were cut from a wrong length."""
+    if plan.needs_length and assumed != drawn:
+        raise StreamLengthError(
+            f"{who} yielded {drawn} items and its len() said {assumed}. With layout='contiguous' each rank's run was "
+            f"cut from that length, so this epoch's shares are wrong. Correct the {kind}'s __len__, or use "
+            "layout='interleaved', which needs none."
+        )
+
+
+class _ReadAhead(Iterator[list[T]]):
+    """An iterator over chunks that can read on before it is asked to."""
+
+    def __init__(self, chunks: Iterator[list[T]]) -> None:
+        self._chunks = chunks
+        self._read: deque[list[T]] = deque()
+        self._failure: list[Exception] = []
+
+    def __next__(self) -> list[T]:
+        if not self._read and self._failure:
+            raise self._failure.pop()
+        return self._read.popleft() if self._read else next(self._chunks)
+
+    def ends_within(self, plan: Plan, most: int) -> bool:
+        """Read on, and tell whether at most so many rounds come; with contiguous runs, which have an end, no items.
+
+        An incomplete round that is left out is none.
+        """
+
+        def rounds() -> int:
+            return 0 if plan.needs_length else sum(plan.rounds(len(chunk)) for chunk in self._read)
+
+        while not self._failure and rounds() <= most:
+            try:
+                self._read.append(next(self._chunks))
+            except StopIteration:
+                return True
+            except Exception as error:  # noqa: BLE001 - the user's own, raised when its place comes
+                self._failure.append(error)
+        return False
+
+
+def _not_empty(chunks: Iterator[list[T]], epoch: int) -> Iterator[list[T]]:
+    """Pass chunks on; raise if there is none."""
+    chunk: list[T] = []
+    for chunk in chunks:
+        yield chunk
+    if not chunk:
+        raise ExhaustedSamplerError(
+            f"Nothing is left for epoch {epoch}: the sampler is an iterator, which gives its items once. Give the "
+            "loader something that can be iterated again (a list, or a sampler whose __iter__ begins anew)."
+        )
+
+
+def _shuffled(stream: Iterator[T], seed: int, epoch: int) -> Iterator[T]:
+    """Yield the stream in ``DistributedSampler(shuffle=True)``'s order, which needs all of it."""
+    items = [own(item) for item in stream]
+    for position in distributed_permutation(len(items), seed, epoch).tolist():
+        yield items[position]

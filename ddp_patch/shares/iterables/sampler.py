@@ -1,0 +1,135 @@
+"""The index sampler of a sharded iterable dataset, which begins each epoch in the main process."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from ddp_patch.loaders.facts import LoaderFacts
+from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.iterables.dataset import ShardedIterable, random_holder
+from ddp_patch.shares.iterables.workers import Board
+from ddp_patch.shares.passes import Pass
+from ddp_patch.shares.place import Place
+from ddp_patch.shares.sources import Source
+
+__all__ = ["StreamSampler"]
+
+_INDICES = [None] * 1024
+
+
+class _ReadByWorkers(Source[None]):
+    """Gives an index for every item that workers read: None, for ever. Workers find the end, if there is one.
+
+    Args:
+        board: Where they write it.
+        number: Which pass it is.
+    """
+
+    def __init__(self, board: Board, number: int) -> None:
+        self._board, self._number = board, number
+
+    def parts(self, skip: int) -> Iterator[list[None]]:
+        """Yield indices without end."""
+        while True:
+            yield _INDICES
+
+    def ends_within(self, items: int) -> bool:
+        """Return True: nothing has to be drawn here to know what is left."""
+        return True
+
+    def length_found(self) -> int | None:
+        """Return how many items the pass had, once a worker of this rank has come to the end."""
+        return self._board.length(self._number)
+
+
+class StreamSampler(EpochSampler[None]):
+    """The index sampler of a sharded iterable dataset.
+
+    torch puts such a sampler into a loader of an iterable dataset. This one begins the epoch when the loader asks for
+    its first batch, and has the ``set_epoch`` that training loops and frameworks call.
+    """
+
+    def __init__(self, dataset: ShardedIterable[Any], given: LoaderFacts[Any], agreed: Agreed) -> None:
+        facts: dict[str, object] = {
+            **{name: given.described[name] for name in ("dataset", "dataset length")},
+            "iterable_sharding": agreed.options.iterable_sharding,
+        }
+        if agreed.options.iterable_sharding == "by_worker":
+            # What each worker reads follows from these, so there is no one stream of which others could take a rest.
+            facts |= {
+                "num_replicas": agreed.world.num_replicas,
+                "num_workers": given.num_workers,
+                "batch_size": given.batch_size or 1,
+            }
+        super().__init__(agreed, [random_holder(dataset.dataset)], facts)
+        self.dataset: ShardedIterable[Any] = dataset
+        self._iterated = 0  # the epoch of the latest iterator, drawn from or not
+
+    def _stream_length(self, epoch: int) -> int:
+        if self.agreed.options.iterable_sharding == "by_worker":
+            raise TypeError("how many items each worker reads is up to the dataset")
+        return self.dataset.stream_length()
+
+    def __iter__(self) -> Iterator[None]:
+        self._iterated = self.epochs.upcoming
+        return self._indices(self._iterated)
+
+    def _indices(self, epoch: int) -> Iterator[None]:
+        number = self.epochs.passes + 1
+        source = _ReadByWorkers(self.dataset.board, number)
+        start = self.place or Place(epoch, held=self.held())
+        one = Pass(start, self.num_replicas, self._holders, source, resumes=self.place is not None)
+        if start.is_begun:
+            self._holders.reinstate_generators(start.held.generators)  # a loader may have drawn from them since
+        # Workers cannot meet. What they have drawn is compared here, in the main process, when the next pass begins.
+        self._begin(epoch, {"position": one.begins_at}, self.dataset.board.facts(self.epochs.passes))
+        self.dataset.board.begin(number, epoch)
+        if self.place is None:
+            self.dataset.forget()
+        self.latest, self.place = one, None
+        # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
+        # then only confirm it: two workers that change it at once could leave it wrong.
+        if callable(tell := getattr(self.dataset.dataset, "set_epoch", None)):
+            tell(epoch)
+        try:
+            yield from chain.from_iterable(one.runs())
+        finally:
+            self.dataset.forget(number)
+
+    def __len__(self) -> int:
+        raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
+
+    def go_to(self, place: Place, *, tells_rest: bool) -> None:
+        """Make the next pass go on at a place; see the attribute ``tells_rest``."""
+        super().go_to(place, tells_rest=tells_rest)
+        self.dataset.resume(self.epochs.passes + 1, place)
+        self.dataset.tells_rest = tells_rest
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one to be drawn; see ``EpochSampler``."""
+        super().set_epoch(epoch)
+        if self.place is None:
+            self.dataset.forget()
+
+    def pass_length(self, one: Pass[Any]) -> int | None:
+        """Return how many items all ranks share in a pass: as the dataset says, or as was found by its end."""
+        told = super().pass_length(one)
+        # Before, one rank may know and another not yet.
+        return one.source.length_found() if told is None and one.is_over else told
+
+    def length_of_whole(self, one: Pass[Any]) -> int | None:
+        """Return how many items all ranks share in a pass, if this rank's workers have come to its end."""
+        return one.source.length_found()
+
+    def given_after(self, one: Pass[Any], taken: int) -> int:
+        """Return 0: what was drawn ahead was drawn in workers."""
+        return 0
+
+    def _place_now(self) -> Place:
+        # Other packages' loaders find the place in an epoch by reading it again.
+        if self.place is not None:
+            return self.place
+        if self.latest is None or self.latest.epoch != self._iterated:
+            return Place(self._iterated, held=self.held())
+        return self.latest.place(self.latest.skip)

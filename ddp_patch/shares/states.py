@@ -1,0 +1,126 @@
+"""A saved state read: refused where it is damaged, newer than this package, or of another loader."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddp_patch.errors import StateError
+from ddp_patch.shares.held import Held, is_stateful
+from ddp_patch.shares.place import VERSION, Place, Snapshots
+from ddp_patch.streams.generators import random_generators, set_generator_state, unmoved
+
+__all__ = ["read_state"]
+
+_FIELDS = ("version", "loader", "epoch", "done", "ended", "generators", "samplers", "attributes", "drawn_from", "now")
+
+
+def read_state(state: Any, facts: Mapping[str, object], holders: Sequence[Any]) -> Place:
+    """Return the place that a state tells.
+
+    Args:
+        state: What ``Place.state`` gave.
+        facts: What tells the loader here.
+        holders: What will hold again what the state says.
+
+    Raises:
+        StateError: It is damaged, newer than this package, or of another loader.
+    """
+    if not isinstance(state, Mapping) or "version" not in state:
+        raise _damaged(f"it is {type(state).__name__}, not a dict with a version")
+    if not _is_count(state["version"]) or state["version"] > VERSION:
+        raise StateError(
+            f"The state has version {state['version']!r} and this package reads versions up to {VERSION}, so it may "
+            "mean what is not known here. Restore it with the version of ddp_patch that wrote it."
+        )
+    if missing := [name for name in _FIELDS if name not in state]:
+        raise _damaged(f"it has no {', '.join(missing)}")
+    _require_same(state["loader"], facts)
+    if not _is_count(state["epoch"]):
+        raise _damaged(f"its epoch is {state['epoch']!r}, not a whole number of at least 0")
+    if not _is_done(state["done"]):
+        raise _damaged(f"its field done is {state['done']!r}, not a list of pairs: ranks, and items that each took")
+    if not isinstance(state["ended"], bool):
+        raise _damaged(f"its field ended is {state['ended']!r}, neither True nor False")
+    done = tuple((ranks, taken) for ranks, taken in state["done"])
+    at_first = state["drawn_from"]
+    if at_first is not None:
+        at_first = _read_generators("drawn_from", at_first, holders)
+    held, latest = _read_held(state, holders), _read_latest(state["now"], holders)
+    return Place(state["epoch"], done, held, state["ended"], Snapshots(at_first, latest))
+
+
+def _read_generators(name: str, states: Any, holders: Sequence[Any]) -> Sequence[Any]:
+    """Return the states of the holders' generators, after trying each on its own."""
+    found = random_generators(holders)
+    _require_number(name, states, len(found))
+    with unmoved(found):
+        for generator, state in zip(found, states, strict=True):
+            try:
+                set_generator_state(generator, state)
+            except Exception as error:
+                raise _damaged(f"its field {name} holds what is no state of a {type(generator).__name__}") from error
+    return states  # type: ignore[no-any-return]  # a list, as was made sure of
+
+
+def _read_held(state: Mapping[str, Any], holders: Sequence[Any]) -> Held:
+    _read_generators("generators", state["generators"], holders)
+    _require_number("samplers", state["samplers"], sum(map(is_stateful, holders)))
+    try:
+        attributes = [{str(name): value for name, value in changed} for changed in state["attributes"]]
+    except (TypeError, ValueError):
+        raise _damaged(f"its field attributes is {state['attributes']!r}, not a list of lists of pairs") from None
+    if attributes:
+        _require_number("attributes", attributes, len(holders))
+    return Held(state["generators"], state["samplers"], attributes)
+
+
+def _read_latest(now: Any, holders: Sequence[Any]) -> tuple[int, Sequence[Any]] | None:
+    if now is None:
+        return None
+    if not (isinstance(now, list | tuple) and len(now) == 2 and _is_count(now[0])):
+        raise _damaged(f"its field now is {now!r}, not a pair")
+    return now[0], _read_generators("now", now[1], holders)
+
+
+def _require_number(name: str, states: Any, here: int) -> None:
+    """Refuse another number of states than there are holders for them."""
+    if not isinstance(states, list | tuple):
+        raise _damaged(f"its field {name} is {states!r}, not a list")
+    if len(states) != here:
+        raise _other([f"  {name}: {len(states)} in the state; {here} here"])
+
+
+def _require_same(said: Any, facts: Mapping[str, object]) -> None:
+    if not isinstance(said, Mapping):
+        raise _damaged(f"its field loader is {said!r}, not a dict")
+    rows = [
+        f"  {name}: {said.get(name, 'nothing')} in the state; {facts.get(name, 'nothing')} here"
+        for name in dict.fromkeys([*facts, *said])
+        if said.get(name, "nothing") != facts.get(name, "nothing")
+    ]
+    if rows:
+        raise _other(rows)
+
+
+def _other(rows: Sequence[str]) -> StateError:
+    return StateError(
+        "The state is of another loader, and going on from it would lose or repeat samples.\n"
+        + "\n".join(rows)
+        + "\nBuild and patch the loader as it was when the state was taken, with the same seed and options."
+    )
+
+
+def _damaged(why: str) -> StateError:
+    return StateError(
+        f"The state is damaged: {why}. Pass what loader_state(), or state_dict(), returned, as it was saved."
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_done(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(stint, list | tuple) and len(stint) == 2 and all(map(_is_count, stint)) and stint[0] > 0
+        for stint in value
+    )
