@@ -1,4 +1,4 @@
-"""How far a sampler's items were taken."""
+"""How far a pass over a sampler has come."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +12,19 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far a pass has come.
+    """Counts the items that were taken from a pass.
 
     Attributes:
-        skip: How many items were taken before it: it goes on after these.
-        given: How many items were drawn, those skipped included.
-        ended: Whether there are no more.
-        part: What of the drawn items was not taken yet.
+        skip: How many items an earlier pass took, which this one skips.
+        given: How many items were drawn, skipped ones included.
+        ended: Whether there are no more items.
+        part: The drawn items that nobody has taken yet.
+
+    Examples:
+        >>> progress = Progress(skip=1)
+        >>> part = progress.begin(["a", "b", "c"])
+        >>> next(part), progress.taken
+        ('b', 2)
     """
 
     skip: int = 0
@@ -28,11 +34,11 @@ class Progress:
 
     @property
     def taken(self) -> int:
-        """How many items were taken, those skipped included."""
+        """How many items were taken, skipped ones included."""
         return max(self.skip, self.given - length_hint(self.part))
 
     def begin(self, part: Sequence[T]) -> Iterator[T]:
-        """Return an iterator over what is not to be skipped of the items that come next."""
+        """Return an iterator over the items that were drawn next, without those to skip."""
         self.part = iter(part[max(0, self.skip - self.given) :])
         self.given += len(part)
         return self.part
