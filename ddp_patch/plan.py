@@ -126,7 +126,10 @@ class Plan:
         return rest
 
     def _rest_of_runs(self, before: "Rest", ranks: int, each: int) -> "Rest":
-        """Return the end of each rank's run, and what ``uneven`` left out, after each rank took so many items."""
+        """Return what is left of a contiguous stream after each of some ranks took ``each`` items.
+
+        That is the end of each rank's run, and what ``uneven`` left out.
+        """
         length = len(before)
         plans = [Plan(rank, ranks, self.uneven, self.layout) for rank in range(ranks)]
         ends = [plan.sources(length)[0][each:] for plan in plans]
