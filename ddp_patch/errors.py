@@ -1,30 +1,30 @@
-"""Everything that ddp_patch raises or warns of.
+"""The errors and warnings of ddp_patch.
 
 ::
 
     Exception
     └── DDPPatchError                    every error of this package
-        ├── InvalidOptionError           also a ValueError: an option that means nothing
-        ├── UnsupportedLoaderError       also a TypeError: a loader that cannot be sharded correctly
-        ├── NotALoaderError              also a TypeError: something that is no DataLoader
-        ├── WorldError                   also a RuntimeError: which rank of how many is unclear
-        │   └── MissingRanksError        not every rank came to where all must agree
+        ├── InvalidOptionError           also a ValueError: an option has no such value
+        ├── UnsupportedLoaderError       also a TypeError: the loader cannot be sharded correctly
+        ├── NotALoaderError              also a TypeError: something other than a DataLoader was given
+        ├── WorldError                   also a RuntimeError: it is unclear which rank of how many this is
+        │   └── MissingRanksError        a rank did not come to where all must agree
         ├── RankMismatchError            also a RuntimeError: the ranks' loaders, options or epochs differ
-        ├── LeaderError                  also a RuntimeError: rank 0 could not draw what it was to send
-        ├── AlreadyPatchedError          also a RuntimeError: sharded already, for another world
+        ├── LeaderError                  also a RuntimeError: rank 0 could not draw what the others wait for
+        ├── AlreadyPatchedError          also a RuntimeError: the loader is sharded for another world
         ├── AuditError                   also an AssertionError: an audit found problems
         ├── NotPatchedError              also an AssertionError: the guard found unsharded loaders
-        ├── ExhaustedSamplerError        also a RuntimeError: an iterator was given as sampler and has nothing left
-        ├── SamplerError                 also a ValueError: a sampler of ddp_patch.samplers was asked for what cannot be
-        ├── StateError                   also a ValueError: a saved state that cannot be told or restored
-        ├── OutputsError                 also a ValueError: outputs that are not those of one pass over the loader
-        ├── StreamLengthError            also a RuntimeError: a sampler gave another number of items than it said
-        └── RanksFailedError             also a RuntimeError: ``run_ranks`` did not get every rank's result
+        ├── ExhaustedSamplerError        also a RuntimeError: the sampler is an iterator with nothing left
+        ├── SamplerError                 also a ValueError: a sampler of ddp_patch.samplers got what it cannot use
+        ├── StateError                   also a ValueError: a state cannot be saved or restored
+        ├── OutputsError                 also a ValueError: the outputs are not those of one whole pass
+        ├── StreamLengthError            also a RuntimeError: a sampler gave another number of items than its len()
+        └── RanksFailedError             also a RuntimeError: a rank of ``run_ranks`` did not return
     Warning
     └── UserWarning
         ├── LeaderWarning                ranks would draw different orders, so rank 0 draws for all
-        ├── NotDistributedWarning        there is one process, so nothing was changed
-        └── StreamLengthWarning          a sampler gave another number of items than its len() said
+        ├── NotDistributedWarning        there is one process, so the loader is unchanged
+        └── StreamLengthWarning          a sampler gave another number of items than its len()
 """
 
 __all__ = [
@@ -52,31 +52,31 @@ __all__ = [
 
 
 class DDPPatchError(Exception):
-    """Base class of every error that ddp_patch raises."""
+    """The base class of every error that ddp_patch raises."""
 
 
 class InvalidOptionError(DDPPatchError, ValueError):
-    """An option has a value that means nothing, or two options exclude each other."""
+    """An option has a value that does not exist, or two options exclude each other."""
 
 
 class NotALoaderError(DDPPatchError, TypeError):
-    """A ``torch.utils.data.DataLoader`` was needed and something else was given."""
+    """Something other than a ``torch.utils.data.DataLoader`` was given."""
 
 
 class UnsupportedLoaderError(DDPPatchError, TypeError):
-    """A loader of a kind that cannot be sharded correctly, so it is not sharded at all."""
+    """The loader is of a kind that cannot be sharded correctly, so it is not sharded at all."""
 
 
 class WorldError(DDPPatchError, RuntimeError):
-    """It cannot be told which rank of how many this process is."""
+    """It is unclear which rank of how many this process is."""
 
 
 class MissingRanksError(WorldError):
-    """Not every rank came, in time, to where all ranks must agree."""
+    """A rank did not come in time to where all ranks must agree."""
 
 
 class RankMismatchError(DDPPatchError, RuntimeError):
-    """The ranks' loaders, options, epochs or orders are not the same."""
+    """The ranks' loaders, options, epochs or orders differ."""
 
 
 class LeaderError(DDPPatchError, RuntimeError):
@@ -84,7 +84,7 @@ class LeaderError(DDPPatchError, RuntimeError):
 
 
 class AlreadyPatchedError(DDPPatchError, RuntimeError):
-    """The loader is sharded already, for another world than the one asked for."""
+    """The loader is already sharded, for another world than the one asked for."""
 
 
 class NotPatchedError(DDPPatchError, AssertionError):
@@ -96,27 +96,27 @@ class AuditError(DDPPatchError, AssertionError):
 
 
 class SamplerError(DDPPatchError, ValueError):
-    """A sampler of ``ddp_patch.samplers`` was given what it cannot draw from, or a state that is not its own."""
+    """A sampler of ``ddp_patch.samplers`` got arguments that it cannot draw from, or a state that is not its own."""
 
 
 class StateError(DDPPatchError, ValueError):
-    """A loader's state cannot be told, or a saved one is damaged, too new or of another loader."""
+    """A loader's state cannot be saved, or a saved one is damaged, too new or of another loader."""
 
 
 class OutputsError(DDPPatchError, ValueError):
-    """The outputs that ranks gave are not those of one whole pass over the loader."""
+    """The ranks' outputs are not those of one whole pass over the loader."""
 
 
 class StreamLengthError(DDPPatchError, RuntimeError):
-    """A sampler gave another number of items than its ``__len__`` said, and the shares rest on that number."""
+    """A sampler gave another number of items than its ``__len__`` says, and the shares were computed from that."""
 
 
 class RanksFailedError(DDPPatchError, RuntimeError):
-    """At least one rank of ``run_ranks`` raised, died or did not end in time."""
+    """A rank of ``run_ranks`` raised, died or did not end in time."""
 
 
 class ExhaustedSamplerError(DDPPatchError, RuntimeError):
-    """The sampler is an iterator, which gives its items once, and an epoch found none left."""
+    """The sampler is an iterator, which gives its items once, and a later epoch found none left."""
 
 
 class StreamLengthWarning(UserWarning):

@@ -12,9 +12,8 @@ __all__ = ["Done", "Plan", "Rest", "blocks"]
 
 T = TypeVar("T")
 
-# What was taken of a stream: by how many ranks, how many items each; in turn, where their number changed.
+# What ranks have taken of a stream: (ranks, items that each took), one entry for each number of ranks in turn.
 Done: TypeAlias = Sequence[tuple[int, int]]
-
 
 _FIRST_BLOCK, _LARGEST_BLOCK = 64, 4096
 
@@ -23,17 +22,17 @@ _FIRST_BLOCK, _LARGEST_BLOCK = 64, 4096
 class Plan:
     """One rank's share of any stream, as positions.
 
-    A stream of n items goes to ``num_replicas`` ranks in rounds of one item each. ``uneven`` decides about
-    the last round when n is not a multiple of ``num_replicas``; ``layout`` decides which positions a rank
-    takes. A position p >= n stands for the item at ``p % n`` again (padding).
+    The ranks share a stream of n items in rounds of one item each. ``uneven`` decides what happens to the last round
+    if n is not a multiple of ``num_replicas``. ``layout`` decides which positions a rank takes. A position p >= n is
+    padding: it repeats the item at ``p % n``.
 
     Args:
         rank: This rank, in ``range(num_replicas)``.
         num_replicas: How many ranks share the stream.
-        uneven: ``"pad"`` repeats the stream's first items to fill the last round, ``"drop"`` leaves that
-            round out, ``"keep"`` lets some ranks have one item less.
-        layout: ``"interleaved"`` gives rank r the positions r, r + num_replicas, ...; ``"contiguous"`` gives
-            it the r-th run of positions.
+        uneven: ``"pad"`` repeats the stream's first items to fill the last round, ``"drop"`` leaves that round out,
+            ``"keep"`` gives some ranks one item less.
+        layout: ``"interleaved"`` gives rank r the positions r, r + num_replicas, ...; ``"contiguous"`` gives it the
+            r-th run of positions.
 
     Raises:
         InvalidOptionError: A value is none of those above.
@@ -45,7 +44,7 @@ class Plan:
         [[0, 1, 2], [3, 4], [5, 6]]
 
     Source:
-        "pad" and "drop" are those of ``torch.utils.data.DistributedSampler(shuffle=False)``.
+        ``torch.utils.data.DistributedSampler(shuffle=False)`` for "pad" and "drop".
     """
 
     rank: int
@@ -59,50 +58,31 @@ class Plan:
         check_layout(self.layout)
 
     def total(self, n: int) -> int:
-        """How many positions all ranks take together of a stream of n items."""
-        return self._total(n, self.num_replicas)
-
-    def _total(self, n: int, num_replicas: int) -> int:
+        """Return how many positions all ranks together take from a stream of n items."""
         if self.uneven == "keep" or n == 0:
             return n
-        rounds = n // num_replicas if self.uneven == "drop" else -(-n // num_replicas)
-        return rounds * num_replicas
+        rounds = n // self.num_replicas if self.uneven == "drop" else -(-n // self.num_replicas)
+        return rounds * self.num_replicas
 
     def rounds(self, n: int) -> int:
-        """How many items the ranks with most of them take of a stream of n items."""
+        """Return the size of the largest share of a stream of n items."""
         return -(-self.total(n) // self.num_replicas)
 
     def share(self, n: int) -> range:
-        """The positions that this rank takes of a stream of n items, in order."""
+        """Return the positions that this rank takes from a stream of n items, in order."""
         total = self.total(n)
         if self.layout == "interleaved":
             return range(self.rank, total, self.num_replicas)
-        # Ranks before this one take `each` positions, the first `over` of them one more.
+        # Every rank takes `each` positions, and the first `over` ranks take one more.
         each, over = divmod(total, self.num_replicas)
         start = self.rank * each + min(self.rank, over)
         return range(start, start + each + (self.rank < over))
 
     def padding(self, n: int) -> range:
-        """The part of ``share(n)`` that repeats items, as positions >= n."""
+        """Return the part of ``share(n)`` that repeats items, as positions >= n."""
         share = self.share(n)
         real = len(range(share.start, min(share.stop, n), share.step))
         return share[real:]
-
-    def rest(self, n: int, done: Done) -> "Rest":
-        """What is left of a stream of n items when other ranks have taken theirs.
-
-        Interleaved, n may be any number that is large enough: the rest is what follows.
-        """
-        if self.layout == "interleaved":
-            return Rest((range(min(n, sum(ranks * taken for ranks, taken in done)), n),), n)
-        rest = Rest((range(n),), n)
-        for ranks, taken in done:
-            plans = [Plan(rank, ranks, self.uneven, self.layout) for rank in range(ranks)]
-            length = len(rest)
-            left = [plan.sources(length)[0][taken:] for plan in plans]
-            dropped = range(min(length, self._total(length, ranks)), length)
-            rest = Rest(tuple(run for part in (*left, dropped) for run in rest.cut(part)), n)
-        return rest
 
     @property
     def needs_length(self) -> bool:
@@ -110,23 +90,29 @@ class Plan:
         return self.layout == "contiguous"
 
     def rest_of_stream(self, length: Callable[[], int], done: Done) -> "Rest":
-        """What is left of a stream whose length is asked for only where it is needed."""
+        """Return what is left of a stream whose length is asked for only where it is needed."""
         return self.rest(length() if self.needs_length else sys.maxsize, done)
 
     def sources(self, n: int) -> tuple[range, range]:
-        """Where the items of ``share(n)`` stand: its real positions, then those that its padding repeats."""
+        """Return the positions of this rank's own items, and of the items that its padding repeats.
+
+        Both are positions below n, where ``share(n)`` gives padding as positions >= n.
+        """
         share, padding = self.share(n), self.padding(n)
         if not padding:
             return share, padding
-        # Padding is shorter than the stream, or a single item: all of it repeats the same turn.
+        # One offset fits all padding: it is shorter than the stream, or this rank has a single item of it.
         turn = padding.start // n * n
         return share[: len(share) - len(padding)], range(padding.start - turn, padding.stop - turn, padding.step)
 
     def part(self, start: int, size: int, n: int) -> slice:
-        """Where this rank's items lie in a chunk of ``size`` items from position ``start`` of the stream.
+        """Return where this rank's items lie in a chunk of the stream.
 
-        ``start`` is a multiple of ``num_replicas``. The stream's length ``n`` counts for ``"contiguous"`` only:
-        interleaved, a round is shared in the same way wherever it stands.
+        Args:
+            start: The chunk's first position, a multiple of ``num_replicas``.
+            size: How many items the chunk has.
+            n: How many items the stream has. It may be any number if the layout is interleaved, because then every
+                round is shared in the same way.
         """
         if self.layout == "interleaved":
             share = self.share(size)
@@ -134,14 +120,40 @@ class Plan:
         share = self.share(n)
         return slice(max(0, share.start - start), max(0, share.stop - start))
 
+    def rest(self, n: int, done: Done) -> "Rest":
+        """Return what is left of a stream after some ranks have taken items from it.
+
+        Args:
+            n: How many items the stream has. If the layout is interleaved, any larger number does too.
+            done: What was taken; the number of ranks may have changed in between.
+        """
+        if self.layout == "interleaved":
+            taken = sum(ranks * each for ranks, each in done)
+            return Rest((range(min(n, taken), n),), n)
+        rest = Rest((range(n),), n)
+        for ranks, each in done:
+            rest = self._rest_of_runs(rest, ranks, each)
+        return rest
+
+    def _rest_of_runs(self, before: "Rest", ranks: int, each: int) -> "Rest":
+        """Return what is left of a contiguous stream after each of some ranks took ``each`` items.
+
+        That is the end of each rank's run, and what ``uneven`` left out.
+        """
+        length = len(before)
+        plans = [Plan(rank, ranks, self.uneven, self.layout) for rank in range(ranks)]
+        ends = [plan.sources(length)[0][each:] for plan in plans]
+        left_out = range(min(length, plans[0].total(length)), length)
+        return Rest(tuple(run for part in (*ends, left_out) for run in before.cut(part)), before.n)
+
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What is left of a stream: a stream again, which is shared by a plan of its own.
+    """What is left of a stream. It is a stream again, and a plan of its own shares it.
 
     Args:
-        runs: Which positions are left, in order.
-        n: How many items the whole stream has, at most.
+        runs: The positions that are left, in order.
+        n: How many items the whole stream has at most.
 
     Examples:
         >>> rest = Plan(0, 2, layout="contiguous").rest(10, done=[(2, 3)])
@@ -158,20 +170,21 @@ class Rest:
         return sum(map(len, self.runs))
 
     def cut(self, positions: range) -> list[range]:
-        """Where the items at these positions of the rest stand in the whole stream."""
+        """Turn positions in the rest into positions in the whole stream."""
         found, start = [], 0
         for run in self.runs:
+            # Which of the positions lie in this run, that is from `start` to `start + len(run)` of the rest.
             first, last = (
                 max(0, -(-(bound - positions.start) // positions.step)) for bound in (start, start + len(run))
             )
-            here = positions[first:last]
-            if here:
-                found.append(range(here.start - start + run.start, here.stop - start + run.start, here.step))
+            if here := positions[first:last]:
+                shift = run.start - start
+                found.append(range(here.start + shift, here.stop + shift, here.step))
             start += len(run)
         return found
 
     def select(self, stream: Iterator[T]) -> Iterator[T]:
-        """Draw the whole stream and yield the rest of it; what comes after the n-th item counts to it."""
+        """Draw the whole stream and yield the rest of it, with all that comes after the n-th item."""
         return chain.from_iterable(self._runs_of(stream))
 
     def _runs_of(self, stream: Iterator[T]) -> Iterator[Iterator[T]]:
@@ -183,7 +196,18 @@ class Rest:
 
 
 def blocks(positions: range, largest: int = _LARGEST_BLOCK) -> Iterator[range]:
-    """Cut positions into blocks: a short one first, so that the first batch comes at once, then twice as many each."""
+    """Cut positions into blocks, each twice as long as the one before.
+
+    The first block is short, so that the first batch comes at once.
+
+    Args:
+        positions: What to cut.
+        largest: How many positions a block has at most.
+
+    Examples:
+        >>> [len(block) for block in blocks(range(1000), largest=256)]
+        [64, 128, 256, 256, 256, 40]
+    """
     start, size = 0, _FIRST_BLOCK
     while start < len(positions):
         yield positions[start : start + size]

@@ -1,4 +1,4 @@
-"""Outputs as rows: nests of tensors, arrays and lists taken apart, told of in short, and put together again."""
+"""Outputs as rows: takes nests of tensors, arrays and lists apart, describes them, and puts them together again."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,20 +11,24 @@ __all__ = ["Form", "Leaf", "Structure", "leaves_of", "structure_of"]
 
 Leaf: TypeAlias = torch.Tensor | np.ndarray[Any, Any] | list[Any]
 
-_ALL = "the outputs"  # the path of outputs that are no nest
+_ALL = "the outputs"  # the path of outputs that are a single leaf
 
 _STRINGS = {"U": "str", "S": "bytes"}
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the rows of a tensor, an array or a list are.
+    """What the rows of a tensor, an array or a list look like.
 
     Attributes:
         kind: "tensor", "array" or "list".
-        dtype: Of a tensor or an array.
-        row: The shape of a row of these.
-        device: The type of the device that a tensor lies on.
+        dtype: The dtype of a tensor or an array.
+        row: The shape of one row of a tensor or an array.
+        device: The type of a tensor's device.
+
+    Examples:
+        >>> print(Form("tensor", torch.float32, row=(3,)))
+        tensor torch.float32 (n, 3)
     """
 
     kind: str
@@ -35,29 +39,36 @@ class Form:
     def __str__(self) -> str:
         if self.kind == "list":
             return "list"
-        dtype = _STRINGS[self.dtype.kind] if self.is_string else self.dtype  # of any width
+        dtype = _STRINGS[self.dtype.kind] if self.is_string else self.dtype  # ranks may differ in a string's width
         return f"{self.kind} {dtype} {('n', *self.row)}".replace("'", "")
 
     @property
     def is_string(self) -> bool:
-        """Whether it is an array of strings, which are as wide as the widest of them."""
+        """Whether this is an array of strings, whose dtype is as wide as the widest string."""
         return self.kind == "array" and self.dtype.kind in _STRINGS
 
     @property
     def is_pickled(self) -> bool:
-        """Whether rows are objects, or of various widths; else they are so many bytes each."""
+        """Whether rows are sent pickled, because they do not have a fixed number of bytes."""
         return self.kind == "list" or self.is_string or (self.kind == "array" and self.dtype.hasobject)
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A nest with its leaves replaced by their paths, and what these are.
+    """Outputs without their rows: a nest of paths, and what the leaf at each path looks like.
 
     Attributes:
-        nest: Dicts and tuples, with a path in the place of each leaf; None where there is nothing to put together.
-        forms: What each leaf is, by its path.
-        rows: How many rows each has, by its path.
-        wrong: What is in the nest and should not be.
+        nest: Dicts and tuples with a path in place of each leaf; None if there is nothing to put together.
+        forms: Each leaf's form, by path.
+        rows: Each leaf's number of rows, by path.
+        wrong: What the nest holds and must not hold, or nothing.
+
+    Examples:
+        >>> structure = structure_of({"logits": torch.zeros(2, 3), "names": ["a", "b"]})
+        >>> structure.forms_text()
+        "['logits']: tensor torch.float32 (n, 3); ['names']: list"
+        >>> structure.rebuilt({"['logits']": [1], "['names']": [2]})
+        {'logits': [1], 'names': [2]}
     """
 
     nest: Any
@@ -66,7 +77,12 @@ class Structure:
     wrong: str = ""
 
     def problem(self, rows: int, unit: str) -> str:
-        """Return why this cannot be the output for so many samples, or nothing."""
+        """Return why these cannot be the outputs for ``rows`` samples, or an empty string.
+
+        Args:
+            rows: How many rows each leaf must have.
+            unit: What a row stands for, in plural.
+        """
         if not rows and not any(self.rows.values()):
             return ""
         if self.wrong:
@@ -77,40 +93,46 @@ class Structure:
         return ""
 
     def forms_text(self) -> str:
-        """Return what the leaves are."""
+        """Describe the leaves, without their numbers of rows."""
         return "; ".join(f"{path}: {form}" for path, form in sorted(self.forms.items()))
 
     def nest_text(self) -> str:
-        """Return how dicts and tuples lie in one another."""
+        """Describe how dicts and tuples are nested."""
         return _nest_text(self.nest)
 
     def widened(self, others: Sequence["Structure"]) -> "Structure":
-        """Return the structure with strings as wide as the others' too."""
+        """Return this structure with strings wide enough for the others' strings too."""
+
+        def widest(path: str) -> Any:
+            return np.result_type(*(other.forms[path].dtype for other in others))
+
         forms = {
-            path: replace(form, dtype=np.result_type(*(other.forms[path].dtype for other in others)))
-            if form.is_string
-            else form
-            for path, form in self.forms.items()
+            path: replace(form, dtype=widest(path)) if form.is_string else form for path, form in self.forms.items()
         }
         return replace(self, forms=forms)
 
     def rebuilt(self, leaves: Mapping[str, Any]) -> Any:
-        """Return the nest with these leaves."""
+        """Return the nest with these leaves, by path."""
         return _filled(self.nest, leaves)
 
 
 def structure_of(outputs: Any) -> Structure:
-    """Take outputs apart."""
+    """Return the structure of outputs."""
     found = dict(leaves_of(outputs))
-    wrong = [what for what in map(_wrong, found.items()) if what]
-    if wrong:
-        return Structure(None, {}, {}, wrong[0])
+    for path, leaf in found.items():
+        if wrong := _wrong(leaf, path):
+            return Structure(None, {}, {}, wrong)
     forms = {path: _form(leaf) for path, leaf in found.items()}
     return Structure(_emptied(outputs, ""), forms, {path: len(leaf) for path, leaf in found.items()})
 
 
 def leaves_of(outputs: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf with its path, such as ``['logits'][0]``."""
+    """Yield every leaf with its path.
+
+    Examples:
+        >>> list(leaves_of({"logits": ([1], [2])}))
+        [("['logits'][0]", [1]), ("['logits'][1]", [2])]
+    """
     match outputs:
         case dict():
             for key, value in outputs.items():
@@ -122,8 +144,8 @@ def leaves_of(outputs: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield path or _ALL, outputs
 
 
-def _wrong(found: tuple[str, Any]) -> str:
-    path, leaf = found
+def _wrong(leaf: Any, path: str) -> str:
+    """Return what a leaf is that has no rows to send, or an empty string."""
     match leaf:
         case torch.Tensor() if (
             leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized or hasattr(leaf, "full_tensor")
@@ -151,6 +173,7 @@ def _form(leaf: Leaf) -> Form:
 
 
 def _emptied(outputs: Any, path: str) -> Any:
+    """Return the nest with each leaf replaced by its path."""
     match outputs:
         case dict():
             return {key: _emptied(value, f"{path}[{key!r}]") for key, value in outputs.items()}
@@ -160,6 +183,7 @@ def _emptied(outputs: Any, path: str) -> Any:
 
 
 def _filled(nest: Any, leaves: Mapping[str, Any]) -> Any:
+    """Return the nest with each path replaced by its leaf."""
     match nest:
         case None:
             return None
@@ -180,5 +204,5 @@ def _nest_text(nest: Any) -> str:
 
 
 def _tuple_like(given: tuple[Any, ...], parts: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the parts as a tuple, or as a named one of the given class."""
+    """Return the parts as a tuple, or as a named tuple if ``given`` is one."""
     return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)

@@ -1,4 +1,4 @@
-"""Rows sent from every rank to all, or to one; here is the only group that this package communicates through."""
+"""Sends the rows of every rank to all ranks or to one, through a gloo group made for the call."""
 
 import io
 import pickle
@@ -18,22 +18,22 @@ from ddp_patch.evaluation.rows import Form, Leaf, Structure, leaves_of
 
 __all__ = ["Arrangement", "Members", "Packed", "gathered", "packed"]
 
-# How many bytes are sent at once: what is held besides the result.
+# How many bytes are sent at once, which are held in memory besides the result.
 _LARGEST_MESSAGE = 2**26
 
-# Rows of objects, pickled, by their path.
+# Rows that are objects, pickled, by their leaf's path.
 Packed = Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Who gathers.
+    """The ranks that gather together.
 
     Attributes:
-        ranks: The global ranks, by the share that they take.
-        rank: This process's.
-        dst: Which gets the result, one of them or one that others gather with; None where all do.
-        timeout: How many seconds they wait for each other.
+        ranks: Their global ranks, in the order of their shares.
+        rank: This process's global rank.
+        dst: The global rank that gets the result, which may be in another group of ranks; None if all get it.
+        timeout: How long they wait for each other, in seconds.
     """
 
     ranks: Sequence[int]
@@ -49,14 +49,14 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Where the rows of all ranks stand.
+    """Where the rows of all ranks go.
 
     Attributes:
-        structure: What all give.
+        structure: The structure of all ranks' outputs.
         rows: How many rows the result has.
-        places: Of each share, where in the result its rows stand, in order.
-        pickled: Of each share, how many bytes its rows of objects are when pickled, by their path.
-        name: What tells this gathering from all others.
+        places: Where each share's rows go in the result, in order.
+        pickled: How many bytes each share's pickled rows have, by path.
+        name: A name that no other gathering has.
     """
 
     structure: Structure
@@ -67,20 +67,32 @@ class Arrangement:
 
 
 def packed(outputs: Any, structure: Structure, rows: int) -> dict[str, bytes]:
-    """Return the first rows of those leaves that hold objects, pickled, by their path."""
+    """Pickle the first rows of the leaves that hold objects.
+
+    Args:
+        outputs: This rank's outputs.
+        structure: Their structure.
+        rows: How many rows of each leaf to pickle.
+
+    Returns:
+        The pickled rows, by path.
+    """
     leaves = dict(leaves_of(outputs))
     return {path: _pickled(leaves[path][:rows]) for path, form in structure.forms.items() if form.is_pickled}
 
 
 def gathered(outputs: Any, own: Packed, members: Members, arrangement: Arrangement) -> Any:
-    """Return all ranks' outputs as one, or None on a rank that gets nothing.
+    """Return all ranks' outputs as one, or None on a rank that does not get the result.
 
     Args:
-        outputs: This rank's, in the same structure; anything where it has no rows. What it has beyond its places is
-            left out.
-        own: What ``packed`` made of it.
-        members: Who gives.
-        arrangement: What all agreed on.
+        outputs: This rank's outputs. Rows beyond its places are padding and not sent; a rank without rows may give
+            anything.
+        own: What ``packed`` returned for them.
+        members: The ranks that gather together.
+        arrangement: Where all rows go, the same on every rank.
+
+    Raises:
+        MissingRanksError: The connection to another rank failed.
     """
     given = dict(leaves_of(outputs))
     leaves = {}
@@ -101,27 +113,31 @@ def gathered(outputs: Any, own: Packed, members: Members, arrangement: Arrangeme
 
 @dataclass(frozen=True, slots=True)
 class _Channel:
-    """How bytes come from one member to those that receive.
+    """Moves bytes from one member to those that receive.
 
     Attributes:
-        members: Who gathers.
-        group: Theirs alone; None where nothing is sent.
+        members: The ranks that gather together.
+        group: Their own gloo group; None if nothing is sent.
     """
 
     members: Members
     group: Any
 
     def move(self, source: int, size: int, data: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """Return ``size`` bytes of the source's, on those that receive and are not the source.
+        """Move bytes, and return them on each rank that receives them from another.
 
         Args:
-            source: Which rank has them.
-            size: How many they are.
-            data: Gives them, on the source.
+            source: The global rank that has them.
+            size: How many bytes they are.
+            data: Returns them; called on the source only.
+
+        Returns:
+            The bytes in the shape ``(size,)``; None on the source and on ranks that receive nothing.
         """
         rank, ranks, dst = self.members.rank, self.members.ranks, self.members.dst
         is_source = rank == source
-        if self.group is None or not size or (dst is not None and (source == dst or rank not in {source, dst})):
+        takes_part = dst is None or (source != dst and rank in {source, dst})
+        if self.group is None or not size or not takes_part:
             return None
         buffer = data() if is_source else torch.empty(size, dtype=torch.uint8)
         with _connected(self.members):
@@ -136,10 +152,10 @@ class _Channel:
 
 @contextmanager
 def _channel(members: Members, name: str) -> Iterator[_Channel]:
-    """Connect the members by a group that nobody else uses and that is gone afterwards.
+    """Connect the members by a gloo group of their own, and remove it afterwards.
 
-    It is gloo's, from one CPU to another, whatever the training's backend is. torch's ``new_group`` needs all ranks;
-    or, for some of them, that each is in as many groups as the others, because it names the new one by their number.
+    gloo sends from CPU to CPU, whatever the training's backend is. torch's ``new_group`` will not do: it needs all
+    ranks, or names a group of some by how many groups a process is in, and that number may differ between the ranks.
     """
     if len(members.ranks) == 1 or not (members.dst is None or members.dst in members.ranks):
         yield _Channel(members, None)
@@ -150,13 +166,13 @@ def _channel(members: Members, name: str) -> Iterator[_Channel]:
         group = gloo_group(store, place, len(members.ranks), timedelta(seconds=members.timeout))
     yield _Channel(members, group)
     with _connected(members):
-        group.barrier().wait()  # nobody goes before all have what they came for
-    store.delete_key(f"0/{place}")  # gloo leaves every rank's address
+        group.barrier().wait()  # a rank must not leave while others receive
+    store.delete_key(f"0/{place}")  # gloo leaves every rank's address there
 
 
 @contextmanager
 def _connected(members: Members) -> Iterator[None]:
-    """Raise MissingRanksError where the connection fails."""
+    """Raise MissingRanksError if the connection fails."""
     try:
         yield
     except RuntimeError as error:  # what gloo raises
@@ -168,6 +184,7 @@ def _connected(members: Members) -> Iterator[None]:
 
 
 def _empty(form: Form, own: Any, rows: int) -> Any:
+    """Return room for the rows of a leaf; a tensor lies on the device of this rank's own, if it has one."""
     if form.kind == "list":
         return [None] * rows
     if form.kind == "array":
@@ -179,7 +196,7 @@ def _empty(form: Form, own: Any, rows: int) -> Any:
 def _move_bytes(
     channel: _Channel, source: int, leaf: Leaf | None, form: Form, result: Any, places: Sequence[range]
 ) -> None:
-    """Move rows that are so many bytes each to where they stand in the result."""
+    """Move rows with a fixed number of bytes to their places in the result."""
     row_bytes = form.dtype.itemsize * int(np.prod(form.row, dtype=np.int64))
     step = max(1, _LARGEST_MESSAGE // max(1, row_bytes))
     done = 0
@@ -190,26 +207,28 @@ def _move_bytes(
             done += len(into)
             came = channel.move(source, len(into) * row_bytes, lambda given=given: _bytes_of(given))  # type: ignore[misc]
             if result is not None and row_bytes:
-                result[_slice(into)] = _rows_of(came, form, result) if given is None else _plain(given)
+                result[_slice(into)] = _rows_of(came, form, result) if given is None else _detached(given)
 
 
 def _slice(place: range) -> slice:
     return slice(place.start, place.stop, place.step)
 
 
-def _plain(given: Any) -> Any:
+def _detached(given: Any) -> Any:
     return given.detach() if isinstance(given, torch.Tensor) else given
 
 
 def _bytes_of(given: Any) -> torch.Tensor:
+    """Return the bytes of an array or a tensor."""
     if isinstance(given, np.ndarray):
-        # A copy, as the array may be read-only or have gaps.
+        # Copy it, because it may be read-only or have gaps.
         return torch.from_numpy(np.array(given, order="C", copy=True).reshape(-1).view(np.uint8))
     plain: torch.Tensor = given.detach().resolve_conj().resolve_neg().cpu()
     return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _rows_of(came: Any, form: Form, result: Any) -> Any:
+    """Return the rows that these bytes are, on the result's device."""
     if form.kind == "array":
         return came.numpy().view(form.dtype).reshape(-1, *form.row)
     return came.view(form.dtype).reshape(-1, *form.row).to(result.device)
@@ -218,7 +237,7 @@ def _rows_of(came: Any, form: Form, result: Any) -> Any:
 def _move_objects(
     channel: _Channel, source: int, leaf: Leaf | None, data: bytes, size: int, result: Any, places: Sequence[range]
 ) -> None:
-    """Move rows that are objects to where they stand in the result."""
+    """Move rows that are objects to their places in the result."""
     came = bytearray()
     for start in range(0, size, _LARGEST_MESSAGE):
         part = slice(start, min(size, start + _LARGEST_MESSAGE))
@@ -245,10 +264,10 @@ def _pickled(given: Any) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors by their own values: by torch's way a view brings along all of what it is a view of."""
+    """Pickles the values of tensors alone; torch would pickle all of the storage that a view is a part of."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how a value is made again, or NotImplemented for the usual way."""
+        """Return how to make a tensor again, or NotImplemented for the usual way."""
         is_plain = type(value) is torch.Tensor and value.layout == torch.strided and not value.is_quantized
         if not is_plain or value.is_meta:
             return NotImplemented
@@ -257,5 +276,5 @@ class _Pickler(pickle.Pickler):
 
 
 def _tensor(data: Any, dtype: torch.dtype, shape: Sequence[int], device: str) -> torch.Tensor:
-    """Return a tensor of these bytes."""
+    """Make a tensor of these bytes again."""
     return torch.from_numpy(data).view(dtype).reshape(shape).to(device)

@@ -1,11 +1,12 @@
-"""Samplers that are needed again and again, and that a plain ``DistributedSampler`` cannot stand in for.
+"""Samplers that many trainings need, and that a plain ``DistributedSampler`` would replace.
 
-They know nothing of ranks: ``patch_dataloader_to_ddp`` shares what they yield. Given a ``seed``, the order follows from
-(seed, epoch), and each rank looks its share up; otherwise a pass draws one number from ``generator``, or from torch's
-global generator, and its order follows from that.
+They know nothing of ranks: ``patch_dataloader_to_ddp`` shares what they yield. With ``seed``, an epoch's order follows
+from the seed and the epoch, and each rank looks up its share. Without it, a pass draws one number from ``generator``,
+or from torch's global generator, and its order follows from that number.
 """
 
-from ddp_patch.samplers.grouped import GroupedBatchSampler, aspect_ratio_groups
+from ddp_patch.samplers.aspect_ratios import aspect_ratio_groups
+from ddp_patch.samplers.grouped import GroupedBatchSampler
 from ddp_patch.samplers.iterations import IterationBatchSampler
 from ddp_patch.samplers.lengths import LengthBucketBatchSampler
 from ddp_patch.samplers.pk import PKBatchSampler

@@ -1,4 +1,4 @@
-"""What samplers are given, checked: numbers, seeds and sequences of them."""
+"""Checks of the arguments that samplers take: numbers, flags, sequences, seeds and generators."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, SupportsIndex, TypeAlias, cast
@@ -17,14 +17,21 @@ Integers: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
 
 
 def whole(name: str, value: object, least: int, reason: str, bits: int | None = None) -> int:
-    """Return a value as an int, or raise SamplerError unless it is a whole number of at least ``least``.
+    """Return a whole number as an int, or raise SamplerError if it is none or too small or large.
 
     Args:
-        name: What it is called in errors.
-        value: What was given.
-        least: What it is at least.
-        reason: Why it must be.
-        bits: It is less than 2 to the power of these; without them it may be of any size.
+        name: The argument's name.
+        value: The argument.
+        least: The smallest number allowed.
+        reason: Why the argument must be such a number, for the error message.
+        bits: The number must be less than 2**bits; None for any size.
+
+    Raises:
+        SamplerError: The value is not such a number.
+
+    Examples:
+        >>> whole("batch_size", np.int32(8), 1, "a batch has so many samples")
+        8
     """
     is_whole = isinstance(value, SupportsIndex) and not isinstance(value, bool | np.bool)
     number = _index(value) if is_whole else None
@@ -38,24 +45,24 @@ def whole(name: str, value: object, least: int, reason: str, bits: int | None = 
 
 
 def _index(value: Any) -> int | None:
+    """Return an object's ``__index__()``, or None if it has none."""
     try:
         return int(value.__index__())
-    except TypeError:  # a tensor of fractions, say, has the method and refuses
+    except TypeError:  # a tensor of floats, say, has the method and refuses
         return None
 
 
 def flag(name: str, value: object, reason: str) -> bool:
-    """Return a value as a bool, or raise SamplerError if it is none."""
+    """Return a bool, or raise SamplerError if the value is something else."""
     if not isinstance(value, bool):
         raise SamplerError(f"{name}={value!r} is neither True nor False: {reason}. Pass one of them.")
     return value
 
 
 def sequence(name: str, values: Any, reason: str) -> npt.NDArray[Any] | list[Any]:
-    """Return a value for each sample in an array, or in a list, or raise SamplerError if they are in no order."""
+    """Return a value for each sample, as an array or a list, or raise SamplerError if they have no order."""
     if isinstance(values, torch.Tensor):
-        is_known = values.dtype not in (torch.bfloat16,)  # to numpy
-        return (values if is_known else values.float()).numpy(force=True)
+        return (values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True)  # numpy has no bfloat16
     if isinstance(values, np.ndarray):
         return values
     if isinstance(values, Mapping | Set) or not isinstance(values, Iterable):
@@ -69,9 +76,22 @@ def sequence(name: str, values: Any, reason: str) -> npt.NDArray[Any] | list[Any
 def integers(name: str, values: Integers, least: int, reason: str) -> npt.NDArray[np.int64]:
     """Return whole numbers of at least ``least`` as one array.
 
+    Args:
+        name: The argument's name.
+        values: The argument.
+        least: The smallest number allowed.
+        reason: Why the argument must be such numbers, for the error message.
+
+    Returns:
+        The numbers, in the shape ``(samples,)``.
+
     Raises:
-        SamplerError: There is none, they are no sequence of whole numbers, or one is less, or more than 64 bits hold;
-            it is named by its index.
+        SamplerError: There are no numbers, they are no flat sequence of whole numbers, or one is too small or needs
+            more than 64 bits. The message names the first one by its index.
+
+    Examples:
+        >>> integers("lengths", torch.tensor([3, 5]), 1, "a sample has tokens")
+        array([3, 5])
     """
     given = sequence(name, values, reason)
     found = given if isinstance(given, np.ndarray) else _as_array(given)
@@ -97,13 +117,15 @@ def integers(name: str, values: Integers, least: int, reason: str) -> npt.NDArra
 
 
 def _as_array(values: list[Any]) -> npt.NDArray[Any]:
-    # numpy would make True a 1 among ints, 1 a 1.0 among floats, and of ints of over 64 bits floats: these lists keep
-    # what they hold.
+    """Return the values as an array, which holds objects if numpy would change any of them.
+
+    Among ints numpy makes True a 1, among floats it makes 1 a 1.0, and it turns ints of more than 64 bits into floats.
+    """
     kinds = set(map(type, values))
     if not kinds & {bool, float}:
         try:
             found = np.asarray(values)
-        except ValueError:  # of several lengths
+        except ValueError:  # values of several lengths
             return np.asarray(values, dtype=object)
         if found.dtype.kind != "f":
             return found
@@ -111,7 +133,15 @@ def _as_array(values: list[Any]) -> npt.NDArray[Any]:
 
 
 def randomness(seed: object, generator: torch.Generator | None) -> int | None:
-    """Return the seed as an int, or None; raise SamplerError unless at most one is given, and is what it is called."""
+    """Return the seed as an int or None, and check the generator.
+
+    Raises:
+        SamplerError: Both are given, or one is of another kind.
+
+    Examples:
+        >>> randomness(7, None)
+        7
+    """
     if seed is not None and generator is not None:
         raise SamplerError(
             f"seed={seed!r} and generator={generator!r} were both given: an order follows from one of them. Pass one, "

@@ -1,4 +1,4 @@
-"""Labels of any hashable type, told apart and numbered."""
+"""Labels of any hashable type, as small integers."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,12 @@ Labels: TypeAlias = Sequence[Hashable] | npt.NDArray[Any] | torch.Tensor
 
 
 def smallest(n: int) -> type[np.integer[Any]]:
-    """The smallest integers that hold ``range(n)``: the fewer bytes, the faster they are sorted and looked up."""
+    """Return the smallest type of integers that holds ``range(n)``, which is the fastest to sort and look up.
+
+    Examples:
+        >>> smallest(1000)
+        <class 'numpy.int16'>
+    """
     return next((kind for kind in (np.int16, np.int32) if n <= np.iinfo(kind).max), np.int64)
 
 
@@ -27,8 +32,13 @@ class Classes:
     """Which samples have which label.
 
     Attributes:
-        labels: Each label once; sorted where labels can be compared, else as they first come.
-        codes: For each sample the number of its label.
+        labels: Each label once: sorted if labels can be compared, otherwise in the order of their first samples.
+        codes: Each sample's label, as its number in ``labels``, in the shape ``(samples,)``.
+
+    Examples:
+        >>> classes = Classes.of("labels", ["dog", "cat", "dog"])
+        >>> classes.labels, classes.codes.tolist(), classes.members.tolist()
+        (['cat', 'dog'], [1, 0, 1], [1, 0, 2])
     """
 
     labels: list[Hashable]
@@ -36,14 +46,14 @@ class Classes:
 
     @classmethod
     def of(cls, name: str, labels: "Labels | Classes") -> Self:
-        """Tell labels apart, unless they are already.
+        """Number the labels, unless they are numbered already.
 
         Args:
-            name: What they are called in errors.
-            labels: One for each sample.
+            name: The name of the labels in error messages.
+            labels: Each sample's label.
 
         Raises:
-            SamplerError: There is none, they are no flat sequence, or one is not hashable or not equal to itself.
+            SamplerError: There are no labels, they are no flat sequence, or one is not hashable or not equal to itself.
         """
         if isinstance(labels, cls):
             return labels
@@ -52,7 +62,7 @@ class Classes:
             found, codes = np.unique(given, return_inverse=True)
             names: list[Hashable] = [plain(label) for label in found]
         else:
-            names, codes = _told_apart(name, given)
+            names, codes = _numbered(name, _plain_labels(name, given))
         if odd := [label for label in names if label != label]:
             raise SamplerError(
                 f"{name} has {odd[0]!r}, which is not equal to itself, so no two samples share it. Give these samples "
@@ -72,37 +82,47 @@ class Classes:
 
     @cached_property
     def members(self) -> npt.NDArray[np.integer[Any]]:
-        """The samples' indices, label by label."""
+        """The samples' indices, grouped by label."""
         return np.argsort(self.codes, kind="stable").astype(smallest(len(self.codes)))
 
 
 def plain(label: Any) -> Any:
-    """Return a label as Python has it, so that a tensor or a scalar of numpy's equals it."""
+    """Return a scalar of numpy's or torch's as the Python object that equals it.
+
+    Examples:
+        >>> plain(torch.tensor(3)), plain(np.str_("cat"))
+        (3, 'cat')
+    """
     if not isinstance(label, torch.Tensor | np.generic):
         return label
     item = label.item()
-    # For a time in nanoseconds Python has an int only, and None for none.
+    # Python has no times in nanoseconds, so item() gives an int for one, and None for numpy's "not a time".
     is_lost = isinstance(label, np.datetime64 | np.timedelta64) and (item is None or isinstance(item, int))
     return label if is_lost else item
 
 
-def _told_apart(name: str, labels: npt.NDArray[Any] | list[Any]) -> tuple[list[Hashable], npt.NDArray[np.int64]]:
+def _plain_labels(name: str, labels: npt.NDArray[Any] | list[Any]) -> list[Any]:
+    """Return the labels as Python objects, or raise SamplerError unless each sample has one."""
     if isinstance(labels, np.ndarray) and labels.ndim != 1:
         raise SamplerError(
             f"{name} has the shape {labels.shape}: one label for each sample makes a flat sequence. Pass one, "
             "say labels.argmax(axis=1) of one-hot rows."
         )
-    numbers: dict[Hashable, int] = {}
     rows = (label for label in labels if isinstance(label, torch.Tensor) and label.numel() != 1)
     if (row := next(rows, None)) is not None:
         raise SamplerError(
             f"{name} has a tensor of the shape {tuple(row.shape)} for a sample: every sample has one label. Pass "
             "numbers, say row.argmax() of one-hot rows."
         )
-    all_plain = [plain(label) for label in labels]
-    if not all_plain:
+    if not len(labels):
         raise SamplerError(f"{name} is empty: there is nothing to draw from. Pass one label for each sample.")
-    for index, label in enumerate(all_plain):
+    return [plain(label) for label in labels]
+
+
+def _numbered(name: str, labels: list[Any]) -> tuple[list[Hashable], npt.NDArray[np.int64]]:
+    """Return each label once, and each sample's number among these."""
+    numbers: dict[Hashable, int] = {}
+    for index, label in enumerate(labels):
         try:
             numbers.setdefault(label, len(numbers))
         except TypeError as error:
@@ -110,9 +130,9 @@ def _told_apart(name: str, labels: npt.NDArray[Any] | list[Any]) -> tuple[list[H
                 f"{name}[{index}]={label!r} is a {type(label).__name__}, which is not hashable, so samples cannot be "
                 "told apart by it. Pass labels that are, say tuples for lists."
             ) from error
-    codes = np.fromiter((numbers[label] for label in all_plain), np.int64, len(all_plain))
+    codes = np.fromiter((numbers[label] for label in labels), np.int64, len(labels))
     try:
-        names = sorted(numbers)  # type: ignore[type-var]  # whether they can be compared is found out
+        names = sorted(numbers)  # type: ignore[type-var]  # labels that cannot be compared raise
     except TypeError:
         return list(numbers), codes
     rank = np.empty(len(names), np.int64)

@@ -14,22 +14,23 @@ __all__ = ["IterationBatchSampler"]
 
 
 class IterationBatchSampler(CountingSampler[list[int]]):
-    """As many batches as a training has iterations, going on from epoch to epoch of a batch sampler.
+    """Yields as many batches as a training has iterations, from one epoch of a batch sampler after the other.
 
-    Before each epoch the wrapped samplers are told its number by ``set_epoch``, where they have one. A training that
-    stopped goes on at the batch that it would have had next. Epochs before it are passed over where the wrapped batch
-    sampler itself can be looked up, as ours with a seed; else they are drawn and dropped, so generators that they are
-    drawn from must stand where they did when the training began.
+    Before each epoch, the wrapped samplers that have a ``set_epoch`` get the epoch's number. A training that stopped
+    resumes at the batch that would have come next. If the wrapped batch sampler can be looked up, as those of
+    ``ddp_patch.samplers`` with a seed can, the epochs before are skipped. Otherwise they are drawn again, so the
+    generators they are drawn from must be in the states in which the training began.
 
-    A pass is one training, and the epoch of this sampler is its number: no epoch of another training comes again in it.
+    One pass is one training, and its number is this sampler's epoch. No two trainings share an epoch of the wrapped
+    samplers.
 
-    Patched, all ranks together make ``num_iterations`` batches: to make as many steps on each,
-    multiply by the number of ranks.
+    In a patched loader, all ranks together get ``num_iterations`` batches. For as many steps on each rank, multiply by
+    the number of ranks.
 
     Args:
         batch_sampler: A batch sampler, or any iterable of batches that can be iterated again.
-        num_iterations: The training's last iteration is the one before it.
-        start_iteration: The first one.
+        num_iterations: How many iterations the training has, those before ``start_iteration`` included.
+        start_iteration: The first iteration, from 0.
 
     Raises:
         SamplerError: ``start_iteration`` is past ``num_iterations``, an argument is of another kind, or, while drawing,
@@ -45,8 +46,7 @@ class IterationBatchSampler(CountingSampler[list[int]]):
         maskrcnn-benchmark's ``IterationBasedBatchSampler``.
     """
 
-    # The epochs of the wrapped samplers are this sampler's to tell.
-    sets_nested_epochs = True
+    sets_nested_epochs = True  # so that no wrapper sets the epochs of the wrapped samplers
     _count = "iteration"
 
     def __init__(self, batch_sampler: Iterable[list[int]], num_iterations: int, start_iteration: int = 0) -> None:
@@ -70,9 +70,9 @@ class IterationBatchSampler(CountingSampler[list[int]]):
         return ([batch] for batch in islice(batches, self.num_iterations - skip))
 
     def _batches(self, training: int, left_out: int) -> Iterator[list[int]]:
-        """Yield the training's batches without end, but for so many at its beginning."""
+        """Yield a training's batches without end, and leave out the first ones."""
         sampler: Any = self.batch_sampler
-        # A training has at least a batch of each of its epochs, so no other training has these.
+        # Every epoch has a batch at least, so a training needs at most `num_iterations` epochs.
         for epoch in count(training * self.num_iterations):
             tell_epoch(sampler, epoch)
             if is_random_access(sampler) and 0 < len(sampler) <= left_out:

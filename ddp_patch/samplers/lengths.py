@@ -12,26 +12,27 @@ from ddp_patch.errors import SamplerError
 from ddp_patch.samplers.batches import Batches, cut
 from ddp_patch.samplers.checks import Integers, integers, whole
 from ddp_patch.samplers.classes import smallest
-from ddp_patch.samplers.passes import At, KeyedSampler
+from ddp_patch.samplers.keyed import KeyedSampler, generator_of
+from ddp_patch.samplers.passes import At
 
 __all__ = ["LengthBucketBatchSampler"]
 
 
 class LengthBucketBatchSampler(KeyedSampler[list[int]]):
-    """Shuffled batches of samples of similar length, so many in each as a token budget allows, or a fixed number.
+    """Batches shuffled samples of similar length, by a token budget or a fixed batch size.
 
-    Samples are put into buckets from the longest on; in each, the shortest is at most ``max_padding`` shorter than the
-    longest, so no more of a padded batch is padding. A batch comes from one bucket, and its padded tokens (items times
-    longest) are at most ``max_tokens``. In each epoch the samples of a bucket meet others, and the batches come in
-    another order; their number is the same. The last batch of a bucket holds what is left.
+    Samples are sorted into buckets, from the longest on. The shortest sample of a bucket is at most ``max_padding``
+    shorter than the longest, so this is the largest part of a batch that can be padding. A batch comes from one bucket,
+    and its padded tokens (samples times the longest) are at most ``max_tokens``. A bucket's last batch holds what is
+    left. Every epoch shuffles the samples of each bucket, and the batches; the number of batches stays the same.
 
     Args:
-        lengths: Of the samples, in tokens: a list, array or tensor.
+        lengths: Each sample's length, in tokens: a list, array or tensor.
         max_tokens: How many tokens a padded batch has at most.
         batch_size: How many samples a batch has, instead of ``max_tokens``.
-        max_padding: Which part of a batch is padding at most, from 0 to less than 1: the less, the more batches.
-        seed: What every epoch's batches follow from, together with the epoch's number.
-        generator: What each pass draws one number from instead; without either, torch's global generator.
+        max_padding: How large a part of a batch may be padding, from 0 to less than 1. Less padding makes more batches.
+        seed: Every epoch's batches follow from it and the epoch's number.
+        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
 
     Raises:
         SamplerError: A sample is longer than ``max_tokens``, both or neither of ``max_tokens`` and ``batch_size`` are
@@ -61,34 +62,35 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
                 f"max_tokens={max_tokens!r} and batch_size={batch_size!r}: either says how large a batch is. Pass one "
                 "of them."
             )
-        self.max_tokens: int | None = (
-            None if max_tokens is None else whole("max_tokens", max_tokens, 1, "a batch has at most so many")
-        )
-        self.batch_size: int | None = (
-            None if batch_size is None else whole("batch_size", batch_size, 1, "a batch has so many samples")
-        )
+        self.max_tokens: int | None = _at_least_one("max_tokens", max_tokens, "a batch has at most so many")
+        self.batch_size: int | None = _at_least_one("batch_size", batch_size, "a batch has so many samples")
         if self.max_tokens is not None and (longest := int(found.max())) > self.max_tokens:
             raise SamplerError(
                 f"lengths[{found.argmax()}]={longest} is longer than max_tokens={self.max_tokens}, so no batch can "
                 "hold that sample. Pass a larger max_tokens, or shorten it or leave it out."
             )
         self.max_padding: float = _part(max_padding)
-        self._members, sizes, longest_of = _buckets(found, self.max_padding)
-        self._starts, self._stops = cut(sizes, self.batch_size or min(self.max_tokens or 0, sys.maxsize) // longest_of)
-        self._splits = np.cumsum(sizes)[:-1]
+        items, self._sizes, longest_of = _buckets(found, self.max_padding)
+        batch_sizes = self.batch_size or min(self.max_tokens or 0, sys.maxsize) // longest_of
+        self._batches = Batches(items, cut(self._sizes, batch_sizes))
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._batches)
 
     def _order(self, key: np.random.SeedSequence) -> At:
-        rng = np.random.Generator(np.random.PCG64(key))
-        items = self._members.copy()
-        for bucket in np.split(items, self._splits):  # views
+        rng = generator_of(key)
+        items = self._batches.items.copy()
+        for bucket in np.split(items, np.cumsum(self._sizes)[:-1]):  # views, so this shuffles `items`
             rng.shuffle(bucket)
-        return Batches(items, self._starts, self._stops).ordered(rng.permutation(len(self)))
+        return Batches(items, self._batches.runs.at(rng.permutation(len(self))))
+
+
+def _at_least_one(name: str, value: object, reason: str) -> int | None:
+    return None if value is None else whole(name, value, 1, reason)
 
 
 def _part(value: Any) -> float:
+    """Return a number from 0 to less than 1 as a float, or raise SamplerError."""
     part = -1.0 if isinstance(value, bool) or not isinstance(value, Real) else float(value)
     if not 0 <= part < 1:
         raise SamplerError(
@@ -101,10 +103,14 @@ def _part(value: Any) -> float:
 def _buckets(
     lengths: npt.NDArray[np.int64], max_padding: float
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the samples bucket by bucket, from the longest on, and each bucket's size and longest."""
+    """Sort samples into buckets, from the longest on.
+
+    Returns:
+        The samples bucket by bucket, each bucket's size, and each bucket's longest sample.
+    """
     longest_first = np.argsort(-lengths, kind="stable").astype(smallest(len(lengths)))
     values, counts = np.unique(-lengths, return_counts=True)
-    firsts = [0]  # where among the values, from the longest on, a bucket begins
+    firsts = [0]  # where each bucket begins among the values
     while True:
         least = int(-values[firsts[-1]]) * (1 - max_padding)
         end = int(np.searchsorted(values, -least, side="right"))

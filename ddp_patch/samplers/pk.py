@@ -7,36 +7,38 @@ import numpy.typing as npt
 import torch
 
 from ddp_patch.errors import SamplerError
+from ddp_patch.samplers.categories import categories_of
 from ddp_patch.samplers.checks import whole
 from ddp_patch.samplers.classes import Classes, Labels, smallest
-from ddp_patch.samplers.passes import At, KeyedSampler, taken_from
+from ddp_patch.samplers.keyed import KeyedSampler, generator_of, taken_from
+from ddp_patch.samplers.passes import At
 
 __all__ = ["PKBatchSampler"]
 
-# Of so many rows or fewer, instances are drawn together: more do not stay in the processor's caches.
+# How many rows of instances are drawn at once: more do not fit in the processor's caches.
 _ROWS = 2**12
-# Up to so many instances of a label are compared each with each: that takes their square in time, but little of it.
+# The largest k for which each instance is compared with each other: for more, the square of k takes too long.
 _MOST_COMPARED = 256
 
 
 class PKBatchSampler(KeyedSampler[list[int]]):
-    """Batches of p labels with k instances each, as metric learning needs them to find positives and negatives.
+    """Batches p labels with k instances each, as metric learning needs them to find positives and negatives.
 
-    In an epoch every label comes once; where p does not divide the labels, the last batch is filled up with labels
-    that have come before. The instances are chosen uniformly and none comes twice in a batch; of a label with fewer
-    than k each comes as often as any other, or once more.
+    Every label comes once in an epoch. If p does not divide the number of labels, the last batch is filled up with
+    labels that have come before. Instances are chosen uniformly, and none comes twice in a batch. If a label has fewer
+    than k, each comes as often as the others or once more.
 
-    With categories, the labels of a category come together, so that a batch has few categories and negatives that are
+    With categories, the labels of a category come together. A batch then has few categories, and negatives that are
     hard to tell from positives.
 
     Args:
-        labels: One for each sample, of any hashable type: a list, array or tensor.
+        labels: Each sample's label, of any hashable type: a list, array or tensor.
         p: How many labels a batch has.
-        k: How many instances of each.
-        categories: One for each sample, the same for all samples of a label.
-        max_categories: How many categories a batch has at most; with ``categories`` only.
-        seed: What every epoch's batches follow from, together with the epoch's number.
-        generator: What each pass draws one number from instead; without either, torch's global generator.
+        k: How many instances of each label a batch has.
+        categories: Each sample's category, the same for all samples of a label.
+        max_categories: How many categories a batch has at most; needs ``categories``.
+        seed: Every epoch's batches follow from it and the epoch's number.
+        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
 
     Raises:
         SamplerError: There are fewer than p labels, categories are too small to fill a batch, or an argument is of
@@ -75,88 +77,47 @@ class PKBatchSampler(KeyedSampler[list[int]]):
                 f"made. Pass p of at most {len(self._classes.labels)}."
             )
         self.batch_size: int = self.p * self.k
-        self._category_of = self._categories(categories, max_categories)
-        self._apart = self._category_of is not None and max_categories == 1
-
-    def _categories(self, categories: Labels | None, most: int | None) -> npt.NDArray[np.integer] | None:
-        """Return each label's category; None where categories do not matter."""
-        if categories is None and most is None:
-            return None
-        if categories is None or most is None:
-            given, lacking = (
-                ("max_categories", "categories") if categories is None else ("categories", "max_categories")
-            )
-            raise SamplerError(
-                f"{given} was given without {lacking}: it takes both to limit the categories in a batch. Pass "
-                f"{lacking} too, or neither."
-            )
-        most = whole("max_categories", most, 1, "a batch has at most so many categories")
-        found = Classes.of("categories", categories)
-        if len(found.codes) != len(self._classes.codes):
-            raise SamplerError(
-                f"categories has {len(found.codes)} entries and labels {len(self._classes.codes)}: every sample has "
-                "one of each. Pass sequences of one length."
-            )
-        category_of = np.zeros(len(self._classes.labels), found.codes.dtype)
-        category_of[self._classes.codes] = found.codes
-        if len(odd := np.flatnonzero(category_of[self._classes.codes] != found.codes)):
-            label = self._classes.codes[odd[0]]
-            first, second = found.codes[odd[0]], category_of[label]
-            raise SamplerError(
-                f"The label {self._classes.labels[label]!r} is in the categories {found.labels[first]!r} and "
-                f"{found.labels[second]!r}: a label belongs to one. Pass labels that are told apart by their category, "
-                "say pairs of both."
-            )
-        return category_of if self._limits(found, category_of, most) else None
-
-    def _limits(self, found: Classes, category_of: npt.NDArray[np.integer], most: int) -> bool:
-        """Whether a batch could have more categories; if so, every one must be large enough not to let it."""
-        if len(found.labels) <= most:
-            return False
-        # In a row of such categories, any p labels lie in `most` of them: those at both ends may be cut.
-        least = self.p if most == 1 else -(-(self.p - 1) // (most - 1))
-        sizes = np.bincount(category_of)
-        if sizes.min() < least:
-            small = int(sizes.argmin())
-            raise SamplerError(
-                f"The category {found.labels[small]!r} has {sizes[small]} labels, and batches of p={self.p} "
-                f"labels from at most max_categories={most} need at least {least} in each. Pass a smaller p or a "
-                "larger max_categories, or join small categories."
-            )
-        return True
+        self._category_of = categories_of(self._classes, categories, max_categories, self.p)
+        self._is_one_category = self._category_of is not None and max_categories == 1  # in each batch
 
     def __len__(self) -> int:
-        if self._category_of is not None and self._apart:
+        if self._category_of is not None and self._is_one_category:
             return int((-(-np.bincount(self._category_of) // self.p)).sum())
         return -(-len(self._classes.labels) // self.p)
 
     def _order(self, key: np.random.SeedSequence) -> At:
-        rng = np.random.Generator(np.random.PCG64(key))
-        chosen = self._rows(rng)
+        rng = generator_of(key)
+        chosen = self._labels_of_batches(rng)
         picks = _instances(rng, self._classes.sizes[chosen], self.k)
         batches = self._classes.members[self._classes.starts[chosen][:, None] + picks]
         return partial(taken_from, batches.reshape(len(self), self.batch_size))
 
-    def _rows(self, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-        """The labels of all batches, p by p: a ring of labels, cut."""
+    def _labels_of_batches(self, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+        """Return the labels of all batches, p for each, in the shape ``(batches * p,)``."""
         ring = rng.permutation(len(self._classes.labels))
         if self._category_of is None:
-            return np.resize(ring, len(self) * self.p)  # which goes on from its beginning
+            return np.resize(ring, len(self) * self.p)  # resize() begins again where the ring ends
         number = int(self._category_of.max()) + 1
         place = rng.permutation(number).astype(smallest(number))
         ring = ring[np.argsort(place[self._category_of[ring]], kind="stable")]
-        if self._apart:
+        if self._is_one_category:
             sizes = np.bincount(self._category_of)
             rings = np.split(ring, np.cumsum(sizes[np.argsort(place)])[:-1])
             ring = np.concatenate([np.resize(part, -(-len(part) // self.p) * self.p) for part in rings])
-        else:  # cut anywhere, so that the labels that come again are as likely of one category as of another
+        else:  # begin anywhere, so that the labels that fill the last batch up may be of any category
             ring = np.roll(ring, rng.integers(len(ring)))
-        rows = np.resize(ring, (len(self), self.p))
-        return rng.permutation(rows).reshape(-1)  # neighbours are of one category
+        batches = np.resize(ring, (len(self), self.p))
+        return rng.permutation(batches).reshape(-1)  # or neighbouring batches would share their categories
 
 
 def _instances(rng: np.random.Generator, sizes: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.integer]:
-    """Draw k of ``range(size)`` for each size: all different, or each as often as any other or once more."""
+    """Draw k instances from ``range(size)`` for each size, as evenly as possible.
+
+    They are all different if the size allows it. Otherwise each comes as often as the others or once more.
+
+    Returns:
+        A row for each size, in the shape ``(sizes, k)``.
+    """
     kind = smallest(max(int(sizes.max()), k))
     found = np.empty((len(sizes), k), kind)
     if k > _MOST_COMPARED:
@@ -172,8 +133,8 @@ def _instances(rng: np.random.Generator, sizes: npt.NDArray[np.int64], k: int) -
 
 
 def _floyd(rng: np.random.Generator, sizes: npt.NDArray[np.integer], k: int) -> npt.NDArray[np.integer]:
-    """Draw as ``_instances`` does, a column for each size: Floyd's algorithm on all columns at once."""
-    # Of each column the first `fresh` places are drawn; the others go through the whole range.
+    """Draw a column of instances for each size, by Floyd's algorithm on all columns at once."""
+    # The first `fresh` places of a column are drawn; the others go through the whole range.
     fresh = np.where(sizes < k, k % sizes, k).astype(sizes.dtype)
     picks = np.empty((k, len(sizes)), sizes.dtype)
     few = np.flatnonzero(sizes < k)

@@ -4,19 +4,20 @@ import numpy as np
 import torch
 
 from ddp_patch.samplers.checks import whole
-from ddp_patch.samplers.passes import At, KeyedSampler
+from ddp_patch.samplers.keyed import KeyedSampler
+from ddp_patch.samplers.passes import At
 from ddp_patch.streams.permutation import Permutation
 
 __all__ = ["ScalableRandomSampler"]
 
 
 class ScalableRandomSampler(KeyedSampler[int]):
-    """Shuffles ``range(n)`` in constant memory: what stands at a position is computed when it is asked for.
+    """Shuffles ``range(n)`` in constant memory, because each item is computed when it is asked for.
 
     Args:
         n: How many samples there are, from 0 to 2**63 - 1.
-        seed: What every epoch's order follows from, together with the epoch's number.
-        generator: What each pass draws one number from instead; without either, torch's global generator.
+        seed: Every epoch's order follows from it and the epoch's number.
+        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
 
     Raises:
         SamplerError: ``n`` is no such number, or ``seed`` and ``generator`` are both given.
@@ -28,7 +29,7 @@ class ScalableRandomSampler(KeyedSampler[int]):
         True
     """
 
-    _block = 2**16  # to compute a network takes some hundred calls, however few positions are asked for
+    _block = 2**16  # the permutation takes some hundred numpy calls for however few positions
 
     def __init__(self, n: int, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
         super().__init__(seed, generator)

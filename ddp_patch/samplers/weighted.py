@@ -14,26 +14,26 @@ import torch
 from ddp_patch.errors import SamplerError
 from ddp_patch.samplers.checks import whole
 from ddp_patch.samplers.classes import Classes, Labels, plain
-from ddp_patch.samplers.passes import At, KeyedSampler, taken_from
+from ddp_patch.samplers.keyed import KeyedSampler, generator_of, taken_from
+from ddp_patch.samplers.passes import At
 
 __all__ = ["WeightedClassSampler"]
 
 
 class WeightedClassSampler(KeyedSampler[int]):
-    """Draws a fixed number of indices with a given proportion for each class, exactly, and uniformly within a class.
+    """Draws indices with an exact proportion for each class, and uniformly within a class.
 
-    A class of weight w gets ``length * w / sum(weights)`` draws, rounded so that all sum to ``length`` and none is off
-    by one or more. Of a class with that many samples none comes twice; of a smaller one each comes as often as any
-    other, or once more, and chance decides which. ``WeightedRandomSampler`` draws each index anew: of a class of which
-    it draws as many as there are it leaves out 37 % on the average.
+    A class of weight w gets ``length * w / sum(weights)`` draws. These numbers are rounded, each by less than one, so
+    that they sum to ``length``. If a class has enough samples, none comes twice. Otherwise each comes as often as the
+    others or once more, and chance decides which. ``WeightedRandomSampler`` draws each index anew: when it draws from a
+    class as often as the class has samples, it leaves out 37 % of them on average.
 
     Args:
-        labels: One for each sample, of any hashable type: a list, array or tensor.
-        weights: For each label its weight, of any scale: a mapping, or a sequence for the labels 0, 1, 2 and so on.
+        labels: Each sample's label, of any hashable type: a list, array or tensor.
+        weights: Each label's weight, on any scale: a mapping, or a sequence for the labels 0, 1, 2 and so on.
         length: How many indices an epoch has.
-        seed: What every epoch's order follows from, together with the epoch's number.
-        generator: What each pass draws one number from instead, which its order follows from; without either, torch's
-            global generator.
+        seed: Every epoch's order follows from it and the epoch's number.
+        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
 
     Raises:
         SamplerError: A label has no weight or a weight no label, weights are negative, not finite or all zero, or
@@ -69,54 +69,73 @@ class WeightedClassSampler(KeyedSampler[int]):
     def n_per_class(
         cls, labels: Labels, n: int, *, seed: int | None = None, generator: torch.Generator | None = None
     ) -> Self:
-        """Return a sampler that draws n indices of every class."""
+        """Return a sampler that draws n indices of every class.
+
+        Examples:
+            >>> WeightedClassSampler.n_per_class(["cat", "cat", "dog"], n=5).counts
+            {'cat': 5, 'dog': 5}
+        """
         n = whole("n", n, 1, "so many indices of every class are drawn in an epoch")
         return cls._alike(Classes.of("labels", labels), n, seed, generator)
 
     @classmethod
-    def _alike(cls, classes: Classes, n: int, seed: int | None, generator: torch.Generator | None) -> Self:
-        labels: Any = classes  # told apart once
-        return cls(labels, dict.fromkeys(classes.labels, 1), n * len(classes.labels), seed=seed, generator=generator)
-
-    @classmethod
     def upsample(cls, labels: Labels, *, seed: int | None = None, generator: torch.Generator | None = None) -> Self:
-        """Return a sampler that draws as many of every class as the largest has: nothing is left out."""
+        """Return a sampler that draws as many indices of every class as the largest class has.
+
+        No sample is left out.
+
+        Examples:
+            >>> WeightedClassSampler.upsample(["cat", "cat", "dog"]).counts
+            {'cat': 2, 'dog': 2}
+        """
         classes = Classes.of("labels", labels)
         return cls._alike(classes, int(classes.sizes.max()), seed, generator)
 
     @classmethod
     def downsample(cls, labels: Labels, *, seed: int | None = None, generator: torch.Generator | None = None) -> Self:
-        """Return a sampler that draws as many of every class as the smallest has: nothing comes twice."""
+        """Return a sampler that draws as many indices of every class as the smallest class has.
+
+        No sample comes twice.
+
+        Examples:
+            >>> WeightedClassSampler.downsample(["cat", "cat", "dog"]).counts
+            {'cat': 1, 'dog': 1}
+        """
         classes = Classes.of("labels", labels)
         return cls._alike(classes, int(classes.sizes.min()), seed, generator)
+
+    @classmethod
+    def _alike(cls, classes: Classes, n: int, seed: int | None, generator: torch.Generator | None) -> Self:
+        labels: Any = classes  # so that labels are numbered once
+        return cls(labels, dict.fromkeys(classes.labels, 1), n * len(classes.labels), seed=seed, generator=generator)
 
     def __len__(self) -> int:
         return self._length
 
     @property
     def counts(self) -> dict[Hashable, int]:
-        """How many indices of each class an epoch has."""
+        """How many indices of each class an epoch has, by label."""
         return dict(zip(self._classes.labels, self._counts, strict=True))
 
     def _order(self, key: np.random.SeedSequence) -> At:
-        rng = np.random.Generator(np.random.PCG64(key))
-        of_class = np.split(self._classes.members, self._classes.starts[1:])
-        order = np.concatenate([_evenly(rng, of, n) for of, n in zip(of_class, self._counts, strict=True)])
+        rng = generator_of(key)
+        classes = np.split(self._classes.members, self._classes.starts[1:])
+        order = np.concatenate([_evenly(rng, *each) for each in zip(classes, self._counts, strict=True)])
         rng.shuffle(order)
         return partial(taken_from, order)
 
 
 def _evenly(rng: np.random.Generator, members: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
-    """Draw so many of the members, in no random order, each as often as any other or once more."""
+    """Draw ``count`` members, each as often as the others or once more, in no random order."""
     times, rest = divmod(count, len(members))
-    # Those that come once more are chosen, or those that do not, whichever are fewer.
+    # Draw those that come once more, or those that do not: the fewer are faster.
     few = rng.choice(len(members), min(rest, len(members) - rest), replace=False, shuffle=False)
     once_more = members[few] if 2 * rest <= len(members) else np.delete(members, few)
     return np.concatenate([np.tile(members, times), once_more])
 
 
 def _checked(weights: Any, labels: list[Hashable]) -> list[Fraction]:
-    """Return the weight of each label, exactly."""
+    """Return each label's weight as an exact fraction, or raise SamplerError."""
     by_label = _by_label(weights)
     if lacking := [label for label in labels if label not in by_label]:
         raise SamplerError(
@@ -144,7 +163,7 @@ def _checked(weights: Any, labels: list[Hashable]) -> list[Fraction]:
 
 
 def _exact(weight: Any) -> Fraction | None:
-    """Return a weight as a fraction; None if it is no finite number of at least 0."""
+    """Return a weight as a fraction, or None unless it is a finite number of at least 0."""
     if isinstance(weight, bool) or not isinstance(weight, Rational | float | Decimal):
         return None
     try:
@@ -155,6 +174,7 @@ def _exact(weight: Any) -> Fraction | None:
 
 
 def _by_label(weights: Any) -> dict[Hashable, Any]:
+    """Return the weights that were given, by label, or raise SamplerError."""
     if isinstance(weights, Mapping):
         pairs = list(weights.items())
     elif isinstance(weights, torch.Tensor | np.ndarray) and weights.ndim:
@@ -170,12 +190,16 @@ def _by_label(weights: Any) -> dict[Hashable, Any]:
 
 
 def _item(weight: Any) -> Any:
+    """Return a scalar of numpy's or torch's as Python's number."""
     is_scalar = isinstance(weight, np.generic) or (isinstance(weight, torch.Tensor) and weight.numel() == 1)
     return weight.item() if is_scalar else weight
 
 
 def _largest_remainder(weights: list[Fraction], length: int) -> list[int]:
-    """Round ``length * weight / sum`` so that all sum to ``length``; of equal remainders the first are rounded up."""
+    """Round ``length * weight / sum(weights)`` to whole numbers that sum to ``length``.
+
+    The largest remainders are rounded up; where remainders are equal, the first ones.
+    """
     total = sum(weights)
     quotas = [length * weight / total for weight in weights]
     counts = [int(quota) for quota in quotas]

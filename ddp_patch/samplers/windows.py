@@ -11,26 +11,27 @@ from torch.utils.data import Dataset
 
 from ddp_patch.errors import SamplerError
 from ddp_patch.samplers.checks import flag, whole
-from ddp_patch.samplers.passes import At, KeyedSampler, Positions
+from ddp_patch.samplers.keyed import KeyedSampler, generator_of
+from ddp_patch.samplers.passes import At, Positions
 from ddp_patch.streams.permutation import Permutation
 
 __all__ = ["WindowDataset", "WindowSampler"]
 
 
 class WindowSampler(KeyedSampler[int]):
-    """The starts of windows over a time series that is taken as a ring, from a random offset in each epoch.
+    """Yields the starts of windows over a time series, from another random offset in each epoch.
 
-    Windows follow each other at ``stride`` and wrap round at the end, so that with the default stride an epoch sees
-    every point once, and a few points twice where the window does not divide the series. All are equally likely to be
-    these, and every point to stand anywhere in its window.
+    Windows follow each other at ``stride`` and wrap round at the end of the series. With the default stride an epoch
+    sees every point once, and a few points twice if the window does not divide the series. Every point is equally
+    likely to be one of these, and to stand anywhere in its window.
 
     Args:
         size: How many points the series has, less than 2**62.
         window: How many points a window has.
-        stride: How many points lie between the starts of neighbouring windows; by default ``window``.
-        shuffle: Whether the windows come in a random order, or in that of the series (from the offset on).
-        seed: What every epoch's order follows from, together with the epoch's number.
-        generator: What each pass draws one number from instead; without either, torch's global generator.
+        stride: How many points lie from one window's start to the next one's; by default ``window``.
+        shuffle: Whether the windows come in a random order. Otherwise they come in the order of the series.
+        seed: Every epoch's order follows from it and the epoch's number.
+        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
 
     Raises:
         SamplerError: The window or the stride is longer than the series, or an argument is of another kind.
@@ -66,7 +67,7 @@ class WindowSampler(KeyedSampler[int]):
 
     def _order(self, key: np.random.SeedSequence) -> At:
         offset_key, shuffle_key = key.spawn(2)
-        offset = int(np.random.default_rng(offset_key).integers(self.size))
+        offset = int(generator_of(offset_key).integers(self.size))
         numbers = Permutation(len(self), shuffle_key) if self.shuffle else None
         return partial(self._starts, offset, numbers)
 
@@ -76,13 +77,13 @@ class WindowSampler(KeyedSampler[int]):
 
 
 class WindowDataset(Dataset[Any]):
-    """The windows of a time series, each by its start, wrapping round at the end.
+    """Returns the window of a time series that begins at an index, and wraps round at the end.
 
-    A window that does not wrap is a slice of the data: of an array or tensor a view, without a copy. One that wraps is
-    of the same type. Of a ``range``, windows are lists.
+    A window that does not wrap is a slice of the data, and a view without a copy if the data is an array or a tensor. A
+    window that wraps has the same type. The windows of a ``range`` are lists.
 
     Args:
-        data: A sequence, array (a memory-mapped one too) or tensor, with time as its first dimension.
+        data: A sequence, an array (memory-mapped ones too) or a tensor, with time as its first dimension.
         window: How many points a window has.
 
     Raises:
@@ -114,12 +115,12 @@ class WindowDataset(Dataset[Any]):
 
 
 def _points(part: Any) -> Any:
-    """A slice of the data; of a range its numbers, because no range is a window that wraps."""
+    """Return a slice of the data, and a range as a list, because a window that wraps is no range."""
     return list(part) if isinstance(part, range) else part
 
 
 def _joined(first: Any, second: Any) -> Any:
-    """Two slices of the data, one behind the other, in the type that they have."""
+    """Concatenate two slices of the data and keep their type."""
     if isinstance(first, torch.Tensor):
         return torch.cat((first, second))
     if isinstance(first, np.ma.MaskedArray):
@@ -130,6 +131,7 @@ def _joined(first: Any, second: Any) -> Any:
 
 
 def _of_at_most(name: str, value: int, size: int, consequence: str) -> int:
+    """Return a number from 1 to the series' size, or raise SamplerError."""
     number = whole(name, value, 1, "it counts points of the series")
     if number > size:
         raise SamplerError(

@@ -1,4 +1,4 @@
-"""A fingerprint of items: sensitive to order, type and value; the same in every process and under every hash seed."""
+"""Fingerprints of items, which depend on order, type and value, and are the same in every process."""
 
 import hashlib
 import os
@@ -20,12 +20,12 @@ __all__ = ["COMPARED", "Fingerprint", "fingerprint"]
 
 T = TypeVar("T")
 
-# How many items of a stream are compared where not all are.
+# How many items of a stream ranks compare, if they do not compare all.
 COMPARED = 256
 
 
 class Fingerprint:
-    """A running fingerprint of the items that it is given.
+    """Takes the fingerprint of items that come one after the other.
 
     Examples:
         >>> running = Fingerprint()
@@ -39,7 +39,7 @@ class Fingerprint:
         self._hash = hashlib.blake2b(digest_size=16)
 
     def add(self, items: Iterable[Any]) -> None:
-        """Add items, in their order."""
+        """Add items in their order."""
         for item in items:
             for part in _encoded(item):
                 self._hash.update(part)
@@ -56,10 +56,10 @@ class Fingerprint:
 
 
 def fingerprint(items: Iterable[Any]) -> str:
-    """Return the fingerprint of the items in their order, 32 hexadecimal digits.
+    """Return the fingerprint of items in their order, 32 hexadecimal digits.
 
-    Numbers, strings, bytes, paths, dates, enum members, tensors, arrays, dataclasses and containers of them count by
-    type and value, sets and mappings without regard to order; an object of any other type counts by its type alone.
+    Numbers, strings, bytes, paths, dates, enum members, tensors, arrays, dataclasses and containers of these count by
+    type and value. The order within sets and mappings does not count. Any other object counts by its type alone.
 
     Examples:
         >>> fingerprint([1, 2]) == fingerprint([2, 1]), fingerprint([1]) == fingerprint([1.0])
@@ -73,7 +73,7 @@ def fingerprint(items: Iterable[Any]) -> str:
 
 
 def _encoded(item: Any) -> Iterator[bytes]:
-    """Yield an encoding that no other item has: its type, its length, its content."""
+    """Yield an encoding that no other item has: its type, its length and its content."""
     kind = f"{type(item).__module__}.{type(item).__qualname__}".encode()
     content = b"".join(_content(item))
     yield b"%d:%b%d:" % (len(kind), kind, len(content))
@@ -82,7 +82,7 @@ def _encoded(item: Any) -> Iterator[bytes]:
 
 def _content(item: Any) -> Iterator[bytes]:  # noqa: C901 - one flat table of types
     match item:
-        case Enum():  # before the numbers that an IntEnum's members are
+        case Enum():  # before int(), because an IntEnum's members are ints
             yield item.name.encode()
         case None | bool() | int() | float() | complex() | str():
             yield repr(item).encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""A keyed bijection of ``range(n)`` with random access: a shuffle of which any part costs only itself."""
+"""A shuffle of ``range(n)`` that computes any of its positions alone."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,20 +8,20 @@ from ddp_patch.errors import InvalidOptionError
 __all__ = ["Permutation"]
 
 _ROUNDS = 8
-# So small a range is shuffled in a table: a Feistel network has too few halves there to look random.
+# Up to this n a table holds the permutation, because a Feistel network of so few bits does not look random.
 _TABLE = 2**16
-# So many positions are computed together: more do not stay in the processor's caches.
+# How many positions are computed at once: more do not fit in the processor's caches.
 _CHUNK = 2**16
-# Multipliers of splitmix64 (its finaliser mixes the round function's bits).
+# The multipliers of splitmix64's finaliser, which is the round function.
 _MULTIPLY = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 class Permutation:
-    """A pseudo-random permutation of ``range(n)`` that is computed at the positions asked for.
+    """Permutes ``range(n)`` pseudo-randomly, and computes only the positions it is asked for.
 
     Args:
-        n: How many, from 0 to 2**63 - 1.
-        key: What it follows from: each key has a permutation of its own.
+        n: How many numbers are permuted, from 0 to 2**63 - 1.
+        key: Chooses the permutation; the same key gives the same one.
 
     Raises:
         InvalidOptionError: ``n`` is out of range.
@@ -57,10 +57,13 @@ class Permutation:
             self._keys = key.generate_state(_ROUNDS, np.uint64)
 
     def __call__(self, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """Return what stands at these positions.
+        """Return the numbers at these positions.
 
         Args:
             positions: Integers in ``range(n)``, in any order and number.
+
+        Returns:
+            Integers in ``range(n)``, in the shape ``(positions,)``.
         """
         if self._table is not None:
             return np.take(self._table, positions)
@@ -70,13 +73,14 @@ class Permutation:
         return np.concatenate([self._computed(chunk) for chunk in chunks])
 
     def _computed(self, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+        """Apply the network until every number is below n (cycle walking)."""
         found = self._feistel(positions.astype(np.uint64))
         while len(outside := np.flatnonzero(found >= self.n)):
             found[outside] = self._feistel(found[outside])
         return found.view(np.int64)
 
     def _feistel(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """Permute the numbers of as many bits as ``n - 1`` has."""
+        """Permute the numbers that have at most as many bits as ``n - 1``."""
         low, high = self._low, self._high
         one = np.uint64(1)
         left, right = values >> low, values & ((one << low) - one)  # of `high` and `low` bits

@@ -1,4 +1,4 @@
-"""Samplers of which any part of any epoch can be looked up."""
+"""Samplers that can look up any part of any epoch."""
 
 import inspect
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ __all__ = ["RandomAccess", "is_random_access"]
 
 
 class RandomAccess(Protocol):
-    """A sampler whose items can be looked up at any positions of any epoch.
+    """A sampler that can look up the items at any positions of any epoch.
 
-    A sampler that has these methods is not drawn: each rank asks for the items of its own share, so it costs no more
-    for any number of ranks. The items must follow from position and epoch alone, and be those that iterating gives. A
-    subclass that has an ``__iter__`` of its own, and no ``items_at``, is iterated; so is a sampler whose attribute
-    ``has_random_access`` is False, for classes of which only some samplers can be looked up.
+    A sampler with these methods is not iterated. Each rank looks up the items of its own share, so the cost does not
+    grow with the number of ranks. The items must follow from position and epoch alone, and be those that iterating
+    gives. A subclass that overrides ``__iter__`` and not ``items_at`` is iterated. If only some samplers of a class can
+    be looked up, set the attribute ``has_random_access`` to False on the others, and they are iterated too.
 
     Examples:
         >>> class Strided:
@@ -33,16 +33,30 @@ class RandomAccess(Protocol):
     """
 
     def __len__(self) -> int:
-        """How many items an epoch has."""
+        """Return how many items an epoch has."""
 
     def items_at(self, positions: npt.NDArray[np.int64], epoch: int) -> Sequence[Any] | npt.NDArray[Any]:
-        """Return the items at these positions, in ``range(len(self))``, of an epoch."""
+        """Return the items at some positions of an epoch.
+
+        Args:
+            positions: In ``range(len(self))``, in any order and number.
+            epoch: From 0.
+
+        Returns:
+            The items, in the order of the positions.
+        """
 
 
 def is_random_access(sampler: object) -> TypeGuard[RandomAccess]:
-    """Tell whether the sampler's class, or the nearest base that says how to iterate it, has ``items_at``.
+    """Tell whether a sampler can be looked up.
 
-    A sampler whose ``has_random_access`` is False has none, whatever its class has.
+    Its class or a base must define ``items_at``, and no class below that base may override ``__iter__`` alone. A
+    sampler whose ``has_random_access`` is False cannot be looked up, whatever its class has.
+
+    Examples:
+        >>> from ddp_patch.samplers import ScalableRandomSampler
+        >>> is_random_access(ScalableRandomSampler(9, seed=1)), is_random_access(ScalableRandomSampler(9))
+        (True, False)
     """
     if getattr(sampler, "has_random_access", True) is False:
         return False

@@ -1,4 +1,4 @@
-"""For tests: real ranks, and a guard against unpatched loaders."""
+"""Helpers for tests: real ranks, and a guard against unpatched loaders."""
 
 from ddp_patch.testing.ranks import run_ranks
 

@@ -1,4 +1,4 @@
-"""A guard for tests: an unpatched loader that is iterated on one of several ranks raises, saying where it was made."""
+"""A guard for tests: makes an unpatched loader raise when one of several ranks iterates it."""
 
 import functools
 import os
@@ -18,22 +18,23 @@ from ddp_patch.loaders.recognition import sharded_by
 
 __all__ = ["guard_this_process", "guarded", "places_recorded"]
 
-# Told by the environment, so that ranks which a guarded test starts are guarded too, however it starts them.
+# An environment variable, so that ranks are guarded too, however a guarded test starts them.
 _VARIABLE = "DDP_PATCH_GUARD"
-_for_good = ExitStack()
+_for_good = ExitStack()  # guards this process as long as it is open
+# Frames in these folders did not make a loader: torch and this package.
 _NO_PLACES = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (torch, sys.modules["ddp_patch"]))
-_PLACE = "_ddp_patch_made_at"  # the attribute of a loader that tells where it was made
+_PLACE = "_ddp_patch_made_at"  # the loader's attribute for the file and line that made it
 
 
 def places_recorded() -> AbstractContextManager[None]:
-    """While entered, it is written down of every loader in which file and line it is made."""
+    """Record, while entered, the file and line that make each loader."""
     return _methods_wrapped("__init__", _recording)
 
 
 def _recording(begin: Any) -> Any:
     @functools.wraps(begin)
     def init(self: DataLoader[Any], *args: Any, **options: Any) -> None:
-        vars(self).setdefault(_PLACE, _place())  # by a subclass's constructor before its base's
+        vars(self).setdefault(_PLACE, _place())  # keeps what a subclass's constructor recorded
         begin(self, *args, **options)
 
     return init
@@ -41,12 +42,12 @@ def _recording(begin: Any) -> Any:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """While entered, iterating an unpatched loader raises if a process group with more than one rank is up.
+    """Make an unpatched loader raise, while entered, when it is iterated in a process group of several ranks.
 
-    Ranks that are started meanwhile are guarded too, from where they import ``ddp_patch``.
+    Ranks that are started meanwhile are guarded too, once they import ``ddp_patch``.
 
     Raises:
-        NotPatchedError: From ``iter(loader)``, with the file and line where the loader was made.
+        NotPatchedError: From ``iter(loader)``, with the file and line that made the loader.
 
     Examples:
         >>> with guarded():
@@ -58,7 +59,7 @@ def guarded() -> Iterator[None]:
 
 
 def guard_this_process() -> None:
-    """Guard the process for the rest of its life, or no longer, as its environment tells."""
+    """Guard this process from now on if its environment says so, and otherwise stop guarding it."""
     _for_good.close()
     if _VARIABLE in os.environ:
         _for_good.enter_context(_iteration_guarded())
@@ -72,9 +73,9 @@ def _iteration_guarded() -> Iterator[None]:
 
 @contextmanager
 def _methods_wrapped(name: str, wrapped: Callable[[Any], Any]) -> Iterator[None]:
-    """While entered, a method is wrapped in every class of loaders, also those that are made meanwhile.
+    """Wrap a method, while entered, in every class of loaders, those that are defined meanwhile included.
 
-    A subclass need not call its base's: torchdata's StatefulDataLoader does not.
+    Wrapping the base alone is not enough: torchdata's StatefulDataLoader does not call its base's methods.
     """
     with ExitStack() as stack:
 
@@ -82,7 +83,7 @@ def _methods_wrapped(name: str, wrapped: Callable[[Any], Any]) -> Iterator[None]
             if name in vars(kind):
                 stack.enter_context(patch.object(kind, name, wrapped(vars(kind)[name])))
 
-        before = DataLoader.__init_subclass__.__func__  # type: ignore[attr-defined]  # a class method
+        before = DataLoader.__init_subclass__.__func__  # type: ignore[attr-defined]  # a bound class method has it
 
         def init_subclass(kind: type[DataLoader[Any]], /, **options: Any) -> None:
             before(kind, **options)
@@ -95,6 +96,7 @@ def _methods_wrapped(name: str, wrapped: Callable[[Any], Any]) -> Iterator[None]
 
 
 def _kinds(kind: type[DataLoader[Any]]) -> Iterator[type[DataLoader[Any]]]:
+    """Yield a class and all of its subclasses."""
     yield kind
     for other in kind.__subclasses__():
         yield from _kinds(other)
@@ -121,7 +123,7 @@ def _require_sharded(loader: DataLoader[Any]) -> None:
 
 
 def _place() -> str:
-    """Return the file and line that made a loader: the first outside of torch and of this package."""
+    """Return the first file and line in the call stack that is outside torch and this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NO_PLACES):
         frame = frame.f_back

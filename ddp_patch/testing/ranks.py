@@ -1,4 +1,4 @@
-"""Real ranks for tests: ``run_ranks`` runs a function on every rank of a gloo group made for it."""
+"""Real ranks for tests: ``run_ranks`` calls a function on every rank of a new gloo group."""
 
 import contextlib
 import faulthandler
@@ -39,31 +39,31 @@ def run_ranks(
     grace: float = 5.0,
     start_method: Literal["spawn", "forkserver"] = "spawn",
 ) -> list[R]:
-    """Call ``fn(rank, world_size, *args)`` on every rank of a new gloo group and return what each rank returned.
+    """Call ``fn(rank, world_size, *args)`` on every rank of a new gloo group, and return what each rank returned.
 
-    Every rank is a process of its own (with one torch thread) that has an initialised default process group and the
-    environment variables ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``. They meet
-    through a temporary file, so no port is chosen and any number of groups may run side by side. When this returns
-    or raises, no process of any rank is left, ``DataLoader`` workers included. For Linux and macOS.
+    Every rank is a process of its own with one torch thread, an initialised default process group, and the environment
+    variables ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``. The ranks meet through a temporary file
+    and need no port, so any number of groups may run at the same time. When this returns or raises, no process of any
+    rank is left, ``DataLoader`` workers included. It works on Linux and macOS.
 
     Args:
-        fn: A function of a module, so that another process can import it.
+        fn: A function that other processes can import from its module.
         world_size: The number of ranks, at least 1.
         args: Further arguments, picklable.
-        timeout: Seconds until every rank must have returned; also the collectives' time-out.
-        grace: Seconds that the others may go on after one has failed: their own errors help to find the cause.
-        start_method: How processes are started. With ``"spawn"`` each imports everything anew, as ranks that a launcher
-            starts do. With ``"forkserver"`` a launch takes a fraction of that time, if
-            ``multiprocessing.set_forkserver_preload(["ddp_patch.testing"])`` was called before the first one; ranks
-            then have one hash seed.
+        timeout: The seconds within which every rank must return; also the time-out of collectives.
+        grace: The seconds that other ranks get after one has failed, because their errors help to find the cause.
+        start_method: How processes start. With ``"spawn"`` each one imports everything anew, as ranks of a launcher do.
+            ``"forkserver"`` takes a fraction of that time, if
+            ``multiprocessing.set_forkserver_preload(["ddp_patch.testing"])`` was called before the first launch; all
+            ranks then have the same hash seed.
 
     Returns:
         The ranks' return values, by rank; they must be picklable.
 
     Raises:
         InvalidOptionError: ``world_size`` or ``timeout`` is not positive.
-        RanksFailedError: A rank raised, died or did not return in time; with each rank's traceback (a rank that hung:
-            where it was).
+        RanksFailedError: A rank raised, died or did not return in time. The message has each rank's traceback, or where
+            a rank hung.
 
     Examples:
         >>> import operator
@@ -87,7 +87,7 @@ def run_ranks(
 
 @dataclass
 class _Rank:
-    """What the parent knows of one rank."""
+    """What the parent process knows about one rank."""
 
     process: BaseProcess
     connection: Connection
@@ -97,7 +97,7 @@ class _Rank:
     report: str = ""
 
     def receive(self) -> None:
-        """Take the rank's last word, or note that it ended without one."""
+        """Receive the rank's result or traceback, or note that it ended without one."""
         try:
             self.fate, content = pickle.loads(self.connection.recv_bytes())  # noqa: S301 - our own child's
         except EOFError:
@@ -111,7 +111,7 @@ class _Rank:
             self.report = content
 
     def ask_where(self) -> None:
-        """Have a rank that hangs write down where."""
+        """Have a rank that hangs write its stack down."""
         if self.process.pid is not None and self.stack.exists():
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.2)
@@ -120,12 +120,12 @@ class _Rank:
 
 @contextlib.contextmanager
 def _started(task: "_Task", start_method: Literal["spawn", "forkserver"]) -> Iterator[_Rank]:
-    """Start one rank and, on leaving, end it with all that it started."""
+    """Start one rank, and end it and all that it started on leaving."""
     context: Any = multiprocessing.get_context(start_method)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_rank_main, args=(task, sender))
     process.start()
-    sender.close()  # so that the rank's end is seen as the end of the pipe
+    sender.close()  # so that the pipe ends when the rank does
     try:
         yield _Rank(process, receiver, task.stack)
     finally:
@@ -134,16 +134,16 @@ def _started(task: "_Task", start_method: Literal["spawn", "forkserver"]) -> Ite
 
 
 def _kill(process: BaseProcess) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it ended by itself, and so did what it started
+    with contextlib.suppress(ProcessLookupError):  # it and all that it started have ended
         if process.pid is not None:
             os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # for a rank so young that it leads no group yet
+    process.kill()  # a rank that has just started leads no process group yet
     process.join()
     process.close()
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float, grace: float) -> None:
-    """Wait until every rank has ended, a failed one's peers had their grace, or time is up."""
+    """Receive from the ranks until all have ended, the grace after a failure is over, or time is up."""
     while running := {rank.connection: rank for rank in ranks if rank.fate == "running"}:
         for connection in (ready := wait(list(running), max(0.0, deadline - time.monotonic()))):
             running[connection].receive()  # type: ignore[index]  # wait() returns what it was given
@@ -156,8 +156,12 @@ def _collect(ranks: Sequence[_Rank], deadline: float, grace: float) -> None:
             rank.ask_where()
 
 
+_FATES = {"running": "did not end", "returned": "returned", "raised": "raised", "died": "died"}
+
+
 def _describe(name: str, ranks: Sequence[_Rank], timeout: float) -> str:
-    # The first cause before its consequences: peers of a dead rank end by errors of their own.
+    """Return the error message: how every rank ended, and what the ranks reported."""
+    # All fates come first, because peers of a dead rank report errors that are not the cause.
     fates = ", ".join(f"rank {number} {_FATES[rank.fate]}" for number, rank in enumerate(ranks))
     reports = [
         f"--- rank {number} {_FATES[rank.fate]} ---\n{rank.report.strip()}"
@@ -173,12 +177,9 @@ def _describe(name: str, ranks: Sequence[_Rank], timeout: float) -> str:
     )
 
 
-_FATES = {"running": "did not end", "returned": "returned", "raised": "raised", "died": "died"}
-
-
 @dataclass(frozen=True)
 class _Task:
-    """What one rank's process is told."""
+    """What one rank's process has to do."""
 
     fn: Callable[..., Any]
     args: Sequence[Any]
@@ -186,9 +187,10 @@ class _Task:
     world_size: int
     timeout: float
     folder: Path
-    # Of processes that the rank starts, such as DataLoader workers: as in the parent.
+    # Processes that the rank starts, such as DataLoader workers, start as in the parent.
     start_method: str = field(default_factory=multiprocessing.get_start_method)
-    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # that of the call
+    # A fork server's environment would be that of its own start.
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     @property
     def stack(self) -> Path:
@@ -196,30 +198,16 @@ class _Task:
 
 
 def _rank_main(task: _Task, sender: Connection) -> None:
-    """What a rank's process does."""
-    os.setsid()  # a process group of its own, so that its workers can be ended with it
+    """Run one rank in its process, and send its result or traceback to the parent."""
+    os.setsid()  # leads a process group, so that its workers end with it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     multiprocessing.set_start_method(task.start_method, force=True)
-    os.environ.clear()
-    os.environ |= task.environment
-    os.environ |= {"RANK": str(task.rank), "WORLD_SIZE": str(task.world_size)}
-    os.environ |= {"LOCAL_RANK": str(task.rank), "LOCAL_WORLD_SIZE": str(task.world_size)}
-    for interface in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    _set_environment(task)
     torch.set_num_threads(1)
     with task.stack.open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{task.folder / 'store'}",
-                rank=task.rank,
-                world_size=task.world_size,
-                timeout=timedelta(seconds=task.timeout),
-            )
-            dist.barrier()  # a rank that has done all may not leave while another still connects to it
-            guard_this_process()
-            message = pickle.dumps(("returned", task.fn(task.rank, task.world_size, *task.args)))
+            message = pickle.dumps(("returned", _result(task)))
         except BaseException:  # noqa: BLE001 - whatever it is, the parent raises it
             message = pickle.dumps(("raised", traceback.format_exc()))
         sender.send_bytes(message)
@@ -228,7 +216,31 @@ def _rank_main(task: _Task, sender: Connection) -> None:
         dist.destroy_process_group()
 
 
+def _set_environment(task: _Task) -> None:
+    os.environ.clear()
+    os.environ |= task.environment
+    os.environ |= {"RANK": str(task.rank), "WORLD_SIZE": str(task.world_size)}
+    os.environ |= {"LOCAL_RANK": str(task.rank), "LOCAL_WORLD_SIZE": str(task.world_size)}
+    for interface in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _result(task: _Task) -> Any:
+    """Join the process group and call the function."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{task.folder / 'store'}",
+        rank=task.rank,
+        world_size=task.world_size,
+        timeout=timedelta(seconds=task.timeout),
+    )
+    dist.barrier()  # so that no rank is done and gone while another still connects to it
+    guard_this_process()
+    return task.fn(task.rank, task.world_size, *task.args)
+
+
 def _end_with_parent() -> None:
+    """End this process and all that it started when the parent ends."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -58,6 +58,19 @@ def generator(seed: int = 11) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def keys_drawn(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The list to which the sampler adds, from now on, the key of each order that it draws."""
+    drawn: list[Any] = []
+    order = sampler._order
+
+    def noted(key: Any) -> Any:
+        drawn.append(key)
+        return order(key)
+
+    monkeypatch.setattr(sampler, "_order", noted)
+    return drawn
+
+
 # Each takes seed= or generator=, or neither.
 MAKE: dict[str, Callable[..., Any]] = {
     "weighted": lambda **randomness: WeightedClassSampler(LABELS, [1, 1, 2], 31, **randomness),
@@ -107,13 +120,13 @@ def test_a_pass_that_is_left_is_followed_by_the_next(make: Callable[..., Any]) -
     passes = [list(sampler) for _ in range(2)]
     other = make(seed=5)
     assert next(iter(other)) == passes[0][0]
-    iter(other)  # begun and never drawn from: no epoch
+    iter(other)  # an iterator that is never drawn from is no epoch
     assert list(other) == passes[1]
 
 
 @every_sampler
 def test_without_a_seed_a_pass_draws_one_number(make: Callable[..., Any]) -> None:
-    """As torch's RandomSampler does, so that whoever draws next draws the same."""
+    """torch's RandomSampler does so too, so whoever draws next draws the same numbers."""
     torch.manual_seed(3)
     torch.empty((), dtype=torch.int64).random_()
     after = torch.rand(2)
@@ -150,14 +163,7 @@ def test_only_what_follows_from_a_seed_is_looked_up(make: Callable[..., Any]) ->
 def test_an_epoch_is_drawn_once(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = make(seed=5)
     keyed = getattr(sampler, "sampler", sampler)
-    drawn: list[Any] = []
-    order = keyed._order
-
-    def noted(key: Any) -> Any:
-        drawn.append(key)
-        return order(key)
-
-    monkeypatch.setattr(keyed, "_order", noted)
+    drawn = keys_drawn(keyed, monkeypatch)
     for position in range(len(sampler)):
         sampler.items_at(np.array([position]), 3)
     batched = {"batch_sampler": sampler} if isinstance(next(iter(make(seed=5))), list) else {"sampler": sampler}
@@ -216,7 +222,7 @@ def test_setting_the_epoch_forgets_a_resumed_pass_of_another(make: Callable[...,
     state = sampler.state_dict()
     again = make(seed=5)
     again.load_state_dict(state)
-    again.set_epoch(1)  # as a training script does that has resumed in epoch 1
+    again.set_epoch(1)  # a training script that resumes in epoch 1 does so
     assert list(again) == passes[1][1:]
     again.load_state_dict(state)
     again.set_epoch(2)
@@ -225,7 +231,7 @@ def test_setting_the_epoch_forgets_a_resumed_pass_of_another(make: Callable[...,
 
 @every_sampler
 def test_a_pass_that_is_running_says_what_the_next_one_follows_from(make: Callable[..., Any]) -> None:
-    """A patched loader asks between its passes, when what it wraps may stand in one that was left."""
+    """A patched loader asks between its passes, and the sampler it wraps may then be in one that was left."""
     sampler = make(seed=5)
     next(iter(sampler))
     state = sampler.state_between_passes()
@@ -476,7 +482,7 @@ def test_many_instances_of_labels_of_any_size_are_as_even_as_can_be(k: int) -> N
 
 
 def test_labels_of_every_category_come_again_alike_often() -> None:
-    """The last batch is filled up with labels that came before: of a small category no more than of a large one."""
+    """The last batch is filled up with labels that came before, which are no more often of a small category."""
     sizes = np.array([5, 5, 5, 26])
     category_of = np.repeat(np.arange(4), sizes)
     sampler = PKBatchSampler(np.arange(41), 4, 1, categories=category_of, max_categories=2, seed=0)
@@ -628,12 +634,12 @@ def test_a_grouped_sampler_resumes_what_has_no_state_by_its_count() -> None:
     list(islice(iterator, 3))
     again = GroupedBatchSampler(range(N), LABELS, 3)
     again.load_state_dict(grouped.state_dict())
-    again.set_epoch(4)  # as a training script does that has resumed in epoch 4
+    again.set_epoch(4)  # a training script that resumes in epoch 4 does so
     assert list(again) == list(iterator)
 
 
 def in_the_middle(make: Callable[[], Any], before: int, taken: int) -> tuple[list[Any], list[Any]]:
-    """What a pass goes on with, and what another sampler goes on with that has loaded its state."""
+    """The rest of a pass, and what another sampler yields that has loaded its state."""
     sampler = make()
     for _ in range(before):
         list(sampler)
@@ -737,7 +743,7 @@ def test_lengths_of_every_sequence_give_the_same_stream(given: Any) -> None:
 
 
 def batches_of_epochs(make: Callable[[], Any], iterations: int) -> list[list[int]]:
-    """What epochs 0, 1, 2 and so on give, one behind the other."""
+    """The batches of epochs 0, 1, 2 and so on, one epoch after the other."""
     sampler, epoch = make(), 0
     batches: list[list[int]] = []
     while len(batches) < iterations:
@@ -805,14 +811,7 @@ def test_a_second_training_has_epochs_of_its_own() -> None:
 
 def test_what_comes_before_is_looked_up_where_there_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = IterationBatchSampler(inner := pk_batches(seed=5), 10**9, start_iteration=10**6)
-    drawn: list[Any] = []
-    order = inner._order
-
-    def noted(key: Any) -> Any:
-        drawn.append(key)
-        return order(key)
-
-    monkeypatch.setattr(inner, "_order", noted)
+    drawn = keys_drawn(inner, monkeypatch)
     assert next(iter(sampler)) == inner.items_at(np.array([10**6 % 3]), 10**6 // 3).tolist()[0]
     assert len(drawn) == 1
 
@@ -1045,7 +1044,7 @@ def test_subclasses_with_an_order_of_their_own_are_iterated_when_wrapped() -> No
     assert list(IterationBatchSampler(FirstTwo(range(12), 2, 1, seed=1), 12, 7)) == whole[7:]
 
 
-# Under a patch where they differ by rank, and misuse that no constructor can see.
+# Samplers that differ between the ranks of a patched loader, and misuse that no constructor can see.
 
 
 def test_an_index_without_a_group_is_refused_when_it_is_drawn() -> None:
