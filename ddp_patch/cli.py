@@ -1,4 +1,4 @@
-"""The command line: ``ddp-patch audit`` and ``ddp-patch show``.
+"""Start the command line, ``ddp-patch audit``.
 
 Arguments, tables and pictures come from click, rich and matplotlib, which ``pip install 'ddp-patch[audit]'`` brings.
 """

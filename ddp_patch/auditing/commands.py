@@ -1,11 +1,10 @@
-"""``ddp-patch audit`` and ``ddp-patch show``, with click and rich."""
+"""Run ``ddp-patch audit``, with click and rich."""
 
 import json
 import os
-import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, get_args
@@ -16,16 +15,10 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.progress import Progress
 from rich.table import Table
-from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.auditing import audit
-from ddp_patch.auditing.draw.coding import Coding
-from ddp_patch.auditing.draw.simulate import ranks_of
-from ddp_patch.auditing.draw.subject import Factory, Subject
 from ddp_patch.auditing.finding import find, look_up
-from ddp_patch.auditing.judge.counting import batches_of
 from ddp_patch.auditing.report import Kind, Report, as_markdown
-from ddp_patch.loaders.copying import Level, extract_loader_parameters, level, sharding
 from ddp_patch.options import Agreement, IterableSharding, Layout, Uneven
 
 __all__ = ["commands"]
@@ -33,13 +26,6 @@ __all__ = ["commands"]
 _HOLDS, _DOES_NOT = 0, 1
 _COULD_NOT = 2  # click's own for wrong usage, too
 _STDOUT, _STDERR = 1, 2
-
-_WHY = {
-    Level.SAMPLE: "torch's own BatchSampler makes the batches, so indices are shared and each rank makes its own.",
-    Level.BATCH: "a batch sampler of its own makes the batches, so whole batches are shared.",
-    Level.UNBATCHED: "the loader makes no batches (batch_size=None), so what its sampler yields is shared.",
-    Level.ITERABLE: "an iterable dataset has no indices, so its items are shared as they come.",
-}
 
 
 @contextmanager
@@ -170,71 +156,3 @@ def _shown(place: str, report: Report) -> Group:
         told = f"{escape(problem.what)} {escape(problem.why)}\n[bold]Remedy:[/] {escape(problem.remedy)}"
         below += [f"[bold red]✘ {problem.kind}[/] ({problem.where})", Padding(told, (0, 0, 0, 2))]
     return Group(table, *below, "")
-
-
-@commands.command("show")
-@click.argument("target")
-@click.option("--world-size", "-w", type=click.IntRange(1), default=2, show_default=True, help="The number of ranks.")
-@click.option("--batches", "-b", type=click.IntRange(1), default=3, show_default=True, help="How many to show.")
-def show_command(target: str, world_size: int, batches: int) -> None:
-    """Show what the loader TARGET is, what of it would be shared and why, and what each rank gets first."""
-    with _refusing(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as above
-        console, holds = Console(), True
-        for place, loader in find(target).items():
-            told, raises = _description(place, loader, world_size, batches)
-            console.print(told)
-            holds &= not raises
-    sys.exit(_HOLDS if holds else _DOES_NOT)
-
-
-def _description(
-    place: str, given: DataLoader[Any] | Factory, world_size: int, batches: int
-) -> tuple[RenderableType, bool]:
-    """Return what to print of a loader, and whether drawing it raised."""
-    shares = isinstance(given, DataLoader) and sharding(given) is None
-    loader = given if isinstance(given, DataLoader) else given(0, world_size)
-    parameters = Table(title=f"{escape(place)}: {_type_name(loader)}", title_justify="left", show_header=False)
-    parameters.add_column(no_wrap=True)
-    parameters.add_column(overflow="fold")
-    for name, value in extract_loader_parameters(loader).items():
-        parameters.add_row(name, escape(_short(value)))
-    found = sharding(loader)
-    if found is None:
-        told = f"Would be shared at the level '{level(loader).value}': {_WHY[level(loader)]}"
-    else:
-        told = f"Is shared already, by {_type_name(found)}."
-    first, raised = _first(given, world_size, batches) if shares or not isinstance(given, DataLoader) else ("", [])
-    return Group(parameters, escape(told), first, *map(escape, raised), ""), bool(raised)
-
-
-def _first(given: DataLoader[Any] | Factory, world_size: int, batches: int) -> tuple[RenderableType, list[str]]:
-    """Return a table of each rank's first batches, and what ranks raised."""
-    subject = Subject(given, patch=True, options={}, set_epoch=False, max_items=sys.maxsize, max_steps=batches)
-    table = Table(title=f"The first {batches} batches of each of {world_size} ranks", title_justify="left")
-    for name in ("rank", *(f"batch {number}" for number in range(batches))):
-        table.add_column(name, overflow="fold")
-    coding, raised = Coding(), []
-    for number, rank in enumerate(ranks_of(subject, world_size)):
-        drawn = rank.epoch(0, coding)
-        got = batches_of(drawn)
-        if drawn.error:
-            raised.append(f"✘ Rank {number} raises {drawn.error}")
-        shown = [_listed([coding.name(int(code)) for code in batch]) for batch in got]
-        table.add_row(str(number), *map(escape, shown), *[""] * (batches - len(shown)))
-    return table, raised
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:12]) + (f", ... ({len(names)})" if len(names) > 12 else "")
-
-
-def _type_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _short(value: object) -> str:
-    text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(repr(value).split()))
-    if len(text) <= 100:
-        return text
-    return f"{_type_name(value)} of {len(value)} items" if isinstance(value, Sized) else _type_name(value)

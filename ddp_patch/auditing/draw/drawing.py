@@ -67,7 +67,6 @@ def draw(loader: DataLoader[Any], coding: Coding, subject: Subject) -> Drawn:
     before, ended, seconds, count, grown = _length(loader), False, 0.0, 0, 0
     resident = _resident_bytes()
     steps = _in_base(_steps(loader), loader) if subject.in_base else _steps(loader)
-    steps = islice(steps, subject.max_steps)
     while count < subject.max_items and not ended and error is None:
         begun = time.perf_counter()
         block: list[list[Any]] = []

@@ -41,7 +41,6 @@ class Subject:
         options: Passed on to it.
         set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch.
         max_items: How many items of each rank's epoch are drawn at most.
-        max_steps: How many steps of it at most, where that matters; what is beyond is not known of then.
         whole: Whether a last, incomplete batch is left in and one worker reads, so that all is drawn that there is to
             share, and once.
         in_base: Whether indices are drawn as those of the dataset below torch's ``Subset`` layers.
@@ -56,7 +55,6 @@ class Subject:
     options: Mapping[str, Any]
     set_epoch: bool
     max_items: int
-    max_steps: int | None = None
     whole: bool = False
     in_base: bool = False
 
