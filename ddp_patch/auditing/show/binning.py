@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddp_patch.auditing.draw.coding import Coding, Numbers
-from ddp_patch.auditing.draw.drawing import Drawn
+from ddp_patch.auditing.draw.drawn import Epoch
 from ddp_patch.auditing.judge.counting import dense
-from ddp_patch.auditing.judge.judging import Epoch, Judged
+from ddp_patch.auditing.judge.judging import Judged
 from ddp_patch.auditing.pictured import CostLine, Pictured, ShareMap, StepMap
 
 __all__ = ["pictured"]
@@ -35,7 +35,7 @@ def pictured(epoch: Epoch, judged: Judged, coding: Coding, costs: NDArray[np.flo
     return Pictured(
         epoch.number,
         _share_map(epoch, coding, "padding" if judged.padding else "repeated") if can_tell else ShareMap(),
-        _step_map(epoch.ranks),
+        _step_map(epoch),
         None if costs is None else _cost_line(costs),
     )
 
@@ -99,8 +99,8 @@ def _places_in_stream(
         yield ranks, position, times >= count[codes]
 
 
-def _step_map(ranks: Sequence[Drawn]) -> StepMap:
-    steps = max(len(drawn.sizes) for drawn in ranks)
+def _step_map(epoch: Epoch) -> StepMap:
+    ranks, steps = epoch.ranks, epoch.steps
     columns = _columns(steps, len(ranks))
     sizes, made = np.zeros((2, len(ranks), columns), np.float64)
     for rank, drawn in enumerate(ranks):
