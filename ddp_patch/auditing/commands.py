@@ -24,13 +24,13 @@ from ddp_patch.options import Agreement, IterableSharding, Layout, Uneven
 __all__ = ["commands"]
 
 _HOLDS, _DOES_NOT = 0, 1
-_COULD_NOT = 2  # click's own for wrong usage, too
+_COULD_NOT = 2  # click exits with this for wrong usage, too
 _STDOUT, _STDERR = 1, 2
 
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Turn whatever goes wrong on the way into one line and exit code 2."""
+    """Turn any error into one line and exit code 2."""
     try:
         yield
     except click.exceptions.Exit:
@@ -49,7 +49,7 @@ class _CouldNotRunError(click.ClickException):
 
 @contextmanager
 def _stdout_as_stderr() -> Iterator[None]:
-    """Keep what targets print out of the report, in processes that are started, too."""
+    """Send what targets print to stderr, in the processes that they start, too: stdout is for the report."""
     sys.stdout.flush()
     kept = os.dup(_STDOUT)
     os.dup2(_STDERR, _STDOUT)
@@ -68,7 +68,7 @@ def commands() -> None:
 
 
 def _one_of(values: Any) -> click.Choice[str]:
-    """Return the choice among the values of a Literal."""
+    """Return an option type that takes the values of a Literal."""
     return click.Choice(get_args(values))
 
 
@@ -101,32 +101,38 @@ def audit_command(target: str, world_size: int, cost: str | None, form: str, htm
     not, 2 when it could not run.
     """
     if html is not None:
-        # Before the work: matplotlib may be missing, or the folder.
+        # Look for matplotlib and the folder before the work, which may take long.
         from ddp_patch.auditing.show.page import page
 
         if not html.parent.is_dir():
             raise _CouldNotRunError(f"there is no folder {html.parent} for the page. Make it, or pass another --html.")
-    # An option of the patch that is not given has its default there, and where the patch is not called it must not be.
+    # Pass only options that are given: the others have their defaults there, and without a patch none may be passed.
     chosen = {name: value for name, value in given.items() if value is not None}
     with _refusing(), _stdout_as_stderr(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what libraries warn of while loaders are made is not the audit's to tell
+        warnings.simplefilter("ignore")  # libraries may warn while they make loaders, which is no finding
         if cost is not None:
             chosen["cost"] = look_up(cost)[1]
-        reports = {}
-        terminal = Console(stderr=True)
-        with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
-            for place, loader in find(target).items():
-                task = bar.add_task(escape(place), total=None)
-
-                def progress(done: int, of: int, task: Any = task) -> None:
-                    bar.update(task, completed=done, total=of)
-
-                reports[place] = audit(loader, world_size, progress=progress, **chosen)
+        reports = _audited(target, world_size, chosen)
         if html is not None:
             html.write_text(page(reports), encoding="utf-8")
     with _refusing():
         _print(reports, form)
     sys.exit(_HOLDS if all(report.ok for report in reports.values()) else _DOES_NOT)
+
+
+def _audited(target: str, world_size: int, options: dict[str, Any]) -> dict[str, Report]:
+    """Audit all loaders of a target with a progress bar, and return their reports by place."""
+    reports = {}
+    terminal = Console(stderr=True)
+    with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
+        for place, loader in find(target).items():
+            task = bar.add_task(escape(place), total=None)
+
+            def progress(done: int, total: int, task: Any = task) -> None:
+                bar.update(task, completed=done, total=total)
+
+            reports[place] = audit(loader, world_size, progress=progress, **options)
+    return reports
 
 
 def _print(reports: dict[str, Report], form: str) -> None:
@@ -143,7 +149,7 @@ def _print(reports: dict[str, Report], form: str) -> None:
 
 
 def _shown(place: str, report: Report) -> Group:
-    """Return a report as a table, with its problems under it."""
+    """Return a report as a table with its problems below."""
     mark = "[bold green]✔ holds[/]" if report.ok else "[bold red]✘ does not hold[/]"
     title = f"{escape(place)} on {report.world_size} ranks: {mark}"
     table = Table(title=title, title_justify="left", show_header=False)
