@@ -40,7 +40,7 @@ class Subject:
         patch: Whether ``patch_dataloader_to_ddp`` shards a loader first.
         options: Options for ``patch_dataloader_to_ddp``.
         set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch.
-        max_items: Draw at most this many items of each rank's epoch.
+        max_items: Draw this many items of each rank's epoch, rounded up to a whole batch.
         whole: Whether to keep a last, incomplete batch and to read with one worker, so that everything there is to
             shard is drawn once.
         in_base: Whether to translate indices to those of the dataset below torch's ``Subset`` layers.

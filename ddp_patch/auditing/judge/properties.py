@@ -141,7 +141,7 @@ def lost_problem(lost: Sequence[Lost], coding: Coding) -> Problem | None:
 
 
 def order_problem(tells: bool, epochs: int, orders: int, is_demanded: bool, items: int) -> Problem | None:
-    """Check that epochs repeat no order, given that they repeat one.
+    """Return a problem for epochs that repeat an order, if they should not.
 
     Args:
         tells: Whether ``set_epoch()`` would change the order.
