@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from ddp_patch import audit
 
-# Of ru_maxrss, in bytes: Linux counts in KiB, macOS in bytes.
+# Bytes in a unit of ru_maxrss: Linux counts in KiB, macOS in bytes.
 _UNIT = 1 if sys.platform == "darwin" else 1024
 
 

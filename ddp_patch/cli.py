@@ -1,6 +1,6 @@
-"""The command line: ``ddp-patch audit`` and ``ddp-patch show``.
+"""Start the command line, ``ddp-patch audit``.
 
-Arguments, tables and pictures come from click, rich and matplotlib, which ``pip install 'ddp-patch[audit]'`` brings.
+It needs click, rich and matplotlib, which ``pip install 'ddp-patch[audit]'`` installs.
 """
 
 import sys
@@ -8,14 +8,14 @@ from pathlib import Path
 
 __all__ = ["main"]
 
-# Of the libraries that the extra brings.
+# The packages that the extra installs. Another one that is missing is no fault of the installation.
 _NEEDED = {"click", "matplotlib", "rich"}
 
 
 def main() -> None:
-    """Run the command line; without the libraries that it needs, say what to install and exit with 2."""
+    """Run the command line. Where a package is missing that it needs, say what to install and exit with 2."""
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does: for what targets import later, and for real ranks, too
+        sys.path.insert(0, here)  # like `python -m`, so that targets and real ranks can import from here
     try:
         from ddp_patch.auditing.commands import commands
 

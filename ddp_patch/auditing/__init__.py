@@ -1,6 +1,7 @@
-"""Prove any loader on one machine: what every rank of a made-up world would get of it.
+"""Prove on one machine what every rank would get of any loader.
 
-Its parts: ``made_up_world`` draws every rank, ``counting`` and ``judge`` compare what they got, ``report`` says it.
+``draw`` runs the sampling of every rank and ``judge`` compares what they got. ``inspection`` collects this into a
+``report``, and ``show`` turns reports into pictures.
 """
 
 from ddp_patch.auditing.auditing import audit

@@ -1,51 +1,26 @@
-"""The one call: draw every rank's epochs, compare them, and report."""
+"""Run the audit: check what the user asks for, then draw, judge and report."""
 
-import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.draw.drawing import Drawn
 from ddp_patch.auditing.draw.made_up_world import MadeUpWorld, Progress
 from ddp_patch.auditing.draw.subject import Factory, Subject
-from ddp_patch.auditing.judge.causes import About, cause_of, coverage_kinds, unshared
-from ddp_patch.auditing.judge.judging import (
-    Allowance,
-    Epoch,
-    Judged,
-    allowance,
-    in_its_units,
-    judge_epoch,
-    signature,
-)
-from ddp_patch.auditing.judge.measures import Cost, global_batches, imbalance, step_costs
-from ddp_patch.auditing.judge.properties import (
-    Lost,
-    error_problem,
-    length_problem,
-    lost_of,
-    lost_problem,
-    no_step_problem,
-    order_problem,
-    steps_problem,
-)
-from ddp_patch.auditing.pictured import Pictured
-from ddp_patch.auditing.report import EpochReport, Kind, Problem, Report, problem_kinds
-from ddp_patch.auditing.show.binning import pictured
+from ddp_patch.auditing.inspection import Expectations, Inspection
+from ddp_patch.auditing.judge.measures import Cost
+from ddp_patch.auditing.report import Kind, Report, problem_kinds
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.options import whole_number
 
 __all__ = ["audit"]
 
-# So many items of all ranks are drawn, unless the user says how many.
+# Draw this many items of all ranks together, unless the user says how many.
 _MOST = 16_000_000
 
-# Options of patch_dataloader_to_ddp() that a made-up world takes the place of, and those that take real ranks.
+# Refuse these options of patch_dataloader_to_ddp(): the audit says itself which rank a loader is for.
 _OF_A_REAL_RANK = {"rank", "num_replicas", "process_group", "device_mesh", "data_parallel_dimensions"}
+# Refuse these values without real ranks: they make ranks communicate.
 _COMMUNICATING = {"agreement": "leader", "verify": True}
 
 
@@ -66,43 +41,42 @@ def audit(
     progress: Progress | None = None,
     **options: Any,
 ) -> Report:
-    """Run the sampling of every rank of a made-up world on this machine, and report what each rank would get.
-
-    Only sampling runs: indices are drawn from the loader's ``batch_sampler`` or ``sampler``, and no dataset's
-    ``__getitem__`` is called. An iterable dataset has no indices, so it is read, once for every rank and worker; its
-    workers are simulated in this process. What a subclass adds in its own ``__iter__`` is not seen. The given loader is
-    not changed, and the global random states are as before.
+    """Run the sampling of every rank on this machine, and report what each rank would get of a loader.
 
     Args:
-        loader: A loader, which is copied for every rank; or a function ``make(rank, world_size)`` that returns a rank's
-            finished loader, which is audited as it stands: one that any library has prepared. It is called for a world
-            of one rank too, for what one process would get.
+        loader: A loader, which is copied for every rank and not changed; or a function ``make(rank, world_size)`` that
+            returns a rank's finished loader, prepared by any library, which is not patched. ``make(0, 1)`` is called,
+            too: it shows what a single process would get. Indices are drawn from the ``batch_sampler`` or ``sampler``,
+            and no dataset's ``__getitem__`` is called. An iterable dataset has no indices, so each simulated worker of
+            each rank reads it. What a subclass adds in its own ``__iter__`` is not seen.
         world_size: The number of ranks.
         epochs: How many epochs each rank draws.
-        patch: Whether a loader is shared by ``patch_dataloader_to_ddp``; with False it is audited as it stands.
-        set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch, so that the audit does.
-        padding: Whether samples may be repeated to fill the last round; False for an evaluation.
+        patch: Whether to patch a loader by ``patch_dataloader_to_ddp`` first; with False, it is audited as it is.
+        set_epoch: Whether to call ``set_epoch(epoch)`` before each epoch. Say True if your training does.
+        padding: Whether samples may be repeated to fill the last round of ranks. Say False for an evaluation.
         epochs_differ: Whether every epoch must have another order.
-        allow: Problems, by their names in ``ddp_patch.auditing.problem_kinds``, which ``report.allowed`` tells of.
-        cost: What a sample costs, such as its length: a sequence, or a function of its index (where every rank has a
-            ``Subset`` of its own, that in the dataset below). For the balance of ranks.
-        max_items: How many items of each rank's epoch are drawn; where there are more, the report is of a sample.
-            Without it, 16 million of all ranks together.
-        processes: Draw on real ranks, processes of a gloo group, which differ in all that processes differ in (a hash
-            seed, generators that are not seeded). What is audited must be picklable.
-        timeout: Seconds until every one of these must have returned.
-        progress: Called with how many of how many draws are done.
-        options: Passed on to ``patch_dataloader_to_ddp``.
+        allow: Kinds of problem that do not make the audit fail, from ``ddp_patch.auditing.problem_kinds``. They are
+            listed in ``report.allowed``.
+        cost: What each sample costs, such as its length, in any unit: a sequence or array with one number for each
+            index, shape (samples,), or a function of an index. Where every rank has a ``Subset`` of its own, the index
+            is that in the dataset below. Needed for the balance of ranks.
+        max_items: How many items to draw of each rank's epoch, rounded up to a whole batch. If there are more, the
+            report is of a sample. Without it, 16 million items of all ranks together are drawn.
+        processes: Whether to draw on real ranks, processes of a gloo group, which differ in all that processes differ
+            in, such as a hash seed. The loader or function must be picklable.
+        timeout: Seconds until every real rank must have returned.
+        progress: Called after each draw with how many draws are done, and how many there are.
+        options: More options for ``patch_dataloader_to_ddp``.
 
     Returns:
-        The report, frozen. ``report.ok`` says whether all holds.
+        The report. ``report.ok`` says whether all holds. The global random states are the same as before.
 
     Raises:
         NotALoaderError: ``loader`` is neither a loader nor a function that returns one.
-        InvalidOptionError: An option has no meaning; the loader is one rank's share already, or cannot be copied; or
+        InvalidOptionError: An option has no meaning; the loader is one rank's shard already, or cannot be copied; or
             each rank has a dataset of its own, whose indices cannot be compared.
         RanksFailedError: A real rank raised or did not return in time.
-        DDPPatchError: What ``patch_dataloader_to_ddp`` raises for this loader and these options.
+        DDPPatchError: Any other error that ``patch_dataloader_to_ddp`` raises for this loader and these options.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -119,8 +93,7 @@ def audit(
     _check_options(options, processes)
     subject = Subject(loader, patch, options, set_epoch, most)
     world = MadeUpWorld(subject, ranks, passes, processes, timeout, progress or _ignore)
-    expect = _Expectations(padding, epochs_differ, frozenset(allow), cost)
-    return _Audit(world, expect).report()
+    return Inspection(world, Expectations(padding, epochs_differ, frozenset(allow), cost)).report()
 
 
 def _positive(name: str, value: SupportsIndex) -> int:
@@ -154,167 +127,5 @@ def _check_allowed(allow: Collection[str]) -> None:
         )
 
 
-def _ignore(done: int, of: int) -> None:
+def _ignore(done: int, total: int) -> None:
     pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Expectations:
-    padding: bool
-    epochs_differ: bool
-    allow: frozenset[str]
-    cost: Cost | None
-
-
-@dataclass(slots=True)
-class _Audit:
-    """One audit under way."""
-
-    world: MadeUpWorld
-    expect: _Expectations
-    problems: list[Problem] = field(default_factory=list)
-    epochs: list[EpochReport] = field(default_factory=list)
-    signatures: list[bytes] = field(default_factory=list)
-    lost: list[Lost] = field(default_factory=list)
-    pictured: Pictured = field(default_factory=Pictured)
-    first: Drawn | None = None  # of rank 0
-    fewest: int = sys.maxsize  # items of an epoch
-    is_sample: bool = False
-    seeds_agree: bool | None = True
-
-    def report(self) -> Report:
-        for epoch in self.world.drawn():
-            self._look_at(epoch)
-            del epoch  # the next one needs as much memory
-        self._look_at_order()
-        self._look_at_tail()
-        allowed = self.expect.allow
-        one = self.first or Drawn(np.empty(0, np.int32), np.empty(0, np.int32), ended=True)
-        return Report(
-            name=self.world.subject.name,
-            how=self._how(),
-            world_size=self.world.world_size,
-            units="batches" if all(epoch.units == "batches" for epoch in self.epochs) else "samples",
-            epochs=tuple(self.epochs),
-            epochs_differ=None if len(self.signatures) < 2 else len(set(self.signatures)) == len(self.signatures),
-            seeds_agree=self.seeds_agree,
-            is_sample=self.is_sample,
-            seconds=one.seconds,
-            memory=one.memory,
-            problems=tuple(problem for problem in self.problems if problem.kind not in allowed),
-            allowed=tuple(problem for problem in self.problems if problem.kind in allowed),
-            pictured=self.pictured,
-        )
-
-    def _how(self) -> str:
-        subject = self.world.subject
-        if not isinstance(subject.make, DataLoader):
-            shared = "as the factory made it"
-        else:
-            shared = "shared by patch_dataloader_to_ddp" if subject.patch else "as it stands"
-        read = ", reading the iterable dataset" if self.world.traits.is_iterable else ""
-        where = "on real ranks" if self.world.processes else "in one process, every rank seeded differently"
-        return f"{shared}, {where}{read}"
-
-    def _add(self, problem: Problem | None) -> None:
-        """Note a problem, if there is one, of a kind that was not noted yet."""
-        if problem is not None and all(noted.kind != problem.kind for noted in self.problems):
-            self.problems.append(problem)
-
-    def _allowance(self, epoch: Epoch) -> Allowance:
-        return allowance(epoch, self.world.traits, self.world.subject.options.get("uneven"), self.expect.padding)
-
-    def _judge(self, epoch: Epoch) -> Judged:
-        return judge_epoch(epoch, self._allowance(epoch))
-
-    def _look_at(self, epoch: Epoch) -> None:
-        epoch = in_its_units(epoch, self._allowance)
-        judged = self._judge(epoch)
-        known = len(self.problems)
-        failure = error_problem(epoch)
-        self._add(failure)
-        if failure is None:
-            self._look_at_shares(epoch, judged)
-        else:
-            self.seeds_agree = None
-        costs = step_costs(epoch, self.expect.cost)
-        self.first = self.first or epoch.ranks[0]
-        if not self.epochs or (self.problems and not known):
-            self.pictured = pictured(epoch, judged, self.world.coding, costs)
-        self.epochs.append(_epoch_report(epoch, judged, About(epoch, judged, self.world.coding), costs))
-
-    def _look_at_shares(self, epoch: Epoch, judged: Judged) -> None:
-        self.is_sample |= epoch.is_sample
-        self.signatures.append(signature(epoch.ranks))
-        self.fewest = min(self.fewest, len(epoch.alone.items))
-        self._add(steps_problem(epoch, self._allowance(epoch).uneven))
-        self._add(length_problem(epoch))
-        self._add(no_step := no_step_problem(epoch))
-        if judged.is_covered and (problem := self._unshared(epoch, judged)) is not None:
-            self._add(problem)
-            self.seeds_agree = None
-        elif not judged.found.is_known or no_step is not None:
-            self.seeds_agree = None
-        elif not (judged.is_covered or self._causes()):
-            self._find_cause(epoch, judged)
-        if no_step is None and judged.found.lacking and judged.found.extra == judged.padding:
-            self.lost.append(lost_of(epoch, judged, self.world.traits))
-
-    def _causes(self) -> list[Problem]:
-        return [problem for problem in self.problems if problem.kind in coverage_kinds]
-
-    def _unshared(self, epoch: Epoch, judged: Judged) -> Problem | None:
-        """Look, once, at whether all ranks draw the same, where counting cannot tell."""
-        can_tell = judged.found.is_known and not epoch.is_sample
-        if can_tell or self.epochs or self.world.world_size == 1:
-            return None
-        return unshared(epoch, self.world.alike(epoch), judged, self.world.coding)
-
-    def _find_cause(self, epoch: Epoch, judged: Judged) -> None:
-        def alike() -> tuple[Epoch, Judged]:
-            again = in_its_units(self.world.alike(epoch), self._allowance)
-            return again, self._judge(again)
-
-        cause = cause_of(epoch, judged, alike, self.world.traits, self.world.coding, self.expect.padding)
-        self.problems += cause.problems
-        self.seeds_agree = cause.seeds_agree
-
-    def _look_at_order(self) -> None:
-        orders = len(set(self.signatures))
-        if orders == len(self.signatures) or self.first is None or not len(self.first.items):
-            return
-        tells = orders == 1 and not self.world.subject.set_epoch and self.world.is_changed_by_epoch(self.first)
-        self._add(order_problem(tells, self.world.epochs, orders, self.expect.epochs_differ, self.fewest))
-
-    def _look_at_tail(self) -> None:
-        """Where nothing else explains them: are the samples that are lost the same in every epoch?"""
-        if len(self.lost) < self.world.epochs:
-            return
-        kinds = [cause.kind for cause in self._causes()]
-        is_tail = kinds == ["missing"] and all(lost.are_last for lost in self.lost)
-        if kinds and not is_tail:
-            return
-        problem = lost_problem(self.lost, self.world.coding)
-        if problem is not None:
-            self.problems = [*(other for other in self.problems if other.kind != "missing"), problem]
-
-
-def _epoch_report(epoch: Epoch, judged: Judged, about: About, costs: NDArray[np.float64] | None) -> EpochReport:
-    balance = imbalance(costs) if costs is not None else (None, None)
-    return EpochReport(
-        epoch=epoch.number,
-        items=tuple(len(drawn.items) for drawn in epoch.ranks),
-        steps=tuple(len(drawn.sizes) for drawn in epoch.ranks),
-        units=epoch.units,
-        expected=epoch.expected,
-        distinct=judged.found.distinct,
-        missing=None if epoch.is_sample or not judged.found.is_known else judged.found.lacking,
-        missing_examples=about.missing(),
-        repeated=judged.found.extra if judged.found.is_known else None,
-        repeated_examples=about.repeated(),
-        padding=judged.padding,
-        dropped=judged.dropped,
-        global_batches=global_batches(epoch.ranks),
-        imbalance=balance[0],
-        worst_imbalance=balance[1],
-    )

@@ -1,11 +1,10 @@
-"""``ddp-patch audit`` and ``ddp-patch show``, with click and rich."""
+"""Run ``ddp-patch audit``, with click and rich."""
 
 import json
 import os
-import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, get_args
@@ -16,37 +15,22 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.progress import Progress
 from rich.table import Table
-from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.auditing import audit
-from ddp_patch.auditing.draw.coding import Coding
-from ddp_patch.auditing.draw.simulate import ranks_of
-from ddp_patch.auditing.draw.subject import Factory, Subject
 from ddp_patch.auditing.finding import find, look_up
-from ddp_patch.auditing.judge.counting import batches_of
 from ddp_patch.auditing.report import Kind, Report, as_markdown
-from ddp_patch.loaders.copying import extract_loader_parameters
-from ddp_patch.loaders.facts import Level, level_of
-from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.options import Agreement, IterableSharding, Layout, Uneven
 
 __all__ = ["commands"]
 
 _HOLDS, _DOES_NOT = 0, 1
-_COULD_NOT = 2  # click's own for wrong usage, too
+_COULD_NOT = 2  # click exits with this for wrong usage, too
 _STDOUT, _STDERR = 1, 2
-
-_WHY = {
-    Level.SAMPLE: "torch's own BatchSampler makes the batches, so indices are shared and each rank makes its own.",
-    Level.BATCH: "a batch sampler of its own makes the batches, so whole batches are shared.",
-    Level.UNBATCHED: "the loader makes no batches (batch_size=None), so what its sampler yields is shared.",
-    Level.ITERABLE: "an iterable dataset has no indices, so its items are shared as they come.",
-}
 
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Turn whatever goes wrong on the way into one line and exit code 2."""
+    """Turn any error into one line and exit code 2."""
     try:
         yield
     except click.exceptions.Exit:
@@ -65,7 +49,7 @@ class _CouldNotRunError(click.ClickException):
 
 @contextmanager
 def _stdout_as_stderr() -> Iterator[None]:
-    """Keep what targets print out of the report, in processes that are started, too."""
+    """Send what targets print to stderr, in the processes that they start, too: stdout is for the report."""
     sys.stdout.flush()
     kept = os.dup(_STDOUT)
     os.dup2(_STDERR, _STDOUT)
@@ -84,7 +68,7 @@ def commands() -> None:
 
 
 def _one_of(values: Any) -> click.Choice[str]:
-    """Return the choice among the values of a Literal."""
+    """Return an option type that takes the values of a Literal."""
     return click.Choice(get_args(values))
 
 
@@ -117,32 +101,38 @@ def audit_command(target: str, world_size: int, cost: str | None, form: str, htm
     not, 2 when it could not run.
     """
     if html is not None:
-        # Before the work: matplotlib may be missing, or the folder.
+        # Look for matplotlib and the folder before the work, which may take long.
         from ddp_patch.auditing.show.page import page
 
         if not html.parent.is_dir():
             raise _CouldNotRunError(f"there is no folder {html.parent} for the page. Make it, or pass another --html.")
-    # An option of the patch that is not given has its default there, and where the patch is not called it must not be.
+    # Pass only options that are given: the others have their defaults there, and without a patch none may be passed.
     chosen = {name: value for name, value in given.items() if value is not None}
     with _refusing(), _stdout_as_stderr(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what libraries warn of while loaders are made is not the audit's to tell
+        warnings.simplefilter("ignore")  # libraries may warn while they make loaders, which is no finding
         if cost is not None:
             chosen["cost"] = look_up(cost)[1]
-        reports = {}
-        terminal = Console(stderr=True)
-        with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
-            for place, loader in find(target).items():
-                task = bar.add_task(escape(place), total=None)
-
-                def progress(done: int, of: int, task: Any = task) -> None:
-                    bar.update(task, completed=done, total=of)
-
-                reports[place] = audit(loader, world_size, progress=progress, **chosen)
+        reports = _audited(target, world_size, chosen)
         if html is not None:
             html.write_text(page(reports), encoding="utf-8")
     with _refusing():
         _print(reports, form)
     sys.exit(_HOLDS if all(report.ok for report in reports.values()) else _DOES_NOT)
+
+
+def _audited(target: str, world_size: int, options: dict[str, Any]) -> dict[str, Report]:
+    """Audit all loaders of a target with a progress bar, and return their reports by place."""
+    reports = {}
+    terminal = Console(stderr=True)
+    with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
+        for place, loader in find(target).items():
+            task = bar.add_task(escape(place), total=None)
+
+            def progress(done: int, total: int, task: Any = task) -> None:
+                bar.update(task, completed=done, total=total)
+
+            reports[place] = audit(loader, world_size, progress=progress, **options)
+    return reports
 
 
 def _print(reports: dict[str, Report], form: str) -> None:
@@ -159,7 +149,7 @@ def _print(reports: dict[str, Report], form: str) -> None:
 
 
 def _shown(place: str, report: Report) -> Group:
-    """Return a report as a table, with its problems under it."""
+    """Return a report as a table with its problems below."""
     mark = "[bold green]✔ holds[/]" if report.ok else "[bold red]✘ does not hold[/]"
     title = f"{escape(place)} on {report.world_size} ranks: {mark}"
     table = Table(title=title, title_justify="left", show_header=False)
@@ -172,71 +162,3 @@ def _shown(place: str, report: Report) -> Group:
         told = f"{escape(problem.what)} {escape(problem.why)}\n[bold]Remedy:[/] {escape(problem.remedy)}"
         below += [f"[bold red]✘ {problem.kind}[/] ({problem.where})", Padding(told, (0, 0, 0, 2))]
     return Group(table, *below, "")
-
-
-@commands.command("show")
-@click.argument("target")
-@click.option("--world-size", "-w", type=click.IntRange(1), default=2, show_default=True, help="The number of ranks.")
-@click.option("--batches", "-b", type=click.IntRange(1), default=3, show_default=True, help="How many to show.")
-def show_command(target: str, world_size: int, batches: int) -> None:
-    """Show what the loader TARGET is, what of it would be shared and why, and what each rank gets first."""
-    with _refusing(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as above
-        console, holds = Console(), True
-        for place, loader in find(target).items():
-            told, raises = _description(place, loader, world_size, batches)
-            console.print(told)
-            holds &= not raises
-    sys.exit(_HOLDS if holds else _DOES_NOT)
-
-
-def _description(
-    place: str, given: DataLoader[Any] | Factory, world_size: int, batches: int
-) -> tuple[RenderableType, bool]:
-    """Return what to print of a loader, and whether drawing it raised."""
-    shares = isinstance(given, DataLoader) and sharded_by(given) is None
-    loader = given if isinstance(given, DataLoader) else given(0, world_size)
-    parameters = Table(title=f"{escape(place)}: {_type_name(loader)}", title_justify="left", show_header=False)
-    parameters.add_column(no_wrap=True)
-    parameters.add_column(overflow="fold")
-    for name, value in extract_loader_parameters(loader).items():
-        parameters.add_row(name, escape(_short(value)))
-    found = sharded_by(loader)
-    if found is None:
-        told = f"Would be shared at the level '{level_of(loader).value}': {_WHY[level_of(loader)]}"
-    else:
-        told = f"Is shared already, by {_type_name(found)}."
-    first, raised = _first(given, world_size, batches) if shares or not isinstance(given, DataLoader) else ("", [])
-    return Group(parameters, escape(told), first, *map(escape, raised), ""), bool(raised)
-
-
-def _first(given: DataLoader[Any] | Factory, world_size: int, batches: int) -> tuple[RenderableType, list[str]]:
-    """Return a table of each rank's first batches, and what ranks raised."""
-    subject = Subject(given, patch=True, options={}, set_epoch=False, max_items=sys.maxsize, max_steps=batches)
-    table = Table(title=f"The first {batches} batches of each of {world_size} ranks", title_justify="left")
-    for name in ("rank", *(f"batch {number}" for number in range(batches))):
-        table.add_column(name, overflow="fold")
-    coding, raised = Coding(), []
-    for number, rank in enumerate(ranks_of(subject, world_size)):
-        drawn = rank.epoch(0, coding)
-        got = batches_of(drawn)
-        if drawn.error:
-            raised.append(f"✘ Rank {number} raises {drawn.error}")
-        shown = [_listed([coding.name(int(code)) for code in batch]) for batch in got]
-        table.add_row(str(number), *map(escape, shown), *[""] * (batches - len(shown)))
-    return table, raised
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:12]) + (f", ... ({len(names)})" if len(names) > 12 else "")
-
-
-def _type_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _short(value: object) -> str:
-    text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(repr(value).split()))
-    if len(text) <= 100:
-        return text
-    return f"{_type_name(value)} of {len(value)} items" if isinstance(value, Sized) else _type_name(value)

@@ -1,4 +1,4 @@
-"""From ``package.module:name``, or ``file.py:name``, to the loaders that stand there."""
+"""Find the loaders that ``package.module:name`` or ``file.py:name`` names."""
 
 import importlib
 import importlib.util
@@ -19,17 +19,18 @@ __all__ = ["find", "look_up"]
 
 
 def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
-    """Return what a target names, by place: a loader, a factory, or each of a dict or list of them.
+    """Return the loaders and factories that a target names, by their places, such as ``loaders.train``.
 
-    A function that needs two arguments, or whose first two are ``rank`` and ``world_size``, is a factory of a rank's
-    loader, or of several in a dict or list; one that can be called with none returns what is audited.
+    A target names a loader, or a dict or list of loaders. It may also name a function: one that needs two arguments, or
+    whose first two are ``rank`` and ``world_size``, is a factory of a rank's loader or loaders. One that can be called
+    without arguments is called, and returns any of these.
 
     Args:
         target: ``package.module:name`` or ``path/to/file.py:name``.
 
     Raises:
-        InvalidOptionError: There is no such thing, or two have one place.
-        NotALoaderError: It is neither a loader nor a factory, or it holds none.
+        InvalidOptionError: There is no such thing, or two loaders have one place.
+        NotALoaderError: The target is neither a loader nor a factory, or it holds none.
 
     Examples:
         >>> find("os:sep")
@@ -50,7 +51,7 @@ function make() or make(rank, world_size) that returns one. Name one of these.
 
 
 def look_up(target: str) -> tuple[str, Any]:
-    """Return the name in a target, and what it names.
+    """Return the name in a target, and the object of this name.
 
     Args:
         target: ``package.module:name`` or ``path/to/file.py:name``; a name may have parts, ``loaders.train``.
@@ -88,7 +89,7 @@ def _module(place: str) -> ModuleType:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not (place + ".").startswith(error.name + "."):
-            raise  # something that the module itself imports
+            raise  # the module exists, and what it imports does not
         raise InvalidOptionError(
             f"There is no module {place!r} to import from {Path.cwd()}. Pass package.module:name or "
             "path/to/file.py:name."
@@ -100,20 +101,25 @@ def _module_of_file(path: Path) -> ModuleType:
         raise InvalidOptionError(f"There is no file {path}. Pass package.module:name or path/to/file.py:name.")
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path.absolute()):
-        return known  # two targets may be in one file
+        return known  # do not run a file twice that holds two targets
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise InvalidOptionError(f"{path} cannot be imported as a module. Pass a Python file.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where other processes, and pickle, look for what it defines
-    sys.path.insert(0, str(path.parent))  # as `python file.py` does
+    sys.modules[path.stem] = module  # pickle and other processes look there for what it defines
+    sys.path.insert(0, str(path.parent))  # like `python file.py`
     spec.loader.exec_module(module)
     return module
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One of the loaders that a factory makes for a rank, as a factory of its own."""
+    """Make one of the loaders that a factory makes for a rank.
+
+    Attributes:
+        make: The factory.
+        path: The keys that lead to the loader in what the factory returns.
+    """
 
     make: Callable[[int, int], Any]
     path: tuple[Any, ...]
@@ -131,6 +137,7 @@ class _Part:
 
 
 def _leaves(found: Any, place: str) -> Iterator[tuple[str, DataLoader[Any] | Factory]]:
+    """Yield the loaders and factories that an object is, holds or returns, each with its place."""
     for path, leaf in _nested(found):
         here = place + _written(path)
         if isinstance(leaf, DataLoader):
@@ -148,7 +155,7 @@ def _leaves(found: Any, place: str) -> Iterator[tuple[str, DataLoader[Any] | Fac
 
 
 def _nested(found: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield what dicts, lists and tuples within each other hold, each with the keys on its way."""
+    """Yield what nested dicts, lists and tuples hold, each with the keys that lead to it."""
     if isinstance(found, Mapping | list | tuple):
         for key, value in found.items() if isinstance(found, Mapping) else enumerate(found):
             yield from _nested(value, (*path, key))
@@ -161,7 +168,7 @@ def _written(path: tuple[Any, ...]) -> str:
 
 
 def _is_for_ranks(function: Any) -> bool:
-    """Whether it is ``make(rank, world_size)``: it needs two arguments, or names them so."""
+    """Tell whether a function is ``make(rank, world_size)``: it needs two arguments, or names them so."""
     if not _takes(function, 2):
         return False
     return not _takes(function, 0) or list(inspect.signature(function).parameters)[:2] == ["rank", "world_size"]

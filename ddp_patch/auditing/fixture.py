@@ -1,4 +1,4 @@
-"""What the pytest plugin's fixture ``ddp_audit`` does; the plugin imports it when a test asks for the fixture."""
+"""Audit a loader in a test. The pytest plugin imports this module when a test asks for its fixture ``ddp_audit``."""
 
 from typing import Any, Protocol
 
@@ -13,19 +13,19 @@ __all__ = ["DDPAudit", "audit_or_fail"]
 
 
 class DDPAudit(Protocol):
-    """What the fixture ``ddp_audit`` is, for tests that are typed."""
+    """Type the fixture ``ddp_audit``, for tests with type annotations."""
 
     def __call__(self, loader: DataLoader[Any] | Factory, world_size: int = 2, **expect: Any) -> Report:
-        """Audit a loader; fail the test if something does not hold."""
+        """Audit a loader, and fail the test if something does not hold."""
 
 
 def audit_or_fail(loader: DataLoader[Any] | Factory, world_size: int = 2, **expect: Any) -> Report:
     """Audit a loader as ``ddp_patch.audit`` does, and fail the running test with the report if something does not hold.
 
     Args:
-        loader: As there.
-        world_size: As there.
-        expect: Its other arguments.
+        loader: A loader or a factory, as in ``ddp_patch.audit``.
+        world_size: The number of ranks.
+        expect: The other arguments of ``ddp_patch.audit``.
 
     Returns:
         The report.

@@ -1,4 +1,4 @@
-"""What pictures of an epoch are drawn of: counts in columns, few enough to keep."""
+"""Hold what pictures of an epoch are drawn from: counts in columns, few enough to keep in a report."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -10,19 +10,20 @@ Counts: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class ShareMap:
-    """Which rank got which positions of the stream of one process, the whole of it cut into columns.
+    """Map the samples that a single process draws to the ranks that get them.
 
-    A rank that gets a sample for the k-th time, counted over all ranks in the order of their steps, gets the k-th
-    position at which one process would get this sample; where there is none, it gets one of these positions again.
+    The order of the single process is cut into columns. Its k-th draw of a sample goes to the rank that gets this
+    sample for the k-th time, counted over all ranks in the order of their steps. A rank that gets the sample more often
+    than the single process draws it gets one of these positions again.
 
     Attributes:
-        positions: How many one process would draw.
-        names: The samples at these positions; empty where columns hold several.
-        got: Of each rank and column, how many positions it got.
-        again: Of each rank and column, how many it got that another rank, or itself, had got before.
-        missing: Of each column, how many positions no rank got.
-        foreign: Of each rank, how many samples it got that one process would not get at all.
-        reason: Why positions are got again: to fill the last round, or not.
+        positions: How many samples the single process draws.
+        names: The sample at each position; empty where a column holds several positions.
+        got: How many positions each rank got, shape (ranks, columns).
+        again: How many of them some rank had got before, shape (ranks, columns).
+        missing: How many positions no rank got, shape (columns,).
+        foreign: How many samples each rank got that the single process does not draw, shape (ranks,).
+        reason: Why positions are got again: to fill the last round (padding), or otherwise.
     """
 
     positions: int = 0
@@ -36,12 +37,14 @@ class ShareMap:
 
 @dataclass(frozen=True, slots=True)
 class StepMap:
-    """How large each rank's batches are, the steps of the longest rank cut into columns.
+    """Map each rank's steps to the sizes of their batches.
+
+    The steps of the rank with the most steps are cut into columns.
 
     Attributes:
-        steps: How many steps the rank makes that makes the most.
-        sizes: Of each rank and column, how many samples its batches have on average; 0 where it makes none.
-        lacking: Of each rank and column, how many steps it does not make.
+        steps: How many steps that rank makes.
+        sizes: How many samples a batch has on average, shape (ranks, columns); 0 where a rank makes no such step.
+        lacking: How many steps a rank does not make, shape (ranks, columns).
         largest: How many samples the largest batch has.
     """
 
@@ -53,12 +56,14 @@ class StepMap:
 
 @dataclass(frozen=True, slots=True)
 class CostLine:
-    """What steps cost, the steps of the longest rank cut into columns; a rank that makes no such step costs 0 there.
+    """Hold what steps cost; a step that a rank does not make costs it 0.
+
+    The steps of the rank with the most steps are cut into columns. Costs are in the unit of the user's ``cost``.
 
     Attributes:
-        steps: How many these are.
-        slowest: Of each column, the mean over its steps of the slowest rank's cost.
-        mean: Of each column, the mean over its steps of all ranks' mean cost.
+        steps: How many steps that rank makes.
+        slowest: The cost of a step on its slowest rank, on average, shape (columns,).
+        mean: The cost of a step on the mean rank, on average, shape (columns,).
     """
 
     steps: int = 0
@@ -68,13 +73,13 @@ class CostLine:
 
 @dataclass(frozen=True, slots=True)
 class Pictured:
-    """What pictures are drawn of: one epoch, the first that has a problem, or else the first.
+    """Hold what pictures are drawn from: the first epoch that has a problem, or else the first epoch.
 
     Attributes:
-        epoch: Its number.
-        shares: Who got what; empty where samples cannot be compared.
-        steps: In batches of how many.
-        costs: At what cost; None without ``cost``.
+        epoch: The epoch's number.
+        shares: Which rank gets what; empty where samples cannot be compared.
+        steps: How large batches are.
+        costs: What steps cost; None without ``cost``.
     """
 
     epoch: int = 0

@@ -1,4 +1,4 @@
-"""What an audit found: frozen, printable, and the same as text, Markdown or JSON."""
+"""Report what an audit found, as frozen values that print as text, Markdown or JSON."""
 
 import json
 import re
@@ -40,20 +40,27 @@ problem_kinds: Mapping[Kind, str] = {
     "error": "a rank's sampler raises",
 }
 Units: TypeAlias = Literal["samples", "batches"]
-# So many sizes of global batches are listed one by one.
+# List sizes of global batches one by one up to this many.
 _FEW = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that does not hold, and what to do about it.
+    """Describe something that does not hold, and what to do about it.
 
     Attributes:
-        kind: One of ``problem_kinds``.
-        what: What was found, with its values.
-        where: In which epoch, on which ranks.
+        kind: The kind of problem, a key of ``problem_kinds``.
+        what: What was found, with its numbers.
+        where: The epoch and the ranks.
         why: What it does to a training, and where it comes from.
-        remedy: What to do.
+        remedy: What to do about it.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from ddp_patch import audit
+        >>> (problem,) = audit(DataLoader(range(8)), world_size=2, patch=False).problems
+        >>> problem.kind, problem.where, problem.what
+        ('not_sharded', 'epoch 0, 2 ranks', 'Every one of 2 ranks gets the whole stream, 8 samples.')
     """
 
     kind: Kind
@@ -68,26 +75,34 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class EpochReport:
-    """What the ranks got in one epoch.
+    """Tell what the ranks got in one epoch.
 
     Attributes:
-        epoch: Its number, from 0.
-        items: How many samples each rank got.
-        steps: How many batches each rank got.
-        units: What is counted: samples, or batches where whole ones are shared.
-        expected: How many of these one process would get.
-        distinct: How many of these are different ones, as far as they can be told apart.
-        missing: How many of these no rank got; None where only a part was drawn, or where samples cannot be compared:
-            those of an iterable dataset that makes them anew, or all of which are equal.
-        missing_examples: Some of them.
-        repeated: How many were got more often than by one process, padding included; None where it cannot be told.
-        repeated_examples: Some of them, with the ranks that got them.
+        epoch: The epoch's number, from 0.
+        items: Number of samples that each rank got, shape (ranks,).
+        steps: Number of batches that each rank got, shape (ranks,).
+        units: What the numbers below count: samples, or batches where ranks shard whole batches.
+        expected: How many a single process would get.
+        distinct: How many different ones a single process would get, as far as they can be told apart.
+        missing: How many no rank got. None where only a part was drawn, or where samples cannot be compared: all are
+            equal, or an iterable dataset makes new ones in each pass.
+        missing_examples: The names of some samples that no rank got.
+        repeated: How many ranks got more often than a single process would, padding included. None where it cannot be
+            told.
+        repeated_examples: The names of some samples that ranks got too often, each with the ranks that got it.
         padding: How many of the repeated ones fill the last round.
         dropped: How many of the missing ones the loader was asked to leave out.
-        global_batches: The global batch of each step: ``((64, 3), (40, 1))`` is 64 samples in each of the first 3
-            steps, then 40 in one.
-        imbalance: Of all steps, the slowest rank's cost over the ranks' mean: 1 is balance. None without ``cost``.
-        worst_imbalance: The same of the worst step.
+        global_batches: Sizes of global batches, in samples, each with how many steps in a row have it. So
+            ``((64, 3), (40, 1))`` means 64 samples in each of the first 3 steps, then 40 in one.
+        imbalance: The slowest rank's cost over the ranks' mean, over all steps; 1 is balance. None without ``cost``.
+        worst_imbalance: The slowest rank's cost over the ranks' mean, in the worst step. None without ``cost``.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from ddp_patch import audit
+        >>> epoch, _ = audit(DataLoader(range(10), batch_size=2), world_size=4).epochs
+        >>> epoch.expected, epoch.items, epoch.repeated, epoch.padding, epoch.global_batches
+        (10, (3, 3, 3, 3), 2, 2, ((8, 1), (4, 1)))
     """
 
     epoch: int
@@ -109,23 +124,33 @@ class EpochReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What every rank of a world would get of a loader.
+    """Tell what every rank would get of a loader.
 
     Attributes:
-        name: What was audited.
-        how: How it was shared and drawn, in words.
-        world_size: How many ranks.
-        units: What is shared: samples, or whole batches where every epoch is counted in them.
+        name: The name of the loader's class, or of the function that makes loaders.
+        how: How the loader was sharded and drawn, in words.
+        world_size: The number of ranks.
+        units: What ranks shard: whole batches where every epoch was counted in batches, otherwise samples.
         epochs: What the ranks got, epoch by epoch.
         epochs_differ: Whether every epoch had another order; None where there was one epoch.
-        seeds_agree: Whether ranks that are seeded differently share one stream; None where not even ranks that are
+        seeds_agree: Whether ranks that are seeded differently draw one order. None where not even ranks that are
             seeded alike do, or where it cannot be told.
-        is_sample: Whether only the first ``max_items`` of each rank were drawn.
-        seconds: How long one rank's epoch took to draw: the sampling alone.
-        memory: How many bytes the process grew by meanwhile, looked at between blocks of batches.
+        is_sample: Whether only the first items of each rank were drawn.
+        seconds: Seconds that rank 0 took to draw its first epoch.
+        memory: Bytes by which the process grew meanwhile, measured between blocks of batches. None where the system
+            does not report it.
         problems: What does not hold.
-        allowed: What does not hold and was allowed.
-        pictured: What pictures are drawn of.
+        allowed: What does not hold but was allowed.
+        pictured: What pictures are drawn from.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from ddp_patch import audit
+        >>> report = audit(DataLoader(range(10), batch_size=2, shuffle=True), world_size=2)
+        >>> report.ok, report.world_size, report.units, report.epochs_differ, report.seeds_agree
+        (True, 2, 'samples', True, True)
+        >>> print(str(report).splitlines()[0])
+        DataLoader on 2 ranks: all holds
     """
 
     name: str
@@ -144,16 +169,20 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether all holds."""
+        """Tell whether all holds: there is no problem that was not allowed."""
         return not self.problems
 
     def raise_for_problems(self) -> None:
-        """Raise an AuditError that lists the problems, if there are any."""
+        """Raise an error that lists the problems, if there are any.
+
+        Raises:
+            AuditError: Something does not hold.
+        """
         if self.problems:
             raise AuditError(str(self))
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return what was found as names and values for people."""
+        """Return what was found as pairs of a name and a text, to show to people."""
         told = [
             ("shared", f"{self.units}, over {self.world_size} ranks"),
             ("drawn", self.how + (" (a sample: the first items of each rank)" if self.is_sample else "")),
@@ -170,14 +199,14 @@ class Report:
         return [*told, ("one rank's epoch", f"{self.seconds:.3f} s{memory}")]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report in numbers, strings, lists and dicts, without what pictures are drawn of."""
+        """Return the report as JSON values: numbers, strings, lists and dicts; without ``pictured``."""
         told = asdict(self)
         del told["pictured"]
         plain: dict[str, Any] = json.loads(json.dumps(told))
         return {"ok": self.ok, **plain}
 
     def to_markdown(self) -> str:
-        """Return the report as Markdown: a heading, a table, and the problems below it."""
+        """Return the report as Markdown: a heading, a table, and the problems below the table."""
         rows = [f"| {name} | {as_markdown(value)} |" for name, value in self.facts()]
         problems = [
             f"- **{as_markdown(problem.kind)}** ({as_markdown(problem.where)}): {as_markdown(problem.what)} "
@@ -236,7 +265,7 @@ def _yes(value: bool | None) -> str:
 
 
 def as_markdown(text: str) -> str:
-    """Return the text as Markdown that shows it as it is, in one line."""
-    # Underscores within a word mean nothing.
+    """Return Markdown that shows a text as it is, in one line."""
+    # Leave underscores within a word: Markdown takes them as they are.
     special = r"[\\`*\[\]<>|]|(?<![^\W_])_+|_+(?![^\W_])"
     return re.sub(special, lambda found: "".join(f"\\{each}" for each in found[0]), " ".join(text.split()))

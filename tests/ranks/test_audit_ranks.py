@@ -35,7 +35,7 @@ def by_process_group(_rank: int, _world_size: int) -> DataLoader[Any]:
 
 
 def test_a_factory_may_ask_the_process_group() -> None:
-    """Of a Subset of each rank, too: they are compared by the dataset below."""
+    """Also for a Subset of each rank: they are compared by the dataset below."""
     report = audit(by_process_group, 2, epochs=1, processes=True)
     assert report.ok
     assert (report.epochs[0].items, report.epochs[0].expected, report.epochs[0].missing) == ((52, 51), setups.N, 0)

@@ -321,7 +321,7 @@ def test_the_memory_of_one_ranks_epoch_is_told() -> None:
             yield from range(N)
             del held
 
-    # Of as many bytes as one rank holds, whatever was drawn before.
+    # The bytes are those that one rank holds, whatever was drawn before.
     report = audit(lambda rank, world_size: setups.loader(Large()), 2, epochs=1, allow=["not_sharded"])
     assert report.memory is None or 60 * 2**20 < report.memory < 80 * 2**20
 

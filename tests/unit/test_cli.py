@@ -18,7 +18,7 @@ from ddp_patch.auditing.report import Report
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
 
 LOADERS = """
-    from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+    from torch.utils.data import DataLoader, DistributedSampler
 
     train = DataLoader(range(103), batch_size=8, shuffle=True)
     loaders = {"train": train, "val": [DataLoader(range(20), batch_size=4)]}
@@ -48,24 +48,6 @@ LOADERS = """
 
     def other(batch_size, workers):
         return DataLoader(range(9), batch_size, num_workers=workers)
-
-    class Raising:
-        def __len__(self):
-            return 4
-
-        def __iter__(self):
-            yield from (0, 1)
-            raise LookupError("index file is gone")
-
-    raising = DataLoader(range(4), sampler=Raising())
-
-    class Counting(IterableDataset):
-        def __iter__(self):
-            for number in range(1000):
-                print("reads", number)
-                yield number
-
-    stream = DataLoader(Counting(), batch_size=2)
 """
 
 
@@ -210,28 +192,6 @@ def test_what_is_given_is_passed_on(
 
 
 PATCHS = {*inspect.signature(patch_dataloader_to_ddp).parameters}
-
-
-def test_show_says_what_a_loader_is_and_what_ranks_get(path: str) -> None:
-    shown = " ".join(run("show", f"{path}:loaders").output.split())
-    assert "level 'sample': torch's own BatchSampler" in shown
-    assert "│ 0 │ 0, 2, 4, 6 │ 8, 10, 12, 14 │ 16, 18 │" in shown
-    assert "Is shared already, by torch.utils.data.distributed" in run("show", f"{path}:make").output
-    assert run("show", f"{path}:number").exit_code == 2
-    assert "holds no loader" in run("show", f"{path}:nothing").output
-
-
-def test_show_reads_no_more_than_it_shows(path: str) -> None:
-    output = run("show", f"{path}:stream", "--world-size", "2", "--batches", "3").output
-    assert "│ 1    │ 1, 3    │ 5, 7    │ 9, 11   │" in output
-    assert "reads 11" in output
-    assert "reads 13" not in output
-
-
-def test_show_says_which_ranks_raise(path: str) -> None:
-    done = run("show", f"{path}:raising")
-    assert "✘ Rank 0 raises LookupError: index file is gone" in done.output
-    assert done.exit_code == 1
 
 
 @pytest.mark.parametrize(

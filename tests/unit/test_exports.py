@@ -150,6 +150,23 @@ def test_nothing_imports_upwards() -> None:
                 assert below or here == imported, f"{path} imports {imported}"
 
 
+# The audit's own floors; its other modules stand on top of all of these.
+AUDIT_FLOORS = {"pictured": 1, "report": 2, "draw": 3, "judge": 4, "show": 5}
+
+
+def test_nothing_in_the_audit_imports_upwards() -> None:
+    root = Path(ddp_patch.__path__[0]) / "auditing"
+    assert all((root / name).is_dir() or (root / f"{name}.py").is_file() for name in AUDIT_FLOORS)
+    for path in root.rglob("*.py"):
+        here = path.relative_to(root).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ddp_patch.auditing."):
+                imported = str(node.module).split(".")[2]
+                below = AUDIT_FLOORS.get(imported, 6) < AUDIT_FLOORS.get(here, 6)
+                both_on_top = {here, imported}.isdisjoint(AUDIT_FLOORS)
+                assert below or here == imported or both_on_top, f"{path} imports {imported}"
+
+
 def test_each_integration_imports_its_framework_at_the_top_and_public_names_only() -> None:
     for path in (Path(ddp_patch.__path__[0]) / "integrations").glob("[!_]*.py"):
         imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]

@@ -1,3 +1,3 @@
-"""Draw every rank of a made-up world, and write down what each got."""
+"""Draw what every simulated rank gets, and record it as numbers."""
 
 __all__: list[str] = []

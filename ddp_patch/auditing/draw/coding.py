@@ -1,4 +1,4 @@
-"""Items as whole numbers, so that any two can be compared and millions counted."""
+"""Give every item a whole number, so that arrays can hold millions of items and compare them."""
 
 import operator
 import reprlib
@@ -17,7 +17,7 @@ Numbers = NDArray[np.integer[Any]]
 
 
 class Coding:
-    """Gives every item a number: an index itself, any other key the next negative one.
+    """Give every item a number: an index is its own number, any other key gets the next negative one.
 
     Examples:
         >>> coding = Coding()
@@ -32,11 +32,11 @@ class Coding:
         self._names: list[str] = []
 
     def codes(self, items: Sequence[Any]) -> Numbers:
-        """Return the items' numbers."""
+        """Return the items' numbers, shape (items,)."""
         if set(map(type, items)) == {int}:
             try:
                 codes = np.fromiter(items, np.int64, len(items))
-            except OverflowError:  # an index beyond 64 bits is told like any other key
+            except OverflowError:  # an index beyond 64 bits is numbered like any other key
                 pass
             else:
                 if codes.min() >= 0:
@@ -44,11 +44,11 @@ class Coding:
         return np.fromiter(map(self._code, items), np.int64, len(items))
 
     def name(self, code: int) -> str:
-        """Return how an item is shown to people."""
+        """Return an item as text to show to people."""
         return str(code) if code >= 0 else self._names[-1 - code]
 
     def adopt(self, other: "Coding", codes: Numbers) -> Numbers:
-        """Return the numbers that stand here for those of another coding, such as another process's."""
+        """Translate the numbers of another coding, such as another process's, to this one's."""
         if not other._names:
             return codes
         own = [self._number(key, name) for key, name in zip(other._codes, other._names, strict=True)]
@@ -66,7 +66,7 @@ class Coding:
 
 
 def _index(item: Any) -> int | None:
-    """Return the index that an item is to any dataset, or None if it is another kind of key."""
+    """Return an item as the index that a dataset would see, or None if it is another kind of key."""
     is_tensor = (
         isinstance(item, torch.Tensor) and item.ndim == 0 and not (item.is_floating_point() or item.is_complex())
     )
@@ -77,7 +77,7 @@ def _index(item: Any) -> int | None:
 
 
 def narrow(codes: Numbers) -> Numbers:
-    """Return the numbers in 32 bits where these hold them."""
+    """Return the numbers in 32 bits where they fit, otherwise as they are."""
     bounds = np.iinfo(np.int32)
     fits = not len(codes) or (codes.min() >= bounds.min and codes.max() <= bounds.max)
     return codes.astype(np.int32) if fits else codes

@@ -1,9 +1,8 @@
-"""One epoch of one rank's loader, drawn and written down: without a dataset's ``__getitem__``."""
+"""Draw one epoch of one rank's loader and record it, without calling a dataset's ``__getitem__``."""
 
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
@@ -12,90 +11,91 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.draw.coding import Coding, Numbers, narrow
+from ddp_patch.auditing.draw.drawn import Drawn
 from ddp_patch.auditing.draw.subject import Subject
 from ddp_patch.auditing.draw.subsets import in_base
-from ddp_patch.auditing.draw.traits import made_of_batches
+from ddp_patch.auditing.draw.traits import length_of, made_of_batches
 from ddp_patch.auditing.draw.workers import base_seed, batches_read
 from ddp_patch.loaders.facts import Level, level_of
 from ddp_patch.streams.chunks import own
 
-__all__ = ["Drawn", "draw"]
+__all__ = ["draw"]
 
-# So many batches are drawn before they are written down.
+# Draw this many batches before recording them.
 _BLOCK = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """What one rank drew in one epoch.
-
-    Attributes:
-        items: Every item's number, in order.
-        sizes: How many items each step's batch had.
-        ended: Whether the epoch came to its end; otherwise these are its first items.
-        told: What ``len(loader)`` said before and after; None where it said nothing.
-        seconds: How long drawing took, writing down left out.
-        memory: How many bytes the process grew by meanwhile, as far as is known.
-        error: What was raised, if anything.
-    """
-
-    items: Numbers
-    sizes: Numbers
-    ended: bool
-    told: tuple[int | None, int | None] = (None, None)
-    seconds: float = 0.0
-    memory: int | None = None
-    error: str | None = None
-
-    def first_steps(self, steps: int) -> "Drawn":
-        """Return what the first so many steps drew."""
-        sizes = self.sizes[:steps]
-        return Drawn(self.items[: int(sizes.sum())], sizes, False, self.told, self.seconds, self.memory, self.error)
-
-
 def draw(loader: DataLoader[Any], coding: Coding, subject: Subject) -> Drawn:
-    """Draw an epoch, or as much of it as is wanted, and write it down.
+    """Draw an epoch, or its first ``subject.max_items`` items, and record it.
 
     Args:
-        loader: A rank's.
+        loader: One rank's loader.
         coding: Gives every item its number.
-        subject: Says how much is drawn, and which numbers indices have.
+        subject: Says how many items to draw, and whether to count indices in the dataset below a ``Subset``.
     """
-    items: list[Numbers] = []
-    sizes: list[Numbers] = []
-    error: str | None = None
-    before, ended, seconds, count, grown = _length(loader), False, 0.0, 0, 0
-    resident = _resident_bytes()
-    steps = _in_base(_steps(loader), loader) if subject.in_base else _steps(loader)
-    steps = islice(steps, subject.max_steps)
-    while count < subject.max_items and not ended and error is None:
-        begun = time.perf_counter()
-        block: list[list[Any]] = []
-        try:
-            # The first batch by itself: what the sampler has made for all of them is there then.
-            block.extend(islice(_until(steps, subject.max_items - count), _BLOCK if items else 1))
-        except Exception as raised:  # noqa: BLE001 - the user's own: it is what this rank would see
-            error = f"{type(raised).__name__}: {raised}"
-        seconds += time.perf_counter() - begun
-        grown = max(grown, _resident_bytes() - resident - sum(part.nbytes for part in (*items, *sizes)))
-        ended = error is None and not block
-        if block:
-            sizes.append(narrow(np.fromiter(map(len, block), np.int64, len(block))))
-            items.append(narrow(coding.codes(list(chain.from_iterable(block)))))
-            count += len(items[-1])
-    if error is None and not ended:
-        with suppress(Exception):  # what is raised after the last item asked for is beyond this sample
+    length_before = length_of(loader)
+    record = _Record(coding)
+    steps = _steps(loader)
+    if subject.in_base:
+        steps = (list(in_base(loader.dataset, step)) for step in steps)
+    ended = False
+    while record.count < subject.max_items and record.error is None and not ended:
+        has_drawn = record.draw_block(steps, subject.max_items - record.count)
+        ended = not has_drawn and record.error is None
+    if record.error is None and not ended:
+        # Ask for one step more: the epoch may end right here. An error beyond the last item asked for is no finding.
+        with suppress(Exception):
             ended = next(steps, None) is None
-    told = (before, _length(loader))
-    return Drawn(_joined(items), _joined(sizes), ended, told, seconds, grown if resident else None, error)
+    return record.drawn(ended, (length_before, length_of(loader)))
 
 
-def _in_base(steps: Iterator[list[Any]], loader: DataLoader[Any]) -> Iterator[list[Any]]:
-    return (list(in_base(loader.dataset, step)) for step in steps)
+class _Record:
+    """Record blocks of batches as numbers, with the time and memory that drawing them took.
+
+    Args:
+        coding: Gives every item its number.
+
+    Attributes:
+        count: Items recorded so far.
+        error: The exception that the sampler or dataset raised, as text.
+    """
+
+    def __init__(self, coding: Coding) -> None:
+        self.count: int = 0
+        self.error: str | None = None
+        self._coding = coding
+        self._items: list[Numbers] = []
+        self._sizes: list[Numbers] = []
+        self._seconds = 0.0
+        self._resident_before, self._grown = _resident_bytes(), 0
+
+    def draw_block(self, steps: Iterator[list[Any]], most: int) -> bool:
+        """Draw the next block of batches, of at most about ``most`` items; tell whether there was a batch."""
+        # Draw the first batch alone: a sampler that makes its whole order at once holds it now, and may drop it later.
+        batches = _BLOCK if self._items else 1
+        block: list[list[Any]] = []
+        begun = time.perf_counter()
+        try:
+            block.extend(islice(_until(steps, most), batches))
+        except Exception as raised:  # noqa: BLE001 - the user's own: this rank would see it, too
+            self.error = f"{type(raised).__name__}: {raised}"
+        self._seconds += time.perf_counter() - begun
+        recorded = sum(part.nbytes for part in (*self._items, *self._sizes))
+        self._grown = max(self._grown, _resident_bytes() - self._resident_before - recorded)
+        if block:
+            self._sizes.append(narrow(np.fromiter(map(len, block), np.int64, len(block))))
+            self._items.append(narrow(self._coding.codes(list(chain.from_iterable(block)))))
+            self.count += len(self._items[-1])
+        return bool(block)
+
+    def drawn(self, ended: bool, lengths: tuple[int | None, int | None]) -> Drawn:
+        """Return all that was recorded."""
+        memory = self._grown if self._resident_before else None
+        return Drawn(_joined(self._items), _joined(self._sizes), ended, lengths, self._seconds, memory, self.error)
 
 
 def _until(steps: Iterator[list[Any]], most: int) -> Iterator[list[Any]]:
-    """Yield steps until they have so many items."""
+    """Yield steps until they hold ``most`` items."""
     while most > 0 and (step := next(steps, None)) is not None:
         most -= max(1, len(step))
         yield step
@@ -105,14 +105,8 @@ def _joined(parts: list[Numbers]) -> Numbers:
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
-def _length(loader: DataLoader[Any]) -> int | None:
-    with suppress(Exception):  # a length that cannot be told, for whatever reason, is none
-        return len(loader)
-    return None
-
-
 def _resident_bytes() -> int:
-    """How much memory this process holds; 0 where the system does not tell."""
+    """Return how much memory this process holds, in bytes; 0 where the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     except OSError:
@@ -120,7 +114,7 @@ def _resident_bytes() -> int:
 
 
 def _steps(loader: DataLoader[Any]) -> Iterator[list[Any]]:
-    """Yield every step's items as the loader would ask for them: without a dataset's ``__getitem__``."""
+    """Yield the items of every step, as the loader would ask its dataset for them."""
     if level_of(loader) is Level.ITERABLE:
         yield from batches_read(loader)
         return
@@ -128,7 +122,7 @@ def _steps(loader: DataLoader[Any]) -> Iterator[list[Any]]:
     indices = iter(cast(Iterable[Any], loader.sampler if batches is None else batches))
     base_seed(loader)
     if level_of(loader) is Level.SAMPLE:
-        yield from indices  # torch's own make a new list for each batch
+        yield from indices  # torch's batch sampler makes a new list for each batch, so nothing needs copying
     elif batches is not None or made_of_batches(loader):
         yield from (list(own(batch)) for batch in indices)
     else:

@@ -1,49 +1,48 @@
-"""A world of ranks on this machine: in this process, or real ones."""
+"""Draw epochs on all ranks of a world on this machine, and in a single process to compare them with."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 from ddp_patch.auditing.draw.coding import Coding
-from ddp_patch.auditing.draw.drawing import Drawn
+from ddp_patch.auditing.draw.drawn import Drawn, Epoch, signature
 from ddp_patch.auditing.draw.processes import RealRank, real_ranks_of
 from ddp_patch.auditing.draw.simulate import Rank, ranks_of
 from ddp_patch.auditing.draw.subject import Subject
 from ddp_patch.auditing.draw.traits import Traits
-from ddp_patch.auditing.judge.judging import Epoch, signature
 from ddp_patch.auditing.report import Units
 from ddp_patch.errors import InvalidOptionError
 
 __all__ = ["MadeUpWorld", "Progress"]
 
-Progress: TypeAlias = Callable[[int, int], object]  # how many of how many draws are done
+Progress: TypeAlias = Callable[[int, int], object]  # called with how many draws are done, and how many there are
 
 
 class MadeUpWorld:
-    """Draws what is audited on every rank, and in a world of one rank, which gets what there is to share.
+    """Draw what is audited on every rank, and in a world of one rank, which gets everything there is to shard.
 
     Args:
         subject: What is audited.
-        world_size: How many ranks.
-        epochs: How many epochs each draws.
-        processes: Whether the ranks are real ones.
-        timeout: How many seconds these may take.
-        progress: Called with how many of how many draws are done.
+        world_size: The number of ranks.
+        epochs: How many epochs each rank draws.
+        processes: Whether ranks are real processes; otherwise this process simulates them.
+        timeout: Seconds until every real rank must have returned.
+        progress: Called after each draw.
 
     Attributes:
         coding: Gives every item its number.
-        traits: Of rank 0's loader.
-        units: What is shared, as the loader says.
+        traits: Describes rank 0's loader.
+        units: Whether ranks shard samples or whole batches, as the single process's loader says.
 
     Raises:
-        InvalidOptionError: Each rank has a dataset of its own, so that indices mean something else on each.
+        InvalidOptionError: Each rank has a dataset of its own, so one index is another sample on each.
     """
 
     def __init__(
         self, subject: Subject, world_size: int, epochs: int, processes: bool, timeout: float, progress: Progress
     ) -> None:
         if processes and subject.patches:
-            # Real ranks take rank 0's seed, and one process alone must have the same.
+            # Real ranks take rank 0's seed. Fix one, so that the single process has the same.
             subject = replace(subject, options={"seed": 0, **subject.options})
         self.world_size: int = world_size
         self.epochs: int = epochs
@@ -60,7 +59,7 @@ class MadeUpWorld:
         self.units: Units = traits[-1].units
 
     def _begin(self, subject: Subject) -> None:
-        """Make the ranks, and the one process that they are compared with."""
+        """Make the ranks, and the single process to compare them with."""
         self.subject: Subject = subject
         self._ranks = self._world_of(subject, self.world_size, range(self.epochs))
         whole = replace(subject, max_items=subject.max_items * self.world_size, whole=True)
@@ -74,20 +73,21 @@ class MadeUpWorld:
         return ranks_of(subject, world_size, alike)
 
     def drawn(self) -> Iterator[Epoch]:
-        """Draw every epoch; once."""
-        done, of = 0, self.epochs * (self.world_size + 1)
-        for number in range(self.epochs):
-            drawn = []
-            for rank in (*self._ranks, self._alone):
-                drawn.append(rank.epoch(number, self.coding))
-                done += 1
-                self._progress(done, of)
-            *shares, alone = drawn
-            del drawn
-            yield Epoch(number, _in_step(shares), alone, self.units, self.traits.is_iterable)
+        """Yield every epoch, drawn just then. Call it once: ranks go on from where they are."""
+        # Keep no reference to an epoch here: it may be large, and the caller drops it before the next one is drawn.
+        return map(self._epoch, range(self.epochs))
+
+    def _epoch(self, number: int) -> Epoch:
+        per_epoch = self.world_size + 1
+        drawn = []
+        for place, rank in enumerate((*self._ranks, self._alone), start=1):
+            drawn.append(rank.epoch(number, self.coding))
+            self._progress(number * per_epoch + place, self.epochs * per_epoch)
+        *ranks, alone = drawn
+        return Epoch(number, _in_step(ranks), alone, self.units, self.traits.is_iterable)
 
     def alike(self, epoch: Epoch) -> Epoch:
-        """Draw an epoch again with all ranks seeded alike."""
+        """Draw an epoch again, on new ranks that are all seeded alike."""
         numbers = range(epoch.number + 1)
         ranks = self._world_of(self.subject, self.world_size, numbers, alike=True)
         for number in numbers:
@@ -95,9 +95,9 @@ class MadeUpWorld:
         return replace(epoch, ranks=_in_step(drawn), units=self.units)
 
     def is_changed_by_epoch(self, first: Drawn) -> bool:
-        """Tell whether rank 0's first pass would be another if ``set_epoch(1)`` had been called."""
-        told = self._world_of(replace(self.subject, set_epoch=True), self.world_size, [1])
-        again = told[0].epoch(1, self.coding).first_steps(len(first.sizes))
+        """Tell whether ``set_epoch(1)`` would have given rank 0 another first pass than ``first``."""
+        ranks = self._world_of(replace(self.subject, set_epoch=True), self.world_size, [1])
+        again = ranks[0].epoch(1, self.coding).first_steps(len(first.sizes))
         return signature([again]) != signature([first])
 
 
@@ -112,7 +112,7 @@ def _incomparable(name: str, traits: Sequence[Traits]) -> InvalidOptionError:
 
 
 def _in_step(ranks: Sequence[Drawn]) -> list[Drawn]:
-    """Cut what is a sample to as many steps on every rank."""
+    """Cut what was drawn of a longer epoch to the same number of steps on every rank."""
     if all(drawn.ended or drawn.error for drawn in ranks):
         return list(ranks)
     steps = min(len(drawn.sizes) for drawn in ranks if not drawn.ended)

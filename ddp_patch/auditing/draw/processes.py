@@ -1,13 +1,13 @@
-"""Ranks that are real: processes of a gloo group, which differ in all that processes differ in."""
+"""Draw on real ranks: processes of a gloo group, which differ in all that processes differ in."""
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ddp_patch.auditing.draw.coding import Coding
-from ddp_patch.auditing.draw.drawing import Drawn
+from ddp_patch.auditing.draw.drawn import Drawn
 from ddp_patch.auditing.draw.simulate import Rank
 from ddp_patch.auditing.draw.subject import Subject
 from ddp_patch.auditing.draw.traits import Traits
@@ -19,12 +19,12 @@ __all__ = ["RealRank", "real_ranks_of"]
 
 @dataclass(frozen=True, slots=True)
 class RealRank:
-    """What a real rank drew.
+    """Hold what a real rank drew.
 
     Attributes:
-        traits: Of its loader.
-        epochs: By their numbers.
-        coding: Gave its items their numbers.
+        traits: Describes its loader.
+        epochs: What it drew, by epoch number.
+        coding: Gave its items their numbers, in its own process.
     """
 
     traits: Traits
@@ -32,19 +32,25 @@ class RealRank:
     coding: Coding
 
     def epoch(self, number: int, coding: Coding) -> Drawn:
-        """Return an epoch that was drawn, its items in the numbers of another coding."""
+        """Return an epoch, its items in the numbers of another coding."""
         drawn = self.epochs[number]
-        items = coding.adopt(self.coding, drawn.items).astype(np.int64)
-        return Drawn(items, drawn.sizes, drawn.ended, drawn.told, drawn.seconds, drawn.memory, drawn.error)
+        return replace(drawn, items=coding.adopt(self.coding, drawn.items).astype(np.int64))
 
 
 def real_ranks_of(
     subject: Subject, world_size: int, numbers: Sequence[int], alike: bool, timeout: float
 ) -> list[RealRank]:
-    """Return every rank of a real world, with the epochs of these numbers drawn one after the other.
+    """Start a process for every rank, draw epochs there one after the other, and return what each rank drew.
+
+    Args:
+        subject: What is audited.
+        world_size: The number of ranks.
+        numbers: The epochs to draw.
+        alike: Whether all ranks start with the same global random states.
+        timeout: Seconds until every rank must have returned.
 
     Raises:
-        InvalidOptionError: What is audited cannot be pickled.
+        InvalidOptionError: The subject cannot be pickled.
     """
     try:
         pickled = pickle.dumps(subject)

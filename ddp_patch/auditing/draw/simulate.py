@@ -1,4 +1,4 @@
-"""One rank of a made-up world, on this machine: its own random states, and no process or network."""
+"""Simulate one rank in this process: with its own random states, but without a process or network."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,8 +9,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.draw.coding import Coding
-from ddp_patch.auditing.draw.drawing import Drawn, draw
-from ddp_patch.auditing.draw.subject import Subject
+from ddp_patch.auditing.draw.drawing import draw
+from ddp_patch.auditing.draw.drawn import Drawn
+from ddp_patch.auditing.draw.subject import Factory, Subject
 from ddp_patch.auditing.draw.traits import Traits, traits_of
 from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.loaders.facts import Level, level_of
@@ -21,50 +22,49 @@ from ddp_patch.streams.seeding import PrivateRNG
 
 __all__ = ["Rank", "ranks_of"]
 
-# What ranks of a made-up world are seeded with: like no two of each other.
+# Seed simulated ranks with this and their rank, so that no two are seeded alike.
 _SEED = 20_000
 
 
 class Rank:
-    """One rank: its loader, its own global random states, and its own states of generators that copies share.
+    """Simulate one rank.
+
+    A rank has its own loader and its own global random states. Copies of a loader may share a random generator, so each
+    rank also keeps its own state of every shared generator.
 
     Args:
-        build: Makes its loader.
+        build: Makes the rank's loader.
         subject: What is audited.
-        seeded_as: Which rank's global random states it begins with.
+        seeded_as: The rank whose global random states this one starts with.
     """
 
     def __init__(self, build: Callable[[], DataLoader[Any]], subject: Subject, seeded_as: int) -> None:
         self._subject = subject
         self._ambient = PrivateRNG(_SEED, seeded_as)
-        # What a factory, or a function that cannot be copied, reaches is shared with the other ranks here alone.
-        make = subject.make
-        reached = (
-            [SimpleNamespace(make=make), getattr(make, "__self__", make)] if not isinstance(make, DataLoader) else []
-        )
+        reached = [] if isinstance(subject.make, DataLoader) else _reached_by(subject.make)
         with self._ambient, unmoved(random_generators(reached)):
             self._loader: DataLoader[Any] = build()
             loaders = [self._loader, *([subject.make] if isinstance(subject.make, DataLoader) else [])]
-            held = random_generators(
-                [*reached, *(holder for one in loaders for holder in (one, *samplers_in_use(one)))]
-            )
+            holders = [holder for loader in loaders for holder in (loader, *samplers_in_use(loader))]
+            held = random_generators([*reached, *holders])
         self._held = [[generator, generator_state(generator)] for generator in held]
 
     @property
     def traits(self) -> Traits:
-        """Its loader's."""
+        """Return the traits of its loader."""
         return traits_of(self._loader)
 
     def epoch(self, number: int, coding: Coding) -> Drawn:
-        """Draw the next pass, as the epoch of this number."""
+        """Draw the loader's next pass as epoch ``number``."""
         with warnings.catch_warnings(), self._ambient, self._own_generators():
-            warnings.simplefilter("ignore", StreamLengthWarning)  # lengths are judged here
+            warnings.simplefilter("ignore", StreamLengthWarning)  # the audit reports wrong lengths itself
             if self._subject.set_epoch:
                 _set_epoch(self._loader, number)
             return draw(self._loader, coding, self._subject)
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
+        """Give shared generators this rank's states, and restore the others' afterwards."""
         with unmoved(generator for generator, _ in self._held):
             for generator, state in self._held:
                 set_generator_state(generator, state)
@@ -74,12 +74,17 @@ class Rank:
 
 
 def ranks_of(subject: Subject, world_size: int, alike: bool = False) -> list[Rank]:
-    """Return every rank of a made-up world; seeded differently, or ``alike``."""
+    """Return all simulated ranks, seeded ``alike`` or each in its own way."""
 
     def build(rank: int) -> Callable[[], DataLoader[Any]]:
         return lambda: subject.loader(rank, world_size)
 
     return [Rank(build(rank), subject, seeded_as=0 if alike else rank) for rank in range(world_size)]
+
+
+def _reached_by(make: Factory) -> list[object]:
+    """Return what may hold generators that a factory uses for all ranks: itself, and the object of a method."""
+    return [SimpleNamespace(make=make), getattr(make, "__self__", make)]
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

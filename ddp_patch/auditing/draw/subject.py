@@ -1,4 +1,4 @@
-"""What is audited: a loader, which is copied for every rank, or a factory of one loader for each."""
+"""Make each rank's loader: a copy of the audited loader, or what the audited factory returns."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -30,28 +30,27 @@ __all__ = ["Factory", "Subject", "made_by", "name_of"]
 
 Factory: TypeAlias = Callable[[int, int], DataLoader[Any]]
 
-# Where torch's own samplers keep what they never change, which copies may share.
+# torch's samplers never change the data that they hold, so copies may share it.
 _READ_ONLY = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is audited: a loader, which is copied for every rank, or a factory of one loader for each.
+    """Describe what is audited and how: a loader, copied for every rank, or a factory of each rank's loader.
 
     Args:
         make: The loader, or ``make(rank, world_size)``.
-        patch: Whether a loader is shared by ``patch_dataloader_to_ddp`` first.
-        options: Passed on to it.
+        patch: Whether ``patch_dataloader_to_ddp`` shards a loader first.
+        options: Options for ``patch_dataloader_to_ddp``.
         set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch.
-        max_items: How many items of each rank's epoch are drawn at most.
-        max_steps: How many steps of it at most, where that matters; what is beyond is not known of then.
-        whole: Whether a last, incomplete batch is left in and one worker reads, so that all is drawn that there is to
-            share, and once.
-        in_base: Whether indices are drawn as those of the dataset below torch's ``Subset`` layers.
+        max_items: Draw this many items of each rank's epoch, rounded up to a whole batch.
+        whole: Whether to keep a last, incomplete batch and to read with one worker, so that everything there is to
+            shard is drawn once.
+        in_base: Whether to translate indices to those of the dataset below torch's ``Subset`` layers.
 
     Raises:
-        NotALoaderError: It is neither.
-        InvalidOptionError: It is one rank's share already; or options were given that nothing would take.
+        NotALoaderError: ``make`` is neither a loader nor a function.
+        InvalidOptionError: The loader is one rank's shard already; or options are given, and nothing is patched.
     """
 
     make: DataLoader[Any] | Factory
@@ -59,7 +58,6 @@ class Subject:
     options: Mapping[str, Any]
     set_epoch: bool
     max_items: int
-    max_steps: int | None = None
     whole: bool = False
     in_base: bool = False
 
@@ -86,12 +84,12 @@ class Subject:
 
     @property
     def patches(self) -> bool:
-        """Whether ``patch_dataloader_to_ddp`` shares it."""
+        """Tell whether ``patch_dataloader_to_ddp`` shards the loader."""
         return self.patch and isinstance(self.make, DataLoader)
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Return the name to show in reports."""
         if isinstance(self.make, DataLoader):
             return type(self.make).__name__
         return name_of(self.make)
@@ -100,9 +98,9 @@ class Subject:
         """Return a rank's loader.
 
         Args:
-            rank: Which rank.
-            world_size: Of how many.
-            is_real: Whether this process is that rank, with a process group and a copy of all that is audited.
+            rank: The rank.
+            world_size: The number of ranks.
+            is_real: Whether this process is that rank, with a process group and its own copy of the subject.
         """
         if not isinstance(self.make, DataLoader):
             made = made_by(self.make, rank, world_size)
@@ -120,17 +118,17 @@ class Subject:
 
 
 def name_of(make: Callable[..., Any]) -> str:
-    """Return what people call a factory."""
+    """Return a factory's name."""
     return getattr(make, "__name__", type(make).__name__)
 
 
 def made_by(make: Factory, rank: int, world_size: int) -> Any:
-    """Return what a factory makes; an error of its own says what it was asked for.
+    """Call a factory; note on any error for which rank it was called.
 
     Args:
         make: ``make(rank, world_size)``.
-        rank: Which rank.
-        world_size: Of how many.
+        rank: The rank.
+        world_size: The number of ranks.
     """
     try:
         return make(rank, world_size)
@@ -142,20 +140,20 @@ def made_by(make: Factory, rank: int, world_size: int) -> Any:
 
 
 def _stream_of(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader whose items are those that there are to share: none left out, none read by several workers."""
+    """Return a loader that yields everything there is to shard: nothing left out, nothing read by two workers."""
     batches: Any = loader.batch_sampler
     if level_of(loader) is Level.SAMPLE and batches.drop_last:
         return copy_loader(
             loader, drop_last=False, batch_sampler=BatchSampler(batches.sampler, batches.batch_size, False)
         )
     if level_of(loader) is Level.ITERABLE:
-        # One worker, where there are some: the dataset, or worker_init_fn, may ask which one it is.
+        # Keep one worker where there are some: the dataset or worker_init_fn may ask which worker it is.
         return copy_loader(loader, drop_last=False, num_workers=min(1, loader.num_workers))
     return loader
 
 
 def _copied(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a copy of the loader whose samplers, or iterable dataset, are its own, with random generators."""
+    """Return a copy of the loader with its own samplers or iterable dataset, and its own random generators."""
     names = ["dataset"] if level_of(loader) is Level.ITERABLE else []
     names += ["sampler", "batch_sampler", "generator"]
     memo, new = _shared(loader), {}
@@ -173,17 +171,23 @@ def _copied(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _shared(loader: DataLoader[Any]) -> dict[int, Any]:
-    """What copies of samplers share with them, as ``copy.deepcopy`` wants it."""
+    """Return what copies share with the loader instead of copying it, as a memo for ``copy.deepcopy``."""
     is_iterable = level_of(loader) is Level.ITERABLE
     memo: dict[int, Any] = {} if is_iterable else {id(loader.dataset): loader.dataset}
     holders = [*samplers_in_use(loader), *nested_samplers(loader.sampler), *([loader.dataset] if is_iterable else [])]
     for holder in holders:
-        data: Any = torch.Tensor | np.ndarray
-        data = data | list | range if type(holder) in _READ_ONLY else data if is_iterable else ()
+        data = _data_types(holder, is_iterable)
         for value in getattr(holder, "__dict__", {}).values():
             is_data = isinstance(value, Dataset | nn.Module) and not isinstance(value, IterableDataset)
             if is_data or isinstance(value, data):
                 memo[id(value)] = value
             elif type(value) is list and set(map(type, value)) <= {int, float, str}:
-                memo[id(value)] = value[:]  # as deepcopy would, without a look at each
+                memo[id(value)] = value[:]  # the same copy that deepcopy makes, without a look at each element
     return memo
+
+
+def _data_types(holder: object, is_iterable: bool) -> tuple[type, ...]:
+    """Return the types of attributes that are large data, which the holder does not change."""
+    if type(holder) in _READ_ONLY:
+        return (torch.Tensor, np.ndarray, list, range)
+    return (torch.Tensor, np.ndarray) if is_iterable else ()

@@ -1,4 +1,4 @@
-"""Indices of torch's Subsets, as indices of the dataset that these are of."""
+"""Translate indices of torch's ``Subset`` to indices of the dataset below."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +9,14 @@ __all__ = ["base_of", "in_base"]
 
 
 def base_of(dataset: Any) -> Any:
-    """Return the dataset below a dataset's ``Subset`` layers: itself, if it is none."""
+    """Return the dataset below all ``Subset`` layers, or the dataset itself where it has none."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return dataset
 
 
 def in_base(dataset: Any, items: Sequence[Any]) -> Sequence[Any]:
-    """Return what a dataset's indices are in the one below its ``Subset`` layers.
+    """Translate a dataset's indices to indices of the dataset below its ``Subset`` layers.
 
     Examples:
         >>> in_base(Subset(Subset("abcdef", [1, 3, 5]), [2, 0]), [0, 1])

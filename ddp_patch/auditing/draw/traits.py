@@ -1,4 +1,4 @@
-"""What of a rank's loader the judgement needs: plain values, which a real rank can send."""
+"""Describe a rank's loader in plain values, which a real rank can send to the process that judges."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from ddp_patch.loaders.facts import Level, level_of
 from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.loaders.recognition import samplers_in_use, shards_itself
 
-__all__ = ["Traits", "made_of_batches", "traits_of"]
+__all__ = ["Traits", "length_of", "made_of_batches", "traits_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """A rank's loader in plain values.
+    """Describe a rank's loader.
 
     Attributes:
-        units: What is shared.
-        is_iterable: Whether its dataset is read, because it has no indices.
-        batch_size: How many samples a batch has, as far as the loader or its batch sampler says; else 1.
-        num_workers: How many workers it has.
-        drops_batch: Whether a last, incomplete batch is left out.
+        units: Whether ranks shard samples or whole batches.
+        is_iterable: Whether the dataset is iterable, so that it is read and has no indices.
+        batch_size: Samples in a batch, where the loader or its batch sampler says so; otherwise 1.
+        num_workers: The loader's workers.
+        drops_batch: Whether the loader leaves out a last, incomplete batch.
         drops_round: Whether a sampler leaves out the last, incomplete round of ranks.
-        sharers: How many of its samplers and its dataset share by themselves.
-        dataset_length: How many samples its dataset has; None if it is iterable or does not say.
-        base_length: The same of the dataset below torch's ``Subset`` layers.
+        sharers: How many of the loader's samplers and its dataset shard by themselves.
+        dataset_length: Samples in the dataset; None where it is iterable or has no length.
+        base_length: Samples in the dataset below torch's ``Subset`` layers; None as above.
     """
 
     units: Units
@@ -43,7 +43,10 @@ class Traits:
 
     @property
     def batchers(self) -> int:
-        """How many make batches on a rank, each with a last one of its own: workers that read an iterable dataset."""
+        """Return how many parts of a rank make batches, each with a last one of its own.
+
+        Each worker makes its own batches of an iterable dataset. Elsewhere the rank's one batch sampler makes them.
+        """
         return max(1, self.num_workers) if self.is_iterable else 1
 
 
@@ -60,19 +63,20 @@ def traits_of(loader: DataLoader[object]) -> Traits:
         drops_batch=loader.drop_last or getattr(loader.batch_sampler, "drop_last", False) is True,
         drops_round=any(getattr(sampler, "drop_last", False) is True for sampler in samplers),
         sharers=sum(map(shards_itself, (*samplers, loader.dataset))),
-        dataset_length=None if is_iterable else _length(loader.dataset),
-        base_length=None if is_iterable else _length(base_of(loader.dataset)),
+        dataset_length=None if is_iterable else length_of(loader.dataset),
+        base_length=None if is_iterable else length_of(base_of(loader.dataset)),
     )
 
 
-def _length(dataset: Any) -> int | None:
-    with suppress(Exception):  # a length that cannot be told, for whatever reason, is none
-        return len(dataset)
+def length_of(sized: Any) -> int | None:
+    """Return ``len(sized)``; None where it raises, for whatever reason."""
+    with suppress(Exception):
+        return len(sized)
     return None
 
 
 def made_of_batches(loader: DataLoader[object]) -> bool:
-    """Tell whether what is shared are whole batches."""
+    """Tell whether ranks shard whole batches of this loader."""
     if level_of(loader) is Level.UNBATCHED:
         return any(isinstance(sampler, BatchSampler) for sampler in nested_samplers(loader.sampler))
     return level_of(loader) is Level.BATCH

@@ -1,4 +1,4 @@
-"""An iterable dataset read as a loader's workers would, one after the other in this process."""
+"""Read an iterable dataset as a loader's workers would, one worker after the other in this process."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -18,12 +18,12 @@ __all__ = ["base_seed", "batches_read"]
 
 
 def base_seed(loader: DataLoader[Any]) -> int:
-    """Draw what a DataLoader draws for its workers when it is iterated, which moves a generator that samplers share."""
+    """Draw the seed that a DataLoader draws for its workers, because that moves a generator that samplers share."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
 
 
 def batches_read(loader: DataLoader[Any]) -> Iterator[list[Any]]:
-    """Yield an iterable dataset's batches, in the order in which its workers would make them."""
+    """Yield an iterable dataset's batches in the order in which its workers make them."""
     tasks = iter(cast(Iterable[Any], loader.sampler if loader.batch_sampler is None else loader.batch_sampler))
     seed = base_seed(loader)
     workers = [_Worker.started(loader, number, seed) for number in range(max(1, loader.num_workers))]
@@ -41,7 +41,13 @@ def batches_read(loader: DataLoader[Any]) -> Iterator[list[Any]]:
 
 @dataclass
 class _Worker:
-    """A worker's copy of the dataset, told that it is one; with one alone and no worker, the loader's own."""
+    """Simulate one worker with its copy of the dataset, or the main process where the loader has no workers.
+
+    Attributes:
+        info: What ``get_worker_info()`` returns in the worker; None in the main process.
+        rng: The worker's global random states; None in the main process.
+        items: The samples that it has not yet read.
+    """
 
     info: WorkerInfo | None
     rng: PrivateRNG | None
@@ -49,7 +55,7 @@ class _Worker:
 
     @classmethod
     def started(cls, loader: DataLoader[Any], number: int, seed: int) -> "_Worker":
-        """Do what torch does in a new worker's process."""
+        """Start a worker as torch does in a new worker process."""
         if loader.num_workers == 0:
             return cls(None, None, iter(loader.dataset))
         dataset = copy.deepcopy(loader.dataset, _shared_memory(loader.dataset))
@@ -62,7 +68,7 @@ class _Worker:
         return worker
 
     def batch(self, loader: DataLoader[Any]) -> list[Any]:
-        """Return the next batch; an empty one at the end."""
+        """Read the next batch; an empty one at the end."""
         size = loader.batch_size or 1
         with self._at_work():
             batch = list(islice(self.items, size))
@@ -78,7 +84,7 @@ class _Worker:
 
 
 def _shared_memory(dataset: object) -> dict[int, Any]:
-    """The tensors that a dataset shares with its workers."""
+    """Return the tensors that a dataset shares with its workers, as a memo for ``copy.deepcopy``."""
     values = getattr(dataset, "__dict__", {}).values()
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return {id(value): value for value in tensors if value.is_shared()}  # type: ignore[no-untyped-call]  # torch's

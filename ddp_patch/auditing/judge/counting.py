@@ -1,4 +1,4 @@
-"""What the ranks got together, counted against what one process would get."""
+"""Count what all ranks got against what a single process gets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,22 +6,33 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddp_patch.auditing.draw.coding import Numbers
-from ddp_patch.auditing.draw.drawing import Drawn
+from ddp_patch.auditing.draw.drawn import Drawn, Epoch
 
-__all__ = ["Coverage", "as_units", "batches_of", "coverage", "dense"]
+__all__ = [
+    "Coverage",
+    "batches_of",
+    "coverage",
+    "coverage_of_batches",
+    "coverage_of_samples",
+    "dense",
+    "is_constant",
+]
+
+# Count this many items at once: bincount converts its argument to 64 bits.
+_PIECE = 2**22
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How often each thing was got by all ranks, against how often by one process.
+    """Tell which things all ranks together got too seldom or too often, compared with a single process.
 
     Attributes:
-        missing: The numbers of what was got too seldom, each once.
-        lacking: By how much, in all.
-        repeated: The numbers of what was got too often, each once.
-        extra: By how much, in all.
-        distinct: How many different things are expected.
-        is_known: Whether that can be told of what was drawn.
+        missing: Numbers of what was got too seldom, each once.
+        lacking: By how many times, in total.
+        repeated: Numbers of what was got too often, each once.
+        extra: By how many times, in total.
+        distinct: How many different things a single process gets.
+        is_known: Whether what was drawn is enough to tell.
     """
 
     missing: Numbers
@@ -32,11 +43,11 @@ class Coverage:
     is_known: bool = True
 
     def unknown(self) -> "Coverage":
-        """Return it where what is missing and repeated cannot be told."""
+        """Return the coverage as one that cannot be told: nothing missing, nothing repeated."""
         return Coverage(self.missing[:0], 0, self.repeated[:0], 0, self.distinct, is_known=False)
 
-    def of_another_draw(self) -> "Coverage":
-        """Return it where other things were drawn: only in number can there be too few or too many."""
+    def counts_alone(self) -> "Coverage":
+        """Return by how many things there are too few or too many, where the ranks drew other things."""
         both = min(self.lacking, self.extra)
         if both == 0:
             return self
@@ -44,29 +55,72 @@ class Coverage:
         return replace(self, missing=none, lacking=self.lacking - both, repeated=none, extra=self.extra - both)
 
 
-def coverage(expected: Numbers, shares: Sequence[Numbers]) -> Coverage:
-    """Count what the shares hold against what is expected.
+def coverage_of_samples(epoch: Epoch) -> Coverage:
+    """Count the samples of an epoch."""
+    return _coverage_of(epoch, epoch.alone.items, [drawn.items for drawn in epoch.ranks])
+
+
+def coverage_of_batches(epoch: Epoch) -> Coverage:
+    """Count the batches of an epoch; two batches are one thing where they hold the same samples in the same order."""
+    expected, *shards = _batches_as_numbers([epoch.alone, *epoch.ranks])
+    return _coverage_of(epoch, expected, shards)
+
+
+def _coverage_of(epoch: Epoch, expected: Numbers, shards: Sequence[Numbers]) -> Coverage:
+    found = _coverage_of_part(expected, shards) if epoch.is_sample else coverage(expected, shards)
+    if is_constant(epoch) or _is_made_anew(epoch):
+        return found.unknown()
+    # A world of one rank shards nothing. Its sampler may draw other samples each time, but not fewer.
+    return found.counts_alone() if len(shards) == 1 else found
+
+
+def _coverage_of_part(expected: Numbers, shards: Sequence[Numbers]) -> Coverage:
+    """Count what was drawn of a longer epoch: only repeats, and only where a single process repeats nothing."""
+    distinct = len(np.unique(expected))
+    found = replace(coverage(np.unique(np.concatenate(shards)), shards), distinct=distinct)
+    return found if distinct == len(expected) else found.unknown()
+
+
+def is_constant(epoch: Epoch) -> bool:
+    """Tell whether all samples are equal, which indices of different samples never are."""
+    items = epoch.alone.items
+    return len(items) > 1 and (epoch.is_iterable or items[0] < 0) and bool((items == items[0]).all())
+
+
+def _is_made_anew(epoch: Epoch) -> bool:
+    """Tell whether an iterable dataset makes new samples in each pass: ranks got hardly any that a single process got.
+
+    Rank 0 does not count: it starts with the random states of the single process, and may make the same samples.
+    """
+    if not epoch.is_iterable or epoch.is_sample or not len(epoch.alone.items):
+        return False
+    got = np.concatenate([epoch.alone.items[:0], *(drawn.items for drawn in epoch.ranks[1:])])
+    return bool(10 * np.count_nonzero(np.isin(got, epoch.alone.items)) < len(got))
+
+
+def coverage(expected: Numbers, shards: Sequence[Numbers]) -> Coverage:
+    """Count what the shards hold against what is expected.
 
     Examples:
         >>> found = coverage(np.array([0, 1, 2]), [np.array([0, 2]), np.array([2, 0])])
         >>> found.missing.tolist(), found.repeated.tolist(), found.extra
         ([1], [0, 2], 2)
     """
-    names, (counted, *others) = dense([expected, *shares])
+    names, (counted, *others) = dense([expected, *shards])
     difference = _counts(counted, len(names))
     distinct = int(np.count_nonzero(difference))
-    for share in others:
-        difference -= _counts(share, len(names))
+    for shard in others:
+        difference -= _counts(shard, len(names))
     missing, repeated = np.flatnonzero(difference > 0), np.flatnonzero(difference < 0)
     lacking, extra = int(difference[missing].sum()), -int(difference[repeated].sum())
     return Coverage(names[missing], lacking, names[repeated], extra, distinct)
 
 
 def dense(arrays: Sequence[Numbers]) -> tuple[Numbers, list[Numbers]]:
-    """Number again what arrays hold, from 0 and with few gaps, so that a table of all numbers is small.
+    """Renumber what arrays hold, from 0 and with few gaps, so that a table indexed by number is small.
 
     Returns:
-        The old numbers, by the new ones; and the arrays in new numbers.
+        The old number of each new one, shape (numbers,); and the arrays in new numbers, in their shapes.
 
     Examples:
         >>> names, (first, second) = dense([np.array([10**15, 7]), np.array([7])])
@@ -75,7 +129,7 @@ def dense(arrays: Sequence[Numbers]) -> tuple[Numbers, list[Numbers]]:
     """
     bounds = [int(bound) for array in arrays if len(array) for bound in (array.min(), array.max())]
     low, high = min(bounds, default=0), max(bounds, default=-1)
-    if high - low < 4 * sum(map(len, arrays)) + 1024:
+    if high - low < 4 * sum(map(len, arrays)) + 1024:  # dense enough already, as indices of a dataset are
         names = np.arange(low, high + 1, dtype=np.result_type(*arrays))
         return names, [array - low if low else array for array in arrays]
     names, places = np.unique(np.concatenate(arrays), return_inverse=True)
@@ -83,18 +137,14 @@ def dense(arrays: Sequence[Numbers]) -> tuple[Numbers, list[Numbers]]:
 
 
 def _counts(items: Numbers, span: int) -> Numbers:
-    # Piece by piece: bincount makes 64 bits of its argument.
     counts = np.zeros(span, np.int32)
     for start in range(0, len(items), _PIECE):
         counts += np.bincount(items[start : start + _PIECE], minlength=span).astype(np.int32)
     return counts
 
 
-_PIECE = 2**22
-
-
-def as_units(drawn: Sequence[Drawn]) -> list[Numbers]:
-    """Return, for each of those drawn, its batches as numbers: equal ones where the batches are."""
+def _batches_as_numbers(drawn: Sequence[Drawn]) -> list[Numbers]:
+    """Number the batches of all that was drawn, so that equal batches have one number."""
     known: dict[bytes, int] = {}
     return [
         np.array(
@@ -105,5 +155,5 @@ def as_units(drawn: Sequence[Drawn]) -> list[Numbers]:
 
 
 def batches_of(drawn: Drawn) -> list[Numbers]:
-    """Return the items of every step."""
+    """Return the items of each step."""
     return np.split(drawn.items, np.cumsum(drawn.sizes)[:-1]) if len(drawn.sizes) else []

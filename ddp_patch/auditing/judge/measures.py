@@ -1,4 +1,4 @@
-"""Numbers about what ranks got: global batches, and cost."""
+"""Measure what ranks got: global batches, and the balance of their costs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddp_patch.auditing.draw.coding import Numbers
-from ddp_patch.auditing.draw.drawing import Drawn
-from ddp_patch.auditing.judge.judging import Epoch
+from ddp_patch.auditing.draw.drawn import Drawn, Epoch
 from ddp_patch.errors import InvalidOptionError
 
 __all__ = ["Cost", "global_batches", "imbalance", "step_costs"]
@@ -16,21 +15,30 @@ __all__ = ["Cost", "global_batches", "imbalance", "step_costs"]
 Cost: TypeAlias = Callable[[int], float] | Sequence[float] | NDArray[Any]
 
 
-def global_batches(ranks: Sequence[Drawn]) -> tuple[tuple[int, int], ...]:
-    """Return, in the order of the steps, how many samples all ranks have in a step, and in how many steps on end."""
-    total = np.zeros(max(len(drawn.sizes) for drawn in ranks), np.int64)
-    for drawn in ranks:
+def global_batches(epoch: Epoch) -> tuple[tuple[int, int], ...]:
+    """Return the sizes of global batches in the order of the steps.
+
+    Returns:
+        For each run of equal global batches, how many samples all ranks together have in a step, and how many steps the
+        run has.
+    """
+    total = np.zeros(epoch.steps, np.int64)
+    for drawn in epoch.ranks:
         total[: len(drawn.sizes)] += drawn.sizes
     begins = np.flatnonzero(np.diff(total, prepend=-1))
     return tuple(zip(total[begins].tolist(), np.diff(begins, append=len(total)).tolist(), strict=True))
 
 
 def step_costs(epoch: Epoch, cost: Cost | None) -> NDArray[np.float64] | None:
-    """Return the cost of each step, one row for each rank; 0 where it makes none."""
-    steps = max(len(drawn.sizes) for drawn in epoch.ranks)
-    if cost is None or steps == 0:
+    """Look up what each rank's steps cost.
+
+    Returns:
+        The cost of each step, shape (ranks, steps), 0 where a rank makes no such step. None without ``cost``, and for
+        an epoch without a step.
+    """
+    if cost is None or epoch.steps == 0:
         return None
-    return np.array([np.pad(_costs_of(drawn, cost), (0, steps - len(drawn.sizes))) for drawn in epoch.ranks])
+    return np.array([np.pad(_costs_of(drawn, cost), (0, epoch.steps - len(drawn.sizes))) for drawn in epoch.ranks])
 
 
 def _costs_of(drawn: Drawn, cost: Cost) -> NDArray[np.float64]:
@@ -40,9 +48,9 @@ def _costs_of(drawn: Drawn, cost: Cost) -> NDArray[np.float64]:
             "audit was given cost= and a loader whose keys are no indices, so what one costs cannot be looked up. "
             "Leave cost out, or sample indices."
         )
-    ends = np.concatenate([[0.0], np.cumsum(_looked_up(cost, names)[places])])
+    total = np.concatenate([[0.0], np.cumsum(_looked_up(cost, names)[places])])  # before each item, and after the last
     stops = np.cumsum(drawn.sizes)
-    found: NDArray[np.float64] = ends[stops] - ends[stops - drawn.sizes]
+    found: NDArray[np.float64] = total[stops] - total[stops - drawn.sizes]
     return found
 
 
@@ -56,9 +64,9 @@ def _looked_up(cost: Cost, indices: Numbers) -> NDArray[np.float64]:
         raise _unusable(f"raised {type(error).__name__}: {error}") from error
     if found.ndim != 1:
         raise _unusable(f"gave {found.ndim - 1} dimensions of numbers for each sample")
-    if not np.all((found >= 0) & (found < np.inf)):
-        at = int(np.flatnonzero(~((found >= 0) & (found < np.inf)))[0])
-        raise _unusable(f"gave {found[at]} for sample {indices[at]}")
+    unusable = np.flatnonzero(~((found >= 0) & (found < np.inf)))
+    if len(unusable):
+        raise _unusable(f"gave {found[unusable[0]]} for sample {indices[unusable[0]]}")
     return found
 
 
@@ -70,7 +78,11 @@ def _unusable(did: str) -> InvalidOptionError:
 
 
 def imbalance(costs: NDArray[np.float64]) -> tuple[float | None, float | None]:
-    """Return the slowest rank's cost over the ranks' mean, of all steps and of the worst one; None where all is 0."""
+    """Return the slowest rank's cost over the ranks' mean: over all steps, and in the worst step; None if all cost 0.
+
+    Args:
+        costs: The cost of each step, shape (ranks, steps).
+    """
     slowest, mean = costs.max(axis=0), costs.mean(axis=0)
     if not mean.any():
         return None, None

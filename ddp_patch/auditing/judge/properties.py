@@ -1,4 +1,7 @@
-"""What else has to hold of an epoch, or of all epochs: each function returns the problem, or None where it holds."""
+"""Check what else must hold in an epoch, or over all epochs.
+
+Each function ending in ``_problem`` returns the problem, or None where there is none.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +10,10 @@ from math import factorial
 import numpy as np
 
 from ddp_patch.auditing.draw.coding import Coding, Numbers
+from ddp_patch.auditing.draw.drawn import Epoch
 from ddp_patch.auditing.draw.traits import Traits
-from ddp_patch.auditing.judge.judging import Epoch, Judged, largest_batch
+from ddp_patch.auditing.judge.judging import Judged, largest_batch
+from ddp_patch.auditing.judge.wording import where_in
 from ddp_patch.auditing.report import Problem
 
 __all__ = [
@@ -22,13 +27,12 @@ __all__ = [
     "steps_problem",
 ]
 
-
-# So many items have 720 orders, and return to one by chance less often than once in 700 epochs.
+# Six items have 720 orders, so an order returns by chance about once in 720 epochs. Fewer items repeat more often.
 _FEW = 6
 
 
 def error_problem(epoch: Epoch) -> Problem | None:
-    """Return the problem that ranks raise."""
+    """Check that no rank raises."""
     raised = {rank: drawn.error for rank, drawn in enumerate(epoch.ranks) if drawn.error}
     if not raised and epoch.alone.error:
         return Problem(
@@ -52,7 +56,7 @@ def error_problem(epoch: Epoch) -> Problem | None:
 
 
 def steps_problem(epoch: Epoch, may_differ: int) -> Problem | None:
-    """Return the problem that ranks' numbers of steps differ by more than they may."""
+    """Check that ranks' numbers of steps differ by ``may_differ`` at most."""
     steps = [len(drawn.sizes) for drawn in epoch.ranks]
     fewest, most = min(steps), max(steps)
     if most - fewest <= may_differ:
@@ -60,33 +64,33 @@ def steps_problem(epoch: Epoch, may_differ: int) -> Problem | None:
     return Problem(
         "uneven_steps",
         f"Rank {steps.index(fewest)} makes {fewest} steps and rank {steps.index(most)} makes {most}.",
-        f"epoch {epoch.number}, {len(steps)} ranks",
+        where_in(epoch),
         "Ranks with a step more wait in the all-reduce for ranks that have none: a training hangs or fails there.",
         "Share rounds of one item for each rank, as patch_dataloader_to_ddp() with uneven='pad' or 'drop' does.",
     )
 
 
 def no_step_problem(epoch: Epoch) -> Problem | None:
-    """Return the problem that no rank makes any step, although one process would."""
+    """Check that some rank makes a step, where a single process would make one."""
     if epoch.expected == 0 or any(len(drawn.sizes) for drawn in epoch.ranks):
         return None
     return Problem(
         "missing",
         f"No rank makes a step: none gets any of the {epoch.expected} {epoch.units} that one process gets.",
-        f"epoch {epoch.number}, {len(epoch.ranks)} ranks",
+        where_in(epoch),
         "A training that makes no step ends without an error and has learnt nothing.",
         "Use a smaller batch_size, fewer ranks, uneven='pad' or drop_last=False.",
     )
 
 
 def length_problem(epoch: Epoch) -> Problem | None:
-    """Return the problem that ``len()`` of a rank's loader is not the number of its steps."""
+    """Check that ``len()`` of each rank's loader is the number of its steps, before the epoch or after."""
     for rank, drawn in enumerate(epoch.ranks):
-        told, steps = [length for length in drawn.told if length is not None], len(drawn.sizes)
-        if told and (steps not in told if drawn.ended else steps > max(told)):
+        lengths, steps = [length for length in drawn.lengths if length is not None], len(drawn.sizes)
+        if lengths and (steps not in lengths if drawn.ended else steps > max(lengths)):
             return Problem(
                 "wrong_length",
-                f"len() of rank {rank}'s loader says {told[0]} and it makes {steps} steps"
+                f"len() of rank {rank}'s loader says {lengths[0]} and it makes {steps} steps"
                 f"{'' if drawn.ended else ' and more'}.",
                 f"epoch {epoch.number}, rank {rank}",
                 "Schedules, progress bars and shares that are planned from it are wrong.",
@@ -97,13 +101,13 @@ def length_problem(epoch: Epoch) -> Problem | None:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The samples that were lost in one epoch.
+    """Hold the samples that no rank got in one epoch.
 
     Attributes:
-        samples: Which.
-        are_few: Whether they are no more than incomplete batches have, one for each rank or for each of its workers
-            that makes batches.
-        are_last: Whether they are the last ones that one process draws.
+        samples: Their numbers, shape (samples,).
+        are_few: Whether incomplete last batches can hold them all: one for each rank, or for each of its workers that
+            makes batches.
+        are_last: Whether they are the last samples that a single process draws.
     """
 
     samples: Numbers
@@ -112,7 +116,7 @@ class Lost:
 
 
 def lost_of(epoch: Epoch, judged: Judged, traits: Traits) -> Lost:
-    """Return what was lost in an epoch."""
+    """Return the samples that no rank got in an epoch."""
     count, missing = judged.samples.lacking, judged.samples.missing
     are_few = count < len(epoch.ranks) * traits.batchers * largest_batch(epoch, traits)
     last = epoch.alone.items[len(epoch.alone.items) - count :]
@@ -120,7 +124,7 @@ def lost_of(epoch: Epoch, judged: Judged, traits: Traits) -> Lost:
 
 
 def lost_problem(lost: Sequence[Lost], coding: Coding) -> Problem | None:
-    """Return the problem that the same few samples are lost in every epoch, if they are."""
+    """Check that epochs do not all lose the same few samples."""
     first = lost[0].samples if lost else np.empty(0)
     is_same = all(np.array_equal(first, other.samples) for other in lost[1:])
     if len(lost) < 2 or not len(first) or not is_same or not all(epoch.are_few for epoch in lost):
@@ -137,13 +141,13 @@ def lost_problem(lost: Sequence[Lost], coding: Coding) -> Problem | None:
 
 
 def order_problem(tells: bool, epochs: int, orders: int, is_demanded: bool, items: int) -> Problem | None:
-    """Return the problem that epochs repeat an order although they should not, if it is one.
+    """Return a problem for epochs that repeat an order, if they should not.
 
     Args:
-        tells: Whether another epoch's number would change the order.
-        epochs: How many were drawn.
+        tells: Whether ``set_epoch()`` would change the order.
+        epochs: How many epochs were drawn.
         orders: How many different orders they have.
-        is_demanded: Whether epochs were said to have to differ.
+        is_demanded: Whether the user wants every epoch to have another order.
         items: How many items the shortest epoch has.
     """
     if not (tells or is_demanded):

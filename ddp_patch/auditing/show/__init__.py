@@ -1,3 +1,3 @@
-"""Reports as pictures and as a page."""
+"""Show reports as pictures and as an HTML page."""
 
 __all__: list[str] = []

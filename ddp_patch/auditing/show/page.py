@@ -1,4 +1,4 @@
-"""Reports as one HTML page, with pictures and with nothing loaded from elsewhere."""
+"""Write reports as one HTML page with pictures, which loads nothing from elsewhere."""
 
 from collections.abc import Mapping
 from html import escape
@@ -35,10 +35,10 @@ img { display: block; height: auto; }
 
 
 def page(reports: Mapping[str, Report]) -> str:
-    """Return the reports as an HTML page, which holds all that it shows.
+    """Return reports as an HTML page that holds everything it shows.
 
     Args:
-        reports: By place, as ``loaders.train``.
+        reports: The reports by the places of their loaders, such as ``loaders.train``.
 
     Examples:
         >>> from torch.utils.data import DataLoader

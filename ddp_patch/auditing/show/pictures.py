@@ -1,4 +1,4 @@
-"""What ranks got as pictures, drawn with matplotlib: each twice, for light and for dark pages."""
+"""Draw what ranks got as pictures with matplotlib, each twice: for light and for dark pages."""
 
 import base64
 import io
@@ -19,19 +19,27 @@ from ddp_patch.auditing.pictured import CostLine, Pictured, ShareMap, StepMap
 
 __all__ = ["Picture", "pictures_of"]
 
-# In pixels.
+# Sizes in pixels.
 _WIDTH, _NARROWEST, _CELL, _ROWS, _AROUND, _PLOT = 1080, 560, 30, 660, 150, 300
-# Numbers and names stand in cells of at most so many columns and rows.
+# Write numbers and names into cells up to this many columns and rows.
 _TEXT_COLUMNS, _TEXT_ROWS = 40, 24
 _LONGEST_NAME = 5
-# What is not simply got: told by its hatch, so that no colour is needed.
+# Mark what is not simply got by a hatch, so that nobody needs to see colours.
 _HATCHES = {"padding": "////", "repeated": "xxxx"}
 _MISSING, _NO_STEP = "----", "\\\\\\\\"
 
 
 @dataclass(frozen=True, slots=True)
 class _Theme:
-    """Colours: of text and marks, of what is less, of the ground, and of what is got; of one line beside another."""
+    """Choose the colours of a picture.
+
+    Attributes:
+        ink: Colours text and marks.
+        soft: Colours axes and ticks.
+        ground: Colours the background.
+        fill: Colours cells that are got.
+        other: Colours a second line.
+    """
 
     ink: str
     soft: str
@@ -47,15 +55,15 @@ _Draw: TypeAlias = Callable[[Axes, _Theme], None]
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture for a page.
+    """Hold a picture for a page.
 
     Attributes:
-        title: What it shows.
+        title: What the picture shows.
         caption: How to read it.
-        alt: What is to be seen, in words.
-        width: In pixels.
-        light: Its SVG for light pages.
-        dark: The same for dark ones.
+        alt: What can be seen in it, for readers who do not see it.
+        width: The width in pixels.
+        light: The SVG for light pages.
+        dark: The SVG for dark pages.
     """
 
     title: str
@@ -66,7 +74,7 @@ class Picture:
     dark: str
 
     def html(self) -> str:
-        """Return it as HTML that loads nothing from elsewhere, in the colours that the reader prefers."""
+        """Return the picture as HTML that loads nothing from elsewhere and follows the reader's choice of colours."""
         return (
             f'<picture><source media="(prefers-color-scheme: dark)" srcset="{_data_uri(self.dark)}">'
             f'<img src="{_data_uri(self.light)}" alt="{escape(self.alt)}" width="{self.width}"></picture>'
@@ -74,7 +82,7 @@ class Picture:
 
 
 def pictures_of(pictured: Pictured) -> list[Picture]:
-    """Return the share map, the steps, and their cost where it is known; nothing of an empty epoch."""
+    """Draw who gets what, the sizes of batches, and what steps cost where it is known; nothing for an empty epoch."""
     found = []
     if pictured.shares.positions:
         found.append(_share_picture(pictured.shares, pictured.epoch))
@@ -87,7 +95,7 @@ def pictures_of(pictured: Pictured) -> list[Picture]:
 
 def _share_picture(shares: ShareMap, epoch: int) -> Picture:
     ranks, columns = len(shares.got), len(shares.missing)
-    repeats, missing, foreign = sum(map(sum, shares.again)), sum(shares.missing), sum(shares.foreign)
+    repeats, missing = sum(map(sum, shares.again)), sum(shares.missing)
     marks = {
         "got": "",
         shares.reason: _HATCHES[shares.reason] if repeats else None,
@@ -97,7 +105,7 @@ def _share_picture(shares: ShareMap, epoch: int) -> Picture:
 
     def draw(axes: Axes, theme: _Theme) -> None:
         got = np.array([*shares.got, *([shares.missing] if missing else [])], float)
-        got[ranks:] = 0  # what no rank gets is hatched
+        got[ranks:] = 0  # leave these cells empty for the hatch
         _heat(axes, theme, np.where(got > 0, 0.35 + 0.65 * got / max(1, got.max()), 0), shares.positions)
         for rank, again in enumerate(shares.again):
             _hatch(axes, theme, rank, again, shares.positions, _HATCHES[shares.reason])
@@ -111,13 +119,18 @@ def _share_picture(shares: ShareMap, epoch: int) -> Picture:
 
     told = _by_rank("gets", [sum(row) for row in shares.got], f"of {shares.positions} positions")
     told += [f"{repeats} are got again ({shares.reason})", f"{missing} are missing"]
+    return _picture(f"Who gets what in epoch {epoch}", _share_caption(shares), told, draw, len(rows), columns)
+
+
+def _share_caption(shares: ShareMap) -> str:
+    columns, foreign = len(shares.missing), sum(shares.foreign)
     per_column = "In each cell the sample." if shares.names else _per_column(shares.positions, columns, "position")
     caption = f"Across: what one process would draw, in its order. Down: which rank gets it. {per_column}"
     if columns < shares.positions:
         caption += " The fuller a cell, the more of them its rank gets."
     if foreign:
         caption += f" {foreign} samples that ranks got are not shown, because one process would not get them."
-    return _picture(f"Who gets what in epoch {epoch}", caption, told, draw, len(rows), columns)
+    return caption
 
 
 def _step_picture(steps: StepMap, epoch: int) -> Picture:
@@ -144,7 +157,7 @@ def _step_picture(steps: StepMap, epoch: int) -> Picture:
 
 
 def _by_rank(verb: str, counts: Sequence[int], what: str) -> list[str]:
-    """Say it of each rank, or of all where they are many."""
+    """Say a number of each rank, or the range of numbers where ranks are many."""
     if len(counts) > _TEXT_ROWS:
         return [f"Each of {len(counts)} ranks {verb} {min(counts)} to {max(counts)} {what}"]
     return [f"Rank {rank} {verb} {count} {what}" for rank, count in enumerate(counts)]
@@ -175,7 +188,7 @@ def _cost_picture(costs: CostLine, epoch: int) -> Picture:
 
 
 def _picture(title: str, caption: str, told: Sequence[str], draw: _Draw, rows: int | None, columns: int) -> Picture:
-    """Draw it in both themes; of a map, as high as its rows need."""
+    """Draw a picture in both themes. A map is as high as its rows need; a plot, which has none, has one height."""
     cells = _AROUND + columns * _CELL
     width = max(_NARROWEST, cells) if columns <= _TEXT_COLUMNS else _WIDTH
     height = _PLOT if rows is None else _AROUND + min(_ROWS, rows * _CELL)
@@ -184,7 +197,7 @@ def _picture(title: str, caption: str, told: Sequence[str], draw: _Draw, rows: i
 
 
 def _svg(draw: _Draw, theme: _Theme, width: int, height: int) -> str:
-    # Text stays text, and the same epoch gives the same file.
+    # Keep text as text, and make the same file of the same epoch.
     settings = {"svg.fonttype": "none", "svg.hashsalt": "", "font.family": "sans-serif", "hatch.color": theme.ink}
     with mpl.rc_context(settings | {"font.size": 12, "hatch.linewidth": 0.8}):  # type: ignore[arg-type]  # names are literals there
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained", facecolor=theme.ground)
@@ -199,7 +212,7 @@ def _svg(draw: _Draw, theme: _Theme, width: int, height: int) -> str:
 
 
 def _heat(axes: Axes, theme: _Theme, values: Any, length: int) -> None:
-    """Draw rows of cells, from the ground's colour at 0 to full at 1, that are ``length`` long together."""
+    """Draw rows of cells, empty at 0 and full at 1. A row spans ``length`` positions or steps."""
     colours = LinearSegmentedColormap.from_list("", [theme.ground, theme.fill])
     rows = len(values)
     axes.imshow(
@@ -219,7 +232,7 @@ def _heat(axes: Axes, theme: _Theme, values: Any, length: int) -> None:
 
 
 def _hatch(axes: Axes, theme: _Theme, row: int, counts: Sequence[int], length: int, hatch: str) -> None:
-    """Mark a row's columns where there are any, neighbours together."""
+    """Hatch the columns of a row that count something; neighbours get one hatch."""
     marked = np.diff(np.array(counts) > 0, prepend=False, append=False)
     wide = length / max(1, len(counts))
     for begin, end in np.flatnonzero(marked).reshape(-1, 2):
@@ -235,13 +248,13 @@ def _write(axes: Axes, theme: _Theme, at: float, row: float, text: str, boxed: b
 def _label(axes: Axes, theme: _Theme, across: str, rows: Sequence[str]) -> None:
     axes.set_xlabel(across, color=theme.ink)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    every = -(-len(rows) * 16 // _ROWS)  # no labels on top of each other
+    every = -(-len(rows) * 16 // _ROWS)  # leave labels out where they would overlap
     axes.set_yticks(range(0, len(rows), every), rows[::every])
     axes.set_ylim(len(rows) - 0.5, -0.5)
 
 
 def _legend(axes: Axes, theme: _Theme, marks: dict[str, str | None]) -> None:
-    """Say what cells and hatches mean; what has none is not there."""
+    """Say what cells and hatches mean; leave out a mark that is None, because the picture has none."""
     _put_legend(
         axes,
         theme,

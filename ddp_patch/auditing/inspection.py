@@ -1,0 +1,227 @@
+"""Inspect a world's epochs one after the other, collect problems, and make the report."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+from ddp_patch.auditing.draw.drawn import Drawn, Epoch, signature
+from ddp_patch.auditing.draw.made_up_world import MadeUpWorld
+from ddp_patch.auditing.judge.causes import cause_of, coverage_kinds, unsharded
+from ddp_patch.auditing.judge.judging import Allowance, Judged, allowance, judge
+from ddp_patch.auditing.judge.measures import Cost, global_batches, imbalance, step_costs
+from ddp_patch.auditing.judge.properties import (
+    Lost,
+    error_problem,
+    length_problem,
+    lost_of,
+    lost_problem,
+    no_step_problem,
+    order_problem,
+    steps_problem,
+)
+from ddp_patch.auditing.judge.wording import About
+from ddp_patch.auditing.pictured import Pictured
+from ddp_patch.auditing.report import EpochReport, Problem, Report
+from ddp_patch.auditing.show.binning import pictured
+
+__all__ = ["Expectations", "Inspection"]
+
+
+@dataclass(frozen=True, slots=True)
+class Expectations:
+    """Say what the user expects of the ranks.
+
+    Attributes:
+        padding: Whether samples may be repeated to fill the last round.
+        epochs_differ: Whether every epoch must have another order.
+        allow: Kinds of problem that do not make the audit fail.
+        cost: What each sample costs, if it is known.
+    """
+
+    padding: bool
+    epochs_differ: bool
+    allow: frozenset[str]
+    cost: Cost | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Keep what later epochs are compared with, instead of the epoch itself, which may be large.
+
+    Attributes:
+        signature: The hash of the epoch's order.
+        items: How many items a single process would draw.
+        is_sample: Whether only a part of the epoch was drawn.
+    """
+
+    signature: bytes
+    items: int
+    is_sample: bool
+
+
+@dataclass(slots=True)
+class Inspection:
+    """Collect what is found epoch by epoch.
+
+    Args:
+        world: Draws the epochs.
+        expect: What the user expects.
+
+    Attributes:
+        problems: The problems so far, one of each kind.
+        epochs: What ranks got, epoch by epoch.
+        passes: The epochs in which no rank raised, to compare their orders.
+        lost: The samples that no rank got, for each epoch in which some were lost.
+        pictured: What to draw pictures of.
+        first: What rank 0 drew in epoch 0.
+        seeds_agree: Whether ranks that are seeded differently draw one order; None where that cannot be told.
+    """
+
+    world: MadeUpWorld
+    expect: Expectations
+    problems: list[Problem] = field(default_factory=list)
+    epochs: list[EpochReport] = field(default_factory=list)
+    passes: list[_Pass] = field(default_factory=list)
+    lost: list[Lost] = field(default_factory=list)
+    pictured: Pictured = field(default_factory=Pictured)
+    first: Drawn | None = None
+    seeds_agree: bool | None = True
+
+    def report(self) -> Report:
+        """Draw and inspect every epoch, and return the report."""
+        for epoch in self.world.drawn():
+            self._inspect(epoch)
+            del epoch  # free it before the next one is drawn
+        self._compare_orders()
+        self._compare_lost()
+        allowed = self.expect.allow
+        one = self.first or Drawn(np.empty(0, np.int32), np.empty(0, np.int32), ended=True)
+        orders = len({each.signature for each in self.passes})
+        return Report(
+            name=self.world.subject.name,
+            how=self._how(),
+            world_size=self.world.world_size,
+            units="batches" if all(epoch.units == "batches" for epoch in self.epochs) else "samples",
+            epochs=tuple(self.epochs),
+            epochs_differ=None if len(self.passes) < 2 else orders == len(self.passes),
+            seeds_agree=self.seeds_agree,
+            is_sample=any(each.is_sample for each in self.passes),
+            seconds=one.seconds,
+            memory=one.memory,
+            problems=tuple(problem for problem in self.problems if problem.kind not in allowed),
+            allowed=tuple(problem for problem in self.problems if problem.kind in allowed),
+            pictured=self.pictured,
+        )
+
+    def _how(self) -> str:
+        subject = self.world.subject
+        if not isinstance(subject.make, DataLoader):
+            shared = "as the factory made it"
+        else:
+            shared = "shared by patch_dataloader_to_ddp" if subject.patch else "as it stands"
+        read = ", reading the iterable dataset" if self.world.traits.is_iterable else ""
+        where = "on real ranks" if self.world.processes else "in one process, every rank seeded differently"
+        return f"{shared}, {where}{read}"
+
+    def _add(self, problem: Problem | None) -> None:
+        """Note a problem, if there is one, unless one of its kind was noted before."""
+        if problem is not None and all(noted.kind != problem.kind for noted in self.problems):
+            self.problems.append(problem)
+
+    def _allowance(self, epoch: Epoch) -> Allowance:
+        return allowance(epoch, self.world.traits, self.world.subject.options.get("uneven"), self.expect.padding)
+
+    def _inspect(self, drawn: Epoch) -> None:
+        epoch, judged = judge(drawn, self._allowance)
+        known = len(self.problems)
+        failure = error_problem(epoch)
+        self._add(failure)
+        if failure is None:
+            self._inspect_shards(epoch, judged)
+        else:
+            self.seeds_agree = None
+        costs = step_costs(epoch, self.expect.cost)
+        self.first = self.first or epoch.ranks[0]
+        if not self.epochs or (self.problems and not known):
+            # Picture the first epoch with a problem, or else the first.
+            self.pictured = pictured(epoch, judged, self.world.coding, costs)
+        self.epochs.append(_epoch_report(About(epoch, judged, self.world.coding), costs))
+
+    def _inspect_shards(self, epoch: Epoch, judged: Judged) -> None:
+        """Look for problems in an epoch in which no rank raised."""
+        self.passes.append(_Pass(signature(epoch.ranks), len(epoch.alone.items), epoch.is_sample))
+        self._add(steps_problem(epoch, self._allowance(epoch).uneven))
+        self._add(length_problem(epoch))
+        self._add(no_step := no_step_problem(epoch))
+        if judged.is_covered and (problem := self._unsharded(epoch, judged)) is not None:
+            self._add(problem)
+            self.seeds_agree = None
+        elif not judged.found.is_known or no_step is not None:
+            self.seeds_agree = None
+        elif not (judged.is_covered or self._coverage_problems()):
+            self._find_cause(epoch, judged)
+        if no_step is None and judged.found.lacking and judged.found.extra == judged.padding:
+            self.lost.append(lost_of(epoch, judged, self.world.traits))
+
+    def _coverage_problems(self) -> list[Problem]:
+        return [problem for problem in self.problems if problem.kind in coverage_kinds]
+
+    def _unsharded(self, epoch: Epoch, judged: Judged) -> Problem | None:
+        """Check in the first epoch whether all ranks draw the same, where counting cannot tell."""
+        can_tell = judged.found.is_known and not epoch.is_sample
+        if can_tell or self.epochs or self.world.world_size == 1:
+            return None
+        return unsharded(epoch, self.world.alike(epoch), judged, self.world.coding)
+
+    def _find_cause(self, epoch: Epoch, judged: Judged) -> None:
+        def alike() -> tuple[Epoch, Judged]:
+            return judge(self.world.alike(epoch), self._allowance)
+
+        cause = cause_of(epoch, judged, alike, self.world.traits, self.world.coding, self.expect.padding)
+        self.problems += cause.problems
+        self.seeds_agree = cause.seeds_agree
+
+    def _compare_orders(self) -> None:
+        """Check whether epochs repeat an order."""
+        orders = len({each.signature for each in self.passes})
+        if orders == len(self.passes) or self.first is None or not len(self.first.items):
+            return
+        tells = orders == 1 and not self.world.subject.set_epoch and self.world.is_changed_by_epoch(self.first)
+        fewest = min(each.items for each in self.passes)
+        self._add(order_problem(tells, self.world.epochs, orders, self.expect.epochs_differ, fewest))
+
+    def _compare_lost(self) -> None:
+        """Check whether every epoch loses the same samples, unless another problem explains them."""
+        if len(self.lost) < self.world.epochs:
+            return
+        kinds = [problem.kind for problem in self._coverage_problems()]
+        is_tail = kinds == ["missing"] and all(lost.are_last for lost in self.lost)
+        if kinds and not is_tail:
+            return
+        problem = lost_problem(self.lost, self.world.coding)
+        if problem is not None:
+            self.problems = [*(other for other in self.problems if other.kind != "missing"), problem]
+
+
+def _epoch_report(about: About, costs: NDArray[np.float64] | None) -> EpochReport:
+    epoch, judged = about.epoch, about.judged
+    balance, worst_balance = imbalance(costs) if costs is not None else (None, None)
+    return EpochReport(
+        epoch=epoch.number,
+        items=tuple(len(drawn.items) for drawn in epoch.ranks),
+        steps=tuple(len(drawn.sizes) for drawn in epoch.ranks),
+        units=epoch.units,
+        expected=epoch.expected,
+        distinct=judged.found.distinct,
+        missing=None if epoch.is_sample or not judged.found.is_known else judged.found.lacking,
+        missing_examples=about.missing(),
+        repeated=judged.found.extra if judged.found.is_known else None,
+        repeated_examples=about.repeated(),
+        padding=judged.padding,
+        dropped=judged.dropped,
+        global_batches=global_batches(epoch),
+        imbalance=balance,
+        worst_imbalance=worst_balance,
+    )

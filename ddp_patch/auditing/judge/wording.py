@@ -1,0 +1,251 @@
+"""Say in words why the ranks' shards are not disjoint and complete, and what to do about it.
+
+Which cause fits is decided in ``causes``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddp_patch.auditing.draw.coding import Coding
+from ddp_patch.auditing.draw.drawn import Epoch
+from ddp_patch.auditing.judge.judging import Judged
+from ddp_patch.auditing.judge.tearing import Torn
+from ddp_patch.auditing.report import Kind, Problem
+
+__all__ = [
+    "About",
+    "disagreement",
+    "double_sharding",
+    "draw_of_its_own",
+    "every_worker_reads",
+    "missing",
+    "own_randomness",
+    "padding",
+    "repeated",
+    "same_shard",
+    "same_shard_of_some",
+    "shards_of",
+    "torn_batch",
+    "where_in",
+    "whole_stream",
+]
+
+# Give this many examples.
+_EXAMPLES = 3
+# List ranks one by one up to this many.
+_FEW = 4
+_PATCH = "Pass the loader through patch_dataloader_to_ddp()"
+_patch = _PATCH[0].lower() + _PATCH[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Word what was found in an epoch.
+
+    Args:
+        epoch: What was drawn.
+        judged: How the epoch was judged.
+        coding: Gives items their names.
+    """
+
+    epoch: Epoch
+    judged: Judged
+    coding: Coding
+
+    def problem(self, kind: Kind, what: str, why: str, remedy: str) -> Problem:
+        """Return a problem of this epoch."""
+        return Problem(kind, what, where_in(self.epoch), why, remedy)
+
+    def counts(self) -> str:
+        """Say how many are missing and repeated, with examples."""
+        of, found = f"of {self.epoch.expected} {self.epoch.units}", self.judged.found
+        parts = []
+        if found.lacking:
+            parts.append(f"{found.lacking} {of} are missing{self._such(self.missing())}.")
+        if found.extra:
+            shown = [f"{name} on ranks {', '.join(map(str, ranks))}" for name, ranks in self.repeated()]
+            parts.append(f"{found.extra} {of} are got too often{self._such(shown)}.")
+        return " ".join(parts)
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the names of some samples that ranks got too seldom."""
+        return tuple(self.coding.name(int(code)) for code in self.judged.samples.missing[:_EXAMPLES])
+
+    def repeated(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Return the names of some samples that ranks got too often, each with the ranks that got it."""
+        codes = [int(code) for code in self.judged.samples.repeated[:_EXAMPLES]]
+        return tuple((self.coding.name(code), self._owners(code)) for code in codes)
+
+    def samples_of(self, rank: int) -> str:
+        """Say how many samples a rank got; nothing where only a part was drawn."""
+        return "" if self.epoch.is_sample else f", {len(self.epoch.ranks[rank].items)} samples"
+
+    def most_samples(self) -> str:
+        """Say how many samples the rank with the most got; nothing where only a part was drawn."""
+        return "" if self.epoch.is_sample else f", {max(len(drawn.items) for drawn in self.epoch.ranks)} samples"
+
+    def _such(self, shown: Sequence[str]) -> str:
+        such = "such as" if self.epoch.units == "samples" else "with samples such as"
+        return f" ({such} {'; '.join(shown)})" if shown else ""
+
+    def _owners(self, code: int) -> tuple[int, ...]:
+        return tuple(rank for rank, drawn in enumerate(self.epoch.ranks) if np.any(drawn.items == code))
+
+
+def where_in(epoch: Epoch) -> str:
+    """Say which epoch, on how many ranks."""
+    return f"epoch {epoch.number}, {len(epoch.ranks)} ranks"
+
+
+def shards_of(epoch: Epoch) -> list[int]:
+    """Return how many samples or batches each rank got, by rank."""
+    return [len(drawn.items if epoch.units == "samples" else drawn.sizes) for drawn in epoch.ranks]
+
+
+# Ranks that do not shard
+
+
+def whole_stream(about: About, times: float) -> Problem:
+    """Say that every rank gets all data, and so an epoch costs ``times`` times what it should."""
+    return about.problem(
+        "not_sharded",
+        f"Every one of {len(about.epoch.ranks)} ranks gets the whole stream{about.most_samples()}.",
+        f"An epoch costs {times:g} times what it should, and gradients average repeated samples.",
+        f"{_PATCH} on every rank, after init_process_group().",
+    )
+
+
+def same_shard(about: About) -> Problem:
+    """Say that every rank gets the same part of the data."""
+    return about.problem(
+        "not_sharded",
+        f"Every one of {len(about.epoch.ranks)} ranks gets the same share{about.most_samples()}.",
+        "The other samples take no part in the training, and gradients average repeated ones.",
+        "Share by each process's own rank (torch.distributed.get_rank()), as patch_dataloader_to_ddp() does.",
+    )
+
+
+def draw_of_its_own(about: About) -> Problem:
+    """Say that every rank draws samples for itself."""
+    draws = f"Every one of {len(about.epoch.ranks)} ranks makes a draw of its own{about.most_samples()}."
+    return about.problem(
+        "not_sharded",
+        f"{draws} {about.counts()}".rstrip(),
+        "Seeded alike, all ranks get the same samples; seeded differently, it is chance which they get twice or never.",
+        f"{_PATCH}, with a sampler that draws for all ranks; or allow it, if each rank is meant to draw anew.",
+    )
+
+
+def same_shard_of_some(about: About, groups: Sequence[Sequence[int]]) -> Problem:
+    """Say which groups of ranks get one shard."""
+    first, *others = groups
+    too = "".join(f", and so do ranks {_listed(ranks)}" for ranks in others[: _EXAMPLES - 1])
+    return about.problem(
+        "not_sharded",
+        f"Ranks {_listed(first)} get the same share{about.samples_of(first[0])}{too}.",
+        "Gradients average repeated samples. It is so where processes share by their local rank, or for fewer ranks "
+        "than there are.",
+        "Share by each process's global rank (torch.distributed.get_rank() of get_world_size()), not by the local one, "
+        "as patch_dataloader_to_ddp() does.",
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Return two ranks or more in words."""
+    shown = [*map(str, ranks)]
+    if len(shown) > _FEW:
+        shown[_EXAMPLES:] = [f"{len(shown) - _EXAMPLES} more"]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+# Ranks that draw different orders
+
+
+def disagreement(about: About, alike: str) -> Problem:
+    """Say that ranks draw different orders, which ``alike`` says of ranks that are seeded alike."""
+    return about.problem(
+        "ranks_disagree",
+        f"{about.counts()} With all ranks seeded alike {alike}.",
+        "The order comes from the global random states, in which the ranks differ.",
+        f"{_PATCH}, which derives the order from (seed, epoch); or seed every rank alike where samplers draw.",
+    )
+
+
+def own_randomness(about: About) -> Problem:
+    """Say that ranks draw different orders even where they are seeded alike."""
+    return about.problem(
+        "ranks_disagree",
+        f"{about.counts()} It is so with all ranks seeded alike, too.",
+        "The order comes from randomness that each rank has for itself: a generator that is not seeded or one that is "
+        "seeded by rank, or a set.",
+        f"Seed the sampler's generator alike on every rank, or {_patch} with agreement='leader'.",
+    )
+
+
+# Ranks that shard, but wrongly
+
+
+def double_sharding(about: About) -> Problem:
+    """Say that shards are sharded again."""
+    together, n = sum(shards_of(about.epoch)), about.epoch.expected
+    return about.problem(
+        "double_sharding",
+        f"{about.counts()} The {len(about.epoch.ranks)} ranks together get {together} of {n} {about.epoch.units}.",
+        "Something shares what is shared already, so most samples are never seen.",
+        "Share once: leave out the sampler wrapper, or the framework's own (use_distributed_sampler=False).",
+    )
+
+
+def torn_batch(about: About, torn: Torn) -> Problem:
+    """Say how many batches reach several ranks in pieces."""
+    return about.problem(
+        "torn_batch",
+        f"{torn.parts} of the ranks' {sum(shards_of(about.epoch))} batches are parts of {torn.wholes} of the "
+        f"{about.epoch.expected} batches that one process makes.",
+        "Batches that the batch sampler made as one (P x K, one length, one shape) reach the ranks in pieces.",
+        f"Share whole batches: {_patch}, or wrap it in DDPBatchSamplerWrapper.",
+    )
+
+
+def every_worker_reads(about: About, workers: int) -> Problem:
+    """Say that each of a rank's workers reads the rank's whole shard."""
+    return about.problem(
+        "repeated",
+        f"{about.counts()} Each rank gets every sample of its share {workers} times, once from each worker.",
+        "An iterable dataset is read by every worker, and this one splits itself by rank but not by worker.",
+        "Split each rank's share by torch.utils.data.get_worker_info(), too; or pass the loader of the whole dataset "
+        "through patch_dataloader_to_ddp(), which needs no splitting.",
+    )
+
+
+def missing(about: About) -> Problem:
+    """Say that no rank gets some samples."""
+    return about.problem(
+        "missing",
+        about.counts(),
+        "These samples take no part in the training, and metrics leave them out.",
+        f"{_PATCH}, whose shares are complete; or use uneven='pad' and drop_last=False.",
+    )
+
+
+def padding(about: About, limit: str) -> Problem:
+    """Say that more is repeated than ``limit`` says may be, to fill the last round."""
+    return about.problem(
+        "padding",
+        f"{about.counts()} {limit}",
+        "Repeated samples count twice in gradients and in every metric of an evaluation.",
+        "Use gather_in_order() or uneven='keep' for an evaluation, and no padding up to whole batches (accelerate: "
+        "even_batches=False).",
+    )
+
+
+def repeated(about: About) -> Problem:
+    """Say that ranks get some samples too often."""
+    return about.problem(
+        "repeated",
+        about.counts(),
+        "Repeated samples weigh more than others, and an epoch takes longer.",
+        f"{_PATCH}, whose shares are disjoint.",
+    )
