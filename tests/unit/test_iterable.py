@@ -188,11 +188,15 @@ def test_workers_leave_word_of_all_that_a_pass_has_drawn(workers: int) -> None:
     sharded = ShardedIterable(Source(), Plan(1, 2), Options(seed=1, verify=True), batch_size=3, drop_last=False)
     loader: DataLoader[Any] = DataLoader(sharded, batch_size=3, num_workers=workers, collate_fn=as_it_is)
     for number in (1, 2):
-        sharded.begin(number, epoch=0)
-        assert sharded.ended(number) == {}
+        sharded.board.begin(number, epoch=0)
+        assert sharded.board.facts(number) == {}
         assert sum(map(len, loader)) == 12
     whole = int(fingerprint(range(N))[:15], 16)
-    assert sharded.ended(1) == sharded.ended(2) == {"drawn in the epoch before": N, "order of the epoch before": whole}
+    assert (
+        sharded.board.facts(1)
+        == sharded.board.facts(2)
+        == {"drawn in the epoch before": N, "order of the epoch before": whole}
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -1,6 +1,5 @@
 """Read an iterable dataset as a loader's workers would, one worker after the other in this process."""
 
-import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,9 +8,10 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.worker import WorkerInfo
 
-from ddp_patch.compat import worker_info_told
+from ddp_patch.compat import made_worker_info, worker_info_told
+from ddp_patch.loaders.nesting import deep_copy
+from ddp_patch.shares.iterables.workers import Board
 from ddp_patch.streams.seeding import PrivateRNG
 
 __all__ = ["base_seed", "batches_read"]
@@ -49,7 +49,7 @@ class _Worker:
         items: The samples that it has not yet read.
     """
 
-    info: WorkerInfo | None
+    info: Any
     rng: PrivateRNG | None
     items: Iterator[Any] = field(default_factory=lambda: iter(()))
 
@@ -58,8 +58,8 @@ class _Worker:
         """Start a worker as torch does in a new worker process."""
         if loader.num_workers == 0:
             return cls(None, None, iter(loader.dataset))
-        dataset = copy.deepcopy(loader.dataset, _shared_memory(loader.dataset))
-        info = WorkerInfo(id=number, num_workers=loader.num_workers, seed=seed + number, dataset=dataset)
+        dataset = deep_copy(loader.dataset, sharing=_shared_memory(loader.dataset))
+        info = made_worker_info(number, loader.num_workers, seed + number, dataset)
         worker = cls(info, PrivateRNG(seed, number))
         with worker._at_work():
             if loader.worker_init_fn is not None:
@@ -83,8 +83,8 @@ class _Worker:
             yield
 
 
-def _shared_memory(dataset: object) -> dict[int, Any]:
-    """Return the tensors that a dataset shares with its workers, as a memo for ``copy.deepcopy``."""
-    values = getattr(dataset, "__dict__", {}).values()
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return {id(value): value for value in tensors if value.is_shared()}  # type: ignore[no-untyped-call]  # torch's
+def _shared_memory(dataset: object) -> Iterator[object]:
+    """Yield what a dataset shares with its workers: tensors in shared memory, and the board of a sharded one."""
+    for value in getattr(dataset, "__dict__", {}).values():
+        if isinstance(value, Board) or (isinstance(value, torch.Tensor) and value.is_shared()):  # type: ignore[no-untyped-call]  # torch's
+            yield value
