@@ -35,12 +35,12 @@ __all__ = [
     "has_own_iteration",
     "is_hugging_face_table",
     "is_split_by_node",
+    "is_torch_batch_sampler",
     "made_worker_info",
     "replace_worker_seed",
     "root_mesh",
     "shards_in_accelerate",
     "torchdata_batch_sampler",
-    "uses_torch_batch_sampler",
     "worker_info_told",
 ]
 
@@ -108,25 +108,25 @@ _TORCHDATA: Final = "torchdata.stateful_dataloader"
 _TORCH_BATCH_SAMPLERS: Final = {"torch.utils.data.sampler.BatchSampler", f"{_TORCHDATA}.sampler.BatchSampler"}
 
 
-def uses_torch_batch_sampler(loader: DataLoader[Any]) -> bool:
-    """Tell whether torch's own ``BatchSampler`` makes the batches, and no subclass, which may make them another way."""
-    return _name(type(loader.batch_sampler)) in _TORCH_BATCH_SAMPLERS
+def is_torch_batch_sampler(kind: type) -> bool:
+    """Tell whether a class is torch's own ``BatchSampler``, and no subclass, which may make batches another way."""
+    return _name(kind) in _TORCH_BATCH_SAMPLERS
 
 
-def torchdata_batch_sampler(loader: DataLoader[Any]) -> type[Any] | None:
-    """Return torchdata's ``BatchSampler`` if the loader is a ``StatefulDataLoader``, which needs that one.
+def torchdata_batch_sampler(loader_kind: type) -> type[Any] | None:
+    """Return torchdata's ``BatchSampler`` if a loader's class is a ``StatefulDataLoader``, which needs that one.
 
     With torch's own it could not tell its place in an epoch. torchdata is looked up, not imported.
     """
-    if f"{_TORCHDATA}.stateful_dataloader" not in {base.__module__ for base in type(loader).__mro__}:
+    if f"{_TORCHDATA}.stateful_dataloader" not in {base.__module__ for base in loader_kind.__mro__}:
         return None
     found: type[Any] = sys.modules[f"{_TORCHDATA}.sampler"].BatchSampler
     return found
 
 
-def has_own_iteration(loader: DataLoader[Any]) -> bool:
-    """Tell whether the loader's class iterates in a way of its own, other than torch's and torchdata's."""
-    iterates = next((base for base in type(loader).__mro__ if "__iter__" in vars(base)), DataLoader)
+def has_own_iteration(loader_kind: type) -> bool:
+    """Tell whether a loader's class iterates in a way of its own, other than torch's and torchdata's."""
+    iterates: type = next((base for base in loader_kind.__mro__ if "__iter__" in vars(base)), DataLoader)
     return iterates is not DataLoader and not iterates.__module__.startswith(f"{_TORCHDATA}.")
 
 
@@ -155,9 +155,9 @@ class AccelerateLeavesAlone:
         """Do nothing: accelerate calls this before it saves, and the state follows from how many batches were given."""
 
 
-def shards_in_accelerate(holder: object) -> bool:
-    """Tell whether a sampler, dataset or loader is one of those that accelerate shards with."""
-    return not _ACCELERATE_SHARDS.isdisjoint(map(_name, type(holder).__mro__))
+def shards_in_accelerate(kind: type) -> bool:
+    """Tell whether a class of samplers, datasets or loaders is one that accelerate shards with."""
+    return not _ACCELERATE_SHARDS.isdisjoint(map(_name, kind.__mro__))
 
 
 # ---- Lightning, seen in 2.6.6 ----

@@ -9,24 +9,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import ACCELERATE_PREPARED, is_split_by_node, torchdata_batch_sampler
-from ddp_patch.errors import (
-    AlreadyPatchedError,
-    InvalidOptionError,
-    NotDistributedWarning,
-    UnsupportedLoaderError,
-)
-from ddp_patch.loaders.copying import copy_loader, require_copyable
-from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts, look_at
+from ddp_patch.compat import ACCELERATE_PREPARED
+from ddp_patch.errors import NotDistributedWarning
+from ddp_patch.loaders.copying import copy_loader
+from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
 from ddp_patch.loaders.recognition import require_loader
 from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Uneven
-from ddp_patch.ranks.agreement import Agreed, Proposal, agree, refusals_told, require_length
-from ddp_patch.ranks.world import World, find_world
+from ddp_patch.ranks.agreement import Agreed, agree, refusals_told
+from ddp_patch.ranks.world import find_world
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.iterables.dataset import ShardedIterable
 from ddp_patch.shares.iterables.sampler import StreamSampler
 from ddp_patch.shares.iterables.workers import IterableWorkerInit
-from ddp_patch.streams.orders import ScalableShuffle, require_shuffle
+from ddp_patch.shares.refusals import require_shareable, require_shuffle
 from ddp_patch.streams.seeding import WorkerSeeding
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
@@ -123,7 +118,7 @@ def patch_dataloader_to_ddp(
         options = Options(uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle)
         facts = look_at(loader)
         if options.scalable_shuffle:
-            require_shuffle(facts.stream.source)
+            require_shuffle(facts.stream)
         if world is None:
             warnings.warn(
                 "patch_dataloader_to_ddp changed nothing: there is no process group and the environment announces no "
@@ -133,65 +128,16 @@ def patch_dataloader_to_ddp(
                 stacklevel=2,
             )
             return loader
-        _refuse(facts, options, world)
-        proposal = _proposal(facts)
-    agreed = agree(world, options, proposal)
+        require_shareable(facts, options, world)
+    stream = facts.stream if facts.sharded_by is None else None
+    agreed = agree(world, options, facts.described, stream, batches_ahead=facts.batches_ahead)
     return loader if facts.sharded_by is not None else _shard(facts, agreed)
-
-
-def _refuse(facts: LoaderFacts[Any], options: Options, world: World) -> None:
-    """Refuse what cannot be shared rightly."""
-    found = facts.sharded_by
-    if is_split_by_node(found):
-        raise UnsupportedLoaderError(
-            f"{type(facts.dataset).__name__} was split by split_dataset_by_node() already, and sharing a share again "
-            "would lose the rest of it. Patch a loader of the whole dataset, without that call."
-        )
-    if isinstance(found, EpochSampler) and (found.rank, found.num_replicas) != (world.rank, world.num_replicas):
-        raise AlreadyPatchedError(
-            f"The loader was patched for rank {found.rank} of {found.num_replicas} and cannot be patched again for "
-            f"rank {world.rank} of {world.num_replicas}: it would share a share. Patch the original loader instead."
-        )
-    if found is None:
-        require_copyable(facts)
-        if facts.level is Level.ITERABLE:
-            _check_iterable(facts, options)
-        require_length(options, world, facts.stream)
-
-
-def _check_iterable(facts: LoaderFacts[Any], options: Options) -> None:
-    """Refuse what cannot hold for a dataset whose items come without indices."""
-    name = facts.stream.name
-    if options.needs_length and options.iterable_sharding == "by_worker":
-        raise InvalidOptionError(
-            f"layout='contiguous' cannot hold with iterable_sharding='by_worker': {name} itself decides what each "
-            "worker reads. Use one or the other."
-        )
-    if options.agreement == "leader":
-        raise InvalidOptionError(
-            f"agreement='leader' cannot hold for {name}: rank 0 sends indices, and an iterable dataset has none. Use "
-            "agreement='seeded'."
-        )
-    if options.agreement == "ambient" and facts.num_workers > 0:
-        raise InvalidOptionError(
-            f"agreement='ambient' cannot hold for {name} with num_workers={facts.num_workers}: the stream is made "
-            "inside the workers, whose random states differ by rank so that augmentations do. Use agreement='seeded'."
-        )
-
-
-def _proposal(facts: LoaderFacts[Any]) -> Proposal:
-    """Return what this rank has to say of its loader."""
-    loader = type(facts.loader).__qualname__
-    if facts.sharded_by is not None:
-        # Its ranks' lengths and generators may differ, rightly. That it is so on all of them is what counts.
-        return Proposal({"loader": loader, "shared already by": type(facts.sharded_by).__qualname__}, None)
-    compared = {"loader": loader, "shared already by": "nothing", **facts.described}
-    return Proposal(compared, facts.stream, facts.batches_ahead)
 
 
 def _shard(facts: LoaderFacts[L], agreed: Agreed) -> L:
     """Copy the loader with what chooses its samples sharded, and its workers seeded by rank."""
-    sharded, new = _iterable_share(facts, agreed) if facts.level is Level.ITERABLE else _sampler_share(facts, agreed)
+    share_of = _iterable_share if facts.level is Level.ITERABLE else _sampler_share
+    sharded, new = share_of(facts, agreed)
     if facts.num_workers > 0:
         init = facts.loader.worker_init_fn
         if facts.level is Level.ITERABLE:
@@ -211,14 +157,10 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
         # Nothing is drawn from the sampler; but frameworks look for a DistributedSampler there, and users for its
         # set_epoch.
         return batches, {"sampler": batches, "batch_sampler": batches}
-    stream = facts.stream
-    if agreed.options.scalable_shuffle:
-        stream = StreamFacts.of(ScalableShuffle(stream.source, agreed.seed))
-    sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(stream, agreed)
+    sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(facts.stream, agreed)
     if facts.level is Level.UNBATCHED:
         return sharded, {"sampler": sharded}
-    make = torchdata_batch_sampler(facts.loader) or type(facts.loader.batch_sampler)
-    batch_sampler: Any = make(sharded, facts.batch_size, facts.drop_last)
+    batch_sampler: Any = facts.makes_batches(sharded, facts.batch_size, facts.drop_last)
     # It alone is left to be told epochs where accelerate's skip_first_batches wraps it.
     batch_sampler.set_epoch = sharded.set_epoch
     new = {"sampler": sharded, "batch_sampler": batch_sampler}
@@ -232,8 +174,7 @@ def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampl
     sampler = StreamSampler(dataset, facts, agreed)
     new = {"dataset": dataset, "sampler": sampler}
     if facts.batch_size is not None:
-        make: Any = type(facts.loader.batch_sampler)
-        new["batch_sampler"] = make(sampler, facts.batch_size, facts.drop_last)
+        new["batch_sampler"] = facts.makes_batches(sampler, facts.batch_size, facts.drop_last)
     return sampler, new
 
 

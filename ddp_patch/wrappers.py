@@ -10,8 +10,9 @@ from ddp_patch.errors import AlreadyPatchedError, UnsupportedLoaderError, WorldE
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.recognition import shards_itself
 from ddp_patch.options import Agreement, Layout, Options, Uneven
-from ddp_patch.ranks.agreement import Agreed, Proposal, agree, refusals_told, require_length
+from ddp_patch.ranks.agreement import Agreed, agree, refusals_told
 from ddp_patch.ranks.world import find_world
+from ddp_patch.shares.refusals import require_length
 from ddp_patch.shares.sampler import ShardedSampler
 
 __all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions"]
@@ -174,4 +175,4 @@ def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: 
             )
         require_length(options, world, stream)
     compared = {"wrapper": wrapper, "shuffle_samples_between_gpus": shuffles, **stream.described}
-    return agree(world, options, Proposal(compared, stream), stacklevel=4)
+    return agree(world, options, compared, stream, stacklevel=4)

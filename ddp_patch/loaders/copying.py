@@ -8,10 +8,9 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.compat import LIGHTNING_ARGUMENTS, RUNNING_ITERATOR
 from ddp_patch.errors import UnsupportedLoaderError
-from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.recognition import require_loader
 
-__all__ = ["copy_loader", "extract_loader_parameters", "require_copyable"]
+__all__ = ["copy_loader", "extract_loader_parameters"]
 
 L = TypeVar("L", bound=DataLoader[Any])
 
@@ -61,29 +60,6 @@ def _signature(loader_type: type) -> list[str]:
         if not variadic:
             break
     return list(names)
-
-
-def require_copyable(facts: LoaderFacts[Any]) -> None:
-    """Raise UnsupportedLoaderError for a loader of which a copy would go on giving unsharded data."""
-    name = type(facts.loader).__name__
-    # isinstance() believes accelerate's, which say that they are one.
-    if not issubclass(type(facts.loader), DataLoader):
-        raise UnsupportedLoaderError(
-            f"{name} cannot be patched: it is a framework's wrapper around a DataLoader. Patch the loader first, and "
-            "hand the patched one to the framework."
-        )
-    if facts.iterates_other is not None:
-        raise UnsupportedLoaderError(
-            f"{name} cannot be patched: its __iter__ may draw from another loader (attribute "
-            f"{facts.iterates_other!r}), which would go on giving every rank all of its data. Patch that loader first, "
-            f"and hand the patched one to {name}."
-        )
-    if facts.runs is not None:
-        raise UnsupportedLoaderError(
-            f"{name} cannot be patched: it started an iterator in its constructor (attribute {facts.runs!r}), which "
-            f"would go on yielding unsharded data. Build it with a sampler that is sharded already, {name}(dataset, "
-            "sampler=DDPSamplerWrapper(sampler, False), ...), or use a DataLoader with persistent_workers=True."
-        )
 
 
 def copy_loader(loader: L, **replaced: Any) -> L:

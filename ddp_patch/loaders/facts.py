@@ -15,12 +15,14 @@ from ddp_patch.compat import (
     RUNNING_ITERATOR,
     RunningLoader,
     has_own_iteration,
-    uses_torch_batch_sampler,
+    is_torch_batch_sampler,
+    torchdata_batch_sampler,
 )
 from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
 from ddp_patch.loaders.samples import chosen_samples, length_of, or_unknown, sample_order
 from ddp_patch.streams.generators import LOOKED_AT, torch_generators
+from ddp_patch.streams.orders import why_not_scalable
 
 __all__ = ["Level", "LoaderFacts", "StreamFacts", "level_of", "look_at"]
 
@@ -83,6 +85,11 @@ class StreamFacts:
         return {"sampler": kinds, "stream length": or_unknown(self.length)}
 
     @property
+    def not_scalable(self) -> str | None:
+        """Why no scalable shuffle can stand in for it; None where one can."""
+        return why_not_scalable(self.source)
+
+    @property
     def order(self) -> str | None:
         """A fingerprint of the stream's first items; None where that cannot be told."""
         return sample_order(self.source, self.dataset)
@@ -113,6 +120,7 @@ class LoaderFacts(Generic[L]):
         drop_last: Whether torch leaves out a last, incomplete batch.
         num_workers: How many workers it has.
         batches_ahead: How many batches its workers fetch ahead.
+        makes_batches: The class that makes batches of a sharded sampler's indices, where torch or torchdata makes them.
         iterates_other: The attribute that holds another loader which it may iterate instead of its own data, or None.
         runs: The attribute that holds an iterator which was begun already, or None.
     """
@@ -125,6 +133,7 @@ class LoaderFacts(Generic[L]):
     drop_last: bool
     num_workers: int
     batches_ahead: int
+    makes_batches: type[Any]
     iterates_other: str | None
     runs: str | None
 
@@ -141,7 +150,13 @@ class LoaderFacts(Generic[L]):
     @property
     def described(self) -> dict[str, object]:
         """What must be the same on every rank, by the names under which ranks compare it."""
+        name = type(self.loader).__qualname__
+        if self.sharded_by is not None:
+            # Its ranks' lengths and generators may differ, rightly. That it is so on all of them is what counts.
+            return {"loader": name, "shared already by": type(self.sharded_by).__qualname__}
         return {
+            "loader": name,
+            "shared already by": "nothing",
             "dataset": type(self.dataset).__qualname__,
             "dataset length": or_unknown(self.dataset_length),
             "batch_size": self.batch_size,
@@ -156,7 +171,8 @@ def look_at(loader: L) -> LoaderFacts[L]:
 
     A framework's wrapper will do, which may lack what only some loaders have.
     """
-    level = level_of(loader)
+    kind, level = type(loader), level_of(loader)
+    iterates_itself = has_own_iteration(kind)
     source = _source(loader, level)
     samplers = tuple(samplers_in_use(loader))
     batching: Any = loader.batch_sampler if level is Level.SAMPLE else loader
@@ -170,7 +186,8 @@ def look_at(loader: L) -> LoaderFacts[L]:
         drop_last=getattr(batching, "drop_last", False),
         num_workers=num_workers,
         batches_ahead=num_workers * (getattr(loader, "prefetch_factor", None) or 0),
-        iterates_other=_other_loader(loader),
+        makes_batches=torchdata_batch_sampler(kind) or type(loader.batch_sampler),
+        iterates_other=_other_loader(loader) if iterates_itself else None,
         runs=_running_iterator(loader),
     )
 
@@ -181,7 +198,7 @@ def level_of(loader: DataLoader[Any]) -> Level:
         return Level.ITERABLE
     if loader.batch_sampler is None:
         return Level.UNBATCHED
-    return Level.SAMPLE if uses_torch_batch_sampler(loader) else Level.BATCH
+    return Level.SAMPLE if is_torch_batch_sampler(type(loader.batch_sampler)) else Level.BATCH
 
 
 def _source(loader: DataLoader[Any], level: Level) -> object:
@@ -197,9 +214,7 @@ def _source(loader: DataLoader[Any], level: Level) -> object:
 
 
 def _other_loader(loader: DataLoader[Any]) -> str | None:
-    """Return the attribute with another loader, if the loader's class iterates in a way of its own: as Ray's does."""
-    if not has_own_iteration(loader):
-        return None
+    """Return the attribute with another loader, from which an iteration of the class's own may draw: as Ray's does."""
     others = (
         name
         for name, value in getattr(loader, "__dict__", {}).items()

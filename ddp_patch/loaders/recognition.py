@@ -46,7 +46,7 @@ def shards_itself(holder: object) -> bool:
     Face stream that was split by node.
     """
     is_marked = isinstance(holder, DistributedSampler) or getattr(holder, "is_ddp_aware", False) is True
-    return is_marked or shards_in_accelerate(holder) or is_split_by_node(holder)
+    return is_marked or shards_in_accelerate(type(holder)) or is_split_by_node(holder)
 
 
 def _nested_datasets(dataset: object) -> Iterator[object]:

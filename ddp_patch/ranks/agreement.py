@@ -21,7 +21,7 @@ from ddp_patch.ranks.leader import Leader
 from ddp_patch.ranks.world import World
 from ddp_patch.streams.fingerprint import fingerprint
 
-__all__ = ["AGREEING", "Agreed", "Proposal", "agree", "refusals_told", "require_length"]
+__all__ = ["AGREEING", "Agreed", "agree", "refusals_told"]
 
 # Up to so many ranks an error lists who takes which share.
 _TOLD_IN_FULL = 16
@@ -87,22 +87,6 @@ def _confirm(doing: str, records: Mapping[int, _Said]) -> dict[int, None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
-    """What one rank has to say of its loader before it is shared.
-
-    Attributes:
-        compared: What must be the same on every rank, by name.
-        stream: What is to be shared; None where it is shared already.
-        ahead: How many batches the loader's workers fetch ahead. Where ranks meet within an epoch this must be the
-            same on all, or one would wait where the others never come.
-    """
-
-    compared: Mapping[str, object]
-    stream: StreamFacts | None
-    ahead: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class _Record:
     """What each rank says of itself."""
 
@@ -125,7 +109,15 @@ class _Verdict:
     number: int
 
 
-def agree(world: World, options: Options, proposal: Proposal, stacklevel: int = 3) -> Agreed:
+def agree(
+    world: World,
+    options: Options,
+    compared: Mapping[str, object],
+    stream: StreamFacts | None,
+    *,
+    batches_ahead: int = 0,
+    stacklevel: int = 3,
+) -> Agreed:
     """Compare the ranks, and return what they agreed on.
 
     Every rank sends one small record, and gets the first rank's seed and the states of its generators. In a world that
@@ -134,7 +126,10 @@ def agree(world: World, options: Options, proposal: Proposal, stacklevel: int = 
     Args:
         world: The ranks that share.
         options: What the user chose.
-        proposal: What this rank has to say.
+        compared: What must be the same on every rank, by name.
+        stream: What is to be shared; None where it is shared already.
+        batches_ahead: How many batches the loader's workers fetch ahead. Where ranks meet within an epoch this must be
+            the same on all, or one would wait where the others never come.
         stacklevel: How many calls above this one the user's is, for a warning.
 
     Raises:
@@ -146,16 +141,15 @@ def agree(world: World, options: Options, proposal: Proposal, stacklevel: int = 
         _refuse_communication(options)
         seed = _default_seed(world) if options.seed is None else options.seed
         return Agreed(world, replace(options, seed=seed, agreement=_settled(options, "")))
-    stream = proposal.stream
     found = [] if stream is None else stream.generators
     record = _Record(
-        compared={**proposal.compared, **_chosen(options), **_sharing(world.members), "generators": len(found)},
+        compared={**compared, **_chosen(options), **_sharing(world.members), "generators": len(found)},
         order=stream.order if stream is not None and options.agreement == "auto" else None,
         samples=stream.samples if stream is not None and options.agreement in {"auto", "leader"} else None,
         seed=_default_seed(world) if options.seed is None else options.seed,
         generators=[generator.get_state() for generator in found],
         meets=options.verify or options.agreement == "leader",
-        ahead=proposal.ahead,
+        ahead=batches_ahead,
     )
     members = list(world.members)
     verdict: _Verdict = exchange(members, AGREEING, record, _judge, options.timeout)
@@ -215,16 +209,6 @@ def _sharing(members: Mapping[int, int]) -> dict[str, object]:
     """Tell who takes which share, in full where that is short."""
     text = ", ".join(f"rank {rank}: {share}" for rank, share in members.items())
     return {"shares": text if len(members) <= _TOLD_IN_FULL else fingerprint([text])}
-
-
-def require_length(options: Options, world: World, stream: StreamFacts) -> None:
-    """Refuse to cut a stream of unknown length into runs."""
-    if options.needs_length and stream.length is None:
-        raise InvalidOptionError(
-            f"layout='contiguous' cuts a stream into one run for each of {world.num_replicas} ranks, for which its "
-            f"length must be known, and {stream.name} has no len(). Give it a __len__, or use layout='interleaved', "
-            "which needs none."
-        )
 
 
 def _judge(records: Mapping[int, _Record]) -> dict[int, _Verdict]:

@@ -18,7 +18,7 @@ from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.sources import Drawn, Led, LookedUp, Source
 from ddp_patch.streams.generators import random_generators, unmoved
-from ddp_patch.streams.orders import has_computed_order, has_order
+from ddp_patch.streams.orders import ScalableShuffle, has_computed_order, has_order
 from ddp_patch.streams.seeding import PrivateRNG
 
 __all__ = ["ShardedSampler"]
@@ -35,6 +35,8 @@ class ShardedSampler(EpochSampler[T]):
     """
 
     def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed) -> None:
+        if agreed.options.scalable_shuffle:
+            stream = StreamFacts.of(ScalableShuffle(stream.source, agreed.seed))
         facts = {
             "shared by": type(self).__name__,
             "shuffle_samples_between_gpus": shuffle,

@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddp_patch.errors import InvalidOptionError, StreamLengthError
+from ddp_patch.errors import StreamLengthError
 from ddp_patch.plan import blocks
 from ddp_patch.streams.fingerprint import COMPARED
 from ddp_patch.streams.permutation import Permutation
@@ -35,8 +35,8 @@ __all__ = [
     "is_torch_sampler",
     "order_of",
     "order_parameters",
-    "require_shuffle",
     "spread",
+    "why_not_scalable",
 ]
 
 # How many items a turn has, at least, where an order is drawn turn by turn.
@@ -228,13 +228,9 @@ class ScalableShuffle(Sampler[int]):
         sampler: A ``RandomSampler`` without replacement, of no more samples than there are, or a
             ``SubsetRandomSampler``.
         seed: What each epoch's order follows from.
-
-    Raises:
-        InvalidOptionError: It is another sampler.
     """
 
     def __init__(self, sampler: RandomSampler | SubsetRandomSampler, seed: int) -> None:
-        require_shuffle(sampler)
         self.sampler = sampler
         self.seed = seed
         self.epoch: int = 0
@@ -265,18 +261,12 @@ class ScalableShuffle(Sampler[int]):
         return Order(len(self.sampler), at)
 
 
-def require_shuffle(sampler: object) -> None:
-    """Refuse a scalable shuffle of what torch does not shuffle."""
-    what = None
+def why_not_scalable(sampler: object) -> str | None:
+    """Return why a scalable shuffle cannot stand in for a sampler; None where it can."""
     if type(sampler) not in {RandomSampler, SubsetRandomSampler}:
-        what = "is not torch's RandomSampler or SubsetRandomSampler"
-    elif type(sampler) is RandomSampler and sampler.replacement:
-        what = "samples with replacement"
-    elif type(sampler) is RandomSampler and sampler.num_samples > len(sampler.data_source):
-        what = f"takes {sampler.num_samples} samples of {len(sampler.data_source)}, some of them again"
-    if what is not None:
-        raise InvalidOptionError(
-            "scalable_shuffle=True computes the order of a loader that torch shuffles, and this one's order comes from "
-            f"{type(sampler).__name__}, which {what}. Build the loader with shuffle=True, or leave scalable_shuffle "
-            "out; a sampler of your own can have items_at(positions, epoch) instead."
-        )
+        return "is not torch's RandomSampler or SubsetRandomSampler"
+    if isinstance(sampler, RandomSampler) and sampler.replacement:
+        return "samples with replacement"
+    if isinstance(sampler, RandomSampler) and sampler.num_samples > len(sampler.data_source):
+        return f"takes {sampler.num_samples} samples of {len(sampler.data_source)}, some of them again"
+    return None

@@ -543,3 +543,23 @@ def test_the_wrapper_has_no_such_option() -> None:
 def test_a_scalable_shuffle_excludes_orders_from_elsewhere(agreement: Any) -> None:
     with pytest.raises(InvalidOptionError, match=f"scalable_shuffle=True cannot hold with agreement='{agreement}'"):
         scalable(10, agreement=agreement)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("num_samples", [7, 23, 60])
+def test_a_generator_that_is_set_after_a_pass_began_is_drawn_from_as_torch_does(
+    num_samples: int, replacement: bool
+) -> None:
+    """How a pass gets its items is decided once, so the epoch is not empty."""
+
+    def begun(rank: int | None) -> list[int]:
+        sampler = RandomSampler(range(23), replacement=replacement, num_samples=num_samples)
+        given: Iterator[int] = iter(
+            sampler if rank is None else DDPSamplerWrapper(sampler, False, rank=rank, num_replicas=2, uneven="keep")
+        )
+        sampler.generator = generator()
+        return list(given)
+
+    alone, ranks = begun(None), [begun(0), begun(1)]
+    assert len(alone) == num_samples
+    assert [alone[0::2], alone[1::2]] == ranks

@@ -1,0 +1,103 @@
+"""What cannot be shared rightly, refused before anything is changed."""
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ddp_patch.compat import is_split_by_node
+from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
+from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
+from ddp_patch.options import Options
+from ddp_patch.ranks.world import World
+from ddp_patch.shares.epochs import EpochSampler
+
+__all__ = ["require_length", "require_shareable", "require_shuffle"]
+
+
+def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -> None:
+    """Refuse a loader that cannot be shared in this world with these options.
+
+    Raises:
+        AlreadyPatchedError: It was patched for another world.
+        UnsupportedLoaderError: It cannot be copied correctly, or its dataset is a share already.
+        InvalidOptionError: An option cannot hold for it.
+    """
+    found = facts.sharded_by
+    if is_split_by_node(found):
+        raise UnsupportedLoaderError(
+            f"{type(facts.dataset).__name__} was split by split_dataset_by_node() already, and sharing a share again "
+            "would lose the rest of it. Patch a loader of the whole dataset, without that call."
+        )
+    if isinstance(found, EpochSampler) and (found.rank, found.num_replicas) != (world.rank, world.num_replicas):
+        raise AlreadyPatchedError(
+            f"The loader was patched for rank {found.rank} of {found.num_replicas} and cannot be patched again for "
+            f"rank {world.rank} of {world.num_replicas}: it would share a share. Patch the original loader instead."
+        )
+    if found is None:
+        _require_copyable(facts)
+        if facts.level is Level.ITERABLE:
+            _require_iterable_options(facts, options)
+        require_length(options, world, facts.stream)
+
+
+def _require_copyable(facts: LoaderFacts[Any]) -> None:
+    """Raise UnsupportedLoaderError for a loader of which a copy would go on giving unsharded data."""
+    name = type(facts.loader).__name__
+    # isinstance() believes accelerate's, which say that they are one.
+    if not issubclass(type(facts.loader), DataLoader):
+        raise UnsupportedLoaderError(
+            f"{name} cannot be patched: it is a framework's wrapper around a DataLoader. Patch the loader first, and "
+            "hand the patched one to the framework."
+        )
+    if facts.iterates_other is not None:
+        raise UnsupportedLoaderError(
+            f"{name} cannot be patched: its __iter__ may draw from another loader (attribute "
+            f"{facts.iterates_other!r}), which would go on giving every rank all of its data. Patch that loader first, "
+            f"and hand the patched one to {name}."
+        )
+    if facts.runs is not None:
+        raise UnsupportedLoaderError(
+            f"{name} cannot be patched: it started an iterator in its constructor (attribute {facts.runs!r}), which "
+            f"would go on yielding unsharded data. Build it with a sampler that is sharded already, {name}(dataset, "
+            "sampler=DDPSamplerWrapper(sampler, False), ...), or use a DataLoader with persistent_workers=True."
+        )
+
+
+def _require_iterable_options(facts: LoaderFacts[Any], options: Options) -> None:
+    """Refuse what cannot hold for a dataset whose items come without indices."""
+    name = facts.stream.name
+    if options.needs_length and options.iterable_sharding == "by_worker":
+        raise InvalidOptionError(
+            f"layout='contiguous' cannot hold with iterable_sharding='by_worker': {name} itself decides what each "
+            "worker reads. Use one or the other."
+        )
+    if options.agreement == "leader":
+        raise InvalidOptionError(
+            f"agreement='leader' cannot hold for {name}: rank 0 sends indices, and an iterable dataset has none. Use "
+            "agreement='seeded'."
+        )
+    if options.agreement == "ambient" and facts.num_workers > 0:
+        raise InvalidOptionError(
+            f"agreement='ambient' cannot hold for {name} with num_workers={facts.num_workers}: the stream is made "
+            "inside the workers, whose random states differ by rank so that augmentations do. Use agreement='seeded'."
+        )
+
+
+def require_length(options: Options, world: World, stream: StreamFacts) -> None:
+    """Refuse to cut a stream of unknown length into runs."""
+    if options.needs_length and stream.length is None:
+        raise InvalidOptionError(
+            f"layout='contiguous' cuts a stream into one run for each of {world.num_replicas} ranks, for which its "
+            f"length must be known, and {stream.name} has no len(). Give it a __len__, or use layout='interleaved', "
+            "which needs none."
+        )
+
+
+def require_shuffle(stream: StreamFacts) -> None:
+    """Refuse a scalable shuffle of what torch does not shuffle."""
+    if stream.not_scalable is not None:
+        raise InvalidOptionError(
+            "scalable_shuffle=True computes the order of a loader that torch shuffles, and this one's order comes from "
+            f"{stream.name}, which {stream.not_scalable}. Build the loader with shuffle=True, or leave "
+            "scalable_shuffle out; a sampler of your own can have items_at(positions, epoch) instead."
+        )

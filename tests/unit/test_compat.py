@@ -1,0 +1,95 @@
+"""Private names of torch, and names of other packages, stand in ``ddp_patch/compat.py`` alone."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ddp_patch
+from ddp_patch import compat
+
+ROOT = Path(ddp_patch.__path__[0])
+MODULES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+OTHERS = {name: tree for name, tree in MODULES.items() if name != "compat.py"}
+
+# torch has these in no __all__.
+UNEXPORTED = {"ProcessGroupGloo", "WorkerInfo"}
+# Full names of classes and modules of other packages, in strings.
+PACKAGES = ("accelerate", "catalyst", "datasets", "lightning", "torch", "torch_geometric", "torchdata", "transformers")
+FULL_NAME = re.compile(rf"({'|'.join(PACKAGES)})(\.\w+)+")
+
+
+def docstrings(tree: ast.AST) -> set[int]:
+    """The ids of the constants that are docstrings."""
+    bodies = (node.body for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
+    return {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """Strings that a module works with: no docstrings, and no sentences."""
+    told = docstrings(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            yield node.value
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Every name that a module defines or assigns, as a name or an attribute."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+            case ast.alias(name=name, asname=asname):
+                yield asname or name
+
+
+def marks() -> set[str]:
+    """The names in which compat.py knows another package: strings that are private, or hold a package's name."""
+    values = [value for name in compat.__all__ for value in [getattr(compat, name)] if not callable(value)]
+    flat = [part for value in values for part in ([value] if isinstance(value, str) else value)]
+    return {name for name in flat if name.startswith("_")}
+
+
+OURS = {name for tree in OTHERS.values() for name in defined(tree)}
+MARKS = marks()
+
+
+@pytest.mark.parametrize("module", OTHERS)
+def test_no_other_module_imports_what_is_private(module: str) -> None:
+    for node in ast.walk(OTHERS[module]):
+        if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("ddp_patch"):
+            assert not any(map(is_private, [*str(node.module).split("."), *(alias.name for alias in node.names)]))
+            assert not {alias.name for alias in node.names} & UNEXPORTED
+        if isinstance(node, ast.Import):
+            assert not any(is_private(part) for alias in node.names for part in alias.name.split("."))
+
+
+@pytest.mark.parametrize("module", OTHERS)
+def test_no_other_module_reaches_for_an_attribute_that_nobody_here_defines(module: str) -> None:
+    reached = {node.attr for node in ast.walk(OTHERS[module]) if isinstance(node, ast.Attribute)}
+    assert {name for name in reached if is_private(name)} <= OURS | {"_getframe", "_fields"}  # Python's, documented
+    assert not reached & UNEXPORTED
+
+
+@pytest.mark.parametrize("module", OTHERS)
+def test_no_other_module_names_a_mark_or_a_class_of_another_package(module: str) -> None:
+    for text in strings(OTHERS[module]):
+        assert text not in MARKS
+        assert not FULL_NAME.fullmatch(text), text
+
+
+def test_the_checks_above_can_fail() -> None:
+    tree = MODULES["compat.py"]
+    imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert any(map(is_private, imported))
+    assert {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & UNEXPORTED
+    assert any(FULL_NAME.fullmatch(text) for text in strings(tree))
+    assert {"_iterator", "_is_accelerate_prepared"} <= MARKS
