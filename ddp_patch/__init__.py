@@ -4,7 +4,6 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ddp_patch.checking import assert_loaders_patched, check_loaders_is_patched
 from ddp_patch.errors import (
     AlreadyPatchedError,
     AuditError,
@@ -29,18 +28,23 @@ from ddp_patch.errors import (
 )
 from ddp_patch.loaders.copying import extract_loader_parameters
 from ddp_patch.patching import patch_dataloader_to_ddp
-from ddp_patch.resume import loader_state, restore_loader
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
 if TYPE_CHECKING:
     from ddp_patch.auditing import audit
+    from ddp_patch.checking import assert_loaders_patched, check_loaders_is_patched
     from ddp_patch.evaluation import gather_in_order, iter_with_mask
+    from ddp_patch.resume import loader_state, restore_loader
 else:
-    # What a training's first steps do without is imported when it is asked for.
+    # The first patch does without these, so they are imported when somebody asks for them.
     _LATER = {
+        "assert_loaders_patched": "ddp_patch.checking",
         "audit": "ddp_patch.auditing",
+        "check_loaders_is_patched": "ddp_patch.checking",
         "gather_in_order": "ddp_patch.evaluation",
         "iter_with_mask": "ddp_patch.evaluation",
+        "loader_state": "ddp_patch.resume",
+        "restore_loader": "ddp_patch.resume",
     }
 
     def __getattr__(name):

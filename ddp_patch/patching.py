@@ -18,9 +18,6 @@ from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Unev
 from ddp_patch.ranks.agreement import Agreed, agree, refusals_told
 from ddp_patch.ranks.world import find_world
 from ddp_patch.shares.epochs import EpochSampler
-from ddp_patch.shares.iterables.dataset import ShardedIterable
-from ddp_patch.shares.iterables.sampler import StreamSampler
-from ddp_patch.shares.iterables.workers import IterableWorkerInit
 from ddp_patch.shares.refusals import require_shareable, require_shuffle
 from ddp_patch.streams.seeding import WorkerSeeding
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
@@ -139,9 +136,7 @@ def _shard(facts: LoaderFacts[L], agreed: Agreed) -> L:
     share_of = _iterable_share if facts.level is Level.ITERABLE else _sampler_share
     sharded, new = share_of(facts, agreed)
     if facts.num_workers > 0:
-        init = facts.loader.worker_init_fn
-        if facts.level is Level.ITERABLE:
-            init = IterableWorkerInit(init, sharded.epochs)
+        init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
     patched = copy_loader(facts.loader, **new, **{ACCELERATE_PREPARED: True})
     # accelerate's users and Hugging Face's Trainer call it. A subclass may have one, which need not reach the sampler.
@@ -169,10 +164,17 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
 
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
     """Return what begins the epochs of this rank's share of an iterable dataset, and the attributes that hold both."""
+    # Imported here, because most loaders do without.
+    from ddp_patch.shares.iterables.dataset import ShardedIterable
+    from ddp_patch.shares.iterables.sampler import StreamSampler
+    from ddp_patch.shares.iterables.workers import IterableWorkerInit
+
     plan = agreed.plan(agreed.world.rank)
     dataset = ShardedIterable(facts.dataset, plan, agreed.options, facts.batch_size or 1, facts.drop_last)
     sampler = StreamSampler(dataset, facts, agreed)
-    new = {"dataset": dataset, "sampler": sampler}
+    new: dict[str, Any] = {"dataset": dataset, "sampler": sampler}
+    if facts.num_workers > 0:
+        new["worker_init_fn"] = IterableWorkerInit(facts.loader.worker_init_fn, sampler.epochs)
     if facts.batch_size is not None:
         new["batch_sampler"] = facts.makes_batches(sampler, facts.batch_size, facts.drop_last)
     return sampler, new

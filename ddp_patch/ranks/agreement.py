@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,11 @@ from ddp_patch.options import Agreement, Options
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.comparison import by_value, ranks_text, require_same
 from ddp_patch.ranks.exchange import exchange, refuse
-from ddp_patch.ranks.leader import Leader
 from ddp_patch.ranks.world import World
 from ddp_patch.streams.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from ddp_patch.ranks.leader import Leader
 
 __all__ = ["AGREEING", "Agreed", "agree", "refusals_told"]
 
@@ -43,7 +45,7 @@ class Agreed:
 
     world: World
     options: Options
-    leader: Leader | None = None
+    leader: "Leader | None" = None
     number: int = 0
 
     @property
@@ -158,8 +160,15 @@ def agree(
     if verdict.disagreement and dist.get_rank() == members[0]:
         warnings.warn(verdict.disagreement, LeaderWarning, stacklevel=stacklevel)
     options = replace(options, seed=verdict.seed, agreement=_settled(options, verdict.disagreement))
-    leader = Leader(members, options.timeout) if options.agreement == "leader" else None
-    return Agreed(world, options, leader, verdict.number)
+    return Agreed(world, options, _leader(members, options), verdict.number)
+
+
+def _leader(members: Sequence[int], options: Options) -> "Leader | None":
+    if options.agreement != "leader":
+        return None
+    from ddp_patch.ranks.leader import Leader  # most trainings do without
+
+    return Leader(members, options.timeout)
 
 
 @contextmanager

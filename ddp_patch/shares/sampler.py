@@ -16,7 +16,7 @@ from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.held import Held
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Place
-from ddp_patch.shares.sources import Drawn, Led, LookedUp, Source
+from ddp_patch.shares.sources import Drawn, LookedUp, Source
 from ddp_patch.streams.generators import random_generators, unmoved
 from ddp_patch.streams.orders import ScalableShuffle, has_computed_order, has_order
 from ddp_patch.streams.seeding import PrivateRNG
@@ -182,6 +182,8 @@ class ShardedSampler(EpochSampler[T]):
         )
         comes_late = self.epochs.passes > 0
         if leader is not None:
+            from ddp_patch.shares.led import Led  # most trainings do without
+
             plans = [self.agreed.plan(rank) for rank in (self.agreed.world.members or {}).values()]
             has_length = leader.draws and self._length_if_any(start.epoch) is not None
             turn = partial(self._turn, start.epoch)

@@ -7,11 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta
-from decimal import Decimal
 from enum import Enum
-from fractions import Fraction
 from typing import Any, TypeVar
-from uuid import UUID
 
 import numpy as np
 import torch
@@ -22,6 +19,9 @@ T = TypeVar("T")
 
 # How many items of a stream ranks compare, if they do not compare all.
 COMPARED = 256
+
+# Named, because importing their modules takes longer than importing this package.
+_TOLD_BY_REPR = {"decimal.Decimal", "fractions.Fraction", "uuid.UUID"}
 
 
 class Fingerprint:
@@ -105,7 +105,7 @@ def _content(item: Any) -> Iterator[bytes]:  # noqa: C901 - one flat table of ty
             yield from sorted(b"".join(_encoded(member)) for member in item)
         case os.PathLike():
             yield os.fsencode(item)
-        case slice() | date() | time() | timedelta() | Decimal() | Fraction() | UUID():
+        case slice() | date() | time() | timedelta():
             yield repr(item).encode()
         case list() | tuple() | range() | deque() | array():
             for member in item:
@@ -113,3 +113,5 @@ def _content(item: Any) -> Iterator[bytes]:  # noqa: C901 - one flat table of ty
         case _ if is_dataclass(item) and not isinstance(item, type):
             for field in fields(item):
                 yield from _encoded(getattr(item, field.name))
+        case _ if not _TOLD_BY_REPR.isdisjoint(f"{kind.__module__}.{kind.__qualname__}" for kind in type(item).__mro__):
+            yield repr(item).encode()

@@ -4,13 +4,14 @@ torch's own samplers draw an epoch's order at once. We draw it as they do, keep 
 each rank reads its positions. Other samplers take part by ``items_at``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import (
     RandomSampler,
@@ -26,6 +27,9 @@ from ddp_patch.streams.fingerprint import COMPARED
 from ddp_patch.streams.permutation import Permutation
 from ddp_patch.streams.random_access import RandomAccess, is_random_access
 from ddp_patch.streams.seeding import shuffle_key
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # which takes long to import
 
 __all__ = [
     "Order",
@@ -216,7 +220,7 @@ def _looked_up(sampler: RandomAccess, epoch: int, positions: range) -> list[Any]
     return items
 
 
-def _as_array(positions: range) -> npt.NDArray[np.int64]:
+def _as_array(positions: range) -> NDArray[np.int64]:
     step = positions.step if len(positions) > 1 else 1  # a single position's step may exceed 64 bits
     return positions.start + step * np.arange(len(positions))
 

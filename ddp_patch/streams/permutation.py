@@ -1,9 +1,15 @@
 """A shuffle of ``range(n)`` that computes any of its positions alone."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
-import numpy.typing as npt
 
 from ddp_patch.errors import InvalidOptionError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # which takes long to import
 
 __all__ = ["Permutation"]
 
@@ -48,7 +54,7 @@ class Permutation:
                 f"A permutation of range({n}) was asked for: positions are 64-bit integers. Pass n from 0 to 2**63 - 1."
             )
         self.n = n
-        self._table: npt.NDArray[np.int64] | None = None
+        self._table: NDArray[np.int64] | None = None
         if n <= _TABLE:
             self._table = np.random.Generator(np.random.PCG64(key)).permutation(n)
         else:
@@ -56,7 +62,7 @@ class Permutation:
             self._low, self._high = np.uint64(bits // 2), np.uint64(bits - bits // 2)
             self._keys = key.generate_state(_ROUNDS, np.uint64)
 
-    def __call__(self, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    def __call__(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the numbers at these positions.
 
         Args:
@@ -72,14 +78,14 @@ class Permutation:
         chunks = [positions[start : start + _CHUNK] for start in range(0, len(positions), _CHUNK)]
         return np.concatenate([self._computed(chunk) for chunk in chunks])
 
-    def _computed(self, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    def _computed(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
         """Apply the network until every number is below n (cycle walking)."""
         found = self._feistel(positions.astype(np.uint64))
         while len(outside := np.flatnonzero(found >= self.n)):
             found[outside] = self._feistel(found[outside])
         return found.view(np.int64)
 
-    def _feistel(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def _feistel(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Permute the numbers that have at most as many bits as ``n - 1``."""
         low, high = self._low, self._high
         one = np.uint64(1)

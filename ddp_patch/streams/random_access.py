@@ -1,11 +1,15 @@
 """Samplers that can look up any part of any epoch."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import numpy as np
-import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # which takes long to import
 
 __all__ = ["RandomAccess", "is_random_access"]
 
@@ -35,7 +39,7 @@ class RandomAccess(Protocol):
     def __len__(self) -> int:
         """Return how many items an epoch has."""
 
-    def items_at(self, positions: npt.NDArray[np.int64], epoch: int) -> Sequence[Any] | npt.NDArray[Any]:
+    def items_at(self, positions: NDArray[np.int64], epoch: int) -> Sequence[Any] | NDArray[Any]:
         """Return the items at some positions of an epoch.
 
         Args:

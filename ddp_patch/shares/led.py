@@ -1,0 +1,86 @@
+"""How a pass gets its items where the ranks could not draw the same: the leader draws for all and sends them."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+from ddp_patch.plan import Plan
+from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
+from ddp_patch.shares.drawing import Epoch, Stream
+from ddp_patch.shares.held import Held
+from ddp_patch.shares.sources import Source
+
+__all__ = ["Led"]
+
+T = TypeVar("T")
+
+
+class Led(Source[T]):
+    """Gets this rank's items from the leader; on the leader, draws for all and sends every rank its share.
+
+    Args:
+        epoch: The epoch.
+        leader: How the ranks communicate.
+        turn: Tells which pass this is, to be compared between the ranks.
+        plans: Every rank's, in the leader's order.
+        before: What the samplers held before the pass.
+        held: Tells what they hold now.
+        has_length: Whether the sampler says how many items it has.
+        comes_late: Whether earlier passes have drawn from the same sampler.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch[T],
+        leader: Leader,
+        turn: Callable[[], Mapping[str, object]],
+        plans: Sequence[Plan],
+        before: Held,
+        held: Callable[[], Held],
+        *,
+        has_length: bool,
+        comes_late: bool,
+    ) -> None:
+        self._leader, self._turn, self._plans, self._held = leader, turn, plans, held
+        self._piece_sizes = _piece_sizes(epoch, has_length)
+        # Begun with its first item: an error then is one that the leader can tell the others of.
+        stream = chain.from_iterable(iter([epoch.sampler]))
+        self._stream = Stream(epoch, stream, must_give=epoch.is_one_shot and comes_late)
+        self.held_before = before
+
+    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+        """Yield what is sent, or on the leader this rank's part of what it draws."""
+        return self._skipping(skip, self._sent(skip) if self._leader.draws else self._received())
+
+    def _sent(self, skip: int) -> Iterator[list[T]]:
+        shares = self._stream.shares(self._plans, skip, self._found, None)
+        return self._leader.send(shares, self._turn(), self._note, *self._piece_sizes)
+
+    def _received(self) -> Iterator[list[T]]:
+        return self._leader.receive(self._turn(), self._take_note)
+
+    def _found(self, length: int) -> None:
+        self.length = length
+
+    def _note(self, is_last: bool) -> tuple[Held | None, Held | None, int | None]:
+        """Return what the leader tells the others, so that every rank knows where the loader stands."""
+        self.held_after = self._held() if is_last else None
+        return self.held_before, self.held_after, self.length
+
+    def _take_note(self, note: tuple[Held | None, Held | None, int | None]) -> None:
+        self.held_before, self.held_after, self.length = note
+
+    def ends_within(self, items: int) -> bool:
+        """Tell whether the last piece was sent: every rank learns of the end from the leader."""
+        return self.held_after is not None
+
+
+def _piece_sizes(epoch: Epoch[Any], has_length: bool) -> tuple[int, int]:
+    """Return how many items, all ranks' together, the leader's first message holds, and a later one at most."""
+    if epoch.is_one_shot:
+        return 1, 1  # which is a round: nothing is drawn ahead
+    if epoch.plan.needs_length:
+        # All at once: a rank whose run comes late must not wait for steps of the others.
+        return sys.maxsize, sys.maxsize
+    return LARGEST_PIECE if has_length else FIRST_PIECE, LARGEST_PIECE
