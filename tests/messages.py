@@ -27,7 +27,7 @@ def missing(text: str, words: Words) -> list[str]:
 
 
 def _pattern(word: str) -> str:
-    begins = r"(?<![\w.-])" if word[0].isdigit() else r"(?<!\w)" if word[0].isalpha() else ""
+    begins = r"(?<![\w.=-])" if word[0].isdigit() else r"(?<!\w)" if word[0].isalpha() else ""
     ends = r"(?!\w|\.\d)" if word[-1].isdigit() else ""
     return begins + re.escape(word) + ends
 
