@@ -89,7 +89,14 @@ def test_a_wrapper_made_anew_as_torchs_batch_sampler_is_stays_what_it_was() -> N
         patched: Any = patch_dataloader_to_ddp(given, rank=rank, num_replicas=2)
         anew = type(patched.batch_sampler)(patched.sampler, batch_size=4, drop_last=False)
         assert list(anew) == list(patched.batch_sampler)
-        with raises(UnsupportedLoaderError, ("a SequentialSampler", "batch_size", "drop_last"), "whole batch sampler"):
+        facts = (
+            type(patched.batch_sampler).__name__,
+            "a SequentialSampler",
+            "batch_size",
+            "drop_last",
+            "overfit_batches",
+        )
+        with raises(UnsupportedLoaderError, facts, "whole batch sampler"):
             type(patched.batch_sampler)(SequentialSampler(Indices()), batch_size=4, drop_last=False)
     with raises(TypeError, ("DDPBatchSamplerWrapper()", "batch_size, drop_last"), ("rank", "num_replicas", "uneven")):
         DDPBatchSamplerWrapper(PKBatches(), batch_size=4, drop_last=False, **WORLD)  # type: ignore[call-arg]  # on purpose
