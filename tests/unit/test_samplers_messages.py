@@ -264,12 +264,12 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
     ),
     (
         lambda: scalable(N).load_state_dict(state_of(scalable(N, generator=torch.Generator()))),
-        ("ScalableRandomSampler.load_state_dict()", f"given {WITH_GENERATOR}", f"needs {PLAIN}", "generator="),
+        ("ScalableRandomSampler.load_state_dict()", f"given {WITH_GENERATOR}", f"needs {PLAIN}", "generator is"),
         "arguments",
     ),
     (
         lambda: scalable(N, generator=torch.Generator()).load_state_dict(state_of(scalable(N))),
-        ("ScalableRandomSampler.load_state_dict()", f"given {PLAIN}", f"needs {WITH_GENERATOR}", "generator="),
+        ("ScalableRandomSampler.load_state_dict()", f"given {PLAIN}", f"needs {WITH_GENERATOR}", "generator is"),
         "arguments",
     ),
 ]
