@@ -336,7 +336,7 @@ class Kind:
         stateful: What an epoch holds depends on what was drawn before, not on its number.
         endless: There is no end; the first ``STEPS`` steps of each epoch are looked at.
         epochs: How many epochs it lasts.
-        warning: What is warned of.
+        warning: What a warning tells, if there is one.
     """
 
     name: str
@@ -347,7 +347,7 @@ class Kind:
     stateful: bool = False
     endless: bool = False
     epochs: int = 3
-    warning: str | None = None
+    warning: tuple[str, ...] | None = None
 
 
 STEPS = 5  # of an endless loader
@@ -400,8 +400,8 @@ KINDS = [
     Kind("a sampler without len", lambda: loader(sampler=Bare(range(N))), sized=False, shuffles=False),
     Kind("endless: itertools.count", lambda: loader(sampler=count()), sized=False, endless=True),
     Kind("endless: shuffling for ever", lambda: loader(sampler=Forever()), sized=False, endless=True),
-    Kind("len too long", lambda: loader(sampler=Says(N + 9)), sized=False, warning="yielded 23 items and its len"),
-    Kind("len too short", lambda: loader(sampler=Says(N - 9)), sized=False, warning="yielded 23 items and its len"),
+    Kind("len too long", lambda: loader(sampler=Says(N + 9)), sized=False, warning=("Says", "23", "32")),
+    Kind("len too short", lambda: loader(sampler=Says(N - 9)), sized=False, warning=("Says", "23", "14")),
     Kind("a length that changes", lambda: loader(sampler=Varying()), sized=False),
     Kind("a state that __iter__ changes", lambda: loader(sampler=Rotating()), stateful=True),
     Kind("fewer items than ranks", lambda: loader(sampler=[0, 1]), shuffles=False),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from messages import assert_tells
 from quick import run_ranks
 from torch.utils.data import ChainDataset, DataLoader
 from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
@@ -170,11 +171,11 @@ def test_real_ranks() -> None:
     *map_styles, (iterable_counts, iterable), (within_counts, within) = said
     for counts, message in map_styles:
         assert not counts
-        assert "the datasets of rank 0 and rank 1 hold different samples" in message
-        assert "without split_dataset_by_node()" in message
+        assert_tells(message, "datasets of rank 0 and rank 1", "without split_dataset_by_node()")
     assert iterable_counts
     assert within_counts
-    assert all("was split by split_dataset_by_node() already" in message for message in (iterable, within))
+    for message in (iterable, within):
+        assert_tells(message, "split_dataset_by_node()", "whole dataset")
 
 
 def test_why_a_streamed_dataset_is_not_split_by_node_of_itself() -> None:

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from lightning.fabric import Fabric
+from messages import assert_tells, raises
 from quick import run_ranks
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -78,7 +79,7 @@ def shared_by_accelerate(rank: int, world_size: int) -> dict[str, Any]:
         "patched": accelerator.prepare(patched) is patched,
         "prepared": accelerator.prepare(prepared) is prepared and left_alone(prepared),
     }
-    with pytest.raises(NotPatchedError, match="prepare_patched was given a DataLoader that was not patched"):
+    with raises(NotPatchedError, ("prepare_patched", "DataLoader", "not patched"), "patch_dataloader_to_ddp()"):
         prepare_patched(accelerator, numbered())
     for level, loader in {"iterable": streamed(), "unbatched": DataLoader(range(N), batch_size=None)}.items():  # type: ignore[arg-type]  # a range is a dataset
         shared = prepare_patched(accelerator, patch_dataloader_to_ddp(loader))
@@ -162,7 +163,7 @@ def test_in_a_single_process_accelerate_prepares_it() -> None:
     assert prepared.device == accelerator.device
     # It is shared among one, and its wrapper cannot be shared among more.
     assert not check_loaders_is_patched([prepared])
-    with pytest.raises(UnsupportedLoaderError, match="DataLoaderShard cannot be patched: it is a framework's wrapper"):
+    with raises(UnsupportedLoaderError, ("DataLoaderShard", "framework", "DataLoader"), "loader first"):
         patch_dataloader_to_ddp(prepared, rank=0, num_replicas=2)
 
 
@@ -203,5 +204,5 @@ def shared_by_others(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_lightnings_and_ignites_loaders() -> None:
     for rank in run_ranks(shared_by_others, 2):
-        assert "_FabricDataLoader cannot be patched: it is a framework's wrapper" in rank.pop("Fabric's, not shared")
+        assert_tells(rank.pop("Fabric's, not shared"), ("_FabricDataLoader", "framework"), "loader first")
         assert rank == dict.fromkeys(rank, True)

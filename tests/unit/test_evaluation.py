@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from messages import raises
 from test_contract import SEED, over
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 from zoo import BY_NAME, KINDS, STEPS, Indices, Kind, N, Source, as_it_is, comparable, loader, seed_ambient, units
@@ -210,7 +211,7 @@ def test_a_nest_comes_back_as_it_was_given() -> None:
     assert found[3].y == outputs[3].y
     assert found["c"] == ()
     assert found["ordered"] == {"d": list(range(23))}
-    with pytest.raises(OutputsError, match="cannot be pickled"):
+    with raises(OutputsError, ("rank 0", "pickled"), REMEDY):
         gather_in_order([lambda: None] * 23, passed())
 
 
@@ -293,72 +294,56 @@ def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven, layout: Layo
         assert result == in_order, (n, world_size, skip, dropped)
 
 
-# What is refused, word for word.
+# What is refused.
 
-HEAD = "Gathering outputs: the ranks do not give the outputs of one whole pass over the loader.\n"
-TAIL = (
-    "\nCall gather_in_order() on every rank after the loop over the loader, with the same structure on each and one "
-    "row for each sample (or batch of a batch sampler) that the rank got, padding included."
-)
-OUTPUTS: list[tuple[Any, str]] = [
-    (None, "gives None at the outputs, which is no tensor, array or list"),
-    ({}, "gives nothing for 23 samples"),
-    ({"loss": 0.5}, "gives a float at ['loss'], which is no tensor, array or list"),
-    ({"loss": torch.tensor(0.5)}, "gives a Tensor without dimensions at ['loss'], which has no rows"),
-    ((np.array(0.5),), "gives a ndarray without dimensions at [0], which has no rows"),
-    (torch.zeros(24), "gives 24 rows at the outputs for 23 samples"),
-    ([[1]] * 6, "gives 6 rows at the outputs for 23 samples"),
-    ({"a": {"b": [1]}, "c": (np.zeros(23), [2, 3])}, "gives 1 rows at ['a']['b'], 2 rows at ['c'][1] for 23 samples"),
-    (
-        torch.zeros(23, 2).to_sparse(),
-        "gives a sparse, nested, quantized or distributed tensor at the outputs, which has no rows to send",
-    ),
-    (np.ma.zeros(23), "gives a masked array at the outputs, whose mask would be lost"),
+REMEDY = ("gather_in_order()", "every rank", "structure", "one row", "padding")
+OUTPUTS: list[tuple[Any, tuple[str, ...]]] = [
+    (None, ("None", "the outputs", "tensor, array or list")),
+    ({}, ("nothing", "23 samples")),
+    ({"loss": 0.5}, ("float", "['loss']", "tensor, array or list")),
+    ({"loss": torch.tensor(0.5)}, ("Tensor", "dimensions", "['loss']")),
+    ((np.array(0.5),), ("ndarray", "dimensions", "[0]")),
+    (torch.zeros(24), ("24 rows", "the outputs", "23 samples")),
+    ([[1]] * 6, ("6 rows", "the outputs", "23 samples")),
+    ({"a": {"b": [1]}, "c": (np.zeros(23), [2, 3])}, ("1 rows at ['a']['b']", "2 rows at ['c'][1]", "23 samples")),
+    (torch.zeros(23, 2).to_sparse(), ("sparse", "tensor", "the outputs")),
+    (np.ma.zeros(23), ("masked array", "the outputs")),
 ]
 
 
-@pytest.mark.parametrize(("outputs", "what"), OUTPUTS, ids=[what for _, what in OUTPUTS])
-def test_outputs_that_are_none_of_a_pass(outputs: Any, what: str) -> None:
-    with pytest.raises(OutputsError) as caught:
+@pytest.mark.parametrize(("outputs", "facts"), OUTPUTS, ids=[" ".join(facts) for _, facts in OUTPUTS])
+def test_outputs_that_are_none_of_a_pass(outputs: Any, facts: tuple[str, ...]) -> None:
+    with raises(OutputsError, ("Gathering outputs", "rank 0", *facts), REMEDY):
         gather_in_order(outputs, passed())
-    assert str(caught.value) == f"{HEAD}  rank 0: {what}{TAIL}"
 
 
 def test_rows_are_called_what_they_stand_for() -> None:
     for name, unit in (("a list of lists", "3 batches"), ("batch_size=None", "23 items"), ("iterable", "23 samples")):
         given = patched(BY_NAME[name], 0, 1)
         list(given)
-        with pytest.raises(OutputsError, match=f"gives 1 rows at the outputs for {unit}"):
+        with raises(OutputsError, ("1 rows", "the outputs", unit), REMEDY):
             gather_in_order([0], given)
 
 
 def test_a_pass_that_is_none_or_not_whole() -> None:
     for kind in (BY_NAME["sequential"], BY_NAME["a sampler without len"], BY_NAME["iterable"]):
         given = patched(kind, 0, 1)
-        for what in ("has made no pass over the loader", "is in the middle of epoch 0", "is in the middle of epoch 1"):
-            with pytest.raises(OutputsError) as caught:
+        for what in ("no pass", "middle of epoch 0", "middle of epoch 1"):
+            with raises(OutputsError, ("Gathering outputs", "rank 0", what), REMEDY):
                 gather_in_order([0], given)
-            assert str(caught.value) == f"{HEAD}  rank 0: {what}{TAIL}"
             iterator = iter(given)
             next(iterator)
 
 
 def test_dst_that_is_nobody() -> None:
-    with pytest.raises(InvalidOptionError) as caught:
+    with raises(InvalidOptionError, ("dst=3", "[0]"), "one"):
         gather_in_order(list(range(23)), passed(), dst=3)
-    assert str(caught.value) == (
-        "dst=3 is none of the ranks [0] that share the loader. Pass one of these, or leave it out."
-    )
 
 
 def test_nobody_to_gather_from() -> None:
     given = patch_dataloader_to_ddp(loader(), rank=0, num_replicas=2)
-    with pytest.raises(WorldError) as caught:
+    with raises(WorldError, ("gather_in_order", "2 ranks", "rank=", "num_replicas="), "process group"):
         gather_in_order(list(given), given)
-    assert str(caught.value) == (
-        "gather_in_order cannot gather from 2 ranks: the loader's world was given by rank= and num_replicas=, and "
-        "nothing tells which processes these are. Patch it with a process group."
-    )
 
 
 @pytest.mark.parametrize(
@@ -367,37 +352,35 @@ def test_nobody_to_gather_from() -> None:
 def test_loaders_whose_shares_cannot_be_told(operation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the call, before anything is drawn."""
     name = "gather_in_order" if operation is not iter_with_mask else "iter_with_mask"
-    for given, error, message in (
-        ([1], NotALoaderError, "Evaluation needs a torch.utils.data.DataLoader and got [1] (list): "),
+    patched_one = "patch_dataloader_to_ddp()"
+    not_patched = (name, "DataLoader", "not patched"), (patched_one, "rank=0, num_replicas=1")
+    for given, error, facts, remedy in (
+        ([1], NotALoaderError, ("Evaluation", "torch.utils.data.DataLoader", "[1] (list)"), "loader itself"),
         (
             patch_dataloader_to_ddp(DataLoader(Source()), rank=0, num_replicas=1, iterable_sharding="by_worker"),
             UnsupportedLoaderError,
-            f"{name} was given a loader with iterable_sharding='by_worker', whose dataset decides what each worker "
-            "reads, so there is no one order and no padding. Use iterable_sharding='exact'.",
+            (name, "iterable_sharding='by_worker'"),
+            "iterable_sharding='exact'",
         ),
         (
             patch_dataloader_to_ddp(DataLoader(Indices(), num_workers=2, in_order=False), rank=0, num_replicas=1),
             UnsupportedLoaderError,
-            f"{name} was given a loader with in_order=False, which gives its batches as its 2 workers finish them, so "
-            "which samples a batch holds cannot be told. Use in_order=True.",
+            (name, "in_order=False", "2 workers"),
+            "in_order=True",
         ),
         (
             loader(batch_sampler=Doubled(DDPSamplerWrapper(range(4), rank=0, num_replicas=1))),
             UnsupportedLoaderError,
-            f"{name} was given a loader whose Doubled makes its batches of a sharded sampler in a way of its own",
+            (name, "Doubled", "sharded sampler"),
+            patched_one,
         ),
-        (
-            loader(sampler=DistributedSampler(Indices(), rank=0, num_replicas=1)),
-            NotPatchedError,
-            f"{name} was given a DataLoader that was not patched, ",
-        ),
+        (loader(sampler=DistributedSampler(Indices(), rank=0, num_replicas=1)), NotPatchedError, *not_patched),
     ):
-        with pytest.raises(error) as caught:
+        with raises(error, facts, remedy):
             operation(given)
-        assert str(caught.value).startswith(message)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(NotPatchedError, match=f"{name} was given a DataLoader that was not patched"):
+    with raises(NotPatchedError, *not_patched):
         operation(loader())
 
 

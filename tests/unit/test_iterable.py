@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
@@ -202,5 +203,6 @@ def test_workers_leave_word_of_all_that_a_pass_has_drawn(workers: int) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_patched_loader_that_was_made_anew_without_its_sampler_raises(workers: int) -> None:
     patched = patch_dataloader_to_ddp(DataLoader(Source(8), 2, num_workers=workers), rank=0, num_replicas=2)
-    with pytest.raises(UnsupportedLoaderError, match="made anew without its sampler"):
+    remedy = ("patch_dataloader_to_ddp()", "restore_loader()")
+    with raises(UnsupportedLoaderError, ("Source", "without its sampler"), remedy):
         list(DataLoader(patched.dataset, 2, num_workers=workers))

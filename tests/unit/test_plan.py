@@ -1,4 +1,5 @@
 import pytest
+from messages import raises
 
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.options import Layout, Uneven
@@ -38,5 +39,5 @@ def test_shares_of_three_ranks(n: int, uneven: Uneven, layout: Layout, shares: l
 
 @pytest.mark.parametrize(("rank", "num_replicas"), [(3, 3), (-1, 3), (0, 0)])
 def test_a_rank_that_does_not_exist(rank: int, num_replicas: int) -> None:
-    with pytest.raises(InvalidOptionError, match=f"num_replicas={num_replicas}"):
+    with raises(InvalidOptionError, f"num_replicas={num_replicas}", "rank"):
         Plan(rank, num_replicas)

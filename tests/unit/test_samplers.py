@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from messages import raises
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -251,14 +252,14 @@ def test_a_state_with_values_that_cannot_be_is_refused_and_changes_nothing(make:
     again = make(seed=5)
     again.load_state_dict(state)
     for taken in (-1, 1.0, "1", None, True):
-        with pytest.raises(SamplerError, match="cannot go on from a state with taken="):
+        with raises(SamplerError, f"taken={taken!r}", "state_dict()"):
             again.load_state_dict(state | {"taken": taken})
     assert again.state_dict() == state
 
 
 @every_sampler
 def test_a_state_of_another_seed_is_refused(make: Callable[..., Any]) -> None:
-    with pytest.raises(SamplerError, match="a state of seed=5 and has seed=6"):
+    with raises(SamplerError, ("state of seed=5", "has seed=6"), "seed"):
         make(seed=6).load_state_dict(make(seed=5).state_dict())
 
 
@@ -686,7 +687,7 @@ def test_a_pass_that_the_global_generators_decide_is_told_of_before_and_after_it
         assert sampler.state_dict()["taken"] == 0
         iterator = iter(sampler)
         next(iterator)
-        with pytest.raises(SamplerError, match="drew from the global generators"):
+        with raises(SamplerError, ("Varying", "global generators"), "generator="):
             sampler.state_dict()
         assert sampler.state_between_passes()["taken"] == 0
         list(iterator)
@@ -1048,7 +1049,7 @@ def test_subclasses_with_an_order_of_their_own_are_iterated_when_wrapped() -> No
 
 
 def test_an_index_without_a_group_is_refused_when_it_is_drawn() -> None:
-    with pytest.raises(SamplerError, match="gave the index 23, and group_ids has 23 entries"):
+    with raises(SamplerError, ("list", "index 23", "group_ids", "23 entries"), "group"):
         list(GroupedBatchSampler([1, 23], LABELS, 2))
 
 

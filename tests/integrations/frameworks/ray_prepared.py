@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
+from messages import raises
 from ray.train.torch import prepare_data_loader, prepare_model
 from torch.utils.data import IterableDataset
 
@@ -28,7 +28,7 @@ def prepare(loader: Any, patched: bool) -> Any:
     else:
         not_shared = prepare_data_loader(loader, add_dist_sampler=False)
         assert not check_loaders_is_patched(not_shared)
-        with pytest.raises(UnsupportedLoaderError, match="_WrappedDataLoader cannot be patched"):
+        with raises(UnsupportedLoaderError, "_WrappedDataLoader", "loader first"):
             patch_dataloader_to_ddp(not_shared)
     return prepared
 
