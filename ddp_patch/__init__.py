@@ -49,6 +49,8 @@ else:
 
     def __getattr__(name):
         """Return what is imported late."""
+        if name == "samplers":  # which users reach by `ddp_patch.samplers` alone
+            return import_module("ddp_patch.samplers")
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(_LATER[name]), name)

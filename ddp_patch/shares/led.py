@@ -60,9 +60,6 @@ class Led(Source[T]):
     def _received(self) -> Iterator[list[T]]:
         return self._leader.receive(self._turn(), self._take_note)
 
-    def _found(self, length: int) -> None:
-        self.length = length
-
     def _note(self, is_last: bool) -> tuple[Held | None, Held | None, int | None]:
         """Return what the leader tells the others, so that every rank knows where the loader stands."""
         self.held_after = self._held() if is_last else None

@@ -52,6 +52,9 @@ class Source(Generic[T]):
         """Return ``length``, or what this rank alone has found so far."""
         return self.length
 
+    def _found(self, length: int) -> None:
+        self.length = length
+
     def _skipping(self, skip: int, parts: Iterable[Sequence[T]]) -> Iterator[Sequence[T]]:
         for part in parts:
             left_out = max(0, skip - self.drawn)
@@ -118,9 +121,6 @@ class Drawn(Source[T]):
         """Draw on, and yield what is this rank's."""
         shares = self._stream.shares([self._epoch.plan], skip, self._found, self._epoch.verify)
         return self._skipping(skip, (part for (part,) in shares))
-
-    def _found(self, length: int) -> None:
-        self.length = length
 
     def ends_within(self, items: int) -> bool:
         """Draw on, and tell whether at most so many items of the share are left."""

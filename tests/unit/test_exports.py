@@ -141,6 +141,15 @@ def test_the_audit_is_imported_where_it_is_used() -> None:
         ddp_patch.no_such  # type: ignore[attr-defined]  # noqa: B018 - it is the access that raises
 
 
+def test_the_samplers_are_imported_where_they_are_used() -> None:
+    script = (
+        "import sys, ddp_patch; print('ddp_patch.samplers' in sys.modules); "
+        "print(ddp_patch.samplers.PKBatchSampler.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603 - our own script
+    assert done.stdout.split() == ["False", "PKBatchSampler"]
+
+
 def test_nothing_imports_upwards() -> None:
     root = Path(ddp_patch.__path__[0])
     for path in root.rglob("*.py"):
