@@ -1,4 +1,4 @@
-"""One line turns a finished ``DataLoader`` into one distributed rank's correct share of it."""
+"""Turn a finished ``DataLoader`` into one distributed rank's correct share of it, in one line."""
 
 import os
 from importlib import import_module
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ddp_patch.auditing import audit
     from ddp_patch.evaluation import gather_in_order, iter_with_mask
 else:
-    # What a training's first steps do without is imported when it is asked for.
+    # Import late what the first training steps don't need.
     _LATER = {
         "audit": "ddp_patch.auditing",
         "gather_in_order": "ddp_patch.evaluation",
@@ -44,7 +44,7 @@ else:
     }
 
     def __getattr__(name):
-        """Return what is imported late."""
+        """Import a late name on use."""
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(_LATER[name]), name)
@@ -85,7 +85,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-if "DDP_PATCH_GUARD" in os.environ:  # set while a guarded test runs, so this is a process that it started
+if "DDP_PATCH_GUARD" in os.environ:  # a guarded test sets it, so that test started this process
     import_module("ddp_patch.testing.guard").guard_this_process()
 
 
