@@ -113,7 +113,7 @@ class Leader:
 def _pieces(
     of_all: Iterator[Sequence[Sequence[T]]], members: int, most: int, largest: int
 ) -> Iterator[tuple[list[list[T]], bool]]:
-    """Join parts into pieces of about ``most`` items, doubling up to ``largest``; yield each with whether it is the last.
+    """Join parts into pieces of about ``most`` items, doubling up to ``largest``; say with each if it is the last.
 
     Every piece but the last has equally many items for each member, so all need the next piece at the same step.
     """
