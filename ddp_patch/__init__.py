@@ -1,4 +1,4 @@
-"""One line turns a finished ``DataLoader`` into one distributed rank's correct share of it."""
+"""Turn a finished ``DataLoader`` into one distributed rank's correct share of it, in one line."""
 
 import os
 from importlib import import_module
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ddp_patch.evaluation import gather_in_order, iter_with_mask
     from ddp_patch.resume import loader_state, restore_loader
 else:
-    # The first patch does without these, so they are imported when somebody asks for them.
+    # Import late what the first patch does without.
     _LATER = {
         "assert_loaders_patched": "ddp_patch.checking",
         "audit": "ddp_patch.auditing",
@@ -48,8 +48,8 @@ else:
     }
 
     def __getattr__(name):
-        """Return what is imported late."""
-        if name == "samplers":  # which users reach by `ddp_patch.samplers` alone
+        """Import a late name on use."""
+        if name == "samplers":  # some write `ddp_patch.samplers` without importing it
             return import_module("ddp_patch.samplers")
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -91,7 +91,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-if "DDP_PATCH_GUARD" in os.environ:  # set while a guarded test runs, so this is a process that it started
+if "DDP_PATCH_GUARD" in os.environ:  # a guarded test sets it, so that test started this process
     import_module("ddp_patch.testing.guard").guard_this_process()
 
 

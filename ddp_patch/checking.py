@@ -1,4 +1,4 @@
-"""The guard: are these loaders sharded?"""
+"""Check that loaders are sharded."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
@@ -15,13 +15,13 @@ Loaders: TypeAlias = "DataLoader[Any] | Mapping[str, Loaders] | Sequence[Loaders
 
 
 def check_loaders_is_patched(loaders: Loaders) -> bool:
-    """Tell whether every loader is sharded: by this package or by any other ``DistributedSampler``.
+    """Return whether every loader is sharded, by this package or any other ``DistributedSampler``.
 
     Args:
         loaders: A loader, or any nest of lists, tuples and dicts of loaders.
 
     Raises:
-        NotALoaderError: Something in the nest is neither a nest nor a loader.
+        NotALoaderError: The nest contains something that is no loader.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -35,14 +35,14 @@ def check_loaders_is_patched(loaders: Loaders) -> bool:
 
 
 def assert_loaders_patched(loaders: Loaders) -> None:
-    """Raise unless every loader is sharded, naming each that is not by its place.
+    """Raise unless every loader is sharded; the error lists where in the nest the others are.
 
     Args:
         loaders: A loader, or any nest of lists, tuples and dicts of loaders.
 
     Raises:
-        NotPatchedError: At least one loader is not sharded; an ``AssertionError`` too.
-        NotALoaderError: Something in the nest is neither a nest nor a loader.
+        NotPatchedError: At least one loader is not sharded. It is an ``AssertionError`` too.
+        NotALoaderError: The nest contains something that is no loader.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -64,12 +64,12 @@ Pass each through patch_dataloader_to_ddp() on every rank.
 
 
 def _held_in(value: object) -> str | None:
-    """Return the attribute in which a wrapper that is no loader holds some."""
+    """Return the attribute where a wrapper such as Lightning's ``CombinedLoader`` keeps its loaders, if any."""
     return next((name for name in HELD_LOADERS if hasattr(value, name)), None)
 
 
 def _leaves(loaders: Loaders, place: str) -> Iterator[tuple[str, DataLoader[Any]]]:
-    """Yield every loader of a nest with its place in it, such as ``val[1]``."""
+    """Yield every loader of a nest, after its place there, such as ``val[1]``."""
     match loaders:
         case DataLoader():
             yield place, loaders

@@ -8,14 +8,14 @@ from pathlib import Path
 
 __all__ = ["main"]
 
-# The packages that the extra installs. Another one that is missing is no fault of the installation.
+# The packages that the extra installs. If any other one is missing, the installation is not to blame.
 _NEEDED = {"click", "matplotlib", "rich"}
 
 
 def main() -> None:
-    """Run the command line. Where a package is missing that it needs, say what to install and exit with 2."""
+    """Run the command line; if a package it needs is missing, say what to install and exit with 2."""
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # like `python -m`, so that targets and real ranks can import from here
+        sys.path.insert(0, here)  # as `python -m` does, so that targets and real ranks can import from here
     try:
         from ddp_patch.auditing.commands import commands
 

@@ -1,4 +1,4 @@
-"""What a user may choose about sharing, checked in one place."""
+"""The options of sharding, checked in one place."""
 
 import operator
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ Layout: TypeAlias = Literal["interleaved", "contiguous"]
 Agreement: TypeAlias = Literal["auto", "seeded", "ambient", "leader"]
 IterableSharding: TypeAlias = Literal["exact", "by_worker"]
 
-# From the stores' resolution to some years.
+# From the resolution of torch's stores to some years.
 _TIMEOUTS_S = (0.001, 1e8)
 
 _UNEVEN = {
@@ -50,13 +50,13 @@ _ITERABLE_SHARDING = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a stream is shared.
+    """How to shard a stream; ``patch_dataloader_to_ddp`` describes each option.
 
     Attributes:
-        timeout: How many seconds ranks wait for each other wherever they meet.
+        timeout: How many seconds ranks wait for each other whenever they meet.
 
     Raises:
-        InvalidOptionError: A value is none of those that exist.
+        InvalidOptionError: An option has no valid value.
     """
 
     uneven: Uneven = "pad"
@@ -92,7 +92,7 @@ class Options:
 
     @property
     def needs_length(self) -> bool:
-        """Whether a rank's positions are known only once the stream's length is."""
+        """Whether a rank must know the stream's length to know its positions."""
         return self.layout == "contiguous"
 
 
@@ -101,7 +101,7 @@ def _is_seed(seed: object) -> bool:
 
 
 def whole_number(name: str, value: SupportsIndex) -> int:
-    """Return what counts as a whole number, numpy's and torch's included, as an int; or raise InvalidOptionError."""
+    """Return a whole number, which may be numpy's or torch's, as an int; raise InvalidOptionError for others."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
@@ -111,7 +111,7 @@ def whole_number(name: str, value: SupportsIndex) -> int:
 
 
 def check_rank(rank: int, num_replicas: int) -> None:
-    """Raise InvalidOptionError unless there can be such a rank among so many."""
+    """Raise InvalidOptionError unless ``num_replicas`` is at least 1 and ``rank`` in ``range(num_replicas)``."""
     if num_replicas < 1:
         raise InvalidOptionError(
             f"num_replicas={num_replicas} leaves no rank to share with: pass the number of ranks, at least 1."
@@ -124,12 +124,12 @@ def check_rank(rank: int, num_replicas: int) -> None:
 
 
 def check_uneven(uneven: object) -> None:
-    """Raise InvalidOptionError unless ``uneven`` is a value that exists."""
+    """Raise InvalidOptionError unless ``uneven`` has a valid value."""
     _check("uneven", uneven, _UNEVEN)
 
 
 def check_layout(layout: object) -> None:
-    """Raise InvalidOptionError unless ``layout`` is a value that exists."""
+    """Raise InvalidOptionError unless ``layout`` has a valid value."""
     _check("layout", layout, _LAYOUT)
 
 

@@ -1,4 +1,4 @@
-"""The one call that shards a finished DataLoader: look at it, agree with the other ranks, copy it with its share."""
+"""Shard a finished DataLoader in one call: look at it, agree with the other ranks, copy it with this rank's share."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -46,59 +46,59 @@ def patch_dataloader_to_ddp(
 ) -> L:
     """Return a copy of a finished loader that gives this rank its correct share of the data.
 
-    Call it on every rank of the group, after ``torch.distributed.init_process_group()``. A sampler is shared
-    item by item and torch's own ``BatchSampler`` then makes batches on each rank, so ``batch_size`` stays per rank;
-    any other batch sampler is shared in whole batches, and an iterable dataset's items are shared as they come.
-    Interleaving the ranks' shares gives one stream, which is the same for every number of ranks. Nothing
-    communicates after this call, but with ``verify=True`` and under a leader.
+    Call it on every rank of the group, after ``torch.distributed.init_process_group()``. It shards a sampler item by
+    item, and torch's own ``BatchSampler`` then makes batches on each rank, so ``batch_size`` stays per rank. It shards
+    any other batch sampler in whole batches, and an iterable dataset item by item. Interleave the ranks' shares and
+    you get one stream, the same for any number of ranks. After this call, ranks communicate only with ``verify=True``
+    or under a leader.
 
     Args:
-        loader: A finished loader. It is not changed.
-        uneven: What happens to the last round when the stream's length is no multiple of the number of ranks:
-            ``"pad"`` repeats the stream's first items (equal steps, nothing lost), ``"drop"`` leaves the round out
-            (equal steps, nothing repeated), ``"keep"`` gives some ranks one item less (nothing lost or
-            repeated, but steps may differ by one).
-        layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` the r-th run of
-            items, for which the sampler must know its length.
-        agreement: Why every rank sees the same stream. ``"seeded"``: every epoch's order is derived from (seed, epoch),
-            whatever the ranks' own seeds. ``"auto"``: the same; but the ranks compare the order of a copy's first
-            items, here, and where these differ it is ``"leader"``. ``"leader"``: rank 0 draws each epoch and sends
-            every rank its share. ``"ambient"``: samplers use the global random states as they are, for ranks that are
-            seeded alike. A ``torch.Generator`` of the loader or its samplers is put into rank 0's state once, and
-            then gives what it would give in one process.
-        scalable_shuffle: Of a shuffled loader, ``DataLoader(shuffle=True)`` or a ``SubsetRandomSampler``: compute the
-            order, of each rank only its share, instead of drawing a permutation. It takes constant time and
-            memory until the first batch, for any number of samples. The order is another one than torch draws.
-        seed: A whole number of at least 0; rank 0's is sent to all. Default: rank 0's ``torch.initial_seed()``,
-            or 0 in an explicit world and in a ``process_group`` of some ranks.
-        iterable_sharding: For iterable datasets. ``"exact"``: every rank reads the whole stream and keeps its share,
-            which is right for any dataset. ``"by_worker"``: the dataset splits itself by ``get_worker_info()``, told
-            that all ranks' workers are workers of one loader, so that nothing is read twice; whether ranks then make
-            the same number of steps is up to the dataset, and ``uneven`` has no say.
-        process_group: The group whose ranks share the data; default: all ranks.
-        device_mesh: A mesh over whose data-parallel dimensions the data is shared: those named ``dp``,
-            ``dp_replicate``, ``dp_shard``, ``fsdp`` and the like. Ranks that differ in its other dimensions only
-            (tensor, context or pipeline parallelism) get the same batches.
-        data_parallel_dimensions: The names of those dimensions, where they have others.
-        rank: This rank, in ``range(num_replicas)``, for an explicit world: nothing communicates at all.
+        loader: A finished loader. It stays unchanged.
+        uneven: What to do with the last round when the number of ranks does not divide the stream's length.
+            ``"pad"`` repeats the stream's first items (equal steps, nothing lost). ``"drop"`` leaves the round out
+            (equal steps, nothing repeated). ``"keep"`` gives some ranks one item less (nothing lost or repeated, but
+            steps may differ by one).
+        layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th
+            run of items, and the sampler must know its length.
+        agreement: How every rank comes to see the same stream. ``"seeded"`` derives each epoch's order from
+            (seed, epoch), whatever the ranks' own seeds. ``"auto"`` does the same, but first compares the ranks' orders
+            on a copy's first items, and uses ``"leader"`` if they differ. With ``"leader"``, rank 0 draws each epoch
+            and sends every rank its share. ``"ambient"`` leaves samplers the global random states, for ranks that are
+            seeded alike. A ``torch.Generator`` of the loader or its samplers gets rank 0's state once, and from then on
+            draws what it would in one process.
+        scalable_shuffle: Compute the order of a shuffled loader (``DataLoader(shuffle=True)`` or a
+            ``SubsetRandomSampler``) instead of drawing a permutation; each rank computes only its share. The first
+            batch then takes constant time and memory for any number of samples. The order differs from torch's.
+        seed: A whole number of at least 0; all ranks use rank 0's. Default: rank 0's ``torch.initial_seed()``, or 0
+            in an explicit world and in a ``process_group`` of only some ranks.
+        iterable_sharding: How to shard an iterable dataset. With ``"exact"``, every rank reads the whole stream and
+            keeps its share, which is right for any dataset. With ``"by_worker"``, the dataset splits itself by
+            ``get_worker_info()``, which counts all ranks' workers as one loader's. Nothing is read twice, but the
+            dataset decides whether ranks make equally many steps, and ``uneven`` has no effect.
+        process_group: The group whose ranks share the data. Default: all ranks.
+        device_mesh: A mesh whose data-parallel dimensions shard the data: those named ``dp``, ``dp_replicate``,
+            ``dp_shard``, ``fsdp`` and the like. Ranks that differ only in other dimensions (tensor, context or
+            pipeline parallelism) get the same batches.
+        data_parallel_dimensions: The names of those dimensions, if yours are called otherwise.
+        rank: This rank, in ``range(num_replicas)``, for an explicit world, where ranks never communicate.
         num_replicas: The number of ranks of an explicit world.
-        verify: Compare epoch, seed and position between the ranks at the beginning of each epoch, and what was drawn at
-            its end.
-        timeout: How many seconds the ranks wait for each other, here and wherever they meet later.
+        verify: Compare epoch, seed and position between the ranks when an epoch begins, and what they drew when it
+            ends.
+        timeout: How many seconds the ranks wait for each other, here and whenever they meet later.
 
     Returns:
-        A loader of the same class. The same loader where it is sharded already (by this function, or by any other
-        ``DistributedSampler``), and where there is only one process: then with a ``NotDistributedWarning``.
+        A loader of the same class. Returns ``loader`` itself if it is already sharded (by this function or any other
+        ``DistributedSampler``) or, with a ``NotDistributedWarning``, if there is only one process.
 
     Raises:
         NotALoaderError: ``loader`` is no DataLoader.
-        InvalidOptionError: An option has no meaning.
-        WorldError: The environment announces several ranks and no process group exists, or this process is
+        InvalidOptionError: An option has no valid value.
+        WorldError: The environment announces several ranks but there is no process group, or this process is
             not in ``process_group``.
         AlreadyPatchedError: The loader was patched for another world.
         UnsupportedLoaderError: The loader cannot be copied correctly.
-        RankMismatchError: The ranks' loaders or options differ; on every rank.
-        MissingRanksError: A rank did not come here in time.
+        RankMismatchError: The ranks' loaders or options differ; raised on every rank.
+        MissingRanksError: A rank did not arrive in time.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -132,38 +132,37 @@ def patch_dataloader_to_ddp(
 
 
 def _shard(facts: LoaderFacts[L], agreed: Agreed) -> L:
-    """Copy the loader with what chooses its samples sharded, and its workers seeded by rank."""
+    """Return a copy of the loader with its sampler or dataset sharded and its workers seeded by rank."""
     share_of = _iterable_share if facts.level is Level.ITERABLE else _sampler_share
     sharded, new = share_of(facts, agreed)
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
     patched = copy_loader(facts.loader, **new, **{ACCELERATE_PREPARED: True})
-    # accelerate's users and Hugging Face's Trainer call it. A subclass may have one, which need not reach the sampler.
+    # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
     return patched
 
 
 def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
-    """Return this rank's share of what samplers choose, and the loader's attributes that hold it."""
+    """Return the sampler of this rank's share, and the loader's attributes that hold it."""
     if facts.level is Level.BATCH:
         batches: DDPBatchSamplerWrapper[Any] = DDPBatchSamplerWrapper.of(facts.stream, agreed)
-        # Nothing is drawn from the sampler; but frameworks look for a DistributedSampler there, and users for its
-        # set_epoch.
+        # Nothing draws from loader.sampler, but frameworks look for a DistributedSampler there, users for set_epoch.
         return batches, {"sampler": batches, "batch_sampler": batches}
     sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(facts.stream, agreed)
     if facts.level is Level.UNBATCHED:
         return sharded, {"sampler": sharded}
     batch_sampler: Any = facts.makes_batches(sharded, facts.batch_size, facts.drop_last)
-    # It alone is left to be told epochs where accelerate's skip_first_batches wraps it.
+    # accelerate's skip_first_batches keeps only the batch sampler, so that must take epochs too.
     batch_sampler.set_epoch = sharded.set_epoch
     new = {"sampler": sharded, "batch_sampler": batch_sampler}
     return sharded, new | {"batch_size": facts.batch_size, "drop_last": facts.drop_last}
 
 
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
-    """Return what begins the epochs of this rank's share of an iterable dataset, and the attributes that hold both."""
+    """Return the sampler that begins a sharded iterable dataset's epochs, and the attributes that hold both."""
     # Imported here, because most loaders do without.
     from ddp_patch.shares.iterables.dataset import ShardedIterable
     from ddp_patch.shares.iterables.sampler import StreamSampler

@@ -1,4 +1,4 @@
-"""A loader's place in its epochs, told and restored: stop anywhere, go on with another number of ranks."""
+"""Save and restore a loader's place in its epochs: stop anywhere, resume with any number of ranks."""
 
 import json
 from typing import Any
@@ -19,25 +19,25 @@ _RESTORING = "Restoring a loader's state"
 
 
 def loader_state(loader: DataLoader[Any], *, batches_done: int) -> dict[str, Any]:
-    """Return where a patched loader stands after so many batches of the pass in progress, as a small plain dict.
+    """Return a patched loader's state after some batches of the current pass, as a small plain dict.
 
-    It is the same on every rank, so that of any one is enough; nothing communicates. Save it beside the model with
-    ``torch.save``, ``pickle`` or, where no sampler with a ``state_dict`` of its own is in the loader, ``json``.
+    The state is the same on every rank, so any one's will do, and the ranks do not communicate. Save it beside the
+    model with ``torch.save`` or ``pickle``; ``json`` works unless a sampler has a ``state_dict`` of its own.
 
     Args:
         loader: A loader from ``patch_dataloader_to_ddp``.
-        batches_done: How many batches the training loop has finished since the pass began: ``enumerate(loader)``
-            counts them. Batches that workers have fetched ahead do not count. After the last one the state is that of
-            the next epoch's beginning.
+        batches_done: How many batches the training loop has finished since the pass began, as ``enumerate(loader)``
+            counts them. Batches that workers have prefetched do not count. After the last batch, the state is the
+            beginning of the next epoch.
 
     Returns:
-        The state. ``state["epoch"]`` is the epoch in which training goes on.
+        The state. ``state["epoch"]`` is the epoch in which training resumes.
 
     Raises:
         NotPatchedError: The loader was not patched.
-        InvalidOptionError: The pass has not given so many batches.
-        UnsupportedLoaderError: The loader gives its batches in another order than it draws them.
-        StateError: The order follows from what no state holds (``agreement="ambient"``).
+        InvalidOptionError: The pass has not yielded that many batches.
+        UnsupportedLoaderError: The loader yields its batches in another order than it draws them.
+        StateError: The order depends on something that no state holds (``agreement="ambient"``).
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -69,23 +69,23 @@ def loader_state(loader: DataLoader[Any], *, batches_done: int) -> dict[str, Any
 
 
 def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
-    """Let a freshly patched loader go on where ``loader_state`` was called, in any world.
+    """Make a freshly patched loader resume where ``loader_state`` was called, in any world.
 
-    The next pass gives the rest of that epoch, and ``len(loader)`` is that rest's; later passes are whole epochs again.
-    In the same world they are exactly those of a run that was never stopped. In another one, or with another batch
-    size over the same sampler, what was done before and what is done after make up the epoch's stream, each item once,
-    but for the padding of the last round. Nothing of the dataset is read for it; items that are skipped are drawn
-    again, or only looked up past where the sampler has random access.
+    The next pass yields the rest of that epoch, and ``len(loader)`` counts that rest; later passes are whole epochs.
+    In the same world, all passes match those of a run that never stopped. In another world, or with another batch size
+    over the same sampler, the items from before and after make up the epoch's stream, each once except for the last
+    round's padding. Restoring reads no samples of a map-style dataset: it only draws the skipped indices again, or
+    jumps over them if the sampler has random access.
 
     Args:
-        loader: A loader that was built as the other one was and then patched. Every rank must restore the same state.
+        loader: A loader built like the saved one and then patched. Every rank must restore the same state.
         state: What ``loader_state`` returned, or a sampler's ``state_dict()``.
 
     Raises:
         NotPatchedError: The loader was not patched.
-        StateError: The state is damaged, newer than this package, or of another loader; the loader is as it was.
-        RankMismatchError: Ranks restore different states, or some cannot; on every rank.
-        MissingRanksError: A rank did not come here in time.
+        StateError: The state is damaged, newer than this package, or of another loader. The loader stays as it was.
+        RankMismatchError: Ranks restore different states, or some cannot restore; raised on every rank.
+        MissingRanksError: A rank did not arrive in time.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -105,7 +105,7 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
 
 
 def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -> None:
-    """Restore a loader; ``tells_rest=False`` leaves its length whole, for who counts from the epoch's beginning."""
+    """Restore a loader; ``tells_rest=False`` keeps a whole epoch's length, for loops that count from its beginning."""
     sampler = patched_sampler("restore_loader", loader)
     with refusals_told(sampler.agreed.world, _RESTORING):
         place = sampler.read(state).following()

@@ -22,7 +22,7 @@ W = TypeVar("W")
 
 
 class SharingOptions(TypedDict, total=False):
-    """What both wrappers take as keywords; described at ``DDPSamplerWrapper``."""
+    """The keywords of both wrappers; ``DDPSamplerWrapper`` describes them."""
 
     num_replicas: SupportsIndex | None
     rank: SupportsIndex | None
@@ -40,24 +40,24 @@ class SharingOptions(TypedDict, total=False):
 class DDPSamplerWrapper(ShardedSampler[T]):
     """One rank's share of any sampler: a ``DistributedSampler`` for samplers, not only for datasets.
 
-    Every rank draws the whole stream of ``sampler``, a few thousand items at a time, and keeps its own. The ranks'
-    streams are the same although the ranks may be seeded differently, because the global random states are replaced,
-    while the sampler is drawn, by ones derived from (seed, epoch). Epochs differ with and without ``set_epoch``.
+    All ranks see the same stream, even if they are seeded differently, and each keeps its own items. While the
+    sampler draws, random states derived from (seed, epoch) replace the global ones. Each pass is the next epoch,
+    with or without ``set_epoch``.
 
     Args:
         sampler: A sampler, or any iterable of indices.
-        shuffle_samples_between_gpus: Permute the whole epoch once more, as
-            ``torch.utils.data.DistributedSampler(shuffle=True)`` does with a dataset. This holds one epoch's items
-            in memory.
-        pad_data_to_num_gpus: True means ``uneven="pad"`` and False ``uneven="drop"``.
-        options: As keywords, each meaning what it means in ``patch_dataloader_to_ddp``: ``num_replicas`` and ``rank``,
-            ``process_group``, ``device_mesh``, ``data_parallel_dimensions``, ``uneven`` (outranks
+        shuffle_samples_between_gpus: Shuffle the whole epoch once more, as
+            ``torch.utils.data.DistributedSampler(shuffle=True)`` shuffles a dataset. This keeps one epoch's items in
+            memory.
+        pad_data_to_num_gpus: True means ``uneven="pad"``, False means ``uneven="drop"``.
+        options: Keywords that mean the same as in ``patch_dataloader_to_ddp``: ``num_replicas`` and ``rank``,
+            ``process_group``, ``device_mesh``, ``data_parallel_dimensions``, ``uneven`` (overrides
             ``pad_data_to_num_gpus``), ``layout``, ``agreement``, ``seed``, ``verify`` and ``timeout``.
 
     Raises:
-        InvalidOptionError: An option has no meaning.
-        WorldError: Neither a world nor a process group is there.
-        StreamLengthError: While iterating with ``layout="contiguous"``, if the sampler's length was wrong.
+        InvalidOptionError: An option has no valid value.
+        WorldError: No world was given and there is no process group.
+        StreamLengthError: While iterating with ``layout="contiguous"``, the sampler's length turned out wrong.
 
     Examples:
         >>> sampler = torch.utils.data.WeightedRandomSampler([1.0, 1.0, 8.0], num_samples=6)
@@ -82,18 +82,18 @@ class DDPSamplerWrapper(ShardedSampler[T]):
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]  # torch's is an attribute
-        """Whether the last, incomplete round is left out, as ``DistributedSampler`` has it."""
+        """Whether the last, incomplete round is left out, by ``DistributedSampler``'s name."""
         return self.plan.uneven == "drop"
 
 
 class DDPBatchSamplerWrapper(ShardedSampler[T]):
-    """One rank's share of any batch sampler: whole batches, never torn apart or refilled.
+    """One rank's share of any batch sampler: whole batches, never split or refilled.
 
     Args:
-        batch_sampler: A batch sampler, or any iterable of batches; ``batch_size`` and ``drop_last`` are read from it.
-        shuffle_samples_between_gpus: As in ``DDPSamplerWrapper``, with batches for items; so all that follow.
-        pad_data_to_num_gpus: See there.
-        options: See there.
+        batch_sampler: A batch sampler, or any iterable of batches. Its ``batch_size`` and ``drop_last`` are used.
+        shuffle_samples_between_gpus: As in ``DDPSamplerWrapper``, but for whole batches.
+        pad_data_to_num_gpus: As in ``DDPSamplerWrapper``, but for whole batches.
+        options: As in ``DDPSamplerWrapper``, but for whole batches.
 
     Raises:
         DDPPatchError: As in ``DDPSamplerWrapper``.
@@ -105,7 +105,7 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
     """
 
     def __new__(cls, batch_sampler: object = None, *_: object, **options: Any) -> Self:
-        """Return the wrapper itself where a framework makes it anew, as if it were torch's batch sampler."""
+        """Return the given wrapper itself if a framework rebuilds it as if it were torch's batch sampler."""
         if _is_made_anew(options):
             return _made_anew(cls, batch_sampler)
         return super().__new__(cls)
@@ -124,24 +124,24 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
 
     @property
     def batch_size(self) -> int:
-        """The wrapped batch sampler's; AttributeError where it has none."""
+        """The wrapped batch sampler's; AttributeError if it has none."""
         batch_size: int = cast(Any, self.sampler).batch_size
         return batch_size
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]  # torch's is an attribute; here the wrapped one's counts
-        """The wrapped batch sampler's; AttributeError where it has none."""
+        """The wrapped batch sampler's; AttributeError if it has none."""
         drop_last: bool = cast(Any, self.sampler).drop_last
         return drop_last
 
 
 def _is_made_anew(options: Mapping[str, object]) -> bool:
-    """Tell whether a framework makes a batch sampler anew: Lightning does so for predict and overfit_batches."""
+    """Return whether a framework is rebuilding a batch sampler, as Lightning does for predict and overfit_batches."""
     return options.keys() == {"batch_size", "drop_last"}
 
 
 def _made_anew(wrapper_type: type[W], sampler: object) -> W:
-    """Return the wrapper in the loader, which Lightning gives to predict; raise for anything else."""
+    """Return the loader's wrapper, which Lightning passes for predict; raise for anything else."""
     if isinstance(sampler, wrapper_type):
         return sampler
     raise UnsupportedLoaderError(
@@ -152,7 +152,7 @@ def _made_anew(wrapper_type: type[W], sampler: object) -> W:
 
 
 def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: bool, given: SharingOptions) -> Agreed:
-    """Agree with the other ranks on a sampler that is wrapped by hand."""
+    """Agree with the other ranks on a sampler that the user wraps by hand."""
     wrapper = wrapper_type.__name__
     if unknown := sorted(given.keys() - SharingOptions.__annotations__.keys()):
         known = ", ".join(SharingOptions.__annotations__)

@@ -1,4 +1,4 @@
-"""All ranks' outputs in the order of the unpatched loader."""
+"""Gather all ranks' outputs in the order of the unpatched loader."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ Outputs = TypeVar("Outputs")
 
 _GATHERING = "Gathering outputs"
 
-# What a row of the outputs stands for.
+# What one row of the outputs stands for.
 _UNITS = {Level.SAMPLE: "samples", Level.BATCH: "batches", Level.UNBATCHED: "items", Level.ITERABLE: "samples"}
 
 
@@ -35,31 +35,31 @@ def gather_in_order(outputs: Outputs, loader: DataLoader[Any], *, dst: None = No
 @overload
 def gather_in_order(outputs: Outputs, loader: DataLoader[Any], *, dst: int | None) -> Outputs | None: ...
 def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None) -> Any:
-    """Return the outputs of all ranks in the order in which the unpatched loader gives its samples, without padding.
+    """Return all ranks' outputs in the unpatched loader's order, without padding.
 
-    Call it on every rank after a whole pass over the loader. What it returns has one row for each sample of that pass
-    (with ``uneven="drop"`` and ``drop_last=True``, of those that were given), so that metrics of it are those of one
-    process. Besides the result it holds up to 64 MiB, and of lists one rank's part in pickled form.
+    Call it on every rank after a whole pass over the loader. The result has one row for each sample of that pass, so
+    metrics computed from it equal those of one process; samples that ``uneven="drop"`` or ``drop_last=True`` left out
+    have no row. Besides the result, it needs up to 64 MiB of memory, plus one rank's part of any lists, pickled.
 
     Args:
         outputs: This rank's outputs of the pass, in its own order: a tensor, an array or a list, or a nest of dicts and
-            tuples of these. Each has one row (a list one element) for each sample that this rank got, padding included;
-            of a loader with a batch sampler of its own, for each batch. A rank that got nothing may give None.
-        loader: A loader from ``patch_dataloader_to_ddp``; or an unpatched one in a single process, where the outputs
-            come back as they are.
-        dst: The global rank that gets the result, while others get None; default: every rank gets it.
+            tuples of these. Each has one row (a list: one element) for each sample that this rank got, padding
+            included; with your own batch sampler, one row for each batch. A rank that got nothing may pass None.
+        loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, where the outputs
+            come back unchanged.
+        dst: The global rank that gets the result; the others get None. Default: every rank gets it.
 
     Returns:
-        The same structure. Tensors lie on the device that this rank's own lie on.
+        The same structure, with tensors on the device of this rank's own.
 
     Raises:
-        OutputsError: A rank is in the middle of a pass, gives another number of rows than it got samples, or another
-            structure than others; on every rank.
-        MissingRanksError: A rank did not come here in time.
+        OutputsError: A rank is in the middle of a pass, passes another number of rows than it got samples, or another
+            structure than the others; raised on every rank.
+        MissingRanksError: A rank did not arrive in time.
         NotPatchedError: The loader was not patched, and there are several ranks.
-        WorldError: The world was given by ``rank=`` and ``num_replicas=``, so there is nobody to gather from.
-        UnsupportedLoaderError: Which samples each rank got cannot be told.
-        InvalidOptionError: ``dst`` is none of the ranks.
+        WorldError: The world was given by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
+        UnsupportedLoaderError: It is unknown which samples each rank got.
+        InvalidOptionError: ``dst`` is not one of the ranks.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -83,9 +83,9 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
 
 
 def _members(batches: Batches, dst: int | None) -> Members:
-    """Return who gathers: one rank for each share, this one among them.
+    """Return the ranks that gather with this one: one rank for each share.
 
-    Where several take the same share, those with the same place among them gather from each other.
+    If several ranks take the same share, the first of each share gather together, then the second of each, and so on.
     """
     agreed = batches.sampler.agreed
     world, timeout = agreed.world, agreed.options.timeout
@@ -105,15 +105,15 @@ def _members(batches: Batches, dst: int | None) -> Members:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What a rank says of its outputs.
+    """What a rank reports about its outputs.
 
     Attributes:
-        dst: Who is to get the result.
-        at: Which pass they are of.
-        given: How many rows this rank has to give, padding left out.
-        structure: The outputs.
-        pickled: How many bytes its rows of objects are, by their path.
-        problem: Why they are not those of a whole pass, or nothing.
+        dst: Which rank gets the result.
+        at: Which pass the outputs are from.
+        given: How many rows this rank contributes, without padding.
+        structure: The outputs' structure.
+        pickled: The size of its pickled rows in bytes, by path.
+        problem: Why the outputs are not those of a whole pass; empty if they are.
     """
 
     dst: int | None
@@ -125,7 +125,7 @@ class _Said:
 
 
 def _say(outputs: Any, batches: Batches, dst: int | None) -> tuple[_Said, Packed]:
-    """Return what this rank says of its outputs, and those of them that are sent pickled."""
+    """Return this rank's report on its outputs, and the outputs that it sends pickled."""
     sampler, one = batches.sampler, batches.sampler.latest
     if one is None:
         return _Said(dst, problem="has made no pass over the loader"), {}
@@ -141,13 +141,13 @@ def _say(outputs: Any, batches: Batches, dst: int | None) -> tuple[_Said, Packed
     given = len(sampler.plan.sources(length)[0][one.skip : one.skip + samples])
     try:
         own = packed(outputs, structure, given)
-    except Exception as error:  # noqa: BLE001 - the user's objects; all ranks are told
+    except Exception as error:  # noqa: BLE001 - the user's objects; all ranks get the error
         return _Said(dst, at, problem=f"gives what cannot be pickled: {error}"), {}
     return _Said(dst, at, given, structure, {path: len(data) for path, data in own.items()}), own
 
 
 def _judge(plan: Plan, ranks: Collection[int], records: Mapping[int, _Said]) -> dict[int, Arrangement]:
-    """Return where all rows stand; raise where the ranks do not give the same pass in the same form."""
+    """Return where every row goes; raise unless the ranks report the same pass in the same form."""
     wrong_dst = [said.dst for said in records.values() if said.dst is not None and said.dst not in ranks]
     if wrong_dst:
         raise InvalidOptionError(
@@ -169,7 +169,7 @@ def _judge(plan: Plan, ranks: Collection[int], records: Mapping[int, _Said]) -> 
             "Call gather_in_order() on every rank after the loop over the loader, with the same structure on each and "
             "one row for each sample (or batch of a batch sampler) that the rank got, padding included."
         )
-    # Where nobody has a row, any structure that is one will do.
+    # If no rank has a row, any valid structure will do.
     structures = list(with_rows.values()) or [said.structure for said in records.values() if not said.structure.wrong]
     structure = structures[0].widened(structures) if structures else structure_of(None)
     counts = [said.given for said in records.values()]
@@ -183,18 +183,18 @@ def _unless_same(said: Mapping[int, str]) -> Mapping[int, str]:
 
 
 def _places(plan: Plan, counts: Sequence[int]) -> list[list[range]]:
-    """Return where the rows of each share stand among those of all, in the stream's order.
+    """Return the positions of each share's rows among all rows, in the stream's order.
 
     Args:
-        plan: How the stream was shared.
-        counts: How many rows each share has.
+        plan: How the stream was sharded.
+        counts: The number of rows of each share.
     """
     if plan.needs_length:
         runs = zip(counts, accumulate(counts), strict=True)
         return [[range(end - count, end)] if count else [] for count, end in runs]
     places: list[list[range]] = [[] for _ in counts]
     start = 0
-    # Rounds in which the same ranks have a row: with drop_last and uneven="keep" some have a batch less.
+    # Place rounds together in which the same ranks have a row: with drop_last and uneven="keep", some lack a batch.
     for before, until in pairwise(sorted({0, *counts})):
         takers = [share for share, count in enumerate(counts) if count >= until]
         end = start + len(takers) * (until - before)

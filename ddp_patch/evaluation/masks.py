@@ -1,4 +1,4 @@
-"""Which samples of a batch are padding."""
+"""Mark which samples of a batch are padding."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,16 +20,15 @@ def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]
     """Yield each batch of a pass with a mask that is False on padding.
 
     Args:
-        loader: A loader from ``patch_dataloader_to_ddp``; or an unpatched one in a single process, of which nothing is
+        loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, which has no
             padding.
 
     Yields:
-        The batch, and a bool tensor on the CPU with one element for each sample of it; with ``batch_size=None`` one
-        without dimensions.
+        The batch and its mask, a bool tensor on the CPU of shape [samples], or of shape [] with ``batch_size=None``.
 
     Raises:
         NotPatchedError: The loader was not patched, and there are several ranks.
-        UnsupportedLoaderError: Which samples a batch holds cannot be told.
+        UnsupportedLoaderError: It is unknown which samples a batch holds.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -46,7 +45,7 @@ def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]
 
 
 def _masked(loader: DataLoader[Any], batches: Batches) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield each batch with its mask, which follows from the place of its items in this rank's share."""
+    """Yield each batch with its mask, computed from its items' positions in this rank's share."""
     sampler = batches.sampler
     is_unbatched = loader.batch_sampler is None
     sampler.keeps_sizes = batches.level is Level.BATCH
@@ -61,11 +60,11 @@ def _masked(loader: DataLoader[Any], batches: Batches) -> Iterator[tuple[Any, to
 
 
 def _mask(batches: Batches, one: Pass[Any], number: int) -> torch.Tensor:
-    """Tell which samples of a pass's batch ``number`` are no padding."""
+    """Return the mask of batch ``number`` of a pass, True for samples that are not padding."""
     plan = batches.sampler.plan
     length = one.source.length_found()
     first = one.skip + number * batches.size
-    # Padding is given after the stream's end was found.
+    # No padding comes before the stream's end is found.
     share = first + batches.size if length is None else len(plan.share(length))
     real = share if length is None else share - len(plan.padding(length))
     if one.sizes is not None:
@@ -79,14 +78,14 @@ def _all_real(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
         for item in loader:
             yield item, torch.tensor(True)
         return
-    # Only the samples, before they are put together, tell for any batch how many they are.
+    # Count samples before they are collated: a collated batch may have any type.
     for samples, batch in copy_loader(loader, collate_fn=_Counted(loader.collate_fn)):
         yield batch, torch.ones(samples, dtype=torch.bool)
 
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """A ``collate_fn`` that puts the number of samples before what the user's returns."""
+    """A ``collate_fn`` that returns the number of samples, then what the user's ``collate_fn`` returns."""
 
     collate_fn: Callable[[Any], Any]
 

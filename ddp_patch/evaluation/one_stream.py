@@ -1,4 +1,4 @@
-"""Which loaders can be evaluated: those whose ranks share one stream, or that are alone."""
+"""Check that a loader can be evaluated: its ranks share one stream, or there is only one process."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ __all__ = ["is_alone", "require_one_stream"]
 
 
 def is_alone(loader: DataLoader[Any]) -> bool:
-    """Tell whether it is the unpatched loader of the only process."""
+    """Return whether the loader is unpatched and this process the only one."""
     require_loader("Evaluation", loader)
     return sharded_by(loader) is None and (not dist.is_initialized() or dist.get_world_size() == 1)
 
 
 def require_one_stream(operation: str, loader: DataLoader[Any]) -> Batches:
-    """Return how a loader's batches follow from its share; raise where the ranks share no one stream."""
+    """Return how a loader makes batches of its share; raise if its ranks do not share one stream."""
     batches = require_batches(operation, loader)
     if batches.sampler.agreed.options.iterable_sharding == "by_worker" and batches.level is Level.ITERABLE:
         raise UnsupportedLoaderError(

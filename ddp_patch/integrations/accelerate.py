@@ -1,4 +1,4 @@
-"""accelerate: a patched loader with what accelerate's own loaders do, but for sharing it a second time."""
+"""Let accelerate treat a patched loader like its own, except that it won't shard it again."""
 
 from collections.abc import Iterator
 from typing import Any, TypeVar, cast
@@ -19,22 +19,22 @@ T = TypeVar("T")
 
 
 def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoader[T]:
-    """Prepare a patched loader as ``accelerator.prepare`` does others: batches on the device, the last one known.
+    """Prepare a patched loader as ``accelerator.prepare`` does others: batches on the device, the last one marked.
 
-    ``accelerator.prepare`` leaves a patched loader as it is, so that its batches stay on the CPU and gradient
+    ``accelerator.prepare`` itself leaves a patched loader as it is: its batches stay on the CPU, and gradient
     accumulation does not see where an epoch ends. With ``DataLoaderConfiguration(use_stateful_dataloader=True)``,
-    ``save_state`` and ``load_state`` keep the place of what comes back.
+    ``save_state`` and ``load_state`` save and restore the place of the loader that this returns.
 
     Args:
-        accelerator: Whose device and settings count.
+        accelerator: Its device and settings are used.
         loader: What ``patch_dataloader_to_ddp`` returned.
 
     Returns:
-        A loader over ``loader``, to which ``accelerator.prepare`` does nothing more. In a single process, where nothing
-        needs to be patched, what ``accelerator.prepare`` returns.
+        A loader over ``loader`` that ``accelerator.prepare`` leaves as it is. In a single process, an unpatched loader
+        comes back as ``accelerator.prepare`` returns it.
 
     Raises:
-        NotPatchedError: Several processes share the data, and the loader is not patched.
+        NotPatchedError: There are several processes, and the loader is not patched.
 
     Examples:
         >>> from ddp_patch import patch_dataloader_to_ddp
@@ -49,7 +49,7 @@ def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoad
 
 
 class _Prepared(AccelerateLeavesAlone, DataLoaderShard):  # type: ignore[misc]  # accelerate is not there where types are checked
-    """A patched loader within accelerate's, which counts no epochs of its own."""
+    """An accelerate loader around a patched one; it counts no epochs of its own."""
 
     def __init__(self, accelerator: Accelerator, loader: DataLoader[Any], sampler: EpochSampler[Any]) -> None:
         self._sampler = sampler
@@ -60,7 +60,7 @@ class _Prepared(AccelerateLeavesAlone, DataLoaderShard):  # type: ignore[misc]  
             **{ACCELERATE_NON_BLOCKING: accelerator.non_blocking},
         )
         self.base_dataloader = loader
-        # Set after the loader was made, which is not to be torchdata's: whether `save_state` asks for its state.
+        # Makes `save_state` ask for our state. Not passed to __init__, which would make a loader of torchdata's.
         self.use_stateful_dataloader = accelerator.use_stateful_dataloader
         self._batches_done = 0
 
@@ -71,11 +71,11 @@ class _Prepared(AccelerateLeavesAlone, DataLoaderShard):  # type: ignore[misc]  
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands after the batches that were given, one fewer than accelerate has fetched."""
+        """Return the state after the batches that were yielded, one fewer than accelerate has fetched."""
         return loader_state(self.base_dataloader, batches_done=self._batches_done)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next pass go on where a state was taken; ``len()`` stays whole, as accelerate's loaders have it."""
+        """Make the next pass resume where a state was taken; ``len()`` stays whole, as in accelerate's loaders."""
         go_on(self.base_dataloader, state_dict, tells_rest=False)
         self._batches_done = 0
 
@@ -86,7 +86,7 @@ class _Prepared(AccelerateLeavesAlone, DataLoaderShard):  # type: ignore[misc]  
 
     @iteration.setter
     def iteration(self, epoch: int) -> None:
-        """Nothing: the sampler counts, also on from a restored place."""
+        """Do nothing: the sampler counts epochs, also after it was restored."""
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one."""

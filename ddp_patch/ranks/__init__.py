@@ -1,3 +1,3 @@
-"""Which ranks there are, where they meet, and what they agree on."""
+"""Find the ranks, let them meet, and make them agree."""
 
 __all__: list[str] = []

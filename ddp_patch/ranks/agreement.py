@@ -1,4 +1,4 @@
-"""Why every rank sees the same stream: compared at the patch, and every epoch where the user asks for it."""
+"""Make every rank see the same stream: compare the ranks at the patch and, if the user asks, in every epoch."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AGREEING", "Agreed", "agree", "refusals_told"]
 
-# Up to so many ranks an error lists who takes which share.
+# With at most this many ranks, an error lists which rank takes which share.
 _TOLD_IN_FULL = 16
 
 AGREEING = "Agreeing on how data is shared"
@@ -38,9 +38,9 @@ class Agreed:
 
     Attributes:
         world: The ranks that share.
-        options: The options, with rank 0's seed and with what ``agreement="auto"`` came to.
-        leader: How rank 0 sends every rank its share, where it draws for all.
-        number: The number of this agreement, counted on the first rank. It tells one loader from another.
+        options: The options, with rank 0's seed and ``agreement="auto"`` resolved.
+        leader: Sends every rank its share, if rank 0 draws for all.
+        number: The number of this agreement, counted on the first rank. It identifies the loader.
     """
 
     world: World
@@ -50,26 +50,26 @@ class Agreed:
 
     @property
     def seed(self) -> int:
-        """The seed that every epoch's order is derived from."""
+        """The seed of every epoch's order."""
         return cast(int, self.options.seed)
 
     def plan(self, rank: int) -> Plan:
-        """The share of a rank."""
+        """Return the plan that gives a rank its share."""
         return Plan(rank, self.world.num_replicas, self.options.uneven, self.options.layout)
 
     def check(self, doing: str, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
-        """With ``verify=True``, compare facts between the ranks: RankMismatchError on every rank if they differ.
+        """With ``verify=True``, compare facts between the ranks; raise RankMismatchError on every rank if they differ.
 
         Args:
-            doing: What the ranks are about.
-            facts: What every rank must say, by name.
-            known: What is compared between those ranks only that say it.
+            doing: What the ranks are doing, for the error.
+            facts: What must be the same on every rank, by name.
+            known: What must be the same on all ranks that know it, by name.
         """
         if self.options.verify:
             self.compare(doing, facts, known)
 
     def compare(self, doing: str, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
-        """Compare facts between the ranks, as ``check`` does, where they communicate at all."""
+        """Compare facts as ``check`` does, with or without ``verify``; do nothing in an explicit world."""
         if self.world.members is None:
             return
         said = {"meeting": doing, "patched as": f"number {self.number}", **facts}, known or {}
@@ -90,24 +90,24 @@ def _confirm(doing: str, records: Mapping[int, _Said]) -> dict[int, None]:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What each rank says of itself."""
+    """What each rank reports about itself."""
 
     compared: Mapping[str, object]
-    order: str | None  # a fingerprint of the stream's first items; None where that cannot be told
-    samples: str | None  # a fingerprint of which samples the dataset was cut down to; None where that cannot be told
+    order: str | None  # a fingerprint of the stream's first items; None if unknown
+    samples: str | None  # a fingerprint of the samples that a dataset's subset holds; None if unknown
     seed: int
     generators: Sequence[torch.Tensor]
-    meets: bool  # whether the ranks will meet in every epoch
+    meets: bool  # whether the ranks meet in every epoch
     ahead: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What rank 0 makes of the records."""
+    """What rank 0 concludes from the records."""
 
     seed: int
     generators: Sequence[torch.Tensor]
-    disagreement: str  # which ranks would draw different orders; empty where none would
+    disagreement: str  # which ranks would draw different orders; empty if none would
     number: int
 
 
@@ -120,23 +120,23 @@ def agree(
     batches_ahead: int = 0,
     stacklevel: int = 3,
 ) -> Agreed:
-    """Compare the ranks, and return what they agreed on.
+    """Compare the ranks and return what they agreed on.
 
-    Every rank sends one small record, and gets the first rank's seed and the states of its generators. In a world that
-    was given explicitly nothing is sent: the generators stay as they are.
+    Every rank sends one small record, and gets the first rank's seed and generator states. In an explicit world,
+    nothing is sent and the generators stay as they are.
 
     Args:
         world: The ranks that share.
         options: What the user chose.
         compared: What must be the same on every rank, by name.
-        stream: What is to be shared; None where it is shared already.
-        batches_ahead: How many batches the loader's workers fetch ahead. Where ranks meet within an epoch this must be
-            the same on all, or one would wait where the others never come.
-        stacklevel: How many calls above this one the user's is, for a warning.
+        stream: The stream to shard; None if it is sharded already.
+        batches_ahead: How many batches the loader's workers prefetch. If ranks meet within an epoch, this number must
+            be the same on all, or one would wait for others that never come.
+        stacklevel: How many calls above this one the user's code is, for a warning.
 
     Raises:
         RankMismatchError: The facts or options differ, or a rank refused.
-        MissingRanksError: A rank did not come in time.
+        MissingRanksError: A rank did not arrive in time.
         InvalidOptionError: An option needs ranks that communicate.
     """
     if world.members is None:
@@ -173,7 +173,7 @@ def _leader(members: Sequence[int], options: Options) -> "Leader | None":
 
 @contextmanager
 def refusals_told(world: World | None, doing: str = AGREEING) -> Iterator[None]:
-    """If this rank raises before it comes to where all meet, tell the others, which would wait for it there."""
+    """Tell the other ranks if this one raises before they all meet, so that they don't wait for it."""
     try:
         yield
     except Exception as error:
@@ -183,9 +183,9 @@ def refusals_told(world: World | None, doing: str = AGREEING) -> Iterator[None]:
 
 
 def _default_seed(world: World) -> int:
-    """Return the seed where none is given: torch's own, or 0 in a world that may not be all ranks.
+    """Return the default seed: torch's own, or 0 if the world may not include all ranks.
 
-    Ranks outside it are not asked, and may have to draw the same: tensor-parallel ranks, in groups of their own. 0 is
+    Ranks outside the world cannot be asked but may have to draw the same: tensor-parallel ranks in other groups. 0 is
     the default of ``torch.utils.data.DistributedSampler``.
     """
     is_whole = world.members is not None and len(world.members) == dist.get_world_size()
@@ -193,7 +193,7 @@ def _default_seed(world: World) -> int:
 
 
 def _settled(options: Options, disagreement: str) -> Agreement:
-    """Return what "auto" comes to."""
+    """Return the agreement, with "auto" resolved."""
     if options.agreement != "auto":
         return options.agreement
     return "leader" if disagreement else "seeded"
@@ -215,7 +215,7 @@ def _chosen(options: Options) -> dict[str, object]:
 
 
 def _sharing(members: Mapping[int, int]) -> dict[str, object]:
-    """Tell who takes which share, in full where that is short."""
+    """Return which rank takes which share: listed for few ranks, a fingerprint for many."""
     text = ", ".join(f"rank {rank}: {share}" for rank, share in members.items())
     return {"shares": text if len(members) <= _TOLD_IN_FULL else fingerprint([text])}
 

@@ -1,4 +1,4 @@
-"""What several ranks say, compared: who has which value, and an error with a table where one was needed."""
+"""Compare what several ranks report: list which ranks have which value, and raise an error with a table."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ def ranks_text(numbers: Sequence[int]) -> str:
 
 
 def by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
-    """Return which ranks have each value."""
+    """Return the ranks that have each value."""
     holders: dict[Any, list[int]] = defaultdict(list)
     for rank, value in values.items():
         holders[value].append(rank)
@@ -23,7 +23,7 @@ def by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
 
 
 def require_same(doing: str, records: Mapping[int, Mapping[str, object]]) -> None:
-    """Raise RankMismatchError unless every rank's facts are the same; with a table of who has what."""
+    """Raise RankMismatchError, with a table of who has what, unless every rank's facts are the same."""
     rows = []
     for name in dict.fromkeys(name for record in records.values() for name in record):
         holders = by_value({rank: str(record.get(name, "nothing")) for rank, record in records.items()})

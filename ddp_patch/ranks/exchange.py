@@ -1,7 +1,7 @@
-"""One record from every rank, an answer for each, within a deadline.
+"""Collect one record from every rank and answer each, within a deadline.
 
-The ranks meet in the key-value store that the process group was made with. So an exchange needs no collective: it
-works with any backend, on any subset of the ranks, leaves no group behind and can say who is missing.
+The ranks meet in the process group's key-value store, not in a collective. So an exchange works with any backend and
+any subset of ranks, leaves no group behind, and can name the missing ranks.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ __all__ = ["exchange", "refuse"]
 
 V = TypeVar("V")
 
-# How much longer than the first member, which waits for all, the others wait for its answer.
+# The first member waits for all; the others wait this much longer for its answer.
 MARGIN_S = 5.0
 
-# How many bytes one value of the store holds; TCPStore takes no more than 8 MiB.
+# The most bytes to put into one value of the store; TCPStore takes no more than 8 MiB.
 _LARGEST_VALUE = 2**22
 
 
@@ -35,18 +35,18 @@ def exchange(
     judge: Callable[[Mapping[int, Any]], Mapping[int, V]],
     timeout: float,
 ) -> V:
-    """Send this rank's record to the first member, and return what that one answers to all of them.
+    """Send this rank's record to the first member, and return that member's answer to this rank.
 
     Args:
-        members: The global ranks that take part; each must call this, with the same members and in the same order.
-        doing: What the ranks are about, for the error.
+        members: The global ranks that take part. Each must call this, with the same members in the same order.
+        doing: What the ranks are doing, for the error.
         record: Anything that can be pickled.
-        judge: Called on the first member with every rank's record. What it returns holds an answer for each; the
+        judge: Called on the first member with every rank's record. Returns an answer for each rank; a
             ``DDPPatchError`` that it raises is raised on every rank.
         timeout: How many seconds the first member waits for the others.
 
     Raises:
-        MissingRanksError: A rank did not come in time.
+        MissingRanksError: A rank did not arrive in time.
         RankMismatchError: A rank refused to take part.
     """
     meeting = _Meeting(members, doing, timeout)
@@ -59,7 +59,7 @@ def exchange(
 
 
 def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
-    """Leave word that this rank raises ``error`` instead of taking part in the exchange that the others come to.
+    """Tell the other members that this rank raises ``error`` instead of joining their exchange.
 
     They get a RankMismatchError that says so. This rank waits for nobody.
     """
@@ -72,7 +72,7 @@ def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
 
 
 class _Refused(str):
-    """A record of a rank that does not take part, saying why."""
+    """The record of a rank that does not take part: the reason why."""
 
     __slots__ = ()
 
@@ -91,24 +91,24 @@ class _Meeting:
         self.base = "ddp_patch/" + hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
 
     def bring(self, record: Any) -> None:
-        # Counted in the store, so that a new process group begins anew.
+        # Count in the store, so that a new process group starts from zero.
         self.number = self.store.add(f"{self.base}/count/{self.rank}", 1)
         self.store.set(f"{self.base}/at/{self.rank}", self.doing)
         self._put(self._key("record", self.rank), record)
 
     def judged(self, judge: Callable[[Mapping[int, Any]], Mapping[int, Any]]) -> _Answer:
-        """Answer all members, as the first of them; return its own answer."""
+        """Answer all members, on the first of them; return its own answer."""
         answers: Mapping[int, _Answer]
         try:
             records = self._records()
             if refused := {rank: record for rank, record in records.items() if isinstance(record, _Refused)}:
-                raise self.refusal(refused)  # an answer like any other
+                raise self.refusal(refused)  # caught below, and sent to all
             answers = {rank: ("return", answer) for rank, answer in judge(records).items()}
             if self._decide("judged") != "judged":
                 raise self._too_late()
         except DDPPatchError as error:
             answers = dict.fromkeys(self.members, ("raise", error))
-        except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever it is
+        except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever happens here
             failure = RankMismatchError(f"{self.doing}: comparing the ranks raised {error!r}.")
             answers = dict.fromkeys(self.members, ("raise", failure))
         self.announce(answers)
@@ -119,7 +119,7 @@ class _Meeting:
         if not self._wait(list(keys.values()), self.timeout):
             raise self._missing(self.timeout)
         records = {rank: self._take(key) for rank, key in keys.items()}
-        self.store.delete_key(self._key("decision", number=self.number - 1))  # all that are here are past it
+        self.store.delete_key(self._key("decision", number=self.number - 1))  # every member is past it
         return records
 
     def announce(self, answers: Mapping[int, _Answer]) -> None:
@@ -130,7 +130,7 @@ class _Meeting:
         """Wait for the first member's answer."""
         key = self._key("answer", self.rank)
         seconds = self.timeout + MARGIN_S
-        # Giving up is decided in one place: either all are answered, or none, although a rank came very late.
+        # One value decides who gives up, so either all ranks get an answer or none does, however late one arrives.
         came = self._wait([key], seconds) or (self._decide("given up") == "judged" and self._wait([key], MARGIN_S))
         if not came:
             raise self._missing(seconds)
@@ -138,7 +138,7 @@ class _Meeting:
         return answer
 
     def _decide(self, outcome: str) -> str:
-        """Return the outcome of this meeting: the first that any member asks for."""
+        """Set the outcome of this meeting unless a member has set one already; return the one that holds."""
         return self.store.compare_set(self._key("decision"), "", outcome).decode()
 
     def refusal(self, refused: Mapping[int, _Refused]) -> RankMismatchError:
@@ -156,7 +156,7 @@ class _Meeting:
         slices = [data[start : start + _LARGEST_VALUE] for start in range(0, len(data), _LARGEST_VALUE)]
         for place, part in enumerate(slices):
             self.store.set(f"{key}/{place}", part)  # type: ignore[arg-type]  # bytes are taken; the stubs say str
-        self.store.set(key, str(len(slices)))  # last: who waits for it finds the rest
+        self.store.set(key, str(len(slices)))  # last, so that the slices are there when it is
 
     def _take(self, key: str) -> Any:
         slices = [f"{key}/{place}" for place in range(int(self.store.get(key)))]
@@ -166,11 +166,11 @@ class _Meeting:
         return value
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
-        """Tell whether all keys are there before the time is over."""
+        """Return whether all keys arrive in time."""
         try:
             self.store.wait(keys, timedelta(seconds=seconds))
-        except RuntimeError:  # stores have no narrower one in common for a wait that was too long
-            return self.store.check(keys)  # which raises where the store is gone
+        except RuntimeError:  # the only timeout error that all stores have in common
+            return self.store.check(keys)  # raises if the store is gone
         return True
 
     def _missing(self, seconds: float) -> MissingRanksError:
@@ -205,12 +205,12 @@ class _Meeting:
 
     @contextmanager
     def reachable(self) -> Iterator[None]:
-        """Raise MissingRanksError where the store has gone."""
+        """Raise MissingRanksError if the store is gone."""
         try:
             yield
         except DDPPatchError:
             raise
-        except RuntimeError as error:  # what the store's operations raise; all else is caught where it comes from
+        except RuntimeError as error:  # from the store's operations; all others are caught where they are raised
             raise MissingRanksError(
                 f"{self.doing}: the store through which the ranks meet cannot be reached ({error}). The process that "
                 "holds it, mostly rank 0's, has ended. Look for its error and start all ranks again."

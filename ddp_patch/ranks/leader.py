@@ -1,4 +1,4 @@
-"""The first rank draws for all and sends every rank its share."""
+"""Let the first rank draw for all and send every rank its share."""
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ __all__ = ["FIRST_PIECE", "LARGEST_PIECE", "Leader"]
 
 T = TypeVar("T")
 
-# How many items a message may hold, all ranks' together: an ordinary epoch is one message. A stream of unknown length
-# begins with the smaller number, because it may be slow or without end.
+# The most items in a message, all ranks' together. An ordinary epoch is one message. A stream of unknown length starts
+# with the smaller number, because it may be slow or endless.
 LARGEST_PIECE, FIRST_PIECE = 2**20, 2**12
 
-# Of each member its items; what is told with them; whether they are the last.
+# Each member's items, the note sent with them, and whether they are the last.
 _Piece: TypeAlias = tuple[list[list[Any]], Any, bool]
 
 _SENDING = "Sending every rank its share"
@@ -28,10 +28,10 @@ _SENDING = "Sending every rank its share"
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """How the first member sends each what is its: every piece of an epoch is an exchange.
+    """Sends each member its share of an epoch, piece by piece; each piece is one exchange.
 
-    In it every rank says which pass it is in, and is answered with its share of the piece. So a rank that is in another
-    pass, or does not come, is found at each; and what one pass leaves unread, no other can take for its own.
+    In an exchange, every rank says which pass it is in, and gets its share of the piece. So each piece reveals a rank
+    that is missing or in another pass, and no pass can take a piece that another left unread.
 
     Attributes:
         members: The global ranks; the first draws.
@@ -54,17 +54,17 @@ class Leader:
         first_piece: int,
         largest_piece: int = LARGEST_PIECE,
     ) -> Iterator[list[T]]:
-        """Send every member its share of each piece; yield this rank's own.
+        """Send every member its share of each piece, and yield this rank's own.
 
         Args:
             of_all: The stream in parts, each with one sequence for every member.
             turn: Which pass this is.
-            note: Gives, for each piece, what the others are told with it; called with whether it is the last.
-            first_piece: How many items, all ranks' together, the first message is to hold.
-            largest_piece: How many a later one may hold.
+            note: Returns what to tell the others with a piece; called with whether the piece is the last.
+            first_piece: How many items, all ranks' together, the first message should hold.
+            largest_piece: How many items a later message may hold.
 
         Raises:
-            Exception: What drawing the stream raises; the other ranks get a LeaderError.
+            Exception: What drawing the stream raises. The other ranks get a LeaderError.
         """
         pieces = _pieces(of_all, len(self.members), first_piece, largest_piece)
         try:
@@ -76,12 +76,12 @@ class Leader:
         raise failure
 
     def receive(self, turn: Mapping[str, object], take_note: Callable[[Any], object]) -> Iterator[list[Any]]:
-        """Yield this rank's share of each piece that is sent, after ``take_note`` was told what came with it.
+        """Yield this rank's share of each piece, after passing the piece's note to ``take_note``.
 
         Raises:
-            LeaderError: Drawing raised on the first rank, where that error itself is raised.
+            LeaderError: Drawing raised an error on the first rank, which raises that error itself.
             RankMismatchError: A rank is in another pass.
-            MissingRanksError: A rank did not come in time or is gone.
+            MissingRanksError: A rank did not arrive in time or is gone.
         """
         for share, note in self._shares(turn, iter(())):
             take_note(note)
@@ -96,7 +96,7 @@ class Leader:
     def _next(
         self, pieces: Iterator[_Piece], turns: Mapping[int, Mapping[str, object]]
     ) -> dict[int, tuple[bytes, Any, bool]]:
-        """Draw the next piece for all, once all are there for it."""
+        """Draw the next piece once every rank asks for it."""
         require_same(_SENDING, turns)
         try:
             shares, note, is_last = next(pieces)
@@ -113,9 +113,9 @@ class Leader:
 def _pieces(
     of_all: Iterator[Sequence[Sequence[T]]], members: int, most: int, largest: int
 ) -> Iterator[tuple[list[list[T]], bool]]:
-    """Join parts into pieces of about ``most`` items, twice as many each time, and tell which piece is the last.
+    """Join parts into pieces of about ``most`` items, doubling up to ``largest``; say with each if it is the last.
 
-    A piece that is not the last has as many items for each member: all need the next one at the same step.
+    Every piece but the last has equally many items for each member, so all need the next piece at the same step.
     """
     ended = False
     while not ended:

@@ -1,4 +1,4 @@
-"""Which rank of how many this process is: given, read from a process group, or not distributed at all."""
+"""Find which rank of how many this process is: given, read from a process group, or not distributed at all."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from ddp_patch.options import check_rank, whole_number
 __all__ = ["DATA_PARALLEL_DIMENSIONS", "World", "find_world"]
 
 
-# The names in use for mesh dimensions over which data is split; all others replicate it.
+# The common names of mesh dimensions that split the data; all others replicate it.
 DATA_PARALLEL_DIMENSIONS = (
     "dp",
     "dp_replicate",
@@ -32,13 +32,13 @@ DATA_PARALLEL_DIMENSIONS = (
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """``rank`` of ``num_replicas``, which share the data.
+    """This rank among the ranks that share the data.
 
     Attributes:
-        rank: This rank's place among those that share.
-        num_replicas: How many share.
-        members: Which global rank takes which share, sorted, for all that must agree; several take the same one where
-            they differ in another kind of parallelism only. None where the world was given and nothing may communicate.
+        rank: This rank's number, in ``range(num_replicas)``.
+        num_replicas: How many ranks share.
+        members: Which global rank takes which share, sorted, for all ranks that must agree. Ranks that differ only in
+            another kind of parallelism take the same share. None in an explicit world, where nothing communicates.
     """
 
     rank: int
@@ -56,19 +56,19 @@ def find_world(
     device_mesh: DeviceMesh | None = None,
     data_parallel_dimensions: Sequence[str] | None = None,
 ) -> World | None:
-    """Return the world asked for, or that of the process group, or None where there is one process only.
+    """Return the world asked for, or the process group's, or None if there is only one process.
 
     Args:
         rank: This rank, in an explicit world.
         num_replicas: The number of ranks of an explicit world.
         process_group: The group whose ranks share.
-        device_mesh: A mesh whose data-parallel dimensions share; ranks that differ in others only get the same data.
+        device_mesh: A mesh whose data-parallel dimensions share; ranks that differ only in others get the same data.
         data_parallel_dimensions: The names of those dimensions; default: those among ``DATA_PARALLEL_DIMENSIONS``.
 
     Raises:
-        InvalidOptionError: What was given is no valid world, or is given in two ways.
+        InvalidOptionError: The world that was given is not valid, or was given in two ways.
         WorldError: This process is not in ``process_group`` or ``device_mesh``, or the environment announces several
-            processes and no process group exists yet.
+            processes and there is no process group yet.
     """
     explicit = rank is not None or num_replicas is not None
     ways = {"rank=": explicit, "process_group=": process_group is not None, "device_mesh=": device_mesh is not None}
@@ -128,14 +128,14 @@ def _mesh_world(mesh: DeviceMesh, dimensions: Sequence[str] | None) -> World:
         )
     whole = root_mesh(mesh)
     if whole.mesh_dim_names is not None and set(chosen) <= set(whole.mesh_dim_names):
-        # Given mesh["dp"] alone, the ranks that differ in other dimensions must agree too.
+        # Even with mesh["dp"] alone, ranks that differ in other dimensions must agree too.
         mesh, names = whole, whole.mesh_dim_names
     if mesh.get_coordinate() is None:
         raise WorldError(
             f"This process (global rank {dist.get_rank()} of {dist.get_world_size()}) is not in the given device_mesh, "
             "so it has no share. Call this only on the mesh's ranks."
         )
-    # With the dimensions that split the data first, the place in them alone, row by row, is the share.
+    # Move the dimensions that split the data to the front: then each row lists the ranks of one share.
     first = sorted(range(len(names)), key=lambda dimension: names[dimension] not in chosen)
     num_replicas = math.prod(mesh.mesh.shape[names.index(name)] for name in chosen)
     rows = mesh.mesh.permute(first).reshape(num_replicas, -1).tolist()

@@ -1,4 +1,4 @@
-"""A patched loader inspected: what shards it, and how its batches follow from the items of the stream."""
+"""Inspect a patched loader: find what shards it, and how it makes batches of the stream's items."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +15,13 @@ __all__ = ["Batches", "patched_sampler", "require_batches"]
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """How a loader's batches follow from a rank's share.
+    """How a loader makes batches of a rank's share.
 
     Attributes:
-        sampler: What shards.
-        level: What of the loader is sharded.
-        size: How many items of the share a batch has: samples, or one whole batch.
-        drop_last: Whether a last batch of fewer is left out.
+        sampler: The sampler that shards.
+        level: Which part of the loader is sharded.
+        size: How many items of the share a batch takes: its samples, or 1 if an item is a whole batch.
+        drop_last: Whether an incomplete last batch is left out.
     """
 
     sampler: EpochSampler[Any]
@@ -30,19 +30,19 @@ class Batches:
     drop_last: bool
 
     def count(self, items: int) -> int:
-        """Return how many batches so many items of the share make."""
+        """Return how many batches a number of the share's items make."""
         return items // self.size if self.drop_last else -(-items // self.size)
 
     def items_in(self, items: int) -> int:
-        """Return how many of so many items of the share come in batches."""
+        """Return how many of a number of the share's items end up in batches."""
         return items - items % self.size if self.drop_last else items
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        """Return the state after so many batches of the latest pass.
+        """Return the state after some batches of the latest pass.
 
         Raises:
-            InvalidOptionError: The pass has not given so many.
-            StateError: No state can be told.
+            InvalidOptionError: The pass has not yielded that many.
+            StateError: The order depends on something that no state holds.
         """
         sampler = self.sampler
         sampler.require_states("told")
@@ -58,7 +58,7 @@ class Batches:
         taken = one.skip + batches * self.size
         length = sampler.pass_length(one)
         if length is not None and batches == self.count(sampler.plan.rounds(length) - one.skip):
-            # It is the last batch. Where more was given than it has, the length is wrong.
+            # This is the last batch. If more was given than it holds, the length is wrong.
             unused = (self.size - 1 if self.drop_last else 0) - sampler.given_after(one, taken)
             if unused >= 0 and one.ends_within(unused):
                 return sampler.state_at(one.place_at_end(sampler.held()).following())
@@ -66,9 +66,9 @@ class Batches:
 
 
 def patched_sampler(operation: str, loader: object) -> EpochSampler[Any]:
-    """Return what shards a loader; NotPatchedError if nothing of this package does."""
+    """Return the sampler that shards a loader; raise NotPatchedError if it is not this package's."""
     require_loader(operation, loader)
-    found = sharded_by(loader)  # type: ignore[arg-type]  # a loader, as was just made sure of
+    found = sharded_by(loader)  # type: ignore[arg-type]  # require_loader checked it
     if not isinstance(found, EpochSampler):
         raise NotPatchedError(
             f"{operation} was given a {type(loader).__name__} that was not patched, whose place in an epoch nobody "
@@ -79,7 +79,7 @@ def patched_sampler(operation: str, loader: object) -> EpochSampler[Any]:
 
 
 def require_batches(operation: str, loader: DataLoader[Any]) -> Batches:
-    """Return how a patched loader's batches follow from the share; raise where they do not follow in order."""
+    """Return how a patched loader makes batches of its share; raise if it does not make them in order."""
     sampler = patched_sampler(operation, loader)
     facts = look_at(loader)
     if facts.num_workers > 0 and not getattr(loader, "in_order", True):

@@ -1,4 +1,4 @@
-"""What every sampler that this package puts into a loader is: a ``DistributedSampler`` that counts epochs."""
+"""The base of all samplers that this package puts into a loader: a ``DistributedSampler`` that counts epochs."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class EpochSampler(DistributedSampler[T]):
-    """What every sampler that this package puts into a loader has: a plan, an agreement, a count of epochs, a place.
+    """The base of all samplers that this package puts into a loader: a plan, an agreement, an epoch count, a place.
 
     It is a ``DistributedSampler``, because every framework recognises a sharded loader by that class.
 
@@ -30,13 +30,13 @@ class EpochSampler(DistributedSampler[T]):
         plan: Which positions are this rank's.
         epochs: Which epoch comes next.
         latest: The latest pass, if there was one since an epoch was set.
-        place: Where the next pass goes on, if a state was loaded for it.
-        tells_rest: Whether lengths are those of the rest of a resumed epoch, or of the whole epoch.
-        keeps_sizes: Whether passes that begin keep how many samples their items have.
+        place: Where the next pass resumes, if a state was loaded for it.
+        tells_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
+        keeps_sizes: Whether passes that begin record how many samples their items have.
     """
 
     def __init__(self, agreed: Agreed, holders: Sequence[object], facts: Mapping[str, object]) -> None:
-        # DistributedSampler.__init__ is not called: it fixes the length, once, and so needs one.
+        # Don't call DistributedSampler.__init__: it needs a length, and fixes it once.
         self.agreed = agreed
         self.plan: Plan = agreed.plan(agreed.world.rank)
         self.epochs: EpochCounter = EpochCounter()
@@ -56,7 +56,7 @@ class EpochSampler(DistributedSampler[T]):
 
     @property
     def seed(self) -> int:  # type: ignore[override]  # torch sets it at construction, as the two below
-        """What every epoch's order is derived from; the same on every rank."""
+        """The seed of every epoch's order; the same on every rank."""
         return self.agreed.seed
 
     @property
@@ -70,12 +70,12 @@ class EpochSampler(DistributedSampler[T]):
         return self.plan.num_replicas
 
     def _begin(self, epoch: int, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
-        """Begin an epoch, in step with the other ranks where the user wants that checked."""
+        """Begin an epoch; with ``verify=True``, first check that all ranks begin the same one."""
         self.agreed.check("Beginning an epoch", {"epoch": epoch, "seed": self.seed, **facts}, known)
         self.epochs.begin(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy begins a pass of its own; one that runs cannot be copied.
+        # A running pass cannot be copied, and a copy begins its own.
         return {**self.__dict__, "latest": None}
 
     def held(self) -> Held:
@@ -83,7 +83,7 @@ class EpochSampler(DistributedSampler[T]):
         return self._holders.held()
 
     def _stream_length(self, epoch: int) -> int:
-        """How many items the stream has; TypeError, or whatever the user's code raises, where that is not known."""
+        """Return how many items the stream has; raise TypeError, or what the user's code raises, if unknown."""
         raise NotImplementedError
 
     def _length_if_any(self, epoch: int) -> int | None:
@@ -93,23 +93,23 @@ class EpochSampler(DistributedSampler[T]):
             return None
 
     def pass_length(self, one: Pass[Any]) -> int | None:
-        """Return how many items all ranks share in a pass: as was found, or as the sampler says, or None."""
+        """Return how many items all ranks share in a pass: as found, else as the sampler says, else None."""
         if one.length is not None:
             return one.length
         length = self._length_if_any(one.epoch)
         return None if length is None else len(self.plan.rest(length, one.before))
 
     def length_of_whole(self, one: Pass[Any]) -> int | None:
-        """Return how many items all ranks share in a pass, if this rank has come to its end."""
+        """Return how many items all ranks share in a pass if this rank has reached its end, else None."""
         if one.is_ended:
             return one.length
-        # Whoever takes as many batches as len() says does not ask for the end.
+        # A loop that takes len() batches never asks for the end.
         length = self.pass_length(one)
         return length if length is not None and one.taken >= len(self.plan.share(length)) else None
 
     @property
     def epoch(self) -> int:
-        """The epoch being drawn, or before the first pass the one that will be."""
+        """The epoch being drawn, or before the first pass the upcoming one."""
         return self.epochs.current
 
     @epoch.setter
@@ -119,8 +119,8 @@ class EpochSampler(DistributedSampler[T]):
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be drawn.
 
-        Calling it is optional: each pass that draws anything is followed by the next epoch. A place that was loaded
-        is kept where it is in that epoch.
+        Calling it is optional: the epoch advances after each pass that draws anything. A place that was loaded stays
+        if ``epoch`` is already the next one.
         """
         try:
             number = operator.index(epoch)
@@ -137,9 +137,9 @@ class EpochSampler(DistributedSampler[T]):
         self.epochs.set(number)
 
     def _told_of(self) -> tuple[int, Done, int]:
-        """Return what lengths are told of: an epoch, what others took of it, and what this number of ranks did.
+        """Return what lengths count: an epoch, what other numbers of ranks took of it, and what each rank took since.
 
-        That is the pass to come where it goes on from a place, else the one that runs.
+        If a place was loaded, this is about the next pass, which resumes there; else about the running one.
         """
         one, skip = self.latest, 0
         before: Done = ()
@@ -153,9 +153,9 @@ class EpochSampler(DistributedSampler[T]):
         return (epoch, before, skip) if self.tells_rest else (epoch, (), 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this rank stands: torch's Stateful protocol, by which other packages save and resume.
+        """Return where this rank stands, for packages that save and resume by torch's Stateful protocol.
 
-        The state is the same on every rank, and can be loaded where there are more or fewer of them.
+        The state is the same on every rank, and can be loaded with any number of ranks.
         """
         return self.state_at(self._place_now())
 
@@ -173,22 +173,22 @@ class EpochSampler(DistributedSampler[T]):
         return self.latest.place(self.latest.taken, generators=self._holders.generators())
 
     def given_after(self, one: Pass[Any], taken: int) -> int:
-        """Return how many items of the share were drawn beyond so many."""
+        """Return how many items of the share were given beyond the first ``taken``."""
         return one.given - taken
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next pass go on where a ``state_dict`` was taken.
+        """Make the next pass resume where a ``state_dict`` was taken.
 
-        Lengths stay those of whole epochs, as torchdata's do: who saves and resumes by this protocol counts from the
-        epoch's beginning.
+        Lengths stay those of whole epochs, as torchdata's do: callers of this protocol count from the epoch's
+        beginning.
 
         Raises:
-            StateError: It is damaged, newer than this package, or of another loader; then nothing has changed.
+            StateError: The state is damaged, newer than this package, or of another loader. Nothing changes then.
         """
         self.go_to(self.read(state_dict), tells_rest=False)
 
     def read(self, state: Any) -> Place:
-        """Return the place that a state tells, which must be one in this loader."""
+        """Return the place that a state describes; raise StateError unless it is a place in this loader."""
         self.require_states("restored")
         place = read_state(state, self._facts, self._holders.holders)
         length = self._sure_length(place.epoch)
@@ -202,17 +202,17 @@ class EpochSampler(DistributedSampler[T]):
         return place
 
     def _sure_length(self, epoch: int) -> int | None:
-        """How many items the stream has, where that can be relied on."""
+        """Return how many items the stream has, or None if that is not certain."""
         return None
 
     def go_to(self, place: Place, *, tells_rest: bool) -> None:
-        """Make the next pass go on at a place; see the attribute ``tells_rest``."""
+        """Make the next pass resume at a place; see the attribute ``tells_rest``."""
         self._holders.reinstate(place.held)
-        self.set_epoch(place.epoch)  # also to samplers whose own state told of the epoch before
+        self.set_epoch(place.epoch)  # also on samplers whose own state has the epoch before
         self.place, self.tells_rest = place, tells_rest
 
     def require_states(self, what: str) -> None:
-        """Refuse states where no state holds what the order follows from."""
+        """Raise StateError if the order depends on something that no state holds."""
         if self.agreed.options.agreement == "ambient":
             raise StateError(
                 f"A state cannot be {what} with agreement='ambient': the order then follows from the global random "

@@ -1,4 +1,4 @@
-"""A saved state read: refused where it is damaged, newer than this package, or of another loader."""
+"""Read a saved state; refuse one that is damaged, newer than this package, or of another loader."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,15 +14,15 @@ _FIELDS = ("version", "loader", "epoch", "done", "ended", "generators", "sampler
 
 
 def read_state(state: Any, facts: Mapping[str, object], holders: Sequence[Any]) -> Place:
-    """Return the place that a state tells.
+    """Return the place that a state describes.
 
     Args:
-        state: What ``Place.state`` gave.
-        facts: What tells the loader here.
-        holders: What will hold again what the state says.
+        state: What ``Place.state`` returned.
+        facts: The facts that identify this loader.
+        holders: The samplers and others whose generators, states and attributes the state holds.
 
     Raises:
-        StateError: It is damaged, newer than this package, or of another loader.
+        StateError: The state is damaged, newer than this package, or of another loader.
     """
     if not isinstance(state, Mapping) or "version" not in state:
         raise _damaged(f"it is {type(state).__name__}, not a dict with a version")
@@ -49,7 +49,7 @@ def read_state(state: Any, facts: Mapping[str, object], holders: Sequence[Any]) 
 
 
 def _read_generators(name: str, states: Any, holders: Sequence[Any]) -> Sequence[Any]:
-    """Return the states of the holders' generators, after trying each on its own."""
+    """Return the states of the holders' generators, after trying each on its generator."""
     found = random_generators(holders)
     _require_number(name, states, len(found))
     with unmoved(found):
@@ -58,7 +58,7 @@ def _read_generators(name: str, states: Any, holders: Sequence[Any]) -> Sequence
                 set_generator_state(generator, state)
             except Exception as error:
                 raise _damaged(f"its field {name} holds what is no state of a {type(generator).__name__}") from error
-    return states  # type: ignore[no-any-return]  # a list, as was made sure of
+    return states  # type: ignore[no-any-return]  # a list: _require_number checked it
 
 
 def _read_held(state: Mapping[str, Any], holders: Sequence[Any]) -> Held:
@@ -82,7 +82,7 @@ def _read_latest(now: Any, holders: Sequence[Any]) -> tuple[int, Sequence[Any]] 
 
 
 def _require_number(name: str, states: Any, here: int) -> None:
-    """Refuse another number of states than there are holders for them."""
+    """Raise StateError unless there is one state for each of ``here`` holders."""
     if not isinstance(states, list | tuple):
         raise _damaged(f"its field {name} is {states!r}, not a list")
     if len(states) != here:

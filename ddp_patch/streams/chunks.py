@@ -1,4 +1,4 @@
-"""Drawing a sampler: a stream of items in chunks of whole rounds, never a whole epoch."""
+"""Draw a sampler in chunks of whole rounds, never a whole epoch at once."""
 
 import copy
 from array import array
@@ -15,8 +15,8 @@ __all__ = ["MOST_AHEAD", "draw", "own"]
 
 T = TypeVar("T")
 
-# How many samples may be drawn ahead of the one in use, where a round has fewer: random states are swapped once per
-# chunk, and a sampler that adapts while training runs must not be drawn far ahead.
+# How many samples may be drawn ahead of the one in use, unless a round has more. Large chunks swap random states less
+# often, but a sampler that adapts during training must not be drawn far ahead.
 MOST_AHEAD = 8192
 
 _IMMUTABLE = (int, float, str, bytes, np.generic)
@@ -30,19 +30,20 @@ def draw(
     most: int = MOST_AHEAD,
     copies: bool = True,
 ) -> Iterator[list[T]]:
-    """Yield the iterator's items in chunks, entering ``rng`` while each is drawn.
+    """Yield the iterator's items in chunks, entering ``rng`` while drawing each.
 
-    Every chunk is a multiple of ``round_size`` items long but the last, which may be shorter and is never empty.
-    Chunks begin with one round, so that the first batch comes at once, and double up to ``most`` samples.
-    They depend on nothing but the stream: every rank draws the same ones at the same step.
+    Every chunk's length is a multiple of ``round_size``, except that the last may be shorter; none is empty. The first
+    chunk is one round, so that the first batch comes at once; each next one is twice as long, up to ``most`` samples.
+    Chunks depend only on the stream, so every rank draws the same ones at the same step.
 
     Args:
-        iterator: What to draw from. An exception that it raises is raised unchanged, after the whole rounds that it
-            gave before.
+        iterator: What to draw from. If it raises an exception, the whole rounds that came before are yielded first, and
+            then the exception is raised unchanged.
         rng: Entered for each chunk.
         round_size: Items in a round: one for each rank.
-        most: How many samples may be drawn at once, where a round has fewer; an item is one, a batch as many as it has.
-        copies: Whether an item that its source may change afterwards is copied.
+        most: The most samples to draw at once, unless a round has more. An index is one sample, a batch as many as it
+            holds.
+        copies: Whether to copy items that their source may change later.
     """
     largest = max(1, most // round_size) * round_size
     size, is_plain, ended = round_size, not copies, False
@@ -50,7 +51,7 @@ def draw(
         chunk: list[T] = []
         failure: Exception | None = None
         with rng:
-            try:  # what comes before an exception stays in the chunk
+            try:  # keep what comes before an exception
                 if is_plain:
                     chunk.extend(islice(iterator, size))
                     ended = len(chunk) < size
@@ -58,7 +59,7 @@ def draw(
                     ended = _extend_by_rounds(chunk, iterator, size, round_size, most)
             except Exception as error:  # noqa: BLE001 - the user's own, raised again below
                 failure = error
-                del chunk[len(chunk) - len(chunk) % round_size :]  # an incomplete round means the end
+                del chunk[len(chunk) - len(chunk) % round_size :]  # an incomplete round would mean the end
         if chunk:
             yield chunk
         if failure is not None:
@@ -69,7 +70,7 @@ def draw(
 
 
 def _extend_by_rounds(chunk: list[T], iterator: Iterator[T], size: int, round_size: int, most: int) -> bool:
-    """Add copies of up to ``size`` items, of up to ``most`` samples, to the chunk; tell whether the end was met."""
+    """Add copies of up to ``size`` items, of up to ``most`` samples, to the chunk; return whether the stream ended."""
     samples = latest = 0
     while len(chunk) < size and samples + latest <= most:
         before = len(chunk)
@@ -82,21 +83,20 @@ def _extend_by_rounds(chunk: list[T], iterator: Iterator[T], size: int, round_si
 
 
 def _samples(item: Any) -> int:
-    """How many samples an item is: as many as a batch has, and at least one."""
+    """Return how many samples an item is: a batch's length, or 1 for an empty batch or a key."""
     try:
         return max(1, len(item))
-    except TypeError:  # no batch, but a key
+    except TypeError:  # a key, not a batch
         return 1
 
 
 def own(item: Any) -> Any:
-    """Return a batch or key as it is now, out of reach of a sampler that uses the same object for the next one.
+    """Return a copy of a batch or key, because its sampler may reuse the object for the next one.
 
-    Containers are copied, with what they contain; a tensor is cloned, an iterator is read into a list; anything else is
-    the object itself.
+    Copy containers with their contents, clone tensors, read iterators into lists; return anything else as it is.
     """
     if type(item) is list and item and isinstance(item[0], _IMMUTABLE) and isinstance(item[-1], _IMMUTABLE):
-        return item[:]  # a batch of indices, as most are, needs no look at each
+        return item[:]  # most batches hold plain indices: don't look at each
     match item:
         case torch.Tensor():
             return item.clone()

@@ -1,7 +1,7 @@
-"""Orders that can be looked up, so that a rank reads the items of its share and no others.
+"""Look up an epoch's order, so that a rank reads only the items of its share.
 
-torch's own samplers draw an epoch's order at once. We draw it as they do, keep it in 32 bits where these suffice, and
-each rank reads its positions. Other samplers take part by ``items_at``.
+torch's own samplers draw an epoch's order at once. We draw it as they do, keep it in 32-bit integers if they suffice,
+and read this rank's positions. Other samplers take part through ``items_at``.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ __all__ = [
     "why_not_scalable",
 ]
 
-# How many items a turn has, at least, where an order is drawn turn by turn.
+# The least size of a turn in items, for orders that are drawn turn by turn.
 _TURN = 2**17
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One epoch's stream, to be looked up.
+    """One epoch's stream, for looking up items.
 
     Attributes:
-        length: How many items it has.
-        at: Gives the items at some positions, all of them in ``range(length)``. Ask for increasing positions, from
-            call to call too.
+        length: The number of items.
+        at: Returns the items at some positions, all in ``range(length)``. Positions must increase, also from call to
+            call.
         finish: Draws what the sampler draws after its last item.
     """
 
@@ -68,9 +68,9 @@ class _TorchSampler:
     """What we know of one of torch's sampler types.
 
     Attributes:
-        order: Draws an epoch's order, as the sampler's ``__iter__`` does: the same calls under the same random states,
-            but as a whole and in the smallest integers that hold it. The values do not depend on that.
-        parameters: Tells what the order follows from, besides the random states.
+        order: Draws an epoch's order with the same calls and random states as the sampler's ``__iter__``, but as a
+            whole and in the smallest integers that hold it. The values are the same.
+        parameters: Returns what the order depends on, besides the random states.
     """
 
     order: Callable[[Any], Order]
@@ -97,7 +97,7 @@ def _random_order(sampler: RandomSampler) -> Order:
         return Order(num_samples, drawn.at)
     if num_samples > n:
         return Order(num_samples, _Turns(num_samples, n * -(-_TURN // n), permuted).at)
-    # After n samples torch draws once more and takes nothing of it, which moves the user's generator.
+    # After n samples torch draws once more and discards the result, which moves the user's generator.
     return _drawn(permuted(num_samples), lambda: permuted(n) if given is not None and num_samples == n else None)
 
 
@@ -128,32 +128,32 @@ _TORCH_SAMPLERS: Mapping[type, _TorchSampler] = {
 
 
 def is_torch_sampler(sampler: object) -> bool:
-    """Tell whether it is one of torch's own samplers, whose data no pass changes."""
+    """Return whether it is one of torch's own samplers, whose data no pass changes."""
     return type(sampler) in _TORCH_SAMPLERS
 
 
 def order_parameters(sampler: object) -> list[object] | None:
-    """Return what the order of one of torch's own samplers follows from, besides the random states; else None."""
+    """Return what the order of one of torch's own samplers depends on, besides the random states; else None."""
     known = _TORCH_SAMPLERS.get(type(sampler))
     return None if known is None else known.parameters(sampler)
 
 
 def has_order(sampler: object) -> bool:
-    """Tell whether ``order_of`` knows the sampler."""
+    """Return whether ``order_of`` knows the sampler."""
     if type(sampler) is RandomSampler:
-        # An order of several turns is drawn ahead, which would move the user's own generator too far. Iterate those.
+        # Iterate orders of several turns: to draw them ahead would move the user's own generator too far.
         turns = sampler.replacement or sampler.num_samples > len(sampler.data_source)
         return not (turns and (sampler.generator is not None or len(sampler.data_source) == 0))
     return is_torch_sampler(sampler) or has_computed_order(sampler)
 
 
 def has_computed_order(sampler: object) -> bool:
-    """Tell whether ``order_of`` computes the order of a sampler, and draws nothing."""
+    """Return whether ``order_of`` computes the sampler's order without drawing anything."""
     return type(sampler) is ScalableShuffle or is_random_access(sampler)
 
 
 def order_of(sampler: Any, epoch: int) -> Order:
-    """Return the order of an epoch: the one that iterating the sampler gives. torch's samplers draw it here."""
+    """Return the order of an epoch, the same that iterating the sampler yields; torch's samplers draw it here."""
     if (known := _TORCH_SAMPLERS.get(type(sampler))) is not None:
         return known.order(sampler)
     if type(sampler) is ScalableShuffle:
@@ -162,17 +162,17 @@ def order_of(sampler: Any, epoch: int) -> Order:
 
 
 def spread(values: Any) -> list[Any]:
-    """Return some of the values, from all over the sequence."""
+    """Return some of the values, evenly spread over the sequence."""
     return [values[position] for position in range(0, len(values), max(1, len(values) // COMPARED))]
 
 
 class _Turns:
-    """An order that is drawn turn by turn. It holds one turn at a time.
+    """An order that is drawn turn by turn, with one turn in memory at a time.
 
     Args:
-        length: How many items it has.
-        size: How many a turn has.
-        draw: Draws the next turn, of as many items as it is told.
+        length: The number of items.
+        size: The number of items in a turn.
+        draw: Draws the next turn, given its number of items.
     """
 
     def __init__(self, length: int, size: int, draw: Callable[[int], torch.Tensor]) -> None:
@@ -181,7 +181,7 @@ class _Turns:
         self._turn = draw(min(size, length))
 
     def at(self, positions: range) -> list[int]:
-        """Return the items at positions that increase, from call to call too."""
+        """Return the items at some positions, which must increase, also from call to call."""
         items: list[int] = []
         while len(items) < len(positions):
             rest = positions[len(items) :]
@@ -195,7 +195,7 @@ class _Turns:
 
 
 def _integers(n: int) -> torch.dtype:
-    """The smallest type that holds ``range(n)``."""
+    """Return the smallest of torch's 32- and 64-bit integer types that holds ``range(n)``."""
     return torch.int32 if n <= torch.iinfo(torch.int32).max else torch.int64
 
 
@@ -226,12 +226,12 @@ def _as_array(positions: range) -> NDArray[np.int64]:
 
 
 class ScalableShuffle(Sampler[int]):
-    """Shuffles as one of torch's samplers does, in constant memory: it computes what stands at a position.
+    """Shuffles like one of torch's samplers, but in constant memory: it computes the item at a position.
 
     Args:
-        sampler: A ``RandomSampler`` without replacement, of no more samples than there are, or a
-            ``SubsetRandomSampler``.
-        seed: What each epoch's order follows from.
+        sampler: A ``SubsetRandomSampler``, or a ``RandomSampler`` without replacement that takes no more samples than
+            there are.
+        seed: The seed of every epoch's order.
     """
 
     def __init__(self, sampler: RandomSampler | SubsetRandomSampler, seed: int) -> None:
@@ -248,7 +248,7 @@ class ScalableShuffle(Sampler[int]):
             yield from order.at(positions)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that iterating gives."""
+        """Make ``epoch`` the one that iterating yields."""
         self.epoch = epoch
 
     def order(self, epoch: int) -> Order:
@@ -266,7 +266,7 @@ class ScalableShuffle(Sampler[int]):
 
 
 def why_not_scalable(sampler: object) -> str | None:
-    """Return why a scalable shuffle cannot stand in for a sampler; None where it can."""
+    """Return why a scalable shuffle cannot replace a sampler, or None if it can."""
     if type(sampler) not in {RandomSampler, SubsetRandomSampler}:
         return "is not torch's RandomSampler or SubsetRandomSampler"
     if isinstance(sampler, RandomSampler) and sampler.replacement:

@@ -1,4 +1,4 @@
-"""Randomness from (seed, epoch): random states are swapped, workers seeded and epochs counted here.
+"""Derive randomness from (seed, epoch): swap random states, seed workers and count epochs.
 
 We call the three *global* generators (torch's on the CPU, numpy's, Python's) ambient. Samplers and training both draw
 from them. ``PrivateRNG`` keeps one from disturbing the other.
@@ -37,7 +37,7 @@ def _derive(seed: int, *key: int) -> np.random.SeedSequence:
 
 
 def _torch_seed(sequence: np.random.SeedSequence) -> int:
-    # 63 bits: DataLoader's own worker seeds are int64, and users hand them on to other libraries.
+    # 63 bits: DataLoader's own worker seeds are int64, and users pass them on to other libraries.
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -58,14 +58,14 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:
-    """Return the key of an epoch's order, where that is computed and not drawn."""
+    """Return the key of an epoch's order that is computed, not drawn."""
     return _derive(seed, _SHUFFLE, epoch)
 
 
 class EpochCounter:
     """Counts epochs: the next one begins when a pass draws its first item.
 
-    An iterator that nothing is drawn from does not count. A ``DataLoader`` with workers makes one for each pass.
+    An iterator that draws nothing does not count. A ``DataLoader`` with workers makes such a one for each pass.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class EpochCounter:
         return self.current + self._begun
 
     def begin(self, epoch: int) -> None:
-        """Record that a pass over ``epoch`` has drawn."""
+        """Record that a pass over ``epoch`` has begun to draw."""
         # An iterator of an earlier epoch may come late. Keep counting from the latest.
         self.current, self._begun = max(self.current, epoch), True
         self.passes += 1
@@ -95,12 +95,12 @@ class _GlobalState:
 
     torch: torch.Tensor
     numpy: np.random.BitGenerator
-    numpy_gauss: dict[str, Any] | None  # the legacy state, where it holds a second normal draw
+    numpy_gauss: dict[str, Any] | None  # the legacy state, if it holds a second normal draw
     python: tuple[Any, ...]
 
     @classmethod
     def capture(cls) -> "_GlobalState":
-        # numpy keeps a second normal draw beside the bit generator. A swap of bit generators would lose it.
+        # numpy keeps a second normal draw beside the bit generator. Swapping bit generators would lose it.
         numpy = np.random.get_state(legacy=False)
         gauss = numpy if numpy["has_gauss"] and numpy["bit_generator"] == "MT19937" else None
         bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
@@ -115,9 +115,9 @@ class _GlobalState:
 
 
 class PrivateRNG:
-    """While entered, the global generators draw from a private stream of (seed, epoch); afterwards from their own.
+    """Makes the global generators draw from a private stream of (seed, epoch) while entered.
 
-    Enter it as often as you like: the private stream goes on where it stopped.
+    Enter it as often as you like: the private stream continues where it stopped.
 
     Examples:
         >>> with PrivateRNG(seed=7, epoch=0):
@@ -137,8 +137,8 @@ class PrivateRNG:
             random.Random(_python_seed(sequence)).getstate(),
         )
 
-    # All threads share the global generators. Two that swapped them at once would take each other's private states
-    # for the ambient ones.
+    # All threads share the global generators. If two threads swapped them at once, each would take the other's private
+    # states for the ambient ones.
     _swapping = threading.RLock()
 
     def __enter__(self) -> None:
@@ -161,7 +161,7 @@ def ambient_state() -> tuple[object, ...]:
 
 @contextmanager
 def ambient_unmoved() -> Iterator[None]:
-    """Put the global generators back, on leaving, into the states that they have now."""
+    """Put the global generators back into their current states on leaving."""
     state = _GlobalState.capture()
     try:
         yield
@@ -174,7 +174,7 @@ def _python_seed(sequence: np.random.SeedSequence) -> int:
 
 
 def distributed_permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order in which ``torch.utils.data.DistributedSampler(shuffle=True)`` visits n items.
+    """Return the order, of shape [n], in which ``torch.utils.data.DistributedSampler(shuffle=True)`` visits n items.
 
     Source: ``DistributedSampler.__iter__``: a generator seeded ``seed + epoch`` and one ``torch.randperm``.
     """
@@ -186,8 +186,8 @@ def distributed_permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
 class WorkerSeeding:
     """A ``worker_init_fn`` that seeds each worker by (seed, epoch, rank, worker), then calls the user's.
 
-    torch seeds a worker from one number of the main process, which ranks that are seeded alike, or that share a
-    generator, draw alike: all would augment alike. ``get_worker_info().seed`` is replaced too, because datasets
+    torch seeds workers from a number that the main process draws. Ranks that are seeded alike, or share a generator,
+    draw the same number, so all would augment alike. This replaces ``get_worker_info().seed`` too, because datasets
     seed their own generators from it.
 
     Attributes:
