@@ -11,6 +11,7 @@ from ddp_patch.auditing.inspection import Expectations, Inspection
 from ddp_patch.auditing.judge.measures import Cost
 from ddp_patch.auditing.report import Kind, Report, problem_kinds
 from ddp_patch.errors import InvalidOptionError
+from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import whole_number
 
 __all__ = ["audit"]
@@ -91,7 +92,8 @@ def audit(
     most = -(-_MOST // ranks) if max_items is None else _positive("max_items", max_items)
     _check_allowed(allow)
     _check_options(options, processes)
-    subject = Subject(loader, patch, options, set_epoch, most)
+    make = look_at(loader) if isinstance(loader, DataLoader) else loader
+    subject = Subject(make, patch, options, set_epoch, most)
     world = MadeUpWorld(subject, ranks, passes, processes, timeout, progress or _ignore)
     return Inspection(world, Expectations(padding, epochs_differ, frozenset(allow), cost)).report()
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.draw.drawn import Drawn, Epoch, signature
 from ddp_patch.auditing.draw.made_up_world import MadeUpWorld
@@ -25,6 +24,7 @@ from ddp_patch.auditing.judge.wording import About
 from ddp_patch.auditing.pictured import Pictured
 from ddp_patch.auditing.report import EpochReport, Problem, Report
 from ddp_patch.auditing.show.binning import pictured
+from ddp_patch.loaders.facts import LoaderFacts
 
 __all__ = ["Expectations", "Inspection"]
 
@@ -117,7 +117,7 @@ class Inspection:
 
     def _how(self) -> str:
         subject = self.world.subject
-        if not isinstance(subject.make, DataLoader):
+        if not isinstance(subject.make, LoaderFacts):
             shared = "as the factory made it"
         else:
             shared = "shared by patch_dataloader_to_ddp" if subject.patch else "as it stands"

@@ -24,7 +24,7 @@ from ddp_patch.loaders.samples import chosen_samples, length_of, or_unknown, sam
 from ddp_patch.streams.generators import LOOKED_AT, torch_generators
 from ddp_patch.streams.orders import why_not_scalable
 
-__all__ = ["Level", "LoaderFacts", "StreamFacts", "level_of", "look_at"]
+__all__ = ["Level", "LoaderFacts", "StreamFacts", "look_at"]
 
 L = TypeVar("L", bound=DataLoader[Any])
 
@@ -142,6 +142,16 @@ class LoaderFacts(Generic[L]):
         """The loader's dataset."""
         return self.loader.dataset
 
+    @property
+    def iterated(self) -> Any:
+        """What the loader iterates: its batch sampler, or its sampler where it has none."""
+        return next(samplers_in_use(self.loader), None)
+
+    @property
+    def samplers(self) -> Sequence[object]:
+        """All samplers in use, from the outside in."""
+        return tuple(samplers_in_use(self.loader))
+
     @cached_property
     def dataset_length(self) -> int | None:
         """How many samples the dataset has, as it says; None where it does not say."""
@@ -165,13 +175,17 @@ class LoaderFacts(Generic[L]):
             **self.stream.described,
         }
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the loader alone: another process looks at its own copy of it."""
+        return look_at, (self.loader,)
+
 
 def look_at(loader: L) -> LoaderFacts[L]:
     """Look at a loader once, and return what everything else reads of it.
 
     A framework's wrapper will do, which may lack what only some loaders have.
     """
-    kind, level = type(loader), level_of(loader)
+    kind, level = type(loader), _level_of(loader)
     iterates_itself = has_own_iteration(kind)
     source = _source(loader, level)
     samplers = tuple(samplers_in_use(loader))
@@ -192,7 +206,7 @@ def look_at(loader: L) -> LoaderFacts[L]:
     )
 
 
-def level_of(loader: DataLoader[Any]) -> Level:
+def _level_of(loader: DataLoader[Any]) -> Level:
     """Decide what of a loader is sharded."""
     if isinstance(loader.dataset, IterableDataset):
         return Level.ITERABLE

@@ -1,5 +1,6 @@
 """A loader is looked at once: how often one patch hands it from room to room."""
 
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from zoo import ALL_KINDS, Indices, Kind, Source
 
 import ddp_patch
-from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch import audit, patch_dataloader_to_ddp
+from ddp_patch.loaders import facts as looking
 from ddp_patch.loaders.facts import Level, StreamFacts, look_at
 
 ROOT = Path(ddp_patch.__path__[0])
@@ -126,3 +128,36 @@ def test_what_has_no_length_is_told_to_have_none() -> None:
     facts = look_at(DataLoader(Endless()))
     assert facts.dataset_length is None
     assert facts.described["dataset length"] == "unknown"
+
+
+@pytest.mark.parametrize(("loader", "told"), LOOKS)
+def test_it_tells_what_the_loader_iterates(loader: DataLoader[Any], told: tuple[Level, type, int | None, bool]) -> None:
+    facts = look_at(loader)
+    assert facts.iterated is (loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    assert facts.samplers[0] is facts.iterated
+    if told[0] is not Level.ITERABLE:
+        assert facts.samplers[-len(facts.stream.samplers) :] == facts.stream.samplers
+
+
+def test_a_pickled_look_is_one_at_the_pickled_loader() -> None:
+    facts = look_at(DataLoader(Indices(10), 4, shuffle=True))
+    again = pickle.loads(pickle.dumps(facts))  # noqa: S301 - pickled just now
+    assert again.stream.source is again.loader.sampler is not facts.loader.sampler
+    assert again.described == facts.described
+
+
+@pytest.mark.parametrize("patch", [True, False])
+@pytest.mark.parametrize(("loader", "told"), LOOKS)
+def test_an_audit_looks_at_no_loader_twice(
+    loader: DataLoader[Any], told: object, patch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[DataLoader[Any]] = []
+    level_of = looking._level_of
+
+    def noted(one: DataLoader[Any]) -> Level:
+        seen.append(one)
+        return level_of(one)
+
+    monkeypatch.setattr(looking, "_level_of", noted)
+    audit(loader, 2, epochs=3, patch=patch)
+    assert len(seen) == len(set(map(id, seen))) > 3

@@ -1,14 +1,13 @@
 """Draw one epoch of one rank's loader and record it, without calling a dataset's ``__getitem__``."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.draw.coding import Coding, Numbers, narrow
 from ddp_patch.auditing.draw.drawn import Drawn
@@ -16,7 +15,7 @@ from ddp_patch.auditing.draw.subject import Subject
 from ddp_patch.auditing.draw.subsets import in_base
 from ddp_patch.auditing.draw.traits import length_of, made_of_batches
 from ddp_patch.auditing.draw.workers import base_seed, batches_read
-from ddp_patch.loaders.facts import Level, level_of
+from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.streams.chunks import own
 
 __all__ = ["draw"]
@@ -25,19 +24,19 @@ __all__ = ["draw"]
 _BLOCK = 1024
 
 
-def draw(loader: DataLoader[Any], coding: Coding, subject: Subject) -> Drawn:
+def draw(facts: LoaderFacts[Any], coding: Coding, subject: Subject) -> Drawn:
     """Draw an epoch, or its first ``subject.max_items`` items, and record it.
 
     Args:
-        loader: One rank's loader.
+        facts: What a look at one rank's loader told.
         coding: Gives every item its number.
         subject: Says how many items to draw, and whether to count indices in the dataset below a ``Subset``.
     """
-    length_before = length_of(loader)
+    length_before = length_of(facts.loader)
     record = _Record(coding)
-    steps = _steps(loader)
+    steps = _steps(facts)
     if subject.in_base:
-        steps = (list(in_base(loader.dataset, step)) for step in steps)
+        steps = (list(in_base(facts.dataset, step)) for step in steps)
     ended = False
     while record.count < subject.max_items and record.error is None and not ended:
         has_drawn = record.draw_block(steps, subject.max_items - record.count)
@@ -46,7 +45,7 @@ def draw(loader: DataLoader[Any], coding: Coding, subject: Subject) -> Drawn:
         # Ask for one step more: the epoch may end right here. An error beyond the last item asked for is no finding.
         with suppress(Exception):
             ended = next(steps, None) is None
-    return record.drawn(ended, (length_before, length_of(loader)))
+    return record.drawn(ended, (length_before, length_of(facts.loader)))
 
 
 class _Record:
@@ -113,17 +112,16 @@ def _resident_bytes() -> int:
         return 0
 
 
-def _steps(loader: DataLoader[Any]) -> Iterator[list[Any]]:
+def _steps(facts: LoaderFacts[Any]) -> Iterator[list[Any]]:
     """Yield the items of every step, as the loader would ask its dataset for them."""
-    if level_of(loader) is Level.ITERABLE:
-        yield from batches_read(loader)
+    if facts.level is Level.ITERABLE:
+        yield from batches_read(facts)
         return
-    batches = loader.batch_sampler
-    indices = iter(cast(Iterable[Any], loader.sampler if batches is None else batches))
-    base_seed(loader)
-    if level_of(loader) is Level.SAMPLE:
+    indices = iter(facts.iterated)
+    base_seed(facts.loader)
+    if facts.level is Level.SAMPLE:
         yield from indices  # torch's batch sampler makes a new list for each batch, so nothing needs copying
-    elif batches is not None or made_of_batches(loader):
+    elif made_of_batches(facts):
         yield from (list(own(batch)) for batch in indices)
     else:
         yield from ([own(item)] for item in indices)

@@ -65,5 +65,5 @@ def real_ranks_of(
 def _draw(rank: int, world_size: int, pickled: bytes, numbers: Sequence[int], alike: bool) -> RealRank:
     subject: Subject = pickle.loads(pickled)  # noqa: S301 - the parent's own
     coding = Coding()
-    one = Rank(lambda: subject.loader(rank, world_size, is_real=True), subject, seeded_as=0 if alike else rank)
+    one = Rank(lambda: subject.made_for(rank, world_size, is_real=True), subject, seeded_as=0 if alike else rank)
     return RealRank(one.traits, {number: one.epoch(number, coding) for number in numbers}, coding)

@@ -6,17 +6,14 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from ddp_patch.auditing.draw.coding import Coding
 from ddp_patch.auditing.draw.drawing import draw
 from ddp_patch.auditing.draw.drawn import Drawn
 from ddp_patch.auditing.draw.subject import Factory, Subject
 from ddp_patch.auditing.draw.traits import Traits, traits_of
 from ddp_patch.errors import StreamLengthWarning
-from ddp_patch.loaders.facts import Level, level_of
+from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.nesting import tell_epoch
-from ddp_patch.loaders.recognition import samplers_in_use
 from ddp_patch.streams.generators import generator_state, random_generators, set_generator_state, unmoved
 from ddp_patch.streams.seeding import PrivateRNG
 
@@ -33,34 +30,33 @@ class Rank:
     rank also keeps its own state of every shared generator.
 
     Args:
-        build: Makes the rank's loader.
+        build: Makes the rank's loader and looks at it.
         subject: What is audited.
         seeded_as: The rank whose global random states this one starts with.
     """
 
-    def __init__(self, build: Callable[[], DataLoader[Any]], subject: Subject, seeded_as: int) -> None:
+    def __init__(self, build: Callable[[], LoaderFacts[Any]], subject: Subject, seeded_as: int) -> None:
         self._subject = subject
         self._ambient = PrivateRNG(_SEED, seeded_as)
-        reached = [] if isinstance(subject.make, DataLoader) else _reached_by(subject.make)
+        make = subject.make
+        given, reached = (make.stream.holders, []) if isinstance(make, LoaderFacts) else ((), _reached_by(make))
         with self._ambient, unmoved(random_generators(reached)):
-            self._loader: DataLoader[Any] = build()
-            loaders = [self._loader, *([subject.make] if isinstance(subject.make, DataLoader) else [])]
-            holders = [holder for loader in loaders for holder in (loader, *samplers_in_use(loader))]
-            held = random_generators([*reached, *holders])
+            self._facts: LoaderFacts[Any] = build()
+            held = random_generators([*reached, *self._facts.stream.holders, *given])
         self._held = [[generator, generator_state(generator)] for generator in held]
 
     @property
     def traits(self) -> Traits:
         """Return the traits of its loader."""
-        return traits_of(self._loader)
+        return traits_of(self._facts)
 
     def epoch(self, number: int, coding: Coding) -> Drawn:
         """Draw the loader's next pass as epoch ``number``."""
         with warnings.catch_warnings(), self._ambient, self._own_generators():
             warnings.simplefilter("ignore", StreamLengthWarning)  # the audit reports wrong lengths itself
             if self._subject.set_epoch:
-                _set_epoch(self._loader, number)
-            return draw(self._loader, coding, self._subject)
+                _set_epoch(self._facts, number)
+            return draw(self._facts, coding, self._subject)
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
@@ -76,8 +72,8 @@ class Rank:
 def ranks_of(subject: Subject, world_size: int, alike: bool = False) -> list[Rank]:
     """Return all simulated ranks, seeded ``alike`` or each in its own way."""
 
-    def build(rank: int) -> Callable[[], DataLoader[Any]]:
-        return lambda: subject.loader(rank, world_size)
+    def build(rank: int) -> Callable[[], LoaderFacts[Any]]:
+        return lambda: subject.made_for(rank, world_size)
 
     return [Rank(build(rank), subject, seeded_as=0 if alike else rank) for rank in range(world_size)]
 
@@ -87,10 +83,10 @@ def _reached_by(make: Factory) -> list[object]:
     return [SimpleNamespace(make=make), getattr(make, "__self__", make)]
 
 
-def _set_epoch(loader: Any, epoch: int) -> None:
-    if callable(tell := getattr(loader, "set_epoch", None)):
+def _set_epoch(facts: LoaderFacts[Any], epoch: int) -> None:
+    if callable(tell := getattr(facts.loader, "set_epoch", None)):
         tell(epoch)
     else:
-        tell_epoch(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, epoch)
-        if level_of(loader) is Level.ITERABLE and callable(tell := getattr(loader.dataset, "set_epoch", None)):
+        tell_epoch(facts.iterated, epoch)
+        if facts.level is Level.ITERABLE and callable(tell := getattr(facts.dataset, "set_epoch", None)):
             tell(epoch)

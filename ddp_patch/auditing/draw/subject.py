@@ -8,30 +8,19 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
 from ddp_patch.loaders.copying import copy_loader
-from ddp_patch.loaders.facts import Level, level_of
+from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
 from ddp_patch.loaders.nesting import nested_samplers
-from ddp_patch.loaders.recognition import is_loader, samplers_in_use, sharded_by
+from ddp_patch.loaders.recognition import is_loader
 from ddp_patch.patching import patch_dataloader_to_ddp
+from ddp_patch.streams.orders import is_torch_sampler
 
 __all__ = ["Factory", "Subject", "made_by", "name_of"]
 
 Factory: TypeAlias = Callable[[int, int], DataLoader[Any]]
-
-# torch's samplers never change the data that they hold, so copies may share it.
-_READ_ONLY = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +28,7 @@ class Subject:
     """Describe what is audited and how: a loader, copied for every rank, or a factory of each rank's loader.
 
     Args:
-        make: The loader, or ``make(rank, world_size)``.
+        make: What a look at the loader told, or ``make(rank, world_size)``.
         patch: Whether ``patch_dataloader_to_ddp`` shards a loader first.
         options: Options for ``patch_dataloader_to_ddp``.
         set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch.
@@ -53,7 +42,7 @@ class Subject:
         InvalidOptionError: The loader is one rank's shard already; or options are given, and nothing is patched.
     """
 
-    make: DataLoader[Any] | Factory
+    make: LoaderFacts[Any] | Factory
     patch: bool
     options: Mapping[str, Any]
     set_epoch: bool
@@ -62,13 +51,13 @@ class Subject:
     in_base: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.make, DataLoader):
+        if not isinstance(self.make, LoaderFacts):
             if not callable(self.make):
                 raise NotALoaderError(
                     f"audit needs a DataLoader or a function make(rank, world_size) that returns one, and got "
                     f"{self.make!r} ({type(self.make).__name__}). Pass the finished loader itself."
                 )
-        elif (found := sharded_by(self.make)) is not None:
+        elif (found := self.make.sharded_by) is not None:
             rank, ranks = (getattr(found, name, "?") for name in ("rank", "num_replicas"))
             raise InvalidOptionError(
                 f"audit was given a loader that is one rank's share already ({type(found).__name__}, rank {rank} of "
@@ -78,31 +67,31 @@ class Subject:
         if self.options and not self.patches:
             raise InvalidOptionError(
                 f"audit was given {', '.join(self.options)} for patch_dataloader_to_ddp(), which is not called: "
-                f"{'patch=False' if isinstance(self.make, DataLoader) else 'a factory makes finished loaders'}. Leave "
+                f"{'patch=False' if isinstance(self.make, LoaderFacts) else 'a factory makes finished loaders'}. Leave "
                 "them out, or pass an unpatched loader."
             )
 
     @property
     def patches(self) -> bool:
         """Tell whether ``patch_dataloader_to_ddp`` shards the loader."""
-        return self.patch and isinstance(self.make, DataLoader)
+        return self.patch and isinstance(self.make, LoaderFacts)
 
     @property
     def name(self) -> str:
         """Return the name to show in reports."""
-        if isinstance(self.make, DataLoader):
-            return type(self.make).__name__
+        if isinstance(self.make, LoaderFacts):
+            return type(self.make.loader).__name__
         return name_of(self.make)
 
-    def loader(self, rank: int, world_size: int, is_real: bool = False) -> DataLoader[Any]:
-        """Return a rank's loader.
+    def made_for(self, rank: int, world_size: int, is_real: bool = False) -> LoaderFacts[Any]:
+        """Make a rank's loader, and look at it.
 
         Args:
             rank: The rank.
             world_size: The number of ranks.
             is_real: Whether this process is that rank, with a process group and its own copy of the subject.
         """
-        if not isinstance(self.make, DataLoader):
+        if not isinstance(self.make, LoaderFacts):
             made = made_by(self.make, rank, world_size)
             if not is_loader(made):
                 raise NotALoaderError(
@@ -110,11 +99,12 @@ class Subject:
                     f"({type(made).__name__}), not a DataLoader. Return the loader that this rank would iterate."
                 )
         else:
-            made = self.make if is_real else _copied(self.make)
+            made = self.make.loader if is_real else _copied(self.make)
             if self.patches:
                 where: dict[str, Any] = {} if is_real else {"rank": rank, "num_replicas": world_size}
                 made = patch_dataloader_to_ddp(made, **where, **self.options)
-        return _stream_of(made) if self.whole else made
+        facts = look_at(made)
+        return _whole(facts) if self.whole else facts
 
 
 def name_of(make: Callable[..., Any]) -> str:
@@ -139,26 +129,24 @@ def made_by(make: Factory, rank: int, world_size: int) -> Any:
         raise
 
 
-def _stream_of(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader that yields everything there is to shard: nothing left out, nothing read by two workers."""
-    batches: Any = loader.batch_sampler
-    if level_of(loader) is Level.SAMPLE and batches.drop_last:
-        return copy_loader(
-            loader, drop_last=False, batch_sampler=BatchSampler(batches.sampler, batches.batch_size, False)
-        )
-    if level_of(loader) is Level.ITERABLE:
+def _whole(facts: LoaderFacts[Any]) -> LoaderFacts[Any]:
+    """Return a look at the loader as one that yields everything: nothing left out, nothing read by two workers."""
+    if facts.level is Level.SAMPLE and facts.drop_last:
+        batches = facts.makes_batches(facts.stream.source, facts.batch_size, False)
+        return look_at(copy_loader(facts.loader, drop_last=False, batch_sampler=batches))
+    if facts.level is Level.ITERABLE:
         # Keep one worker where there are some: the dataset or worker_init_fn may ask which worker it is.
-        return copy_loader(loader, drop_last=False, num_workers=min(1, loader.num_workers))
-    return loader
+        return look_at(copy_loader(facts.loader, drop_last=False, num_workers=min(1, facts.num_workers)))
+    return facts
 
 
-def _copied(loader: DataLoader[Any]) -> DataLoader[Any]:
+def _copied(facts: LoaderFacts[Any]) -> DataLoader[Any]:
     """Return a copy of the loader with its own samplers or iterable dataset, and its own random generators."""
-    names = ["dataset"] if level_of(loader) is Level.ITERABLE else []
+    names = ["dataset"] if facts.level is Level.ITERABLE else []
     names += ["sampler", "batch_sampler", "generator"]
-    memo, new = _shared(loader), {}
+    memo, new = _shared(facts), {}
     for name in names:
-        value = getattr(loader, name)
+        value = getattr(facts.loader, name)
         try:
             new[name] = copy.deepcopy(value, memo)
         except Exception as error:
@@ -167,14 +155,14 @@ def _copied(loader: DataLoader[Any]) -> DataLoader[Any]:
                 f"{type(error).__name__}: {error}. Pass a function make(rank, world_size) that builds each rank's "
                 "loader."
             ) from error
-    return copy_loader(loader, **new)
+    return copy_loader(facts.loader, **new)
 
 
-def _shared(loader: DataLoader[Any]) -> dict[int, Any]:
+def _shared(facts: LoaderFacts[Any]) -> dict[int, Any]:
     """Return what copies share with the loader instead of copying it, as a memo for ``copy.deepcopy``."""
-    is_iterable = level_of(loader) is Level.ITERABLE
-    memo: dict[int, Any] = {} if is_iterable else {id(loader.dataset): loader.dataset}
-    holders = [*samplers_in_use(loader), *nested_samplers(loader.sampler), *([loader.dataset] if is_iterable else [])]
+    is_iterable = facts.level is Level.ITERABLE
+    memo: dict[int, Any] = {} if is_iterable else {id(facts.dataset): facts.dataset}
+    holders = [*facts.samplers, *nested_samplers(facts.loader.sampler), *([facts.dataset] if is_iterable else [])]
     for holder in holders:
         data = _data_types(holder, is_iterable)
         for value in getattr(holder, "__dict__", {}).values():
@@ -188,6 +176,6 @@ def _shared(loader: DataLoader[Any]) -> dict[int, Any]:
 
 def _data_types(holder: object, is_iterable: bool) -> tuple[type, ...]:
     """Return the types of attributes that are large data, which the holder does not change."""
-    if type(holder) in _READ_ONLY:
+    if is_torch_sampler(holder):
         return (torch.Tensor, np.ndarray, list, range)
     return (torch.Tensor, np.ndarray) if is_iterable else ()

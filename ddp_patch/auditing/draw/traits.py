@@ -4,13 +4,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler
 
 from ddp_patch.auditing.draw.subsets import base_of
 from ddp_patch.auditing.report import Units
-from ddp_patch.loaders.facts import Level, level_of
-from ddp_patch.loaders.nesting import nested_samplers
-from ddp_patch.loaders.recognition import samplers_in_use, shards_itself
+from ddp_patch.loaders.facts import Level, LoaderFacts
+from ddp_patch.loaders.recognition import shards_itself
 
 __all__ = ["Traits", "length_of", "made_of_batches", "traits_of"]
 
@@ -50,21 +49,21 @@ class Traits:
         return max(1, self.num_workers) if self.is_iterable else 1
 
 
-def traits_of(loader: DataLoader[object]) -> Traits:
-    """Return a loader's traits."""
-    samplers = list(samplers_in_use(loader))
-    is_iterable = level_of(loader) is Level.ITERABLE
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+def traits_of(facts: LoaderFacts[Any]) -> Traits:
+    """Return the traits of a loader that was looked at."""
+    samplers, batches = facts.samplers, facts.loader.batch_sampler
+    is_iterable = facts.level is Level.ITERABLE
+    size = facts.batch_size or getattr(batches, "batch_size", None)
     return Traits(
-        units="batches" if made_of_batches(loader) else "samples",
+        units="batches" if made_of_batches(facts) else "samples",
         is_iterable=is_iterable,
         batch_size=size if isinstance(size, int) and size > 0 else 1,
-        num_workers=loader.num_workers,
-        drops_batch=loader.drop_last or getattr(loader.batch_sampler, "drop_last", False) is True,
+        num_workers=facts.num_workers,
+        drops_batch=facts.drop_last or getattr(batches, "drop_last", False) is True,
         drops_round=any(getattr(sampler, "drop_last", False) is True for sampler in samplers),
-        sharers=sum(map(shards_itself, (*samplers, loader.dataset))),
-        dataset_length=None if is_iterable else length_of(loader.dataset),
-        base_length=None if is_iterable else length_of(base_of(loader.dataset)),
+        sharers=sum(map(shards_itself, (*samplers, facts.dataset))),
+        dataset_length=None if is_iterable else facts.dataset_length,
+        base_length=None if is_iterable else length_of(base_of(facts.dataset)),
     )
 
 
@@ -75,8 +74,8 @@ def length_of(sized: Any) -> int | None:
     return None
 
 
-def made_of_batches(loader: DataLoader[object]) -> bool:
+def made_of_batches(facts: LoaderFacts[Any]) -> bool:
     """Tell whether ranks shard whole batches of this loader."""
-    if level_of(loader) is Level.UNBATCHED:
-        return any(isinstance(sampler, BatchSampler) for sampler in nested_samplers(loader.sampler))
-    return level_of(loader) is Level.BATCH
+    if facts.level is Level.UNBATCHED:
+        return any(isinstance(sampler, BatchSampler) for sampler in facts.stream.samplers)
+    return facts.level is Level.BATCH

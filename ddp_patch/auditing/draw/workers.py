@@ -1,15 +1,16 @@
 """Read an iterable dataset as a loader's workers would, one worker after the other in this process."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat import made_worker_info, worker_info_told
+from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.nesting import deep_copy
 from ddp_patch.shares.iterables.workers import Board
 from ddp_patch.streams.seeding import PrivateRNG
@@ -22,20 +23,20 @@ def base_seed(loader: DataLoader[Any]) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
 
 
-def batches_read(loader: DataLoader[Any]) -> Iterator[list[Any]]:
+def batches_read(facts: LoaderFacts[Any]) -> Iterator[list[Any]]:
     """Yield an iterable dataset's batches in the order in which its workers make them."""
-    tasks = iter(cast(Iterable[Any], loader.sampler if loader.batch_sampler is None else loader.batch_sampler))
-    seed = base_seed(loader)
-    workers = [_Worker.started(loader, number, seed) for number in range(max(1, loader.num_workers))]
+    tasks, has_batches = iter(facts.iterated), facts.loader.batch_sampler is not None
+    seed = base_seed(facts.loader)
+    workers = [_Worker.started(facts, number, seed) for number in range(max(1, facts.num_workers))]
     while workers:
         for worker in list(workers):
-            if next(tasks, None) is None and loader.batch_sampler is not None:
+            if next(tasks, None) is None and has_batches:
                 return
-            if not (batch := worker.batch(loader)):
+            if not (batch := worker.batch(facts)):
                 workers.remove(worker)
                 continue
             yield batch
-            if len(batch) < (loader.batch_size or 1):
+            if len(batch) < (facts.batch_size or 1):
                 workers.remove(worker)
 
 
@@ -54,25 +55,25 @@ class _Worker:
     items: Iterator[Any] = field(default_factory=lambda: iter(()))
 
     @classmethod
-    def started(cls, loader: DataLoader[Any], number: int, seed: int) -> "_Worker":
+    def started(cls, facts: LoaderFacts[Any], number: int, seed: int) -> "_Worker":
         """Start a worker as torch does in a new worker process."""
-        if loader.num_workers == 0:
-            return cls(None, None, iter(loader.dataset))
-        dataset = deep_copy(loader.dataset, sharing=_shared_memory(loader.dataset))
-        info = made_worker_info(number, loader.num_workers, seed + number, dataset)
+        if facts.num_workers == 0:
+            return cls(None, None, iter(facts.dataset))
+        dataset = deep_copy(facts.dataset, sharing=_shared_memory(facts.dataset))
+        info = made_worker_info(number, facts.num_workers, seed + number, dataset)
         worker = cls(info, PrivateRNG(seed, number))
         with worker._at_work():
-            if loader.worker_init_fn is not None:
-                loader.worker_init_fn(number)
+            if (prepare := facts.loader.worker_init_fn) is not None:
+                prepare(number)
             worker.items = iter(dataset)
         return worker
 
-    def batch(self, loader: DataLoader[Any]) -> list[Any]:
+    def batch(self, facts: LoaderFacts[Any]) -> list[Any]:
         """Read the next batch; an empty one at the end."""
-        size = loader.batch_size or 1
+        size = facts.batch_size or 1
         with self._at_work():
             batch = list(islice(self.items, size))
-        return [] if loader.drop_last and len(batch) < size else batch
+        return [] if facts.drop_last and len(batch) < size else batch
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
