@@ -32,7 +32,8 @@ from ddp_patch import RanksFailedError, patch_dataloader_to_ddp
 from ddp_patch.loaders.copying import random_generators
 from ddp_patch.shares import sampler as sharded_sampler
 from ddp_patch.streams.orders import Order, order_of
-from ddp_patch.streams.seeding import ambient_unmoved, unmoved
+from ddp_patch.streams.random_states import ambient_unmoved
+from ddp_patch.streams.seeding import unmoved
 from ddp_patch.testing import run_ranks
 
 SEED = 100

@@ -26,6 +26,7 @@ __all__ = [
     "ACCELERATE_UNCUT",
     "HELD_LOADERS",
     "LIGHTNING_ARGUMENTS",
+    "LIGHTNING_REMAKES",
     "RUNNING_ITERATOR",
     "AccelerateLeavesAlone",
     "RunningLoader",
@@ -164,6 +165,9 @@ def shards_in_accelerate(kind: type) -> bool:
 
 # The arguments that Lightning's hooks note while a loader is made, to make it anew. They are the unpatched loader's.
 LIGHTNING_ARGUMENTS: Final = frozenset({"__dataset", "__pl_saved_arg_names", "__pl_saved_args", "__pl_saved_kwargs"})
+
+# The arguments, and no others, by which it makes a batch sampler anew for predict and overfit_batches.
+LIGHTNING_REMAKES: Final = frozenset({"batch_size", "drop_last"})
 
 # ---- wrappers that hold loaders: Lightning's CombinedLoader, seen in 2.6.6, and PyG's PrefetchLoader, in 2.8.1 ----
 

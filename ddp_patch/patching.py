@@ -114,7 +114,7 @@ def patch_dataloader_to_ddp(
         require_loader("patch_dataloader_to_ddp", loader)
         options = Options(uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle)
         facts = look_at(loader)
-        if options.scalable_shuffle:
+        if options.scalable_shuffle and facts.sharded_by is None:
             require_shuffle(facts.stream)
         if world is None:
             warnings.warn(
@@ -128,7 +128,7 @@ def patch_dataloader_to_ddp(
         require_shareable(facts, options, world)
     stream = facts.stream if facts.sharded_by is None else None
     agreed = agree(world, options, facts.described, stream, batches_ahead=facts.batches_ahead)
-    return loader if facts.sharded_by is not None else _shard(facts, agreed)
+    return loader if stream is None else _shard(facts, agreed)
 
 
 def _shard(facts: LoaderFacts[L], agreed: Agreed) -> L:
@@ -164,9 +164,8 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
     """Return the sampler that begins a sharded iterable dataset's epochs, and the attributes that hold both."""
     # Imported here, because most loaders do without.
-    from ddp_patch.shares.iterables.dataset import ShardedIterable
+    from ddp_patch.shares.iterables.dataset import IterableWorkerInit, ShardedIterable
     from ddp_patch.shares.iterables.sampler import StreamSampler
-    from ddp_patch.shares.iterables.workers import IterableWorkerInit
 
     plan = agreed.plan(agreed.world.rank)
     dataset = ShardedIterable(facts.dataset, plan, agreed.options, facts.batch_size or 1, facts.drop_last)

@@ -6,6 +6,7 @@ from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack, cast
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ddp_patch.compat import LIGHTNING_REMAKES
 from ddp_patch.errors import AlreadyPatchedError, UnsupportedLoaderError, WorldError
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.recognition import shards_itself
@@ -137,7 +138,7 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
 
 def _is_made_anew(options: Mapping[str, object]) -> bool:
     """Return whether a framework is rebuilding a batch sampler, as Lightning does for predict and overfit_batches."""
-    return options.keys() == {"batch_size", "drop_last"}
+    return options.keys() == LIGHTNING_REMAKES
 
 
 def _made_anew(wrapper_type: type[W], sampler: object) -> W:

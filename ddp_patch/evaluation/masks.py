@@ -67,8 +67,8 @@ def _mask(batches: Batches, one: Pass[Any], number: int) -> torch.Tensor:
     # No padding comes before the stream's end is found.
     share = first + batches.size if length is None else len(plan.share(length))
     real = share if length is None else share - len(plan.padding(length))
-    if one.sizes is not None:
-        return torch.full((one.sizes.popleft(),), first < real)
+    if (samples := one.next_size()) is not None:
+        return torch.full((samples,), first < real)
     return torch.arange(first, min(first + batches.size, share)) < real
 
 

@@ -85,16 +85,16 @@ class StreamFacts:
         return {"sampler": kinds, "stream length": or_unknown(self.length)}
 
     @property
-    def not_scalable(self) -> str | None:
+    def why_not_scalable(self) -> str | None:
         """Why no scalable shuffle can stand in for it; None where one can."""
         return why_not_scalable(self.source)
 
-    @property
+    @cached_property
     def order(self) -> str | None:
         """A fingerprint of the stream's first items; None where that cannot be told."""
         return sample_order(self.source, self.dataset)
 
-    @property
+    @cached_property
     def samples(self) -> str | None:
         """A fingerprint of which samples the dataset was cut down to; None where that cannot be told."""
         return chosen_samples(self.dataset)
@@ -121,8 +121,8 @@ class LoaderFacts(Generic[L]):
         num_workers: How many workers it has.
         batches_ahead: How many batches its workers fetch ahead.
         makes_batches: The class that makes batches of a sharded sampler's indices, where torch or torchdata makes them.
-        iterates_other: The attribute that holds another loader which it may iterate instead of its own data, or None.
-        runs: The attribute that holds an iterator which was begun already, or None.
+        other_loader_in: The attribute that holds another loader which it may iterate instead of its own data, or None.
+        iterator_in: The attribute that holds an iterator which was begun already, or None.
     """
 
     loader: L
@@ -134,8 +134,8 @@ class LoaderFacts(Generic[L]):
     num_workers: int
     batches_ahead: int
     makes_batches: type[Any]
-    iterates_other: str | None
-    runs: str | None
+    other_loader_in: str | None
+    iterator_in: str | None
 
     @property
     def dataset(self) -> Any:
@@ -183,7 +183,7 @@ class LoaderFacts(Generic[L]):
 def look_at(loader: L) -> LoaderFacts[L]:
     """Look at a loader once, and return what everything else reads of it.
 
-    A framework's wrapper will do, which may lack what only some loaders have.
+    A framework's wrapper will do too: what it lacks counts as None, 0 or False.
     """
     kind, level = type(loader), _level_of(loader)
     iterates_itself = has_own_iteration(kind)
@@ -201,8 +201,8 @@ def look_at(loader: L) -> LoaderFacts[L]:
         num_workers=num_workers,
         batches_ahead=num_workers * (getattr(loader, "prefetch_factor", None) or 0),
         makes_batches=torchdata_batch_sampler(kind) or type(loader.batch_sampler),
-        iterates_other=_other_loader(loader) if iterates_itself else None,
-        runs=_running_iterator(loader),
+        other_loader_in=_other_loader(loader) if iterates_itself else None,
+        iterator_in=_running_iterator(loader),
     )
 
 

@@ -15,7 +15,7 @@ from ddp_patch.streams.chunks import own
 from ddp_patch.streams.fingerprint import COMPARED, fingerprint
 from ddp_patch.streams.generators import random_generators, torch_generators, unmoved
 from ddp_patch.streams.orders import has_order, order_of, order_parameters, spread
-from ddp_patch.streams.seeding import PrivateRNG
+from ddp_patch.streams.random_states import PrivateRNG
 
 __all__ = ["chosen_samples", "length_of", "or_unknown", "sample_order"]
 

@@ -24,7 +24,7 @@ from ddp_patch.samplers.wrapped import (
 )
 from ddp_patch.streams.generators import generator_state, set_generator_state
 from ddp_patch.streams.random_access import is_random_access
-from ddp_patch.streams.seeding import ambient_state, ambient_unmoved
+from ddp_patch.streams.random_states import ambient_state, ambient_unmoved
 
 __all__ = ["GroupedBatchSampler"]
 

@@ -30,6 +30,7 @@ class Epoch(Generic[T]):
         draws_ahead: Whether more than a round may be drawn at once.
         shuffle_seed: Permutes the whole epoch once more, unless None.
         length: Tells how many items the whole stream has, as the sampler says.
+        must_give: Whether it is an error if no item comes.
         at_end: Called with how many items the whole stream had and how many were assumed.
         verify: Called at the end with how many items were drawn, and their fingerprint; None where nobody compares.
     """
@@ -42,6 +43,7 @@ class Epoch(Generic[T]):
     draws_ahead: bool
     shuffle_seed: int | None
     length: Callable[[], int]
+    must_give: bool
     at_end: Callable[[int, int], None]
     verify: Callable[[int, str], None] | None
 
@@ -57,27 +59,19 @@ class Stream(Generic[T]):
     Args:
         epoch: The epoch.
         stream: The sampler, begun.
-        must_give: Whether it is an error if no item comes.
     """
 
-    def __init__(self, epoch: Epoch[T], stream: Iterator[T], *, must_give: bool) -> None:
-        self._epoch, self._stream, self._must_give = epoch, stream, must_give
+    def __init__(self, epoch: Epoch[T], stream: Iterator[T]) -> None:
+        self._epoch, self._stream = epoch, stream
         self._chunks: _ReadAhead[T] | None = None
 
-    def shares(
-        self,
-        plans: Sequence[Plan],
-        skip: int,
-        found: Callable[[int], None],
-        verify: Callable[[int, str], None] | None,
-    ) -> Iterator[list[list[T]]]:
+    def shares(self, plans: Sequence[Plan], skip: int, found: Callable[[int], None]) -> Iterator[list[list[T]]]:
         """Yield the shares of some plans in what is left of the epoch, chunk by chunk.
 
         Args:
             plans: Whose shares.
             skip: How many items of each share were taken before.
             found: Called with how many items were left, when the end was found.
-            verify: As for ``Epoch``.
         """
         epoch, plan, stream = self._epoch, self._epoch.plan, self._stream
         if epoch.shuffle_seed is not None:
@@ -87,14 +81,14 @@ class Stream(Generic[T]):
             stream = rest.select(stream)
         most = MOST_AHEAD if epoch.draws_ahead else 1
         self._chunks = _ReadAhead(draw(stream, epoch.rng, round_size=plan.num_replicas, most=most))
-        chunks: Iterator[list[T]] = _not_empty(self._chunks, epoch.number) if self._must_give else self._chunks
+        chunks: Iterator[list[T]] = _not_empty(self._chunks, epoch.number) if epoch.must_give else self._chunks
         running = Fingerprint()
-        if verify is not None:
+        if epoch.verify is not None:
             chunks = running.watching(chunks)
 
         def at_end(drawn: int) -> None:
-            if verify is not None:
-                verify(drawn, running.hexdigest())
+            if epoch.verify is not None:
+                epoch.verify(drawn, running.hexdigest())
             found(drawn)
             if skip > plan.rounds(drawn):
                 raise StateError(

@@ -12,7 +12,7 @@ from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.shares.held import Held, Holders
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Place
-from ddp_patch.shares.states import read_state
+from ddp_patch.shares.states import read_state, write_state
 from ddp_patch.streams.seeding import EpochCounter
 
 __all__ = ["EpochSampler"]
@@ -136,7 +136,7 @@ class EpochSampler(DistributedSampler[T]):
         self.latest = None
         self.epochs.set(number)
 
-    def _told_of(self) -> tuple[int, Done, int]:
+    def _measured(self) -> tuple[int, Done, int]:
         """Return what lengths count: an epoch, what other numbers of ranks took of it, and what each rank took since.
 
         If a place was loaded, this is about the next pass, which resumes there; else about the running one.
@@ -161,7 +161,7 @@ class EpochSampler(DistributedSampler[T]):
 
     def state_at(self, place: Place) -> dict[str, Any]:
         """Return the state of this sampler at a place."""
-        return place.state(self._facts)
+        return write_state(place, self._facts)
 
     def _place_now(self) -> Place:
         if self.place is not None:

@@ -33,7 +33,7 @@ class Holders:
     """The samplers of a stream, or whatever else may hold random generators or a state.
 
     Args:
-        holders: These, as they are when the stream is wrapped.
+        holders: Those objects. The attributes that they have now count as unchanged.
     """
 
     def __init__(self, holders: Sequence[Any]) -> None:
@@ -92,7 +92,7 @@ def _plain_attributes(holder: object) -> dict[str, Any]:
         name: value
         for name, value in getattr(holder, "__dict__", {}).items()
         if type(value) in _PLAIN  # and no subclass, as numpy's numbers are
-        and not (name == "epoch" and hasattr(holder, "set_epoch"))  # which is told
+        and not (name == "epoch" and hasattr(holder, "set_epoch"))  # set_epoch() sets it
     }
 
 

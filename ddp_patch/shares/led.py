@@ -24,10 +24,9 @@ class Led(Source[T]):
         leader: How the ranks communicate.
         turn: Tells which pass this is, to be compared between the ranks.
         plans: Every rank's, in the leader's order.
-        before: What the samplers held before the pass.
-        held: Tells what they hold now.
+        held_before: What the samplers held before the pass.
+        held_now: Tells what they hold.
         has_length: Whether the sampler says how many items it has.
-        comes_late: Whether earlier passes have drawn from the same sampler.
     """
 
     def __init__(
@@ -36,25 +35,23 @@ class Led(Source[T]):
         leader: Leader,
         turn: Callable[[], Mapping[str, object]],
         plans: Sequence[Plan],
-        before: Held,
-        held: Callable[[], Held],
+        held_before: Held,
+        held_now: Callable[[], Held],
         *,
         has_length: bool,
-        comes_late: bool,
     ) -> None:
-        self._leader, self._turn, self._plans, self._held = leader, turn, plans, held
+        self._leader, self._turn, self._plans, self._held_now = leader, turn, plans, held_now
         self._piece_sizes = _piece_sizes(epoch, has_length)
         # Begun with its first item: an error then is one that the leader can tell the others of.
-        stream = chain.from_iterable(iter([epoch.sampler]))
-        self._stream = Stream(epoch, stream, must_give=epoch.is_one_shot and comes_late)
-        self.held_before = before
+        self._stream = Stream(epoch, chain(epoch.sampler))
+        self.held_before = held_before
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
         return self._skipping(skip, self._sent(skip) if self._leader.draws else self._received())
 
     def _sent(self, skip: int) -> Iterator[list[T]]:
-        shares = self._stream.shares(self._plans, skip, self._found, None)
+        shares = self._stream.shares(self._plans, skip, self._found)
         return self._leader.send(shares, self._turn(), self._note, *self._piece_sizes)
 
     def _received(self) -> Iterator[list[T]]:
@@ -62,7 +59,7 @@ class Led(Source[T]):
 
     def _note(self, is_last: bool) -> tuple[Held | None, Held | None, int | None]:
         """Return what the leader tells the others, so that every rank knows where the loader stands."""
-        self.held_after = self._held() if is_last else None
+        self.held_after = self._held_now() if is_last else None
         return self.held_before, self.held_after, self.length
 
     def _take_note(self, note: tuple[Held | None, Held | None, int | None]) -> None:

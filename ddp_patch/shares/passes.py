@@ -29,7 +29,6 @@ class Pass(Progress, Generic[T]):
 
     Attributes:
         before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
-        sizes: How many samples each item given has, oldest first, where somebody wants to know.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Pass(Progress, Generic[T]):
         super().__init__(skip)
         self.source = source
         self.resumes = resumes
-        self.sizes: deque[int] | None = deque() if keeps_sizes else None
+        self._sizes: deque[int] | None = deque() if keeps_sizes else None
         self._start, self._num_replicas, self._holders = start, num_replicas, holders
         self._snapshots = start.snapshots
         if self.before and not skip and not source.is_drawn_at_once:
@@ -83,9 +82,13 @@ class Pass(Progress, Generic[T]):
 
     def give(self, part: Sequence[R]) -> Iterator[R]:
         """Give the items that come next; return an iterator over them."""
-        if self.sizes is not None:
-            self.sizes.extend(map(_samples, part))
+        if self._sizes is not None:
+            self._sizes.extend(map(_samples, part))
         return super().give(part)
+
+    def next_size(self) -> int | None:
+        """Return how many samples the next item has, of those given in turn; None where nobody wanted to know."""
+        return None if self._sizes is None else self._sizes.popleft()
 
     def _begin_generators(self) -> None:
         """Have the generators where they were when the first item was drawn: a loader may draw from them before."""
@@ -122,7 +125,7 @@ class Pass(Progress, Generic[T]):
         return replace(self.place(self.taken), held=self.source.held_after or held, ended=True)
 
     def ends_within(self, items: int) -> bool:
-        """Tell whether at most so many items are left; then the samplers hold what the epoch leaves in them."""
+        """Draw on to the end if it is at most so many items away, and tell whether it is; see ``Source``."""
         return self.is_ended or self.source.ends_within(items)
 
 

@@ -1,17 +1,13 @@
 """Where a loader stands in its epochs, as plain values that outlive the process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_patch.errors import StateError
 from ddp_patch.plan import Done
 from ddp_patch.shares.held import Held
 
-__all__ = ["VERSION", "Place", "Snapshots"]
-
-# The version of the states that are written.
-VERSION = 1
+__all__ = ["Place", "Snapshots"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +57,3 @@ class Place:
     def following(self) -> "Place":
         """Return where the next epoch begins, if this one has ended; else this place."""
         return Place(self.epoch + 1, held=self.held) if self.ended else self
-
-    def state(self, facts: Mapping[str, object]) -> dict[str, Any]:
-        """Return the place as plain values, with the facts that tell of which loader it is."""
-        if self.held.unknown:
-            raise StateError(f"The loader's state cannot be told: {self.held.unknown}.")
-        at_first, latest = self.snapshots.at_first, self.snapshots.latest
-        return {
-            "version": VERSION,
-            "loader": dict(facts),
-            "epoch": self.epoch,
-            "done": [list(stint) for stint in self.done],
-            "ended": self.ended,
-            "generators": list(self.held.generators),
-            "samplers": list(self.held.samplers),
-            # Pairs, because torch.distributed.checkpoint looks into dicts, and for what it finds when it loads.
-            "attributes": [[list(pair) for pair in changed.items()] for changed in self.held.attributes],
-            "drawn_from": None if at_first is None else list(at_first),
-            "now": None if latest is None else [latest[0], list(latest[1])],
-        }

@@ -49,16 +49,16 @@ def _require_copyable(facts: LoaderFacts[Any]) -> None:
             f"{name} cannot be patched: it is a framework's wrapper around a DataLoader. Patch the loader first, and "
             "hand the patched one to the framework."
         )
-    if facts.iterates_other is not None:
+    if facts.other_loader_in is not None:
         raise UnsupportedLoaderError(
             f"{name} cannot be patched: its __iter__ may draw from another loader (attribute "
-            f"{facts.iterates_other!r}), which would go on giving every rank all of its data. Patch that loader first, "
-            f"and hand the patched one to {name}."
+            f"{facts.other_loader_in!r}), which would go on giving every rank all of its data. Patch that loader "
+            f"first, and hand the patched one to {name}."
         )
-    if facts.runs is not None:
+    if facts.iterator_in is not None:
         raise UnsupportedLoaderError(
-            f"{name} cannot be patched: it started an iterator in its constructor (attribute {facts.runs!r}), which "
-            f"would go on yielding unsharded data. Build it with a sampler that is sharded already, {name}(dataset, "
+            f"{name} cannot be patched: it started an iterator in its constructor (attribute {facts.iterator_in!r}), "
+            f"which would go on yielding unsharded data. Build it with a sampler that is sharded already, {name}(dataset, "
             "sampler=DDPSamplerWrapper(sampler, False), ...), or use a DataLoader with persistent_workers=True."
         )
 
@@ -95,9 +95,9 @@ def require_length(options: Options, world: World, stream: StreamFacts) -> None:
 
 def require_shuffle(stream: StreamFacts) -> None:
     """Refuse a scalable shuffle of what torch does not shuffle."""
-    if stream.not_scalable is not None:
+    if stream.why_not_scalable is not None:
         raise InvalidOptionError(
             "scalable_shuffle=True computes the order of a loader that torch shuffles, and this one's order comes from "
-            f"{stream.name}, which {stream.not_scalable}. Build the loader with shuffle=True, or leave "
+            f"{stream.name}, which {stream.why_not_scalable}. Build the loader with shuffle=True, or leave "
             "scalable_shuffle out; a sampler of your own can have items_at(positions, epoch) instead."
         )

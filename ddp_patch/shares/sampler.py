@@ -16,10 +16,10 @@ from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.held import Held
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Place
-from ddp_patch.shares.sources import Drawn, LookedUp, Source
+from ddp_patch.shares.sources import Drawn, LookedUp, Nothing, Source
 from ddp_patch.streams.generators import random_generators, unmoved
 from ddp_patch.streams.orders import ScalableShuffle, has_computed_order, has_order
-from ddp_patch.streams.seeding import PrivateRNG
+from ddp_patch.streams.random_states import PrivateRNG
 
 __all__ = ["ShardedSampler"]
 
@@ -64,18 +64,18 @@ class ShardedSampler(EpochSampler[T]):
     @property
     def total_size(self) -> int:  # type: ignore[override]  # torch fixes it at construction; here it is computed
         """How many items all ranks take together in an epoch, or in what is left of it, padding included."""
-        length, skip = self._length_told_of()
-        return self.plan.total(length) - skip * self.num_replicas
+        length, skip = self._length_measured()
+        return max(0, self.plan.total(length) - skip * self.num_replicas)
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # as total_size
         """How many items this rank takes in an epoch, or in what is left of one that a loaded state began in."""
-        length, skip = self._length_told_of()
+        length, skip = self._length_measured()
         return max(0, len(self.plan.share(length)) - skip)
 
-    def _length_told_of(self) -> tuple[int, int]:
+    def _length_measured(self) -> tuple[int, int]:
         """Return how many items all ranks share in what lengths are told of, and how many of each share are done."""
-        epoch, before, skip = self._told_of()
+        epoch, before, skip = self._measured()
         return len(self.plan.rest(self._stream_length(epoch), before)), skip
 
     def __len__(self) -> int:
@@ -117,22 +117,26 @@ class ShardedSampler(EpochSampler[T]):
         # Somebody may have set the epoch of a nested sampler, past this one.
         if (epoch := self._nested_epochs.set_by_user()) is not None:
             self.set_epoch(epoch)
-        return chain.from_iterable(self._runs(self._begun_pass()))
+        return chain.from_iterable(self._runs(self._take_up_pass()))
 
     def _runs(self, one: Pass[T]) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
         if one.is_ended:
             return
         if one.epoch != self.epochs.upcoming:
-            # Another iterator has begun this epoch since: this one is the next epoch's.
-            one = self._begun_pass()
+            # Another iterator began this epoch since, or set_epoch() chose another: take the one that is next now.
+            one = self._take_up_pass()
         self._begin(one.epoch, {"position": one.begins_at}, self._known_end)
         self._known_end = {}
         self.latest, self.place = one, None
         yield from one.runs()
 
-    def _begun_pass(self) -> Pass[T]:
-        """Return a pass over the upcoming epoch, with its source chosen and the wrapped sampler begun."""
+    def _take_up_pass(self) -> Pass[T]:
+        """Make a pass over the upcoming epoch the latest one, and return it.
+
+        Where nothing is left of that epoch, it counts here: the next pass is the next epoch's, even if nothing is drawn
+        from this one.
+        """
         number = self.epochs.upcoming
         self._nested_epochs.tell(number)
         resumes, start = self.place is not None, self.place
@@ -140,19 +144,16 @@ class ShardedSampler(EpochSampler[T]):
             self._holders.reinstate(start.held)  # others may have drawn from the generators since it was loaded
         else:
             start = Place(number, held=self.held())
-        if self._is_spent(start):
-            one: Pass[T] = Pass(start, self.num_replicas, self._holders, Source())
-            # The next pass, even if this one is never drawn from, is the next epoch's.
-            one.end()
-            self.latest = one
-            self.epochs.begin(number)
-            self.place = None
-            return one
-        source = self._source(start)
-        self.latest = Pass(
+        is_spent = self._is_spent(start)
+        source: Source[T] = Nothing() if is_spent else self._source(start)
+        self.latest = one = Pass(
             start, self.num_replicas, self._holders, source, resumes=resumes, keeps_sizes=self.keeps_sizes
         )
-        return self.latest
+        if is_spent:
+            one.end()
+            self.epochs.begin(number)
+            self.place = None
+        return one
 
     def _is_spent(self, start: Place) -> bool:
         """Tell whether nothing is left of the epoch."""
@@ -178,17 +179,18 @@ class ShardedSampler(EpochSampler[T]):
             shuffle_seed=self.seed if self.shuffle else None,
             length=partial(self._stream_length, start.epoch),
             at_end=partial(self._compare_length, start.epoch),
-            verify=partial(self._compare_end, start.epoch) if options.verify else None,
+            must_give=is_one_shot and self.epochs.passes > 0,
+            # The leader alone draws, so there is nothing to compare.
+            verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
         )
-        comes_late = self.epochs.passes > 0
         if leader is not None:
             from ddp_patch.shares.led import Led  # most trainings do without
 
             plans = [self.agreed.plan(rank) for rank in (self.agreed.world.members or {}).values()]
             has_length = leader.draws and self._length_if_any(start.epoch) is not None
             turn = partial(self._turn, start.epoch)
-            return Led(epoch, leader, turn, plans, start.held, self.held, has_length=has_length, comes_late=comes_late)
-        return LookedUp(epoch) if self._is_looked_up() else Drawn(epoch, comes_late=comes_late)
+            return Led(epoch, leader, turn, plans, start.held, self.held, has_length=has_length)
+        return LookedUp(epoch) if self._is_looked_up() else Drawn(epoch)
 
     def _turn(self, epoch: int) -> dict[str, object]:
         """Return which pass is being made, to be compared between the ranks."""

@@ -14,7 +14,7 @@ from ddp_patch.shares.held import Held
 from ddp_patch.streams.fingerprint import COMPARED, fingerprint
 from ddp_patch.streams.orders import Order, order_of
 
-__all__ = ["Drawn", "LookedUp", "Source"]
+__all__ = ["Drawn", "LookedUp", "Nothing", "Source"]
 
 T = TypeVar("T")
 
@@ -42,9 +42,10 @@ class Source(Generic[T]):
         raise NotImplementedError
 
     def ends_within(self, items: int) -> bool:
-        """Tell whether at most so many items of the share are left, after drawing on to find out.
+        """Draw on to the end if it is at most so many items of the share away, and tell whether it is.
 
-        False, too, where one rank would know it and another not.
+        Then the samplers hold what the epoch leaves in them. Return False, too, where one rank would know and another
+        not.
         """
         return False
 
@@ -60,6 +61,14 @@ class Source(Generic[T]):
             left_out = max(0, skip - self.drawn)
             self.drawn += len(part)
             yield part[left_out:] if left_out else part
+
+
+class Nothing(Source[T]):
+    """Has no items: nothing is left of the epoch."""
+
+    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+        """Return no part."""
+        return iter(())
 
 
 class LookedUp(Source[T]):
@@ -91,35 +100,36 @@ class LookedUp(Source[T]):
             epoch.verify(order.length, fingerprint(order.at(told)))
         yield from map(at, blocks(real[max(skip, rounds) :]))
         yield padding[max(0, skip - len(real)) :]
-        self.ends_within(0)
+        self._finish(order)
 
     def ends_within(self, items: int) -> bool:
-        """Draw, once, what the sampler draws after its last item: nothing else is left to draw."""
-        if self._order is not None and not self._is_finished:
+        """Finish the order, wherever the pass stands: it was drawn as a whole."""
+        if self._order is None:
+            return False
+        self._finish(self._order)
+        return True
+
+    def _finish(self, order: Order) -> None:
+        """Draw, once, what the sampler draws after its last item."""
+        if not self._is_finished:
             self._is_finished = True
-            self._order.finish()
-        return self._order is not None
+            order.finish()
 
 
 class Drawn(Source[T]):
-    """Draws the whole stream, chunk by chunk, and keeps this rank's items.
+    """Draws the whole stream, chunk by chunk, and keeps this rank's items."""
 
-    Args:
-        epoch: The epoch.
-        comes_late: Whether earlier passes have drawn from the same sampler.
-    """
-
-    def __init__(self, epoch: Epoch[T], *, comes_late: bool) -> None:
+    def __init__(self, epoch: Epoch[T]) -> None:
         self._epoch = epoch
         # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
         with epoch.rng:
             stream = iter(epoch.sampler)
-        self._stream = Stream(epoch, stream, must_give=epoch.is_one_shot and comes_late)
+        self._stream = Stream(epoch, stream)
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw on, and yield what is this rank's."""
-        shares = self._stream.shares([self._epoch.plan], skip, self._found, self._epoch.verify)
+        shares = self._stream.shares([self._epoch.plan], skip, self._found)
         return self._skipping(skip, (part for (part,) in shares))
 
     def ends_within(self, items: int) -> bool:

@@ -5,12 +5,39 @@ from typing import Any
 
 from ddp_patch.errors import StateError
 from ddp_patch.shares.held import Held, is_stateful
-from ddp_patch.shares.place import VERSION, Place, Snapshots
+from ddp_patch.shares.place import Place, Snapshots
 from ddp_patch.streams.generators import random_generators, set_generator_state, unmoved
 
-__all__ = ["read_state"]
+__all__ = ["read_state", "write_state"]
 
+_VERSION = 1
+
+# In a state, "drawn_from" is Snapshots.at_first and "now" is Snapshots.latest.
 _FIELDS = ("version", "loader", "epoch", "done", "ended", "generators", "samplers", "attributes", "drawn_from", "now")
+
+
+def write_state(place: Place, facts: Mapping[str, object]) -> dict[str, Any]:
+    """Return a place as plain values, with the facts that tell of which loader it is.
+
+    Raises:
+        StateError: What the samplers hold cannot be told.
+    """
+    if place.held.unknown:
+        raise StateError(f"The loader's state cannot be told: {place.held.unknown}.")
+    at_first, latest = place.snapshots.at_first, place.snapshots.latest
+    return {
+        "version": _VERSION,
+        "loader": dict(facts),
+        "epoch": place.epoch,
+        "done": [list(stint) for stint in place.done],
+        "ended": place.ended,
+        "generators": list(place.held.generators),
+        "samplers": list(place.held.samplers),
+        # Pairs, because torch.distributed.checkpoint looks into dicts, and for what it finds when it loads.
+        "attributes": [[list(pair) for pair in changed.items()] for changed in place.held.attributes],
+        "drawn_from": None if at_first is None else list(at_first),
+        "now": None if latest is None else [latest[0], list(latest[1])],
+    }
 
 
 def read_state(state: Any, facts: Mapping[str, object], holders: Sequence[Any]) -> Place:
@@ -26,9 +53,9 @@ def read_state(state: Any, facts: Mapping[str, object], holders: Sequence[Any]) 
     """
     if not isinstance(state, Mapping) or "version" not in state:
         raise _damaged(f"it is {type(state).__name__}, not a dict with a version")
-    if not _is_count(state["version"]) or state["version"] > VERSION:
+    if not _is_count(state["version"]) or state["version"] > _VERSION:
         raise StateError(
-            f"The state has version {state['version']!r} and this package reads versions up to {VERSION}, so it may "
+            f"The state has version {state['version']!r} and this package reads versions up to {_VERSION}, so it may "
             "mean what is not known here. Restore it with the version of ddp_patch that wrote it."
         )
     if missing := [name for name in _FIELDS if name not in state]:

@@ -1,4 +1,4 @@
-"""Random generators that somebody holds, as opposed to the global ones: found, read, and put back."""
+"""Random generators that somebody holds: found, read and put back. The global ones are in ``random_states.py``."""
 
 import base64
 import random

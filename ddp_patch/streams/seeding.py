@@ -1,30 +1,20 @@
-"""Derive randomness from (seed, epoch): swap random states, seed workers and count epochs.
-
-We call the three *global* generators (torch's on the CPU, numpy's, Python's) ambient. Samplers and training both draw
-from them. ``PrivateRNG`` keeps one from disturbing the other.
-"""
+"""Seeds from (seed, epoch), for orders and for workers, and the count of epochs."""
 
 import random
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from ddp_patch.compat import replace_worker_seed
-from ddp_patch.streams.generators import plain
 
 __all__ = [
     "EpochCounter",
-    "PrivateRNG",
     "WorkerSeeding",
-    "ambient_state",
-    "ambient_unmoved",
     "distributed_permutation",
     "epoch_seed",
+    "order_seeds",
     "shuffle_key",
 ]
 
@@ -57,6 +47,12 @@ def epoch_seed(seed: int, epoch: int) -> int:
     return _torch_seed(_derive(seed, _ORDER, epoch))
 
 
+def order_seeds(seed: int, epoch: int) -> tuple[int, np.random.SeedSequence, int]:
+    """Return the seeds of torch's, numpy's and Python's global generators while an epoch is drawn."""
+    sequence = _derive(seed, _ORDER, epoch)
+    return _torch_seed(sequence), sequence, _python_seed(sequence)
+
+
 def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:
     """Return the key of an epoch's order that is computed, not drawn."""
     return _derive(seed, _SHUFFLE, epoch)
@@ -87,86 +83,6 @@ class EpochCounter:
     def set(self, epoch: int) -> None:
         """Make ``epoch`` the upcoming one."""
         self.current, self._begun = epoch, False
-
-
-@dataclass(slots=True)
-class _GlobalState:
-    """A state of the three global generators."""
-
-    torch: torch.Tensor
-    numpy: np.random.BitGenerator
-    numpy_gauss: dict[str, Any] | None  # the legacy state, if it holds a second normal draw
-    python: tuple[Any, ...]
-
-    @classmethod
-    def capture(cls) -> "_GlobalState":
-        # numpy keeps a second normal draw beside the bit generator. Swapping bit generators would lose it.
-        numpy = np.random.get_state(legacy=False)
-        gauss = numpy if numpy["has_gauss"] and numpy["bit_generator"] == "MT19937" else None
-        bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
-        return cls(torch.get_rng_state(), bit_generator, gauss, random.getstate())
-
-    def install(self) -> None:
-        torch.set_rng_state(self.torch)
-        np.random.set_bit_generator(self.numpy)  # type: ignore[attr-defined]  # as get_bit_generator
-        if self.numpy_gauss is not None:
-            np.random.set_state(self.numpy_gauss)
-        random.setstate(self.python)
-
-
-class PrivateRNG:
-    """Makes the global generators draw from a private stream of (seed, epoch) while entered.
-
-    Enter it as often as you like: the private stream continues where it stopped.
-
-    Examples:
-        >>> with PrivateRNG(seed=7, epoch=0):
-        ...     first = torch.rand(1)
-        >>> with PrivateRNG(seed=7, epoch=0):
-        ...     again = torch.rand(1)
-        >>> bool(first == again)
-        True
-    """
-
-    def __init__(self, seed: int, epoch: int) -> None:
-        sequence = _derive(seed, _ORDER, epoch)
-        self._private = _GlobalState(
-            torch.Generator().manual_seed(_torch_seed(sequence)).get_state(),
-            np.random.MT19937(sequence),
-            None,
-            random.Random(_python_seed(sequence)).getstate(),
-        )
-
-    # All threads share the global generators. If two threads swapped them at once, each would take the other's private
-    # states for the ambient ones.
-    _swapping = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._swapping.acquire()
-        self._ambient = _GlobalState.capture()
-        self._private.install()
-
-    def __exit__(self, *exc: object) -> None:
-        self._private = _GlobalState.capture()
-        self._ambient.install()
-        self._swapping.release()
-
-
-def ambient_state() -> tuple[object, ...]:
-    """Return a value that changes whenever one of the global generators is drawn from."""
-    state = _GlobalState.capture()
-    numpy = np.random.get_state(legacy=False)
-    return state.torch.numpy().tobytes(), repr(plain(numpy)), state.python
-
-
-@contextmanager
-def ambient_unmoved() -> Iterator[None]:
-    """Put the global generators back into their current states on leaving."""
-    state = _GlobalState.capture()
-    try:
-        yield
-    finally:
-        state.install()
 
 
 def _python_seed(sequence: np.random.SeedSequence) -> int:

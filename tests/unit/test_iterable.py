@@ -13,7 +13,13 @@ from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
-from ddp_patch import UnsupportedLoaderError, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch import (
+    UnsupportedLoaderError,
+    check_loaders_is_patched,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
 from ddp_patch.options import Options
 from ddp_patch.plan import Plan
 from ddp_patch.shares.iterables.dataset import ShardedIterable
@@ -206,3 +212,34 @@ def test_a_patched_loader_that_was_made_anew_without_its_sampler_raises(workers:
     remedy = ("patch_dataloader_to_ddp()", "restore_loader()")
     with raises(UnsupportedLoaderError, ("Source", "without its sampler"), remedy):
         list(DataLoader(patched.dataset, 2, num_workers=workers))
+
+
+def begun(**options: Any) -> Any:
+    """A patched loader whose items tell their epoch."""
+    loader: DataLoader[Any] = DataLoader(EpochSource(), batch_size=None, collate_fn=as_it_is)
+    return patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, seed=1, **options)
+
+
+def test_an_iterator_that_is_made_before_set_epoch_is_that_epochs() -> None:
+    loader, other = begun(), begun()
+    iterator = iter(loader)
+    loader.set_epoch(5)
+    other.set_epoch(5)
+    assert list(iterator) == list(other)
+
+
+def test_iterators_side_by_side_are_epochs_of_their_own() -> None:
+    loader, other = begun(), begun()
+    first, second = iter(loader), iter(loader)
+    beginnings = [next(first), next(second)]
+    assert beginnings == [next(iter(other)), next(iter(other))]
+
+
+def test_a_place_that_is_restored_after_an_iterator_was_made_is_where_it_begins() -> None:
+    loader, stopped, whole = begun(), begun(), begun()
+    for one in (stopped, whole):
+        one.set_epoch(3)
+    next(iter(stopped))
+    iterator = iter(loader)
+    restore_loader(loader, loader_state(stopped, batches_done=1))
+    assert list(iterator) == list(whole)[1:]

@@ -32,7 +32,8 @@ from ddp_patch import (
 from ddp_patch.plan import Plan, blocks
 from ddp_patch.streams.chunks import MOST_AHEAD
 from ddp_patch.streams.orders import ScalableShuffle, has_order, order_of
-from ddp_patch.streams.seeding import PrivateRNG, epoch_seed
+from ddp_patch.streams.random_states import PrivateRNG
+from ddp_patch.streams.seeding import epoch_seed
 
 WORDS = [f"{index}.jpg" for index in range(103)]
 
@@ -561,3 +562,9 @@ def test_a_generator_that_is_set_after_a_pass_began_is_drawn_from_as_torch_does(
     alone, ranks = begun(None), [begun(0), begun(1)]
     assert len(alone) == num_samples
     assert [alone[0::2], alone[1::2]] == ranks
+
+
+def test_a_loader_that_is_shared_already_comes_back_with_a_scalable_shuffle_too() -> None:
+    options: dict[str, Any] = {"rank": 0, "num_replicas": 2, "scalable_shuffle": True}
+    patched = patch_dataloader_to_ddp(DataLoader(Indices(10), shuffle=True), **options)
+    assert patch_dataloader_to_ddp(patched, **options) is patched

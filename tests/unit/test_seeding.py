@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from zoo import draw_ambient, seed_ambient
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.streams.seeding import EpochCounter, PrivateRNG
+from ddp_patch.streams.random_states import PrivateRNG
+from ddp_patch.streams.seeding import EpochCounter
 
 
 def test_a_private_stream_goes_on_where_it_stopped() -> None:

@@ -15,7 +15,7 @@ from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.nesting import tell_epoch
 from ddp_patch.streams.generators import generator_state, random_generators, set_generator_state, unmoved
-from ddp_patch.streams.seeding import PrivateRNG
+from ddp_patch.streams.random_states import PrivateRNG
 
 __all__ = ["Rank", "ranks_of"]
 

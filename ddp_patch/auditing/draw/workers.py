@@ -13,7 +13,7 @@ from ddp_patch.compat import made_worker_info, worker_info_told
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.nesting import deep_copy
 from ddp_patch.shares.iterables.workers import Board
-from ddp_patch.streams.seeding import PrivateRNG
+from ddp_patch.streams.random_states import PrivateRNG
 
 __all__ = ["base_seed", "batches_read"]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
@@ -19,9 +20,10 @@ from ddp_patch.shares.place import Place
 from ddp_patch.streams.chunks import draw
 from ddp_patch.streams.fingerprint import Fingerprint
 from ddp_patch.streams.generators import random_generators, set_generator_states
-from ddp_patch.streams.seeding import PrivateRNG
+from ddp_patch.streams.random_states import PrivateRNG
+from ddp_patch.streams.seeding import EpochCounter
 
-__all__ = ["ShardedIterable", "random_holder"]
+__all__ = ["IterableWorkerInit", "ShardedIterable", "random_holder"]
 
 T = TypeVar("T")
 
@@ -46,7 +48,6 @@ class ShardedIterable(IterableDataset[T]):
     Attributes:
         dataset: The dataset that the user gave.
         board: What the main process and the workers tell each other.
-        tells_rest: Whether its length is that of the rest of a resumed epoch, or of the whole epoch.
     """
 
     def __init__(
@@ -54,17 +55,17 @@ class ShardedIterable(IterableDataset[T]):
     ) -> None:
         self.dataset = dataset
         self.board = Board()
-        self.tells_rest: bool = True
         self._plan = plan
         self._options = options
         self._batch_size, self._drop_last = batch_size, drop_last
         self._first_pass: int | None = None  # that a worker was started for
         self._resumed: tuple[int, Place] | None = None  # which pass goes on, and from where
+        self._tells_rest = True
 
     def __len__(self) -> int:
         start = _Start()
         # Persistent workers keep a pass that has come to its end.
-        if self.tells_rest and self._resumed is not None and self.board.length(self._resumed[0]) is None:
+        if self._tells_rest and self._resumed is not None and self.board.length(self._resumed[0]) is None:
             start = self._start(self._resumed[0])
         return max(0, len(self._plan.share(len(self._plan.rest(self.stream_length(), start.before)))) - start.skip)
 
@@ -72,9 +73,15 @@ class ShardedIterable(IterableDataset[T]):
         """Return the length of the user's dataset; TypeError where it has none."""
         return len(cast(Any, self.dataset))
 
-    def resume(self, number: int, place: Place) -> None:
-        """Let pass ``number`` begin at a place, in workers that are started from now on."""
-        self._resumed = number, place
+    def resume(self, number: int, place: Place, *, tells_rest: bool) -> None:
+        """Let pass ``number`` begin at a place, in workers that are started from now on.
+
+        Args:
+            number: The pass.
+            place: Where it begins.
+            tells_rest: Whether the length is that of the rest until then, or of the whole epoch.
+        """
+        self._resumed, self._tells_rest = (number, place), tells_rest
 
     def forget(self, number: int | None = None) -> None:
         """Let lengths be told of whole epochs again: if pass ``number`` was resumed, or whichever was."""
@@ -186,3 +193,21 @@ class ShardedIterable(IterableDataset[T]):
 def random_holder(dataset: object) -> SimpleNamespace:
     """Return what holds a dataset's random generators and nothing else: its own state is a position in it."""
     return SimpleNamespace(generators=random_generators([dataset]))
+
+
+@dataclass(frozen=True, slots=True)
+class IterableWorkerInit:
+    """A ``worker_init_fn`` that prepares the sharded dataset in a worker, then calls the user's.
+
+    The user's may split the dataset by ``get_worker_info()``, as torch's documentation shows. So it is told of the
+    dataset that the user gave, and of the worker that this dataset is read by.
+    """
+
+    worker_init_fn: Callable[[int], object] | None
+    epochs: EpochCounter
+
+    def __call__(self, worker_id: int) -> None:
+        """Prepare worker ``worker_id``."""
+        info: Any = get_worker_info()
+        dataset: ShardedIterable[Any] = info.dataset
+        dataset.begin_worker(self.epochs.passes + 1, self.worker_init_fn)

@@ -73,9 +73,11 @@ class StreamSampler(EpochSampler[None]):
 
     def __iter__(self) -> Iterator[None]:
         self._iterated = self.epochs.upcoming
-        return self._indices(self._iterated)
+        return self._indices()
 
-    def _indices(self, epoch: int) -> Iterator[None]:
+    def _indices(self) -> Iterator[None]:
+        # Ask again: others may have begun an epoch, or set one, since this iterator was made.
+        epoch = self._iterated = self.epochs.upcoming
         number = self.epochs.passes + 1
         source = _ReadByWorkers(self.dataset.board, number)
         start = self.place or Place(epoch, held=self.held())
@@ -103,8 +105,7 @@ class StreamSampler(EpochSampler[None]):
     def go_to(self, place: Place, *, tells_rest: bool) -> None:
         """Make the next pass go on at a place; see the attribute ``tells_rest``."""
         super().go_to(place, tells_rest=tells_rest)
-        self.dataset.resume(self.epochs.passes + 1, place)
-        self.dataset.tells_rest = tells_rest
+        self.dataset.resume(self.epochs.passes + 1, place, tells_rest=tells_rest)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be drawn; see ``EpochSampler``."""

@@ -1,16 +1,14 @@
-"""What a worker of a loader over an iterable dataset is told, and which epoch it is in."""
+"""What the main process and the workers tell each other, and how a worker reads the dataset."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import get_worker_info
 
 from ddp_patch.compat import worker_info_told
-from ddp_patch.streams.seeding import EpochCounter
 
-__all__ = ["Board", "IterableWorkerInit", "read_as", "this_worker"]
+__all__ = ["Board", "read_as", "this_worker"]
 
 T = TypeVar("T")
 
@@ -88,27 +86,3 @@ def read_as(info: Any, dataset: Iterable[T]) -> Iterator[T]:
             except StopIteration:
                 return
         yield item
-
-
-class _Prepared(Protocol):
-    """A dataset that prepares itself in a worker."""
-
-    def begin_worker(self, number: int, worker_init_fn: Callable[[int], object] | None) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class IterableWorkerInit:
-    """A ``worker_init_fn`` that prepares the sharded dataset in a worker, then calls the user's.
-
-    The user's may split the dataset by ``get_worker_info()``, as torch's documentation shows. So it is told of the
-    dataset that the user gave, and of the worker that this dataset is read by.
-    """
-
-    worker_init_fn: Callable[[int], object] | None
-    epochs: EpochCounter
-
-    def __call__(self, worker_id: int) -> None:
-        """Prepare worker ``worker_id``."""
-        info: Any = get_worker_info()
-        dataset: _Prepared = info.dataset
-        dataset.begin_worker(self.epochs.passes + 1, self.worker_init_fn)

@@ -1,0 +1,100 @@
+"""The global random states: swapped for private ones, read and put back.
+
+We call the three *global* generators (torch's on the CPU, numpy's, Python's) ambient. Samplers and training both draw
+from them. ``PrivateRNG`` keeps one from disturbing the other.
+"""
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddp_patch.streams.generators import plain
+from ddp_patch.streams.seeding import order_seeds
+
+__all__ = ["PrivateRNG", "ambient_state", "ambient_unmoved"]
+
+
+@dataclass(slots=True)
+class _GlobalState:
+    """A state of the three global generators."""
+
+    torch: torch.Tensor
+    numpy: np.random.BitGenerator
+    numpy_gauss: dict[str, Any] | None  # the legacy state, if it holds a second normal draw
+    python: tuple[Any, ...]
+
+    @classmethod
+    def capture(cls) -> "_GlobalState":
+        # numpy keeps a second normal draw beside the bit generator. Swapping bit generators would lose it.
+        numpy = np.random.get_state(legacy=False)
+        gauss = numpy if numpy["has_gauss"] and numpy["bit_generator"] == "MT19937" else None
+        bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
+        return cls(torch.get_rng_state(), bit_generator, gauss, random.getstate())
+
+    def install(self) -> None:
+        torch.set_rng_state(self.torch)
+        np.random.set_bit_generator(self.numpy)  # type: ignore[attr-defined]  # as get_bit_generator
+        if self.numpy_gauss is not None:
+            np.random.set_state(self.numpy_gauss)
+        random.setstate(self.python)
+
+
+class PrivateRNG:
+    """Makes the global generators draw from a private stream of (seed, epoch) while entered.
+
+    Enter it as often as you like: the private stream continues where it stopped.
+
+    Examples:
+        >>> with PrivateRNG(seed=7, epoch=0):
+        ...     first = torch.rand(1)
+        >>> with PrivateRNG(seed=7, epoch=0):
+        ...     again = torch.rand(1)
+        >>> bool(first == again)
+        True
+    """
+
+    def __init__(self, seed: int, epoch: int) -> None:
+        for_torch, for_numpy, for_python = order_seeds(seed, epoch)
+        self._private = _GlobalState(
+            torch.Generator().manual_seed(for_torch).get_state(),
+            np.random.MT19937(for_numpy),
+            None,
+            random.Random(for_python).getstate(),
+        )
+
+    # All threads share the global generators. If two threads swapped them at once, each would take the other's private
+    # states for the ambient ones.
+    _swapping = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._swapping.acquire()
+        self._ambient = _GlobalState.capture()
+        self._private.install()
+
+    def __exit__(self, *exc: object) -> None:
+        self._private = _GlobalState.capture()
+        self._ambient.install()
+        self._swapping.release()
+
+
+def ambient_state() -> tuple[object, ...]:
+    """Return a value that changes whenever one of the global generators is drawn from."""
+    state = _GlobalState.capture()
+    numpy = np.random.get_state(legacy=False)
+    return state.torch.numpy().tobytes(), repr(plain(numpy)), state.python
+
+
+@contextmanager
+def ambient_unmoved() -> Iterator[None]:
+    """Put the global generators back into their current states on leaving."""
+    state = _GlobalState.capture()
+    try:
+        yield
+    finally:
+        state.install()
