@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, Self, TypeVar, cast
@@ -19,7 +18,7 @@ from ddp_patch.shares.place import Place
 from ddp_patch.shares.sources import Drawn, LookedUp, Nothing, Source
 from ddp_patch.streams.generators import random_generators, unmoved
 from ddp_patch.streams.orders import ScalableShuffle, has_computed_order, has_order
-from ddp_patch.streams.random_states import PrivateRNG
+from ddp_patch.streams.random_states import epoch_states
 
 __all__ = ["ShardedSampler"]
 
@@ -83,7 +82,7 @@ class ShardedSampler(EpochSampler[T]):
 
     def _stream_length(self, epoch: int) -> int:
         """The wrapped sampler's length, or its own TypeError; some samplers draw to tell it."""
-        with self._rng(epoch), unmoved(random_generators(self._holders.holders)):
+        with epoch_states(self.agreed.options, epoch), unmoved(random_generators(self._holders.holders)):
             return len(cast(Any, self.sampler))
 
     def _sure_length(self, epoch: int) -> int | None:
@@ -101,9 +100,6 @@ class ShardedSampler(EpochSampler[T]):
             )
             return Held(unknown=why)
         return super().held()
-
-    def _rng(self, epoch: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.agreed.options.agreement == "ambient" else PrivateRNG(self.seed, epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be drawn; every nested sampler that has a ``set_epoch`` is told too.
@@ -173,7 +169,7 @@ class ShardedSampler(EpochSampler[T]):
             number=start.epoch,
             plan=self.plan,
             before=start.split(self.num_replicas)[0],
-            rng=self._rng(start.epoch),
+            rng=epoch_states(options, start.epoch),
             # After a break, the next pass over an iterator goes on where this one stopped.
             draws_ahead=not (is_one_shot or options.agreement == "ambient"),
             shuffle_seed=self.seed if self.shuffle else None,

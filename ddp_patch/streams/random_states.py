@@ -7,17 +7,18 @@ from them. ``PrivateRNG`` keeps one from disturbing the other.
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from ddp_patch.options import Options
 from ddp_patch.streams.generators import plain
 from ddp_patch.streams.seeding import order_seeds
 
-__all__ = ["PrivateRNG", "ambient_state", "ambient_unmoved"]
+__all__ = ["PrivateRNG", "ambient_state", "ambient_unmoved", "epoch_states"]
 
 
 @dataclass(slots=True)
@@ -81,6 +82,16 @@ class PrivateRNG:
         self._private = _GlobalState.capture()
         self._ambient.install()
         self._swapping.release()
+
+
+def epoch_states(options: Options, epoch: int) -> AbstractContextManager[None]:
+    """Return what to enter while an epoch is drawn: its private states, or nothing with ``agreement="ambient"``.
+
+    Args:
+        options: With the seed that the ranks agreed on.
+        epoch: The epoch's number.
+    """
+    return nullcontext() if options.agreement == "ambient" else PrivateRNG(cast(int, options.seed), epoch)
 
 
 def ambient_state() -> tuple[object, ...]:

@@ -1,7 +1,6 @@
 """One rank's share of an iterable dataset, whose stream is made inside the loader's workers."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from ddp_patch.shares.place import Place
 from ddp_patch.streams.chunks import draw
 from ddp_patch.streams.fingerprint import Fingerprint
 from ddp_patch.streams.generators import random_generators, set_generator_states
-from ddp_patch.streams.random_states import PrivateRNG
+from ddp_patch.streams.random_states import epoch_states
 from ddp_patch.streams.seeding import EpochCounter
 
 __all__ = ["IterableWorkerInit", "ShardedIterable", "random_holder"]
@@ -128,7 +127,9 @@ class ShardedIterable(IterableDataset[T]):
         rest = self._plan.rest_of_stream(self.stream_length, start.before)
         stream = rest.select(read_as(None, self.dataset))
         # One round at a time, and no copies: these are samples, not indices, and most are other ranks'.
-        chunks = draw(stream, self._rng(epoch), round_size=self._plan.num_replicas, most=1, copies=False)
+        chunks = draw(
+            stream, epoch_states(self._options, epoch), round_size=self._plan.num_replicas, most=1, copies=False
+        )
         running = Fingerprint()
         if self._options.verify:
             chunks = running.watching(chunks)
@@ -147,7 +148,7 @@ class ShardedIterable(IterableDataset[T]):
 
     def _by_worker(self, epoch: int, number: int, start: _Start) -> Iterator[T]:
         stream = read_as(self._reader(start.skip), self.dataset)
-        chunks = draw(stream, self._rng(epoch), round_size=1, most=1, copies=False)
+        chunks = draw(stream, epoch_states(self._options, epoch), round_size=1, most=1, copies=False)
         items = (item for chunk in chunks for item in chunk)
         role, workers = self._role(start.skip)
         # The loader asks its workers in turn, so this one made every workers-th of the batches that were done.
@@ -165,10 +166,6 @@ class ShardedIterable(IterableDataset[T]):
         """Return which of how many workers' part this worker plays: batches go on with the one whose turn it was."""
         worker, workers = this_worker()
         return (worker + skip // self._batch_size) % workers, workers
-
-    def _rng(self, epoch: int) -> AbstractContextManager[None]:
-        is_ambient = self._options.agreement == "ambient"
-        return nullcontext() if is_ambient else PrivateRNG(cast(int, self._options.seed), epoch)
 
     def _reader(self, skip: int) -> Any:
         """Return which of all ranks' workers the dataset is told to be read by, when ``skip`` items are done."""
