@@ -59,7 +59,8 @@ def _require_copyable(facts: LoaderFacts[Any]) -> None:
         raise UnsupportedLoaderError(
             f"{name} cannot be patched: it started an iterator in its constructor (attribute {facts.iterator_in!r}), "
             "which would go on yielding unsharded data. Build it with a sampler that is sharded already, "
-            f"{name}(dataset, sampler=DDPSamplerWrapper(sampler, False), ...), or use a DataLoader with persistent_workers=True."
+            f"{name}(dataset, sampler=DDPSamplerWrapper(sampler, False), ...), or use a DataLoader with "
+            "persistent_workers=True."
         )
 
 
