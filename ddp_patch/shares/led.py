@@ -29,6 +29,10 @@ class Led(Source[T]):
         has_length: Whether the sampler says how many items it has.
     """
 
+    length: int | None
+    held_before: Held | None
+    held_after: Held | None
+
     def __init__(
         self,
         epoch: Epoch[T],

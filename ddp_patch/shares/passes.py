@@ -41,10 +41,11 @@ class Pass(Progress, Generic[T]):
         resumes: bool = False,
         keeps_sizes: bool = False,
     ) -> None:
-        self.before, skip = start.split(num_replicas)
+        before, skip = start.split(num_replicas)
         super().__init__(skip)
-        self.source = source
-        self.resumes = resumes
+        self.before: Done = before
+        self.source: Source[T] = source
+        self.resumes: bool = resumes
         self._sizes: deque[int] | None = deque() if keeps_sizes else None
         self._start, self._num_replicas, self._holders = start, num_replicas, holders
         self._snapshots = start.snapshots
@@ -92,6 +93,8 @@ class Pass(Progress, Generic[T]):
 
     def _begin_generators(self) -> None:
         """Have the generators where they were when the first item was drawn: a loader may draw from them before."""
+        if not self.source.draws_here:
+            return
         if self._snapshots.at_first is not None:
             self._holders.reinstate_generators(self._snapshots.at_first)
         elif not self.resumes and (now := self._holders.generators()) != self._start.held.generators:

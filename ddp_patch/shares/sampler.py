@@ -33,6 +33,9 @@ class ShardedSampler(EpochSampler[T]):
         shuffle: Whether the whole epoch is permuted once more.
     """
 
+    latest: Pass[T] | None
+    place: Place | None
+
     def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed) -> None:
         if agreed.options.scalable_shuffle:
             stream = StreamFacts.of(ScalableShuffle(stream.source, agreed.seed))
@@ -117,11 +120,11 @@ class ShardedSampler(EpochSampler[T]):
 
     def _runs(self, one: Pass[T]) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
-        if one.is_ended:
-            return
-        if one.epoch != self.epochs.upcoming:
+        if not one.is_ended and one.epoch != self.epochs.upcoming:
             # Another iterator began this epoch since, or set_epoch() chose another: take the one that is next now.
             one = self._take_up_pass()
+        if one.is_ended:
+            return
         self._begin(one.epoch, {"position": one.begins_at}, self._known_end)
         self._known_end = {}
         self.latest, self.place = one, None

@@ -35,7 +35,9 @@ class Source(Generic[T]):
     held_before: Held | None = None
     held_after: Held | None = None
     # Whether the whole epoch is drawn before the first item is given.
-    is_drawn_at_once = False
+    is_drawn_at_once: bool = False
+    # Whether items are drawn in this process, where the samplers' generators are.
+    draws_here: bool = True
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""
@@ -74,7 +76,9 @@ class Nothing(Source[T]):
 class LookedUp(Source[T]):
     """Looks this rank's items up in the epoch's order."""
 
-    is_drawn_at_once = True
+    is_drawn_at_once: bool = True
+    length: int | None
+    drawn: int
 
     def __init__(self, epoch: Epoch[T]) -> None:
         self._epoch = epoch

@@ -31,8 +31,8 @@ class Progress:
     """
 
     def __init__(self, skip: int = 0) -> None:
-        self.skip = skip
-        self.given = skip
+        self.skip: int = skip
+        self.given: int = skip
         self.state: State = State.NOT_BEGUN
         self._run: Iterator[Any] = iter(())
 

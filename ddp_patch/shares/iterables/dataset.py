@@ -53,7 +53,7 @@ class ShardedIterable(IterableDataset[T]):
         self, dataset: IterableDataset[T], plan: Plan, options: Options, batch_size: int, drop_last: bool
     ) -> None:
         self.dataset = dataset
-        self.board = Board()
+        self.board: Board = Board()
         self._plan = plan
         self._options = options
         self._batch_size, self._drop_last = batch_size, drop_last

@@ -26,6 +26,8 @@ class _ReadByWorkers(Source[None]):
         number: Which pass it is.
     """
 
+    draws_here: bool = False
+
     def __init__(self, board: Board, number: int) -> None:
         self._board, self._number = board, number
 
@@ -49,6 +51,9 @@ class StreamSampler(EpochSampler[None]):
     torch puts such a sampler into a loader of an iterable dataset. This one begins the epoch when the loader asks for
     its first batch, and has the ``set_epoch`` that training loops and frameworks call.
     """
+
+    latest: Pass[None] | None
+    place: Place | None
 
     def __init__(self, dataset: ShardedIterable[Any], given: LoaderFacts[Any], agreed: Agreed) -> None:
         facts: dict[str, object] = {
