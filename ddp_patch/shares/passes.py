@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+from ddp_patch.plan import Done
 from ddp_patch.shares.held import Held, Holders
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.sources import Source
