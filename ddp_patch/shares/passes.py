@@ -50,8 +50,9 @@ class Pass(Progress, Generic[T]):
         self._sizes: deque[int] | None = deque() if keeps_sizes else None
         self._start, self._num_replicas, self._holders = start, num_replicas, holders
         self._snapshots = start.snapshots
-        if self.before and not skip and not source.is_drawn_at_once:
-            # The latest snapshot counts items of another number of ranks' shares.
+        latest = self._snapshots.latest
+        if latest is not None and latest[0] and self.before and not skip and not source.is_drawn_at_once:
+            # It counts items of another number of ranks' shares.
             self._snapshots = replace(self._snapshots, latest=None)
 
     @property

@@ -946,3 +946,22 @@ def test_a_rank_that_took_an_item_more_than_others_leaves_nothing_to_take() -> N
     state = {**wrapper.state_dict(), "epoch": 0, "done": [[2, len(taken)]], "ended": False}
     resumed.go_to(resumed.read(state), tells_rest=True)
     assert (len(taken), len(resumed), resumed.total_size) == (3, 0, 0)
+
+
+class OfTheUser(RandomSampler):
+    """A subclass, which is drawn and not looked up."""
+
+
+def test_a_place_before_the_first_item_holds_in_another_world_where_a_loader_drew_from_the_generator() -> None:
+    def begun(ranks: int) -> tuple[torch.Generator, DDPSamplerWrapper[int]]:
+        rng = torch.Generator().manual_seed(1)
+        sampler = OfTheUser(range(8), generator=rng)
+        return rng, DDPSamplerWrapper(sampler, False, rank=0, num_replicas=ranks)
+
+    rng, stopped = begun(2)
+    iterator = iter(stopped)
+    torch.empty((), dtype=torch.int64).random_(generator=rng)  # as a DataLoader does for its workers' seed
+    state = stopped.state_dict()
+    _, resumed = begun(1)
+    resumed.load_state_dict(state)
+    assert list(resumed)[0::2] == list(iterator)
