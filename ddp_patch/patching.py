@@ -113,22 +113,28 @@ def patch_dataloader_to_ddp(
     with refusals_told(world):
         require_loader("patch_dataloader_to_ddp", loader)
         options = Options(uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle)
+        if world is None and not options.scalable_shuffle:
+            return _unchanged(loader)
         facts = look_at(loader)
         if options.scalable_shuffle and facts.sharded_by is None:
             require_shuffle(facts.stream)
         if world is None:
-            warnings.warn(
-                "patch_dataloader_to_ddp changed nothing: there is no process group and the environment announces no "
-                "other rank, so this process takes all data. Call torch.distributed.init_process_group() first if "
-                "there are to be several.",
-                NotDistributedWarning,
-                stacklevel=2,
-            )
-            return loader
+            return _unchanged(loader)
         require_shareable(facts, options, world)
     stream = facts.stream if facts.sharded_by is None else None
     agreed = agree(world, options, facts.described, stream, batches_ahead=facts.batches_ahead)
     return loader if stream is None else _shard(facts, agreed)
+
+
+def _unchanged(loader: L) -> L:
+    warnings.warn(
+        "patch_dataloader_to_ddp changed nothing: there is no process group and the environment announces no other "
+        "rank, so this process takes all data. Call torch.distributed.init_process_group() first if there are to be "
+        "several.",
+        NotDistributedWarning,
+        stacklevel=3,
+    )
+    return loader
 
 
 def _shard(facts: LoaderFacts[L], agreed: Agreed) -> L:

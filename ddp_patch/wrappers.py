@@ -19,7 +19,6 @@ from ddp_patch.shares.sampler import ShardedSampler
 __all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions"]
 
 T = TypeVar("T")
-W = TypeVar("W")
 
 
 class SharingOptions(TypedDict, total=False):
@@ -107,8 +106,8 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
 
     def __new__(cls, batch_sampler: object = None, *_: object, **options: Any) -> Self:
         """Return the given wrapper itself if a framework rebuilds it as if it were torch's batch sampler."""
-        if _is_made_anew(options):
-            return _made_anew(cls, batch_sampler)
+        if _is_made_anew(options) and isinstance(batch_sampler, cls):
+            return batch_sampler
         return super().__new__(cls)
 
     def __init__(
@@ -118,10 +117,12 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
         pad_data_to_num_gpus: bool = True,
         **options: Unpack[SharingOptions],
     ) -> None:
-        if not _is_made_anew(options):
-            stream = StreamFacts.of(batch_sampler)
-            agreed = _agree_alone(type(self), stream, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
-            super().__init__(stream, shuffle_samples_between_gpus, agreed)
+        if _is_made_anew(options):
+            _require_itself(self, batch_sampler)
+            return
+        stream = StreamFacts.of(batch_sampler)
+        agreed = _agree_alone(type(self), stream, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
+        super().__init__(stream, shuffle_samples_between_gpus, agreed)
 
     @property
     def batch_size(self) -> int:
@@ -141,15 +142,15 @@ def _is_made_anew(options: Mapping[str, object]) -> bool:
     return options.keys() == LIGHTNING_REMAKES
 
 
-def _made_anew(wrapper_type: type[W], sampler: object) -> W:
-    """Return the loader's wrapper, which Lightning passes for predict; raise for anything else."""
-    if isinstance(sampler, wrapper_type):
-        return sampler
-    raise UnsupportedLoaderError(
-        f"{wrapper_type.__name__} cannot be made anew over a {type(sampler).__name__} by batch_size and drop_last: it "
-        "shares the batches that another batch sampler makes, and these would be lost. Lightning's overfit_batches "
-        "does so: leave it out, and patch a loader of the few samples instead. By hand, wrap a whole batch sampler."
-    )
+def _require_itself(wrapper: object, sampler: object) -> None:
+    """Refuse to make a wrapper anew over anything but itself: Lightning gives predict the one in the loader."""
+    if sampler is not wrapper:
+        raise UnsupportedLoaderError(
+            f"{type(wrapper).__name__} cannot be made anew over a {type(sampler).__name__} by batch_size and "
+            "drop_last: it shares the batches that another batch sampler makes, and these would be lost. Lightning's "
+            "overfit_batches does so: leave it out, and patch a loader of the few samples instead. By hand, wrap a "
+            "whole batch sampler."
+        )
 
 
 def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: bool, given: SharingOptions) -> Agreed:

@@ -9,7 +9,7 @@ from ddp_patch.compat import is_split_by_node, shards_in_accelerate
 from ddp_patch.errors import NotALoaderError
 from ddp_patch.loaders.nesting import nested_samplers
 
-__all__ = ["is_loader", "require_loader", "samplers_in_use", "sharded_by", "shards_itself"]
+__all__ = ["is_loader", "nested_datasets", "require_loader", "samplers_in_use", "sharded_by", "shards_itself"]
 
 
 def is_loader(value: object) -> bool:
@@ -35,7 +35,7 @@ def samplers_in_use(loader: DataLoader[Any]) -> Iterator[object]:
 
 def sharded_by(loader: DataLoader[Any]) -> object | None:
     """Return what shards the loader already (one of its samplers, its dataset or itself), or None."""
-    holders = [*samplers_in_use(loader), *_nested_datasets(loader.dataset), loader]
+    holders = [*samplers_in_use(loader), *nested_datasets(loader.dataset), loader]
     return next((holder for holder in holders if shards_itself(holder)), None)
 
 
@@ -49,11 +49,11 @@ def shards_itself(holder: object) -> bool:
     return is_marked or shards_in_accelerate(type(holder)) or is_split_by_node(holder)
 
 
-def _nested_datasets(dataset: object) -> Iterator[object]:
+def nested_datasets(dataset: object) -> Iterator[object]:
     """Yield a dataset and those inside it: torch's ``ChainDataset``, ``ConcatDataset`` and ``Subset`` hold some."""
     yield dataset
     for name in ("dataset", "datasets"):
         inner = getattr(dataset, "__dict__", {}).get(name)
         for one in inner if isinstance(inner, list | tuple) else [inner]:
             if isinstance(one, Dataset):
-                yield from _nested_datasets(one)
+                yield from nested_datasets(one)

@@ -30,7 +30,7 @@ class Epoch(Generic[T]):
         draws_ahead: Whether more than a round may be drawn at once.
         shuffle_seed: Permutes the whole epoch once more, unless None.
         length: Tells how many items the whole stream has, as the sampler says.
-        must_give: Whether it is an error if no item comes.
+        must_give: Tells, when the first item is asked for, whether it is an error if none comes.
         at_end: Called with how many items the whole stream had and how many were assumed.
         verify: Called at the end with how many items were drawn, and their fingerprint; None where nobody compares.
     """
@@ -43,7 +43,7 @@ class Epoch(Generic[T]):
     draws_ahead: bool
     shuffle_seed: int | None
     length: Callable[[], int]
-    must_give: bool
+    must_give: Callable[[], bool]
     at_end: Callable[[int, int], None]
     verify: Callable[[int, str], None] | None
 
@@ -81,7 +81,7 @@ class Stream(Generic[T]):
             stream = rest.select(stream)
         most = MOST_AHEAD if epoch.draws_ahead else 1
         self._chunks = _ReadAhead(draw(stream, epoch.rng, round_size=plan.num_replicas, most=most))
-        chunks: Iterator[list[T]] = _not_empty(self._chunks, epoch.number) if epoch.must_give else self._chunks
+        chunks: Iterator[list[T]] = _not_empty(self._chunks, epoch.number) if epoch.must_give() else self._chunks
         running = Fingerprint()
         if epoch.verify is not None:
             chunks = running.watching(chunks)

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.compat import is_split_by_node
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
+from ddp_patch.loaders.recognition import nested_datasets
 from ddp_patch.options import Options
 from ddp_patch.ranks.world import World
 from ddp_patch.shares.epochs import EpochSampler
@@ -23,7 +24,7 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
         InvalidOptionError: An option cannot hold for it.
     """
     found = facts.sharded_by
-    if is_split_by_node(found):
+    if any(map(is_split_by_node, nested_datasets(facts.dataset))):
         raise UnsupportedLoaderError(
             f"{type(facts.dataset).__name__} was split by split_dataset_by_node() already, and sharing a share again "
             "would lose the rest of it. Patch a loader of the whole dataset, without that call."

@@ -178,7 +178,7 @@ class ShardedSampler(EpochSampler[T]):
             shuffle_seed=self.seed if self.shuffle else None,
             length=partial(self._stream_length, start.epoch),
             at_end=partial(self._compare_length, start.epoch),
-            must_give=is_one_shot and self.epochs.passes > 0,
+            must_give=lambda: is_one_shot and self.epochs.passes > 1,  # this pass counts by then
             # The leader alone draws, so there is nothing to compare.
             verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
         )

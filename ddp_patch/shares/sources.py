@@ -4,7 +4,7 @@ The third way, sent by the leader, is in ``led.py``: most trainings do without.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -82,14 +82,15 @@ class LookedUp(Source[T]):
 
     def __init__(self, epoch: Epoch[T]) -> None:
         self._epoch = epoch
-        self._order: Order | None = None
+        self._finish: Callable[[], object] | None = None  # and not the order, which is large
         self._is_finished = False
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw the order, and yield the items at this rank's positions."""
         plan, epoch = self._epoch.plan, self._epoch
         with epoch.rng:
-            self._order = order = order_of(epoch.sampler, epoch.number)
+            order = order_of(epoch.sampler, epoch.number)
+        self._finish = order.finish
         self.drawn = sys.maxsize
         rest = plan.rest(order.length, epoch.before)
         length = self.length = len(rest)
@@ -104,20 +105,14 @@ class LookedUp(Source[T]):
             epoch.verify(order.length, fingerprint(order.at(told)))
         yield from map(at, blocks(real[max(skip, rounds) :]))
         yield padding[max(0, skip - len(real)) :]
-        self._finish(order)
+        self.ends_within(0)
 
     def ends_within(self, items: int) -> bool:
-        """Finish the order, wherever the pass stands: it was drawn as a whole."""
-        if self._order is None:
-            return False
-        self._finish(self._order)
-        return True
-
-    def _finish(self, order: Order) -> None:
-        """Draw, once, what the sampler draws after its last item."""
-        if not self._is_finished:
-            self._is_finished = True
-            order.finish()
+        """Draw, once, what the sampler draws after its last item: the order itself was drawn as a whole."""
+        if self._finish is not None:
+            finish, self._finish, self._is_finished = self._finish, None, True
+            finish()
+        return self._is_finished
 
 
 class Drawn(Source[T]):

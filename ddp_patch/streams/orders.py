@@ -262,7 +262,7 @@ class ScalableShuffle(Sampler[int]):
             places: list[int] = permutation(_as_array(positions)).tolist()
             return places if indices is None else [indices[place] for place in places]
 
-        return Order(len(self.sampler), at)
+        return Order(min(n, len(self.sampler)), at)
 
 
 def why_not_scalable(sampler: object) -> str | None:
