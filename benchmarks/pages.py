@@ -14,7 +14,7 @@ def show_and_put(page: Path, name: str, rows: Sequence[Sequence[str]], title: st
 
     Args:
         page: A Markdown file.
-        name: Of the comments: ``<!-- name: begin -->`` and ``<!-- name: end -->``.
+        name: The comments' name: ``<!-- name: begin -->`` and ``<!-- name: end -->``.
         rows: The cells.
         title: Printed above it.
     """

@@ -144,12 +144,15 @@ class LoaderFacts(Generic[L]):
 
     @property
     def iterated(self) -> Any:
-        """What the loader iterates: its batch sampler, or its sampler where it has none."""
+        """What the loader iterates now: its batch sampler, or its sampler where it has none.
+
+        It is read each time, because a ``set_epoch`` of the user's may put another sampler there.
+        """
         return next(samplers_in_use(self.loader), None)
 
     @property
     def samplers(self) -> Sequence[object]:
-        """All samplers in use, from the outside in."""
+        """All samplers in use now, from the outside in."""
         return tuple(samplers_in_use(self.loader))
 
     @cached_property

@@ -68,8 +68,6 @@ def sample_order(sampler: object, dataset: object = None) -> str | None:
     They are drawn from a copy, which shares datasets and modules with the original, under the same random states on
     every rank. torch's own samplers count by their parameters.
     """
-    if sampler is None:
-        return None
     if isinstance(sampler, IterableDataset):
         logger.info("The order of an iterable dataset is not compared between ranks: reading it would use it up.")
         return None

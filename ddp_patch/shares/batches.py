@@ -68,7 +68,10 @@ class Batches:
 def patched_sampler(operation: str, loader: object) -> EpochSampler[Any]:
     """Return the sampler that shards a loader; raise NotPatchedError if it is not this package's."""
     require_loader(operation, loader)
-    found = sharded_by(loader)  # type: ignore[arg-type]  # require_loader checked it
+    return _ours(operation, loader, sharded_by(loader))  # type: ignore[arg-type]  # require_loader checked it
+
+
+def _ours(operation: str, loader: object, found: object) -> EpochSampler[Any]:
     if not isinstance(found, EpochSampler):
         raise NotPatchedError(
             f"{operation} was given a {type(loader).__name__} that was not patched, whose place in an epoch nobody "
@@ -80,8 +83,9 @@ def patched_sampler(operation: str, loader: object) -> EpochSampler[Any]:
 
 def require_batches(operation: str, loader: DataLoader[Any]) -> Batches:
     """Return how a patched loader makes batches of its share; raise if it does not make them in order."""
-    sampler = patched_sampler(operation, loader)
+    require_loader(operation, loader)
     facts = look_at(loader)
+    sampler = _ours(operation, loader, facts.sharded_by)
     if facts.num_workers > 0 and not getattr(loader, "in_order", True):
         raise UnsupportedLoaderError(
             f"{operation} was given a loader with in_order=False, which gives its batches as its {facts.num_workers} "

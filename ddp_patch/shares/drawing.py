@@ -27,10 +27,10 @@ class Epoch(Generic[T]):
         plan: Which positions are this rank's.
         before: What other numbers of ranks have taken; the pass is over the rest.
         rng: Entered while the sampler draws.
-        draws_ahead: Whether more than a round may be drawn at once.
+        draws_ahead: Whether more than a round may be drawn at once, if the sampler can be begun anew.
         shuffle_seed: Permutes the whole epoch once more, unless None.
         length: Tells how many items the whole stream has, as the sampler says.
-        must_give: Tells, when the first item is asked for, whether it is an error if none comes.
+        comes_late: Tells, when the first item is asked for, whether earlier passes drew from the same sampler.
         at_end: Called with how many items the whole stream had and how many were assumed.
         verify: Called at the end with how many items were drawn, and their fingerprint; None where nobody compares.
     """
@@ -43,7 +43,7 @@ class Epoch(Generic[T]):
     draws_ahead: bool
     shuffle_seed: int | None
     length: Callable[[], int]
-    must_give: Callable[[], bool]
+    comes_late: Callable[[], bool]
     at_end: Callable[[int, int], None]
     verify: Callable[[int, str], None] | None
 
@@ -79,9 +79,11 @@ class Stream(Generic[T]):
         rest = plan.rest_of_stream(epoch.length, epoch.before)
         if epoch.before:
             stream = rest.select(stream)
-        most = MOST_AHEAD if epoch.draws_ahead else 1
+        # After a break, the next pass over an iterator goes on where this one stopped.
+        most = MOST_AHEAD if epoch.draws_ahead and not epoch.is_one_shot else 1
         self._chunks = _ReadAhead(draw(stream, epoch.rng, round_size=plan.num_replicas, most=most))
-        chunks: Iterator[list[T]] = _not_empty(self._chunks, epoch.number) if epoch.must_give() else self._chunks
+        must_give = epoch.is_one_shot and epoch.comes_late()
+        chunks: Iterator[list[T]] = _not_empty(self._chunks, epoch.number) if must_give else self._chunks
         running = Fingerprint()
         if epoch.verify is not None:
             chunks = running.watching(chunks)

@@ -46,7 +46,7 @@ class Pass(Progress, Generic[T]):
         super().__init__(skip)
         self.before: Done = before
         self.source: Source[T] = source
-        self.resumes: bool = resumes
+        self._resumes = resumes
         self._sizes: deque[int] | None = deque() if keeps_sizes else None
         self._start, self._num_replicas, self._holders = start, num_replicas, holders
         self._snapshots = start.snapshots
@@ -99,7 +99,7 @@ class Pass(Progress, Generic[T]):
             return
         if self._snapshots.at_first is not None:
             self._holders.reinstate_generators(self._snapshots.at_first)
-        elif not self.resumes and (now := self._holders.generators()) != self._start.held.generators:
+        elif not self._resumes and (now := self._holders.generators()) != self._start.held.generators:
             self._snapshots = replace(self._snapshots, at_first=now)
         self._catch_up()
 

@@ -166,19 +166,17 @@ class ShardedSampler(EpochSampler[T]):
     def _source(self, start: Place) -> Source[T]:
         """Choose how a pass gets its items."""
         options, leader = self.agreed.options, self.agreed.leader
-        is_one_shot = isinstance(self.sampler, Iterator)
         epoch = Epoch(
             sampler=self.sampler,
             number=start.epoch,
             plan=self.plan,
             before=start.split(self.num_replicas)[0],
             rng=epoch_states(options, start.epoch),
-            # After a break, the next pass over an iterator goes on where this one stopped.
-            draws_ahead=not (is_one_shot or options.agreement == "ambient"),
+            draws_ahead=options.agreement != "ambient",
             shuffle_seed=self.seed if self.shuffle else None,
             length=partial(self._stream_length, start.epoch),
             at_end=partial(self._compare_length, start.epoch),
-            must_give=lambda: is_one_shot and self.epochs.passes > 1,  # this pass counts by then
+            comes_late=lambda: self.epochs.passes > 1,  # this pass counts by then
             # The leader alone draws, so there is nothing to compare.
             verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
         )

@@ -82,7 +82,7 @@ class LookedUp(Source[T]):
 
     def __init__(self, epoch: Epoch[T]) -> None:
         self._epoch = epoch
-        self._finish: Callable[[], object] | None = None  # and not the order, which is large
+        self._draw_rest: Callable[[], object] | None = None  # and not the order, which is large
         self._is_finished = False
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
@@ -90,7 +90,7 @@ class LookedUp(Source[T]):
         plan, epoch = self._epoch.plan, self._epoch
         with epoch.rng:
             order = order_of(epoch.sampler, epoch.number)
-        self._finish = order.finish
+        self._draw_rest = order.finish
         self.drawn = sys.maxsize
         rest = plan.rest(order.length, epoch.before)
         length = self.length = len(rest)
@@ -105,14 +105,18 @@ class LookedUp(Source[T]):
             epoch.verify(order.length, fingerprint(order.at(told)))
         yield from map(at, blocks(real[max(skip, rounds) :]))
         yield padding[max(0, skip - len(real)) :]
-        self.ends_within(0)
+        self._finish()
 
     def ends_within(self, items: int) -> bool:
-        """Draw, once, what the sampler draws after its last item: the order itself was drawn as a whole."""
-        if self._finish is not None:
-            finish, self._finish, self._is_finished = self._finish, None, True
-            finish()
+        """Finish, wherever the pass stands: the order was drawn as a whole."""
+        self._finish()
         return self._is_finished
+
+    def _finish(self) -> None:
+        """Draw, once, what the sampler draws after its last item."""
+        if self._draw_rest is not None:
+            draw_rest, self._draw_rest, self._is_finished = self._draw_rest, None, True
+            draw_rest()
 
 
 class Drawn(Source[T]):

@@ -277,7 +277,7 @@ def test_loaders_wrapped_by_hand(wrapper: Any) -> None:
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
 def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven, layout: Layout) -> None:
-    """Of any length, world, place where the pass began, and batch size of which the last batch is left out."""
+    """For any length, world and place where the pass began, and any batch size with drop_last."""
     for n, world_size, skip, dropped in product(range(24), range(1, 6), (0, 1, 2), (1, 2, 3)):
         plans = [Plan(rank, world_size, uneven, layout) for rank in range(world_size)]
         given = []

@@ -204,7 +204,7 @@ class LookedUp:
 
 
 class OnlyIterated(LookedUp):
-    """Of a class that has random access, one that has none."""
+    """One that has no random access, of a class that has."""
 
     has_random_access = False
 

@@ -142,7 +142,7 @@ def test_unpatched(tmp_path):
     ],
 )
 def test_every_test_is_guarded_where_that_is_asked_for(tests: pytest.Pytester, way: str, fn: str, said: str) -> None:
-    """Of a class that iterates by itself, too; and passes else: see test_not_marked above."""
+    """So does a class that iterates by itself. Unmarked it passes: see test_not_marked above."""
     result = run(tests, f"def test_unpatched():\n    run_ranks({fn}, 2)\n", way)
     result.assert_outcomes(failed=1)
     assert re.search(said, result.stdout.str())

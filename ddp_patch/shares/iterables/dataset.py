@@ -113,15 +113,17 @@ class ShardedIterable(IterableDataset[T]):
                 "skip_first_batches do. Iterate the one that patch_dataloader_to_ddp() returned; restore_loader() lets "
                 "that go on in an epoch."
             )
-        if callable(tell := getattr(self.dataset, "set_epoch", None)):
-            tell(epoch)
         if self._resumed is not None and self._resumed[1].epoch != epoch:
             self.forget(number)
         if self._resumed is not None and self._resumed[0] == number and self._resumed[1].is_begun:
             # In workers too: a loader may have drawn its workers' seed from these generators since.
             set_generator_states([random_holder(self.dataset)], self._resumed[1].held.generators)
-        reads = self._exact if self._options.iterable_sharding == "exact" else self._by_worker
-        yield from reads(epoch, number, self._start(number))
+        # Told after that, because it may seed these generators.
+        if callable(tell := getattr(self.dataset, "set_epoch", None)):
+            tell(epoch)
+        start = self._start(number)
+        is_exact = self._options.iterable_sharding == "exact"
+        yield from self._exact(epoch, number, start) if is_exact else self._by_worker(epoch, start)
 
     def _exact(self, epoch: int, number: int, start: _Start) -> Iterator[T]:
         rest = self._plan.rest_of_stream(self.stream_length, start.before)
@@ -146,7 +148,7 @@ class ShardedIterable(IterableDataset[T]):
             if place // self._batch_size % workers == worker:
                 yield item
 
-    def _by_worker(self, epoch: int, number: int, start: _Start) -> Iterator[T]:
+    def _by_worker(self, epoch: int, start: _Start) -> Iterator[T]:
         stream = read_as(self._reader(start.skip), self.dataset)
         chunks = draw(stream, epoch_states(self._options, epoch), round_size=1, most=1, copies=False)
         items = (item for chunk in chunks for item in chunk)

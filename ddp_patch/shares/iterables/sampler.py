@@ -86,7 +86,7 @@ class StreamSampler(EpochSampler[None]):
         number = self.epochs.passes + 1
         source = _ReadByWorkers(self.dataset.board, number)
         start = self.place or Place(epoch, held=self.held())
-        one = Pass(start, self.num_replicas, self._holders, source, resumes=self.place is not None)
+        one = Pass(start, self.num_replicas, self._holders, source)
         if start.is_begun:
             self._holders.reinstate_generators(start.held.generators)  # a loader may have drawn from them since
         # Workers cannot meet. What they have drawn is compared here, in the main process, when the next pass begins.
