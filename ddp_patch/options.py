@@ -12,6 +12,7 @@ __all__ = [
     "IterableSharding",
     "Layout",
     "Options",
+    "Share",
     "Uneven",
     "check_layout",
     "check_rank",
@@ -23,6 +24,7 @@ Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 Layout: TypeAlias = Literal["interleaved", "contiguous"]
 Agreement: TypeAlias = Literal["auto", "seeded", "ambient", "leader"]
 IterableSharding: TypeAlias = Literal["exact", "by_worker"]
+Share: TypeAlias = Literal["auto", "samples", "batches"]
 
 # From the resolution of torch's stores to some years.
 _TIMEOUTS_S = (0.001, 1e8)
@@ -46,6 +48,11 @@ _ITERABLE_SHARDING = {
     "exact": "has every rank read the whole stream and keep its share",
     "by_worker": "has the dataset split itself by get_worker_info(), over the workers of all ranks",
 }
+_SHARE = {
+    "auto": "shares samples, and whole batches where a batch sampler or a sampler puts together what belongs together",
+    "samples": "gives each rank samples, of which it makes its own batches",
+    "batches": "gives each rank whole batches of one process",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +74,14 @@ class Options:
     timeout: float = 300.0
     iterable_sharding: IterableSharding = "exact"
     scalable_shuffle: bool = False
+    share: Share = "auto"
 
     def __post_init__(self) -> None:
         check_uneven(self.uneven)
         check_layout(self.layout)
         _check("agreement", self.agreement, _AGREEMENT)
         _check("iterable_sharding", self.iterable_sharding, _ITERABLE_SHARDING)
+        _check("share", self.share, _SHARE)
         if self.scalable_shuffle and self.agreement in {"ambient", "leader"}:
             raise InvalidOptionError(
                 f"scalable_shuffle=True cannot hold with agreement={self.agreement!r}: each rank computes its own "

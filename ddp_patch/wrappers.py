@@ -118,7 +118,7 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
         **options: Unpack[SharingOptions],
     ) -> None:
         if _is_made_anew(options):
-            _require_itself(self, batch_sampler)
+            _require_itself(self, batch_sampler, drops_last=cast(Any, options)["drop_last"])
             return
         stream = StreamFacts.of(batch_sampler)
         agreed = _agree_alone(type(self), stream, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
@@ -142,7 +142,7 @@ def _is_made_anew(options: Mapping[str, object]) -> bool:
     return options.keys() == LIGHTNING_REMAKES
 
 
-def _require_itself(wrapper: object, sampler: object) -> None:
+def _require_itself(wrapper: DDPBatchSamplerWrapper[Any], sampler: object, *, drops_last: bool) -> None:
     """Refuse to make a wrapper anew over anything but itself: Lightning gives predict the one in the loader."""
     if sampler is not wrapper:
         raise UnsupportedLoaderError(
@@ -150,6 +150,12 @@ def _require_itself(wrapper: object, sampler: object) -> None:
             "drop_last: it shares the batches that another batch sampler makes, and these would be lost. Lightning's "
             "overfit_batches does so: leave it out, and patch a loader of the few samples instead. By hand, wrap a "
             "whole batch sampler."
+        )
+    if wrapper.drop_last and not drops_last:
+        raise UnsupportedLoaderError(
+            f"{type(wrapper).__name__} cannot be made anew with drop_last=False, as Lightning's predict does: it "
+            f"shares the batches of a {type(wrapper.sampler).__name__} with drop_last=True, so samples would get no "
+            "prediction. Build the loader to predict on with drop_last=False."
         )
 
 

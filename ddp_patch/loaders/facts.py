@@ -1,7 +1,7 @@
 """One look at a loader, or at a sampler by itself: everything that sharing it depends on, as one frozen value."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import chain, cycle, islice
@@ -39,7 +39,7 @@ class Level(Enum):
     """What of a loader is sharded."""
 
     SAMPLE = "sample"  # indices, which torch's own BatchSampler puts into batches on each rank
-    BATCH = "batch"  # whole batches of any other batch sampler
+    BATCH = "batch"  # whole batches: of any other batch sampler, or of torch's own where the user says so
     UNBATCHED = "unbatched"  # the sampler of a loader without automatic batching: batch_size=None
     ITERABLE = "iterable"  # an IterableDataset, which no sampler chooses from
 
@@ -82,7 +82,14 @@ class StreamFacts:
     def described(self) -> dict[str, object]:
         """Classes and length, by the names under which ranks compare them and states keep them."""
         kinds = " over ".join(type(nested).__qualname__ for nested in self.samplers)
-        return {"sampler": kinds, "stream length": or_unknown(self.length)}
+        return {"sampler": kinds, "stream length": or_unknown(self.length), **self._batches_made}
+
+    @property
+    def _batches_made(self) -> dict[str, object]:
+        """How torch makes the stream's items, where these are batches of its own."""
+        if not is_torch_batch_sampler(type(self.source)):
+            return {}
+        return {"batch_size": self.source.batch_size, "drop_last": self.source.drop_last}
 
     @property
     def why_not_scalable(self) -> str | None:
@@ -159,6 +166,12 @@ class LoaderFacts(Generic[L]):
     def dataset_length(self) -> int | None:
         """How many samples the dataset has, as it says; None where it does not say."""
         return length_of(self.dataset, nested_samplers(self.dataset))
+
+    def in_whole_batches(self) -> "LoaderFacts[L]":
+        """Return the same look, but at the batches that torch makes of the sampler's indices as what is sharded."""
+        batches = self.loader.batch_sampler
+        stream = replace(self.stream, source=batches, samplers=tuple(nested_samplers(batches)))
+        return replace(self, level=Level.BATCH, stream=stream)
 
     @property
     def described(self) -> dict[str, object]:

@@ -209,7 +209,7 @@ def _refuse_communication(options: Options) -> None:
 
 
 def _chosen(options: Options) -> dict[str, object]:
-    names = ("uneven", "layout", "agreement", "scalable_shuffle", "verify", "iterable_sharding")
+    names = ("uneven", "layout", "agreement", "scalable_shuffle", "verify", "iterable_sharding", "share")
     given = {name: getattr(options, name) for name in names}
     return given | {"seed": "default" if options.seed is None else options.seed}
 

@@ -17,7 +17,7 @@ from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.sources import Drawn, LookedUp, Nothing, Source
 from ddp_patch.streams.generators import random_generators, unmoved
-from ddp_patch.streams.orders import ScalableShuffle, has_computed_order, has_order
+from ddp_patch.streams.orders import has_computed_order, has_order, scalable
 from ddp_patch.streams.random_states import epoch_states
 
 __all__ = ["ShardedSampler"]
@@ -38,7 +38,7 @@ class ShardedSampler(EpochSampler[T]):
 
     def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed) -> None:
         if agreed.options.scalable_shuffle:
-            stream = StreamFacts.of(ScalableShuffle(stream.source, agreed.seed))
+            stream = StreamFacts.of(scalable(stream.source, agreed.seed))
         facts = {
             "shared by": type(self).__name__,
             "shuffle_samples_between_gpus": shuffle,
