@@ -100,7 +100,9 @@ def patch_dataloader_to_ddp(
 
     Raises:
         NotALoaderError: ``loader`` is no DataLoader.
-        InvalidOptionError: An option has no valid value.
+        InvalidOptionError: An option has no valid value, or cannot hold for this loader.
+        NoStepsError: A rank would make no step in an epoch in which one process makes some. Where the length is not
+            known here, iterating raises it.
         WorldError: The environment announces several ranks but there is no process group, or this process is
             not in ``process_group``.
         AlreadyPatchedError: The loader was patched for another world.
@@ -166,7 +168,7 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
         batches: DDPBatchSamplerWrapper[Any] = DDPBatchSamplerWrapper.of(facts.stream, agreed)
         # Nothing draws from loader.sampler, but frameworks look for a DistributedSampler there, users for set_epoch.
         return batches, {"sampler": batches, "batch_sampler": batches}
-    sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(facts.stream, agreed)
+    sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(facts.stream, agreed, facts.batching)
     if facts.level is Level.UNBATCHED:
         return sharded, {"sampler": sharded}
     batch_sampler: Any = facts.makes_batches(sharded, facts.batch_size, facts.drop_last)
@@ -183,7 +185,7 @@ def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampl
     from ddp_patch.shares.iterables.sampler import StreamSampler
 
     plan = agreed.plan(agreed.world.rank)
-    dataset = ShardedIterable(facts.dataset, plan, agreed.options, facts.batch_size or 1, facts.drop_last)
+    dataset = ShardedIterable(facts.dataset, plan, agreed.options, facts.batching)
     sampler = StreamSampler(dataset, facts, agreed)
     new: dict[str, Any] = {"dataset": dataset, "sampler": sampler}
     if facts.num_workers > 0:

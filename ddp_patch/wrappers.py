@@ -13,7 +13,7 @@ from ddp_patch.loaders.recognition import shards_itself
 from ddp_patch.options import Agreement, Layout, Options, Uneven
 from ddp_patch.ranks.agreement import Agreed, agree, refusals_told
 from ddp_patch.ranks.world import find_world
-from ddp_patch.shares.refusals import require_length
+from ddp_patch.shares.refusals import require_length, require_steps_known
 from ddp_patch.shares.sampler import ShardedSampler
 
 __all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions"]
@@ -56,6 +56,7 @@ class DDPSamplerWrapper(ShardedSampler[T]):
 
     Raises:
         InvalidOptionError: An option has no valid value.
+        NoStepsError: A rank would get no item, as with ``uneven="drop"`` and fewer items than ranks.
         WorldError: No world was given and there is no process group.
         StreamLengthError: While iterating with ``layout="contiguous"``, the sampler's length turned out wrong.
 
@@ -182,5 +183,6 @@ def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: 
                 "and would share a share. Wrap the original sampler instead."
             )
         require_length(options, world, stream)
+        require_steps_known(options, world, stream)
     compared = {"wrapper": wrapper, "shuffle_samples_between_gpus": shuffles, **stream.described}
     return agree(world, options, compared, stream, stacklevel=4)

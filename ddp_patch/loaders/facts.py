@@ -21,6 +21,7 @@ from ddp_patch.compat import (
 from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
 from ddp_patch.loaders.samples import chosen_samples, length_of, or_unknown, sample_order
+from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.streams.generators import LOOKED_AT, torch_generators
 from ddp_patch.streams.orders import why_not_scalable
 
@@ -166,6 +167,13 @@ class LoaderFacts(Generic[L]):
     def dataset_length(self) -> int | None:
         """How many samples the dataset has, as it says; None where it does not say."""
         return length_of(self.dataset, nested_samplers(self.dataset))
+
+    @property
+    def batching(self) -> Batching:
+        """How the items that a rank gets become its batches."""
+        if self.level in {Level.BATCH, Level.UNBATCHED}:
+            return ITEMS
+        return Batching(self.batch_size or 1, self.drop_last)
 
     def in_whole_batches(self) -> "LoaderFacts[L]":
         """Return the same look, but at the batches that torch makes of the sampler's indices as what is sharded."""

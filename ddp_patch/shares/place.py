@@ -48,6 +48,11 @@ class Place:
         """Whether it is within a pass, not where one begins."""
         return bool(self.done)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the epoch was taken."""
+        return not any(taken for _, taken in self.done)
+
     def split(self, num_replicas: int) -> tuple[Done, int]:
         """Return what other numbers of ranks took, and how many items each of so many took after that."""
         if self.done and self.done[-1][0] == num_replicas:

@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar, cast
 from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.nesting import NestedEpochs
+from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.shares.drawing import Epoch, require_sure_length
 from ddp_patch.shares.epochs import EpochSampler
@@ -16,6 +17,7 @@ from ddp_patch.shares.held import Held
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.sources import Drawn, LookedUp, Nothing, Source
+from ddp_patch.shares.steps import require_steps
 from ddp_patch.streams.generators import random_generators, unmoved
 from ddp_patch.streams.orders import has_computed_order, has_order, scalable
 from ddp_patch.streams.random_states import epoch_states
@@ -36,7 +38,7 @@ class ShardedSampler(EpochSampler[T]):
     latest: Pass[T] | None
     place: Place | None
 
-    def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed) -> None:
+    def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ITEMS) -> None:
         if agreed.options.scalable_shuffle:
             stream = StreamFacts.of(scalable(stream.source, agreed.seed))
         facts = {
@@ -47,15 +49,16 @@ class ShardedSampler(EpochSampler[T]):
         super().__init__(agreed, stream.samplers, facts)
         self.sampler: Iterable[T] = stream.source
         self.shuffle = shuffle
+        self._batching = batching
         self._nested_epochs = NestedEpochs(self.sampler)
         self._warned_of_length = False
         self._known_end: dict[str, object] = {}
 
     @classmethod
-    def of(cls, stream: StreamFacts, agreed: Agreed) -> Self:
-        """Wrap a sampler on whose sharing the ranks have agreed already."""
+    def of(cls, stream: StreamFacts, agreed: Agreed, batching: Batching = ITEMS) -> Self:
+        """Wrap a sampler on whose sharing the ranks have agreed already, and of whose items a loader makes batches."""
         wrapper = cls.__new__(cls)
-        ShardedSampler.__init__(wrapper, stream, shuffle=False, agreed=agreed)
+        ShardedSampler.__init__(wrapper, stream, shuffle=False, agreed=agreed, batching=batching)
         return wrapper
 
     @property
@@ -146,7 +149,13 @@ class ShardedSampler(EpochSampler[T]):
         is_spent = self._is_spent(start)
         source: Source[T] = Nothing() if is_spent else self._source(start)
         self.latest = one = Pass(
-            start, self.num_replicas, self._holders, source, resumes=resumes, keeps_sizes=self.keeps_sizes
+            start,
+            self.num_replicas,
+            self._holders,
+            source,
+            resumes=resumes,
+            keeps_sizes=self.keeps_sizes,
+            at_end=partial(self._require_steps, start),
         )
         if is_spent:
             one.end()
@@ -188,6 +197,12 @@ class ShardedSampler(EpochSampler[T]):
             turn = partial(self._turn, start.epoch)
             return Led(epoch, leader, turn, plans, start.held, self.held, has_length=has_length)
         return LookedUp(epoch) if self._is_looked_up() else Drawn(epoch)
+
+    def _require_steps(self, start: Place, length: int) -> None:
+        """Refuse an epoch without steps. The rest of one may well have none."""
+        if start.is_whole:
+            name = type(self.sampler).__name__
+            require_steps(self.plan, self._batching, name, length, in_batches=self._batching.size > 1)
 
     def _turn(self, epoch: int) -> dict[str, object]:
         """Return which pass is being made, to be compared between the ranks."""
