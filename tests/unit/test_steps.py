@@ -69,6 +69,10 @@ CASES: list[tuple[int, dict[str, Any], int, dict[str, Any], list[str]]] = [
 ]
 
 
+# These streams can hide their length.
+HIDDEN = [case for case in CASES if "share" not in case[3]]
+
+
 def told(error: BaseException) -> list[str]:
     return str(error).rpartition("Use one of these: ")[2].rstrip().removesuffix(".").split(", ")
 
@@ -112,9 +116,7 @@ def test_the_numbers_are_told() -> None:
         patch_dataloader_to_ddp(given(100, {"batch_size": 32, "drop_last": True}), rank=0, num_replicas=8)
 
 
-@pytest.mark.parametrize(
-    ("n", "made", "ranks", "options", "remedies"), [case for case in CASES if "share" not in case[3]]
-)
+@pytest.mark.parametrize(("n", "made", "ranks", "options", "remedies"), HIDDEN)
 def test_a_stream_of_unknown_length_is_refused_before_any_step(
     n: int, made: dict[str, Any], ranks: int, options: dict[str, Any], remedies: list[str]
 ) -> None:
@@ -125,23 +127,17 @@ def test_a_stream_of_unknown_length_is_refused_before_any_step(
         assert told(caught.value) == remedies
 
 
-@pytest.mark.parametrize(
-    ("n", "made", "ranks", "options", "remedies"), [case for case in CASES if "share" not in case[3]]
-)
-def test_so_is_an_iterable_dataset(
-    n: int, made: dict[str, Any], ranks: int, options: dict[str, Any], remedies: list[str], workers: int = 0
-) -> None:
+@pytest.mark.parametrize(("case", "workers"), [*((case, 0) for case in HIDDEN), (HIDDEN[2], 2)])
+def test_so_is_an_iterable_dataset(case: Any, workers: int) -> None:
+    """Its workers find that too: of the last case, where the first rank alone has a full batch."""
+    n, made, ranks, options, remedies = case
     for rank in {0, ranks - 1}:
         one = DataLoader(Source(n), collate_fn=as_it_is, num_workers=workers, **made)
         mine = patch_dataloader_to_ddp(one, rank=rank, num_replicas=ranks, **options)
+        iterator = iter(mine)
         with raises(NoStepsError, ("no step", "Source", f"{n} items")) as caught:
-            next(iter(mine))
+            next(iterator)
         assert told(caught.value) == [remedy for remedy in remedies if "share" not in remedy]
-
-
-def test_workers_find_that_too() -> None:
-    """In a case where the first rank has a full batch, and the second has none."""
-    test_so_is_an_iterable_dataset(*CASES[2], workers=2)
 
 
 def test_an_iterable_dataset_that_knows_its_length_is_refused_at_the_patch() -> None:
