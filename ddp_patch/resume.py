@@ -112,6 +112,7 @@ def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -
     sampler.agreed.compare(
         _RESTORING,
         {
+            "seed": place.seed,
             "epoch to go on in": place.epoch,
             "done": json.dumps(place.done),
             "held": fingerprint([place.held.generators, place.held.samplers, place.held.attributes]),

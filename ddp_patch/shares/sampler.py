@@ -85,7 +85,10 @@ class ShardedSampler(EpochSampler[T]):
 
     def _stream_length(self, epoch: int) -> int:
         """The wrapped sampler's length, or its own TypeError; some samplers draw to tell it."""
-        with epoch_states(self.agreed.options, epoch), unmoved(random_generators(self._holders.holders)):
+        with (
+            epoch_states(self.agreed.options, self.agreed.seed, epoch),
+            unmoved(random_generators(self._holders.holders)),
+        ):
             return len(cast(Any, self.sampler))
 
     def _sure_length(self, epoch: int) -> int | None:
@@ -171,7 +174,7 @@ class ShardedSampler(EpochSampler[T]):
             number=start.epoch,
             plan=self.plan,
             before=start.split(self.num_replicas)[0],
-            rng=epoch_states(options, start.epoch),
+            rng=epoch_states(options, self.agreed.seed, start.epoch),
             draws_ahead=options.agreement != "ambient",
             shuffle_seed=self.seed if self.shuffle else None,
             length=partial(self._stream_length, start.epoch),
