@@ -1,6 +1,7 @@
 """Make every rank see the same stream: compare the ranks at the patch and, if the user asks, in every epoch."""
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ddp_patch.compat import default_store
 from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.options import Agreement, Options
@@ -32,6 +32,8 @@ _TOLD_IN_FULL = 16
 
 AGREEING = "Agreeing on how data is shared"
 _numbers = count(1)
+# How many loaders without a seed these ranks have patched that had such a stream.
+_numbers_of_like: Counter[tuple[int | str, ...]] = Counter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +242,12 @@ def _judge(records: Mapping[int, _Record]) -> dict[int, _Verdict]:
 def _own_seed(members: Sequence[int], first: _Record) -> int:
     """Return a seed for one loader alone, so that no two loaders of these ranks have the same order.
 
-    Count per group and stream, not per process: tensor-parallel ranks in another group must come to the same seed,
-    even if only one of the groups has patched, say, a loader for validation before. Count in the store, so that a new
-    process group starts from zero.
+    Count per group and stream: tensor-parallel ranks in another group must come to the same seed, even if only one of
+    the groups has patched, say, a loader for validation before.
     """
-    number = default_store().add(f"ddp_patch/loaders/{fingerprint([*members, first.stream])}", 1)
-    return loader_seed(first.base_seed, first.stream, number)
+    loader: tuple[int | str, ...] = (*members, first.stream)
+    _numbers_of_like[loader] += 1
+    return loader_seed(first.base_seed, first.stream, _numbers_of_like[loader])
 
 
 def _require_same_samples(samples: Mapping[int, str | None]) -> None:

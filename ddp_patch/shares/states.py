@@ -53,9 +53,9 @@ def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Seq
     Raises:
         StateError: The state is damaged, newer than this package, or of another loader.
     """
-    if not isinstance(state, Mapping) or "version" not in state:
-        raise _damaged(f"it is {type(state).__name__}, not a dict with a version")
-    if not _is_count(state["version"]) or state["version"] > _VERSION:
+    if not isinstance(state, Mapping):
+        raise _damaged(f"it is {state!r}, a {type(state).__name__} and not a dict")
+    if "version" in state and not (_is_count(state["version"]) and state["version"] <= _VERSION):
         raise StateError(
             f"The state has version {state['version']!r} and this package reads versions up to {_VERSION}, so it may "
             "mean what is not known here. Restore it with the version of ddp_patch that wrote it."
