@@ -7,14 +7,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_patch.compat import LIGHTNING_REMAKES
-from ddp_patch.errors import AlreadyPatchedError, UnsupportedLoaderError, WorldError
+from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError, WorldError
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.recognition import shards_itself
-from ddp_patch.options import Agreement, Layout, Options, Uneven
+from ddp_patch.options import Agreement, Layout, Options, Uneven, as_index, check_flag
 from ddp_patch.ranks.agreement import Agreed, agree, refusals_told
 from ddp_patch.ranks.world import find_world
 from ddp_patch.shares.refusals import require_length, require_steps_known
 from ddp_patch.shares.sampler import ShardedSampler
+from ddp_patch.streams.random_access import is_random_access
 
 __all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions"]
 
@@ -160,6 +161,23 @@ def _require_itself(wrapper: DDPBatchSamplerWrapper[Any], sampler: object, *, dr
         )
 
 
+def _check_flag(name: str, value: object) -> None:
+    number = as_index(value)
+    meant = f" For {number} ranks, pass num_replicas={number} and rank= by name."
+    check_flag(name, value, "" if number is None else meant)
+
+
+def _require_iterable(wrapper: str, stream: StreamFacts) -> None:
+    """Refuse what gives no items: neither iterated, nor by position."""
+    sampler = stream.source
+    ways = isinstance(sampler, Iterable), hasattr(type(sampler), "__getitem__"), is_random_access(sampler)
+    if not any(ways):
+        raise InvalidOptionError(
+            f"{wrapper} was given {sampler!r} ({type(sampler).__name__}), which gives no items to share. Pass a "
+            "sampler, or any iterable of indices or batches."
+        )
+
+
 def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: bool, given: SharingOptions) -> Agreed:
     """Agree with the other ranks on a sampler that the user wraps by hand."""
     wrapper = wrapper_type.__name__
@@ -171,6 +189,9 @@ def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: 
     chosen: dict[str, Any] = {name: value for name, value in given.items() if name not in names}
     world = find_world(**where)
     with refusals_told(world):
+        _check_flag("shuffle_samples_between_gpus", shuffles)
+        _check_flag("pad_data_to_num_gpus", pads)
+        _require_iterable(wrapper, stream)
         options = Options(**{"uneven": "pad" if pads else "drop"} | chosen)
         if world is None:
             raise WorldError(

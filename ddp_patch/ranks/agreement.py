@@ -1,12 +1,13 @@
 """Make every rank see the same stream: compare the ranks at the patch and, if the user asks, in every epoch."""
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ddp_patch.ranks.comparison import by_value, ranks_text, require_same
 from ddp_patch.ranks.exchange import exchange, refuse
 from ddp_patch.ranks.world import World
 from ddp_patch.streams.fingerprint import fingerprint
+from ddp_patch.streams.seeding import Seed, loader_seed
 
 if TYPE_CHECKING:
     from ddp_patch.ranks.leader import Leader
@@ -30,6 +32,8 @@ _TOLD_IN_FULL = 16
 
 AGREEING = "Agreeing on how data is shared"
 _numbers = count(1)
+# How many loaders without a seed these ranks have patched that had such a stream.
+_numbers_of_like: Counter[tuple[int | str, ...]] = Counter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +42,17 @@ class Agreed:
 
     Attributes:
         world: The ranks that share.
-        options: The options, with rank 0's seed and ``agreement="auto"`` resolved.
+        options: What the user chose, with ``agreement="auto"`` resolved.
+        seed: The seed of every epoch's order; the same on every rank.
         leader: Sends every rank its share, if rank 0 draws for all.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
     """
 
     world: World
     options: Options
+    seed: Seed
     leader: "Leader | None" = None
     number: int = 0
-
-    @property
-    def seed(self) -> int:
-        """The seed of every epoch's order."""
-        return cast(int, self.options.seed)
 
     def plan(self, rank: int) -> Plan:
         """Return the plan that gives a rank its share."""
@@ -95,7 +96,9 @@ class _Record:
     compared: Mapping[str, object]
     order: str | None  # a fingerprint of the stream's first items; None if unknown
     samples: str | None  # a fingerprint of the samples that a dataset's subset holds; None if unknown
-    seed: int
+    stream: str  # a fingerprint of what tells the loader's stream from others'
+    seed: int | None
+    base_seed: int  # what the seed follows from if none was chosen
     generators: Sequence[torch.Tensor]
     meets: bool  # whether the ranks meet in every epoch
     ahead: int
@@ -141,14 +144,15 @@ def agree(
     """
     if world.members is None:
         _refuse_communication(options)
-        seed = _default_seed(world) if options.seed is None else options.seed
-        return Agreed(world, replace(options, seed=seed, agreement=_settled(options, "")))
+        return Agreed(world, replace(options, agreement=_settled(options, "")), _seed(options, 0))
     found = [] if stream is None else stream.generators
     record = _Record(
         compared={**compared, **_chosen(options), **_sharing(world.members), "generators": len(found)},
         order=stream.order if stream is not None and options.agreement == "auto" else None,
         samples=stream.samples if stream is not None and options.agreement in {"auto", "leader"} else None,
-        seed=_default_seed(world) if options.seed is None else options.seed,
+        stream=fingerprint([] if stream is None else [stream.described]),
+        seed=options.seed,
+        base_seed=_base_seed(world),
         generators=[generator.get_state() for generator in found],
         meets=options.verify or options.agreement == "leader",
         ahead=batches_ahead,
@@ -159,8 +163,13 @@ def agree(
         generator.set_state(state)
     if verdict.disagreement and dist.get_rank() == members[0]:
         warnings.warn(verdict.disagreement, LeaderWarning, stacklevel=stacklevel)
-    options = replace(options, seed=verdict.seed, agreement=_settled(options, verdict.disagreement))
-    return Agreed(world, options, _leader(members, options), verdict.number)
+    options = replace(options, agreement=_settled(options, verdict.disagreement))
+    return Agreed(world, options, _seed(options, verdict.seed), _leader(members, options), verdict.number)
+
+
+def _seed(options: Options, default: int) -> Seed:
+    chosen = options.seed
+    return Seed(default if chosen is None else chosen, is_chosen=chosen is not None)
 
 
 def _leader(members: Sequence[int], options: Options) -> "Leader | None":
@@ -182,11 +191,10 @@ def refusals_told(world: World | None, doing: str = AGREEING) -> Iterator[None]:
         raise
 
 
-def _default_seed(world: World) -> int:
-    """Return the default seed: torch's own, or 0 if the world may not include all ranks.
+def _base_seed(world: World) -> int:
+    """Return what the seeds of all loaders follow from: torch's own seed, or 0 if the world may not have all ranks.
 
-    Ranks outside the world cannot be asked but may have to draw the same: tensor-parallel ranks in other groups. 0 is
-    the default of ``torch.utils.data.DistributedSampler``.
+    Ranks outside the world cannot be asked but may have to draw the same: tensor-parallel ranks in other groups.
     """
     is_whole = world.members is not None and len(world.members) == dist.get_world_size()
     return torch.initial_seed() if is_whole else 0
@@ -227,7 +235,19 @@ def _judge(records: Mapping[int, _Record]) -> dict[int, _Verdict]:
     disagreement = _disagreement({rank: record.order for rank, record in records.items()})
     if disagreement or first.meets:
         require_same(AGREEING, {rank: {"batches fetched ahead": said.ahead} for rank, said in records.items()})
-    return dict.fromkeys(records, _Verdict(first.seed, first.generators, disagreement, next(_numbers)))
+    seed = _own_seed(list(records), first) if first.seed is None else first.seed
+    return dict.fromkeys(records, _Verdict(seed, first.generators, disagreement, next(_numbers)))
+
+
+def _own_seed(members: Sequence[int], first: _Record) -> int:
+    """Return a seed for one loader alone, so that no two loaders of these ranks have the same order.
+
+    Count per group and stream: tensor-parallel ranks in another group must come to the same seed, even if only one of
+    the groups has patched, say, a loader for validation before.
+    """
+    loader: tuple[int | str, ...] = (*members, first.stream)
+    _numbers_of_like[loader] += 1
+    return loader_seed(first.base_seed, first.stream, _numbers_of_like[loader])
 
 
 def _require_same_samples(samples: Mapping[int, str | None]) -> None:

@@ -6,7 +6,9 @@ from functools import partial
 from itertools import chain
 from typing import Any, Self, TypeVar, cast
 
-from ddp_patch.errors import StreamLengthWarning
+import torch
+
+from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.nesting import NestedEpochs
 from ddp_patch.plan import ITEMS, Batching
@@ -18,8 +20,8 @@ from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.sources import Drawn, LookedUp, Nothing, Source
 from ddp_patch.shares.steps import require_steps
-from ddp_patch.streams.generators import random_generators, unmoved
-from ddp_patch.streams.orders import has_computed_order, has_order, scalable
+from ddp_patch.streams.generators import random_generators, torch_generators, unmoved
+from ddp_patch.streams.orders import has_computed_order, has_order, is_torch_sampler, scalable
 from ddp_patch.streams.random_states import epoch_states
 
 __all__ = ["ShardedSampler"]
@@ -51,6 +53,7 @@ class ShardedSampler(EpochSampler[T]):
         self.shuffle = shuffle
         self._batching = batching
         self._nested_epochs = NestedEpochs(self.sampler)
+        self._torchs_generators = self._generators_of_torchs()
         self._warned_of_length = False
         self._known_end: dict[str, object] = {}
 
@@ -88,7 +91,10 @@ class ShardedSampler(EpochSampler[T]):
 
     def _stream_length(self, epoch: int) -> int:
         """The wrapped sampler's length, or its own TypeError; some samplers draw to tell it."""
-        with epoch_states(self.agreed.options, epoch), unmoved(random_generators(self._holders.holders)):
+        with (
+            epoch_states(self.agreed.options, self.agreed.seed, epoch),
+            unmoved(random_generators(self._holders.holders)),
+        ):
             return len(cast(Any, self.sampler))
 
     def _sure_length(self, epoch: int) -> int | None:
@@ -123,8 +129,9 @@ class ShardedSampler(EpochSampler[T]):
 
     def _runs(self, one: Pass[T]) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
-        if not one.is_ended and one.epoch != self.epochs.upcoming:
-            # Another iterator began this epoch since, or set_epoch() chose another: take the one that is next now.
+        if not one.is_ended and (one.epoch != self.epochs.upcoming or self._was_given_a_generator()):
+            # Another iterator began this epoch since, or set_epoch() chose another: take the one that is next now. A
+            # sampler of torch's looks at its generator now.
             one = self._take_up_pass()
         if one.is_ended:
             return
@@ -163,6 +170,26 @@ class ShardedSampler(EpochSampler[T]):
             self.place = None
         return one
 
+    def _generators_of_torchs(self) -> list[torch.Generator]:
+        return torch_generators(holder for holder in self._holders.holders if is_torch_sampler(holder))
+
+    def _was_given_a_generator(self) -> bool:
+        """Tell whether a sampler of torch's has another generator than before; refuse it where ranks had agreed on it.
+
+        Others may make generators of their own at any time, alike on every rank.
+        """
+        before, now = self._torchs_generators, self._generators_of_torchs()
+        if list(map(id, now)) == list(map(id, before)):
+            return False
+        if now and self.agreed.world.members is not None and self.agreed.leader is None:
+            raise InvalidOptionError(
+                f"A {type(self.sampler).__name__} was given a generator after it was patched. The ranks agreed on the "
+                "states of those that there were, and may have this one in different states. Give the sampler its "
+                "generator first and patch the loader then, or use agreement='leader'."
+            )
+        self._torchs_generators = now
+        return True
+
     def _is_spent(self, start: Place) -> bool:
         """Tell whether nothing is left of the epoch."""
         if start.ended or not (self.agreed.options.verify and self.plan.uneven == "keep"):
@@ -180,7 +207,7 @@ class ShardedSampler(EpochSampler[T]):
             number=start.epoch,
             plan=self.plan,
             before=start.split(self.num_replicas)[0],
-            rng=epoch_states(options, start.epoch),
+            rng=epoch_states(options, self.agreed.seed, start.epoch),
             draws_ahead=options.agreement != "ambient",
             shuffle_seed=self.seed if self.shuffle else None,
             length=partial(self._stream_length, start.epoch),

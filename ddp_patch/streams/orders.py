@@ -28,7 +28,7 @@ from ddp_patch.plan import blocks
 from ddp_patch.streams.fingerprint import COMPARED
 from ddp_patch.streams.permutation import Permutation
 from ddp_patch.streams.random_access import RandomAccess, is_random_access
-from ddp_patch.streams.seeding import shuffle_key
+from ddp_patch.streams.seeding import Seed, shuffle_key
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # which takes long to import
@@ -262,9 +262,9 @@ class ScalableShuffle(Sampler[int]):
         seed: The seed of every epoch's order.
     """
 
-    def __init__(self, sampler: RandomSampler | SubsetRandomSampler, seed: int) -> None:
+    def __init__(self, sampler: RandomSampler | SubsetRandomSampler, seed: Seed) -> None:
         self.sampler = sampler
-        self.seed = seed
+        self._seed = seed
         self.epoch: int = 0
 
     def __len__(self) -> int:
@@ -284,7 +284,7 @@ class ScalableShuffle(Sampler[int]):
         sampler = self.sampler
         indices = sampler.indices if isinstance(sampler, SubsetRandomSampler) else None
         n = len(sampler.data_source if isinstance(sampler, RandomSampler) else sampler.indices)
-        permutation = Permutation(n, shuffle_key(self.seed, epoch))
+        permutation = Permutation(n, shuffle_key(self._seed.value, epoch))
 
         def at(positions: range) -> list[int]:
             places: list[int] = permutation(_as_array(positions)).tolist()
@@ -293,7 +293,7 @@ class ScalableShuffle(Sampler[int]):
         return Order(min(n, len(self.sampler)), at)
 
 
-def scalable(sampler: Any, seed: int) -> Sampler[Any]:
+def scalable(sampler: Any, seed: Seed) -> Sampler[Any]:
     """Return what yields as many items, or batches, as a sampler that shuffles, but in an order that is computed."""
     if _is_batching(sampler):
         return type(sampler)(scalable(sampler.sampler, seed), sampler.batch_size, sampler.drop_last)

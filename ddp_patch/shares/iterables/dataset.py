@@ -21,7 +21,7 @@ from ddp_patch.streams.chunks import draw
 from ddp_patch.streams.fingerprint import Fingerprint
 from ddp_patch.streams.generators import random_generators, set_generator_states
 from ddp_patch.streams.random_states import epoch_states
-from ddp_patch.streams.seeding import EpochCounter
+from ddp_patch.streams.seeding import EpochCounter, Seed
 
 __all__ = ["IterableWorkerInit", "ShardedIterable", "random_holder"]
 
@@ -50,11 +50,13 @@ class ShardedIterable(IterableDataset[T]):
         board: What the main process and the workers tell each other.
     """
 
-    def __init__(self, dataset: IterableDataset[T], plan: Plan, options: Options, batching: Batching) -> None:
+    def __init__(
+        self, dataset: IterableDataset[T], plan: Plan, options: Options, seed: Seed, batching: Batching
+    ) -> None:
         self.dataset = dataset
         self.board: Board = Board()
         self._plan = plan
-        self._options = options
+        self._options, self._seed = options, seed
         self._batching = batching
         self._first_pass: int | None = None  # that a worker was started for
         self._resumed: tuple[int, Place] | None = None  # which pass goes on, and from where
@@ -128,9 +130,8 @@ class ShardedIterable(IterableDataset[T]):
         rest = self._plan.rest_of_stream(self.stream_length, start.before)
         stream = rest.select(read_as(None, self.dataset))
         # One round at a time, and no copies: these are samples, not indices, and most are other ranks'.
-        chunks = draw(
-            stream, epoch_states(self._options, epoch), round_size=self._plan.num_replicas, most=1, copies=False
-        )
+        rng = epoch_states(self._options, self._seed, epoch)
+        chunks = draw(stream, rng, round_size=self._plan.num_replicas, most=1, copies=False)
         running = Fingerprint()
         if self._options.verify:
             chunks = running.watching(chunks)
@@ -151,7 +152,7 @@ class ShardedIterable(IterableDataset[T]):
 
     def _by_worker(self, epoch: int, start: _Start) -> Iterator[T]:
         stream = read_as(self._reader(start.skip), self.dataset)
-        chunks = draw(stream, epoch_states(self._options, epoch), round_size=1, most=1, copies=False)
+        chunks = draw(stream, epoch_states(self._options, self._seed, epoch), round_size=1, most=1, copies=False)
         items = (item for chunk in chunks for item in chunk)
         role, workers = self._role(start.skip)
         # The loader asks its workers in turn, so this one made every workers-th of the batches that were done.
