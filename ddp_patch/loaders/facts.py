@@ -21,6 +21,7 @@ from ddp_patch.compat import (
 from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
 from ddp_patch.loaders.samples import chosen_samples, length_of, or_unknown, sample_order
+from ddp_patch.loaders.worlds import HeldWorld, world_of
 from ddp_patch.streams.generators import LOOKED_AT, torch_generators
 from ddp_patch.streams.orders import why_not_scalable
 
@@ -154,6 +155,11 @@ class LoaderFacts(Generic[L]):
     def samplers(self) -> Sequence[object]:
         """All samplers in use now, from the outside in."""
         return tuple(samplers_in_use(self.loader))
+
+    @property
+    def made_for(self) -> HeldWorld | None:
+        """The rank and the number of ranks that what shards it already was made for; None where that is not told."""
+        return None if self.sharded_by is None else world_of(self.sharded_by)
 
     @cached_property
     def dataset_length(self) -> int | None:
