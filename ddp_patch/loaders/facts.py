@@ -19,6 +19,7 @@ from ddp_patch.compat import (
     torchdata_batch_sampler,
 )
 from ddp_patch.loaders.nesting import nested_samplers
+from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
 from ddp_patch.loaders.samples import chosen_samples, length_of, or_unknown, sample_order
 from ddp_patch.loaders.worlds import HeldWorld, world_of
@@ -99,6 +100,12 @@ class StreamFacts:
     def samples(self) -> str | None:
         """A fingerprint of which samples the dataset was cut down to; None where that cannot be told."""
         return chosen_samples(self.dataset)
+
+    def first_samples(self, ranks: int) -> tuple[int, FirstSamples] | None:
+        """Return the dataset's length, and which samples the stream begins with; None where that cannot be told."""
+        n = length_of(self.dataset, nested_samplers(self.dataset))
+        found = first_samples(self.source, self.dataset, n, ranks)
+        return None if n is None or found is None else (n, found)
 
     @property
     def generators(self) -> Sequence[torch.Generator]:

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -17,7 +18,7 @@ from ddp_patch.streams.generators import random_generators, torch_generators, un
 from ddp_patch.streams.orders import has_order, order_of, order_parameters, spread
 from ddp_patch.streams.random_states import PrivateRNG
 
-__all__ = ["chosen_samples", "length_of", "or_unknown", "sample_order"]
+__all__ = ["chosen_samples", "copy_to_draw", "length_of", "or_unknown", "sample_order"]
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
 
@@ -76,19 +77,12 @@ def sample_order(sampler: object, dataset: object = None) -> str | None:
     if isinstance(sampler, Iterator):
         logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
         return None
-    originals = random_generators(nested_samplers(sampler))
     try:
-        # A copy may share with the original what cannot be copied: a function, with the generators that it draws from.
-        with PrivateRNG(seed=0, epoch=0), unmoved(originals):
-            drawn = deep_copy(sampler, sharing=_not_copied(sampler, dataset))
-            if drawn is sampler and hasattr(sampler, "__dict__"):  # a range may well be its own copy
-                raise TypeError("its copy is the sampler itself")
-            for generator in torch_generators(nested_samplers(drawn)):
-                generator.manual_seed(0)
+        with copy_to_draw(sampler, dataset) as drawn:
             if has_order(drawn):
                 order = order_of(drawn, epoch=0)
                 return fingerprint(order.at(range(min(order.length, COMPARED))))
-            return fingerprint(islice(map(own, drawn), COMPARED))  # type: ignore[call-overload]  # an iterable
+            return fingerprint(islice(map(own, drawn), COMPARED))
     except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
         logger.info(
             "The order of %s is not compared between ranks: drawing a copy of it raised %s: %s",
@@ -97,6 +91,20 @@ def sample_order(sampler: object, dataset: object = None) -> str | None:
             error,
         )
         return None
+
+
+@contextmanager
+def copy_to_draw(sampler: object, dataset: object) -> Iterator[Any]:
+    """Give a copy to draw from, under the same random states on every rank; the original's generators stay put."""
+    originals = random_generators(nested_samplers(sampler))
+    # A copy may share with the original what cannot be copied: a function, with the generators that it draws from.
+    with PrivateRNG(seed=0, epoch=0), unmoved(originals):
+        drawn = deep_copy(sampler, sharing=_not_copied(sampler, dataset))
+        if drawn is sampler and hasattr(sampler, "__dict__"):  # a range may well be its own copy
+            raise TypeError("its copy is the sampler itself")
+        for generator in torch_generators(nested_samplers(drawn)):
+            generator.manual_seed(0)
+        yield drawn
 
 
 def _not_copied(sampler: object, dataset: object) -> Iterator[object]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from types import MemberDescriptorType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 from torch.utils.data import DistributedSampler
@@ -67,7 +67,8 @@ def world_of(holder: object) -> HeldWorld | None:
     found = [*_worlds(kept)]
     for name, value in kept.items():
         inner = stored(value)
-        if name in READERS or all(isinstance(number, int) for number in inner.values()):
+        is_world = not hasattr(value, "__iter__") and all(isinstance(number, int) for number in inner.values())
+        if is_world or name in READERS:
             found += _worlds(inner)
     return min(found, key=lambda world: (world[1] == 1, world[1]), default=None)
 
@@ -80,5 +81,5 @@ def _worlds(attributes: Mapping[str, Any]) -> Iterator[HeldWorld]:
                 yield int(rank), int(ranks)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
 from ddp_patch.loaders.facts import StreamFacts
+from ddp_patch.loaders.worlds import HeldWorld
 from ddp_patch.options import Agreement, Options
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.comparison import by_value, ranks_text, require_same
 from ddp_patch.ranks.exchange import exchange, refuse
+from ddp_patch.ranks.shards import TELLING_APART, require_all_shares, why_orders_differ
 from ddp_patch.ranks.world import World
 from ddp_patch.streams.fingerprint import fingerprint
 
@@ -99,6 +101,8 @@ class _Record:
     generators: Sequence[torch.Tensor]
     meets: bool  # whether the ranks meet in every epoch
     ahead: int
+    share: int  # this rank's place among those that share
+    made_for: HeldWorld | None  # for which rank of how many the loader is sharded already; None if unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ class _Verdict:
 
     seed: int
     generators: Sequence[torch.Tensor]
-    disagreement: str  # which ranks would draw different orders; empty if none would
+    orders: Mapping[int, str | None]  # the ranks' orders where they differ; else empty
     number: int
 
 
@@ -118,6 +122,7 @@ def agree(
     stream: StreamFacts | None,
     *,
     batches_ahead: int = 0,
+    made_for: HeldWorld | None = None,
     stacklevel: int = 3,
 ) -> Agreed:
     """Compare the ranks and return what they agreed on.
@@ -132,6 +137,7 @@ def agree(
         stream: The stream to shard; None if it is sharded already.
         batches_ahead: How many batches the loader's workers prefetch. If ranks meet within an epoch, this number must
             be the same on all, or one would wait for others that never come.
+        made_for: The rank and the number of ranks that a loader which is sharded already was made for, if known.
         stacklevel: How many calls above this one the user's code is, for a warning.
 
     Raises:
@@ -152,14 +158,22 @@ def agree(
         generators=[generator.get_state() for generator in found],
         meets=options.verify or options.agreement == "leader",
         ahead=batches_ahead,
+        share=world.rank,
+        made_for=made_for,
     )
     members = list(world.members)
     verdict: _Verdict = exchange(members, AGREEING, record, _judge, options.timeout)
     for generator, state in zip(found, verdict.generators, strict=True):
         generator.set_state(state)
-    if verdict.disagreement and dist.get_rank() == members[0]:
-        warnings.warn(verdict.disagreement, LeaderWarning, stacklevel=stacklevel)
-    options = replace(options, seed=verdict.seed, agreement=_settled(options, verdict.disagreement))
+    disagreement = ""
+    if stream is not None and verdict.orders:  # seldom, so only then do the ranks meet once more
+        judge = partial(why_orders_differ, verdict.orders, stream.name, world.num_replicas)
+        disagreement = exchange(
+            members, TELLING_APART, stream.first_samples(world.num_replicas), judge, options.timeout
+        )
+    if disagreement and dist.get_rank() == members[0]:
+        warnings.warn(disagreement, LeaderWarning, stacklevel=stacklevel)
+    options = replace(options, seed=verdict.seed, agreement=_settled(options, disagreement))
     return Agreed(world, options, _leader(members, options), verdict.number)
 
 
@@ -223,11 +237,14 @@ def _sharing(members: Mapping[int, int]) -> dict[str, object]:
 def _judge(records: Mapping[int, _Record]) -> dict[int, _Verdict]:
     _require_same_samples({rank: record.samples for rank, record in records.items()})
     require_same(AGREEING, {rank: record.compared for rank, record in records.items()})
+    held = {rank: (record.share, record.made_for) for rank, record in records.items() if record.made_for is not None}
+    if len(held) == len(records):
+        require_all_shares(AGREEING, held)
     first = next(iter(records.values()))
-    disagreement = _disagreement({rank: record.order for rank, record in records.items()})
-    if disagreement or first.meets:
+    orders = _differing({rank: record.order for rank, record in records.items()})
+    if orders or first.meets:
         require_same(AGREEING, {rank: {"batches fetched ahead": said.ahead} for rank, said in records.items()})
-    return dict.fromkeys(records, _Verdict(first.seed, first.generators, disagreement, next(_numbers)))
+    return dict.fromkeys(records, _Verdict(first.seed, first.generators, orders, next(_numbers)))
 
 
 def _require_same_samples(samples: Mapping[int, str | None]) -> None:
@@ -244,14 +261,6 @@ def _require_same_samples(samples: Mapping[int, str | None]) -> None:
     )
 
 
-def _disagreement(orders: Mapping[int, str | None]) -> str:
+def _differing(orders: Mapping[int, str | None]) -> Mapping[int, str | None]:
     parties = by_value(orders)
-    if None in parties or len(parties) == 1:
-        return ""
-    listed = " and ".join(ranks_text(ranks) for ranks in parties.values()).capitalize()
-    return (
-        f"{listed} would draw different orders, whatever the global random states: the sampler has "
-        "a random generator of its own that is seeded by rank, or follows the order of a set or of files. From now on "
-        "rank 0 draws each epoch and sends every rank its share, about 1 / num_replicas of the indices, at the "
-        "epoch's start. Make the sampler's order the same on every rank to do without."
-    )
+    return {} if None in parties or len(parties) == 1 else orders
