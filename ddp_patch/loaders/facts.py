@@ -18,10 +18,11 @@ from ddp_patch.compat import (
     is_torch_batch_sampler,
     torchdata_batch_sampler,
 )
+from ddp_patch.loaders.contents import Content, chosen_samples
 from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
-from ddp_patch.loaders.samples import chosen_samples, length_of, or_unknown, sample_order
+from ddp_patch.loaders.samples import length_of, or_unknown, sample_order
 from ddp_patch.loaders.worlds import HeldWorld, world_of
 from ddp_patch.streams.generators import LOOKED_AT, torch_generators
 from ddp_patch.streams.orders import why_not_scalable
@@ -97,8 +98,8 @@ class StreamFacts:
         return sample_order(self.source, self.dataset)
 
     @cached_property
-    def samples(self) -> str | None:
-        """A fingerprint of which samples the dataset was cut down to; None where that cannot be told."""
+    def samples(self) -> tuple[Content, ...]:
+        """Fingerprints of the samples that the dataset holds or was cut down to, as far as they can be told."""
         return chosen_samples(self.dataset)
 
     def first_samples(self, ranks: int) -> tuple[int, FirstSamples] | None:

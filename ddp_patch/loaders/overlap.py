@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["FirstSamples", "Relation", "first_samples", "relation_of"]
 
 # Looking stops here, because a sampler may be slow or endless.
-_MOST_SAMPLES, _MOST_SECONDS = 2**17, 1.0
+_MOST_SAMPLES, _MOST_SECONDS = 2**18, 1.0
 # How many hashes a rank sends at most: 8 KiB.
 _MOST_HASHES = 1024
 # If streams are drawn independently, how many samples they must be expected to share before sharing none is evidence:
@@ -71,7 +71,7 @@ def first_samples(sampler: Any, dataset: object, n: int | None, ranks: int) -> F
                 batch = _samples_in(next(items, None))
     except Exception:  # noqa: BLE001 - the user's code, run for a better message
         return None
-    if not samples or not all(isinstance(index, str) or 0 <= index < n for index in samples):
+    if not all(isinstance(index, str) or 0 <= index < n for index in samples):
         return None  # numbers that mean something else
     hashes = np.unique(_hashed(samples))
     return FirstSamples(hashes[:_MOST_HASHES].tolist(), len(hashes) > _MOST_HASHES, not batch, largest)

@@ -1,6 +1,5 @@
-"""How many samples a stream has, which, and in which order: told with nothing used up."""
+"""How many samples a stream has, and in which order: told with nothing used up."""
 
-import copy
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -8,17 +7,16 @@ from itertools import islice
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ddp_patch.compat import is_hugging_face_table
 from ddp_patch.loaders.nesting import deep_copy, nested_samplers
 from ddp_patch.streams.chunks import own
 from ddp_patch.streams.fingerprint import COMPARED, fingerprint
 from ddp_patch.streams.generators import random_generators, torch_generators, unmoved
-from ddp_patch.streams.orders import has_order, order_of, order_parameters, spread
+from ddp_patch.streams.orders import has_order, order_of, order_parameters
 from ddp_patch.streams.random_states import PrivateRNG
 
-__all__ = ["chosen_samples", "copy_to_draw", "length_of", "or_unknown", "sample_order"]
+__all__ = ["copy_to_draw", "length_of", "or_unknown", "sample_order"]
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
 
@@ -36,31 +34,6 @@ def length_of(source: Any, samplers: Iterable[object]) -> int | None:
 def or_unknown(length: int | None) -> int | str:
     """Return a length as ranks compare it and states keep it."""
     return "unknown" if length is None else length
-
-
-def chosen_samples(dataset: Any) -> str | None:
-    """Return a fingerprint of which samples a dataset was cut down to, or None where that cannot be told.
-
-    A torch ``Subset`` counts by its indices. A map-style Hugging Face dataset counts by its first and its last row, as
-    they are stored: ``split_dataset_by_node()`` leaves no other mark on one.
-
-    Examples:
-        >>> halves = [Subset(range(10), range(start, start + 5)) for start in (0, 5)]
-        >>> chosen_samples(halves[0]) == chosen_samples(halves[1])
-        False
-    """
-    chosen: list[Any] = []
-    try:
-        while isinstance(dataset, Subset):
-            chosen.append(spread(dataset.indices))
-            dataset = dataset.dataset
-        if is_hugging_face_table(dataset) and len(dataset):
-            rows = copy.copy(dataset)
-            rows.set_format("arrow")  # nothing is decoded or transformed
-            chosen += [rows[0].to_pylist(), rows[len(dataset) - 1].to_pylist()]
-        return fingerprint(chosen) if chosen else None
-    except Exception:  # noqa: BLE001 - the user's indices, or a row that cannot be read yet
-        return None
 
 
 def sample_order(sampler: object, dataset: object = None) -> str | None:

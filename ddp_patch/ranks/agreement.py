@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import torch
 import torch.distributed as dist
 
-from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
+from ddp_patch.errors import InvalidOptionError, LeaderWarning
+from ddp_patch.loaders.contents import Content
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.worlds import HeldWorld
 from ddp_patch.options import Agreement, Options
 from ddp_patch.plan import Plan
-from ddp_patch.ranks.comparison import by_value, ranks_text, require_same
+from ddp_patch.ranks.comparison import by_value, require_same
 from ddp_patch.ranks.exchange import exchange, refuse
-from ddp_patch.ranks.shards import TELLING_APART, require_all_shares, why_orders_differ
+from ddp_patch.ranks.shards import TELLING_APART, require_all_shares, require_same_samples, why_orders_differ
 from ddp_patch.ranks.world import World
 from ddp_patch.streams.fingerprint import fingerprint
 
@@ -96,7 +97,7 @@ class _Record:
 
     compared: Mapping[str, object]
     order: str | None  # a fingerprint of the stream's first items; None if unknown
-    samples: str | None  # a fingerprint of the samples that a dataset's subset holds; None if unknown
+    samples: Sequence[Content]  # fingerprints of the samples that the dataset holds, as far as they are known
     seed: int
     generators: Sequence[torch.Tensor]
     meets: bool  # whether the ranks meet in every epoch
@@ -153,7 +154,7 @@ def agree(
     record = _Record(
         compared={**compared, **_chosen(options), **_sharing(world.members), "generators": len(found)},
         order=stream.order if stream is not None and options.agreement == "auto" else None,
-        samples=stream.samples if stream is not None and options.agreement in {"auto", "leader"} else None,
+        samples=stream.samples if stream is not None and options.agreement in {"auto", "leader"} else (),
         seed=_default_seed(world) if options.seed is None else options.seed,
         generators=[generator.get_state() for generator in found],
         meets=options.verify or options.agreement == "leader",
@@ -235,7 +236,7 @@ def _sharing(members: Mapping[int, int]) -> dict[str, object]:
 
 
 def _judge(records: Mapping[int, _Record]) -> dict[int, _Verdict]:
-    _require_same_samples({rank: record.samples for rank, record in records.items()})
+    require_same_samples(AGREEING, {rank: record.samples for rank, record in records.items()})
     require_same(AGREEING, {rank: record.compared for rank, record in records.items()})
     held = {rank: (record.share, record.made_for) for rank, record in records.items() if record.made_for is not None}
     if len(held) == len(records):
@@ -245,20 +246,6 @@ def _judge(records: Mapping[int, _Record]) -> dict[int, _Verdict]:
     if orders or first.meets:
         require_same(AGREEING, {rank: {"batches fetched ahead": said.ahead} for rank, said in records.items()})
     return dict.fromkeys(records, _Verdict(first.seed, first.generators, orders, next(_numbers)))
-
-
-def _require_same_samples(samples: Mapping[int, str | None]) -> None:
-    parties = by_value(samples)
-    if None in parties or len(parties) == 1:
-        return
-    listed = " and ".join(ranks_text(ranks) for ranks in parties.values())
-    raise RankMismatchError(
-        f"{AGREEING}: the datasets of {listed} hold different samples, as the indices of a Subset or the first and "
-        "last rows of a Hugging Face dataset tell. Each rank would take a share of its own part only, and the rest "
-        "would be lost. Patch a loader of the whole dataset: without split_dataset_by_node() or shard(), and with "
-        "random_split() or shuffle() seeded alike on every rank. If only the rows' content differs, agreement='seeded' "
-        "does not look."
-    )
 
 
 def _differing(orders: Mapping[int, str | None]) -> Mapping[int, str | None]:

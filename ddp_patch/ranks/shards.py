@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ddp_patch.errors import RankMismatchError
+from ddp_patch.loaders.contents import Content
 from ddp_patch.loaders.overlap import FirstSamples, relation_of
 from ddp_patch.loaders.worlds import HeldWorld
 from ddp_patch.ranks.comparison import by_value, ranks_text
 
-__all__ = ["TELLING_APART", "require_all_shares", "why_orders_differ"]
+__all__ = ["TELLING_APART", "require_all_shares", "require_same_samples", "why_orders_differ"]
 
 TELLING_APART = "Telling apart why the ranks' orders differ"
 
@@ -41,6 +42,42 @@ def require_all_shares(doing: str, held: Mapping[int, tuple[int, HeldWorld]]) ->
         f"made for {listed}. So some samples would be lost or repeated. Build each rank's sampler or dataset for its "
         "own rank, or pass the process_group= or device_mesh= that it was made for."
     )
+
+
+def require_same_samples(doing: str, told: Mapping[int, Sequence[Content]]) -> None:
+    """Raise unless the ranks' datasets hold the same samples, as far as all ranks can tell.
+
+    Attributes of datasets may hold other things than samples, such as random numbers. So one that identifies the
+    samples, and is the same on all ranks, proves that the samples are.
+
+    Args:
+        doing: What the ranks are doing, for the error.
+        told: What each rank tells of its dataset.
+    """
+    named = {rank: {content.name: content for content in contents} for rank, contents in told.items()}
+    known = [{rank: named[rank][name] for rank in named} for name in _common(named)]
+    differing = [contents for contents in known if len({one.fingerprint for one in contents.values()}) > 1]
+    held = [contents for contents in known if all(one.is_held for one in contents.values())]
+    if any(contents not in differing and all(one.identifies for one in contents.values()) for contents in held):
+        differing = [contents for contents in differing if contents not in held]
+    if not differing:
+        return
+    prints = {rank: tuple(contents[rank].fingerprint for contents in differing) for rank in named}
+    listed = " and ".join(ranks_text(ranks) for ranks in by_value(prints).values())
+    names = ", ".join(next(iter(contents.values())).name for contents in differing)
+    raise RankMismatchError(
+        f"{doing}: the datasets of {listed} hold different samples at the same indices, for they differ in {names}. "
+        "Each rank would take a share of its own part only, and the rest would be lost. Patch a loader of the whole "
+        "dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and with random_split(), "
+        "shuffle(), listed files and random data made alike on every rank. If each rank's part is meant, say "
+        "is_ddp_aware = True in the dataset's class, and its loader comes back as it is. If only the content differs, "
+        "agreement='seeded' does not look."
+    )
+
+
+def _common(named: Mapping[int, Mapping[str, Content]]) -> list[str]:
+    first, *others = named.values()
+    return [name for name in first if all(name in other for other in others)]
 
 
 def why_orders_differ(
