@@ -133,7 +133,7 @@ def patch_dataloader_to_ddp(
         facts = unit_shared(facts, options.share)
         require_shareable(facts, options, world)
     stream = facts.stream if facts.sharded_by is None else None
-    agreed = agree(world, options, facts.described, stream, batches_ahead=facts.batches_ahead)
+    agreed = agree(world, options, facts.described, stream, batches_ahead=facts.batches_ahead, made_for=facts.made_for)
     return loader if stream is None else _shard(facts, agreed)
 
 

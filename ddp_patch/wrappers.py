@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddp_patch.compat import LIGHTNING_REMAKES
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError, WorldError
 from ddp_patch.loaders.facts import StreamFacts
-from ddp_patch.loaders.recognition import shards_itself
+from ddp_patch.loaders.recognition import samplers_within, shards_itself
 from ddp_patch.options import Agreement, Layout, Options, Uneven, as_index, check_flag
 from ddp_patch.ranks.agreement import Agreed, agree, refusals_told
 from ddp_patch.ranks.world import find_world
@@ -198,10 +198,11 @@ def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: 
                 f"{wrapper} does not know which rank of how many it is: there is no process group. Call "
                 "torch.distributed.init_process_group() first, or pass rank= and num_replicas=."
             )
-        if any(map(shards_itself, stream.samplers)):
+        if (found := next(filter(shards_itself, samplers_within(stream.source)), None)) is not None:
             raise AlreadyPatchedError(
-                f"{wrapper} was given a {stream.name} that is, or holds, a sampler which shards already, "
-                "and would share a share. Wrap the original sampler instead."
+                f"{wrapper} was given a {stream.name} that is, or holds, a sampler which shards already "
+                f"({type(found).__name__}), and would share a share. Wrap the original sampler instead, or say "
+                f"is_ddp_aware = False in {type(found).__name__} if it gives every rank the same."
             )
         require_length(options, world, stream)
         require_steps_known(options, world, stream)

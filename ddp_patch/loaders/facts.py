@@ -18,9 +18,12 @@ from ddp_patch.compat import (
     is_torch_batch_sampler,
     torchdata_batch_sampler,
 )
+from ddp_patch.loaders.contents import Content, chosen_samples
 from ddp_patch.loaders.nesting import nested_samplers
+from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
-from ddp_patch.loaders.samples import chosen_samples, length_of, or_unknown, sample_order
+from ddp_patch.loaders.samples import length_of, or_unknown, sample_order
+from ddp_patch.loaders.worlds import HeldWorld, world_of
 from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.streams.generators import LOOKED_AT, torch_generators
 from ddp_patch.streams.orders import why_not_scalable
@@ -103,9 +106,15 @@ class StreamFacts:
         return sample_order(self.source, self.dataset)
 
     @cached_property
-    def samples(self) -> str | None:
-        """A fingerprint of which samples the dataset was cut down to; None where that cannot be told."""
+    def samples(self) -> tuple[Content, ...]:
+        """Fingerprints of the samples that the dataset holds or was cut down to, as far as they can be told."""
         return chosen_samples(self.dataset)
+
+    def first_samples(self, ranks: int) -> tuple[int, FirstSamples] | None:
+        """Return the dataset's length, and which samples the stream begins with; None where that cannot be told."""
+        n = length_of(self.dataset, nested_samplers(self.dataset))
+        found = first_samples(self.source, self.dataset, n, ranks)
+        return None if n is None or found is None else (n, found)
 
     @property
     def generators(self) -> Sequence[torch.Generator]:
@@ -162,6 +171,11 @@ class LoaderFacts(Generic[L]):
     def samplers(self) -> Sequence[object]:
         """All samplers in use now, from the outside in."""
         return tuple(samplers_in_use(self.loader))
+
+    @property
+    def made_for(self) -> HeldWorld | None:
+        """The rank and the number of ranks that what shards it already was made for; None where that is not told."""
+        return None if self.sharded_by is None else world_of(self.sharded_by)
 
     @cached_property
     def dataset_length(self) -> int | None:

@@ -37,6 +37,13 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
             f"The loader was patched for rank {found.rank} of {found.num_replicas} and cannot be patched again for "
             f"rank {world.rank} of {world.num_replicas}: it would share a share. Patch the original loader instead."
         )
+    if found is not None and world.members is None and facts.made_for not in {None, (world.rank, world.num_replicas)}:
+        rank, ranks = facts.made_for
+        raise AlreadyPatchedError(
+            f"The loader is sharded already by a {type(found).__name__} that was made for rank {rank} of {ranks}, and "
+            f"cannot be shared as rank {world.rank} of {world.num_replicas}: some samples would be lost or repeated. "
+            f"Build it for rank {world.rank} of {world.num_replicas}, or for one process, and patch that."
+        )
     if found is None:
         _require_copyable(facts)
         if facts.level is Level.ITERABLE:
