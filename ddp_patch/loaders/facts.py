@@ -20,7 +20,7 @@ from ddp_patch.compat import (
 )
 from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
-from ddp_patch.loaders.samples import chosen_samples, length_of, or_unknown, sample_order
+from ddp_patch.loaders.samples import chosen_samples, is_one_shot, length_of, or_unknown, sample_order
 from ddp_patch.streams.generators import LOOKED_AT, torch_generators
 from ddp_patch.streams.orders import why_not_scalable
 
@@ -90,9 +90,14 @@ class StreamFacts:
         return why_not_scalable(self.source)
 
     @cached_property
+    def is_one_shot(self) -> bool:
+        """Whether the source is an iterator that gives its items once."""
+        return is_one_shot(self.source, self.dataset)
+
+    @cached_property
     def order(self) -> str | None:
         """A fingerprint of the stream's first items; None where that cannot be told."""
-        return sample_order(self.source, self.dataset)
+        return None if self.is_one_shot else sample_order(self.source, self.dataset)
 
     @cached_property
     def samples(self) -> str | None:

@@ -47,6 +47,7 @@ class ShardedSampler(EpochSampler[T]):
         super().__init__(agreed, stream.samplers, facts)
         self.sampler: Iterable[T] = stream.source
         self.shuffle = shuffle
+        self._is_one_shot = stream.is_one_shot
         self._nested_epochs = NestedEpochs(self.sampler)
         self._warned_of_length = False
         self._known_end: dict[str, object] = {}
@@ -96,7 +97,7 @@ class ShardedSampler(EpochSampler[T]):
 
     def held(self) -> Held:
         """Return what the samplers hold now."""
-        if isinstance(self.sampler, Iterator) and self.epochs.passes:
+        if self._is_one_shot and self.epochs.passes:
             why = (
                 "the sampler is an iterator, which gives its items once, and how many of them earlier epochs took is "
                 "not known. Give the loader something that can be iterated again"
@@ -168,6 +169,7 @@ class ShardedSampler(EpochSampler[T]):
         options, leader = self.agreed.options, self.agreed.leader
         epoch = Epoch(
             sampler=self.sampler,
+            is_one_shot=self._is_one_shot,
             number=start.epoch,
             plan=self.plan,
             before=start.split(self.num_replicas)[0],
