@@ -22,7 +22,7 @@ from ddp_patch.loaders.contents import Content, chosen_samples
 from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
-from ddp_patch.loaders.samples import length_of, or_unknown, sample_order
+from ddp_patch.loaders.samples import is_one_shot, length_of, or_unknown, sample_order
 from ddp_patch.loaders.worlds import HeldWorld, world_of
 from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.streams.generators import LOOKED_AT, torch_generators
@@ -101,9 +101,14 @@ class StreamFacts:
         return why_not_scalable(self.source)
 
     @cached_property
+    def is_one_shot(self) -> bool:
+        """Whether the source is an iterator that gives its items once."""
+        return is_one_shot(self.source, self.dataset)
+
+    @cached_property
     def order(self) -> str | None:
         """A fingerprint of the stream's first items; None where that cannot be told."""
-        return sample_order(self.source, self.dataset)
+        return None if self.is_one_shot else sample_order(self.source, self.dataset)
 
     @cached_property
     def samples(self) -> tuple[Content, ...]:

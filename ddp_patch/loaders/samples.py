@@ -1,6 +1,7 @@
 """How many samples a stream has, and in which order: told with nothing used up."""
 
 import logging
+import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -10,15 +11,19 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddp_patch.loaders.nesting import deep_copy, nested_samplers
-from ddp_patch.streams.chunks import own
+from ddp_patch.streams.chunks import begun, own, returns_itself
 from ddp_patch.streams.fingerprint import COMPARED, fingerprint
 from ddp_patch.streams.generators import random_generators, torch_generators, unmoved
 from ddp_patch.streams.orders import has_order, order_of, order_parameters
 from ddp_patch.streams.random_states import PrivateRNG
 
-__all__ = ["copy_to_draw", "length_of", "or_unknown", "sample_order"]
+__all__ = ["copy_to_draw", "is_one_shot", "length_of", "or_unknown", "sample_order"]
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
+
+# How many items of an iterator are drawn twice to see that it begins anew. A prime: a stream that repeats itself hardly
+# has such a period.
+_TRIED = 17
 
 
 def length_of(source: Any, samplers: Iterable[object]) -> int | None:
@@ -47,7 +52,7 @@ def sample_order(sampler: object, dataset: object = None) -> str | None:
         return None
     if (parameters := order_parameters(sampler)) is not None:
         return fingerprint(parameters)
-    if isinstance(sampler, Iterator):
+    if is_one_shot(sampler, dataset):
         logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
         return None
     try:
@@ -72,12 +77,45 @@ def copy_to_draw(sampler: object, dataset: object) -> Iterator[Any]:
     originals = random_generators(nested_samplers(sampler))
     # A copy may share with the original what cannot be copied: a function, with the generators that it draws from.
     with PrivateRNG(seed=0, epoch=0), unmoved(originals):
-        drawn = deep_copy(sampler, sharing=_not_copied(sampler, dataset))
-        if drawn is sampler and hasattr(sampler, "__dict__"):  # a range may well be its own copy
-            raise TypeError("its copy is the sampler itself")
+        drawn = _copied(sampler, dataset)
         for generator in torch_generators(nested_samplers(drawn)):
             generator.manual_seed(0)
         yield drawn
+
+
+def is_one_shot(sampler: object, dataset: object = None) -> bool:
+    """Tell whether a sampler is an iterator that gives its items once, as a generator does.
+
+    An iterator's own ``__iter__`` may begin anew, as lhotse's samplers do. A copy shows it: begun twice, it gives the
+    same items twice. Where that cannot be seen, the iterator counts as one-shot.
+    """
+    if not isinstance(sampler, Iterator) or isinstance(sampler, IterableDataset):
+        return False
+    if returns_itself(sampler):
+        return True
+    try:
+        with PrivateRNG(seed=0, epoch=0), unmoved(random_generators(nested_samplers(sampler))):
+            tried = _copied(sampler, dataset)
+            with unmoved(random_generators(nested_samplers(tried))):
+                first = _first_items(tried)
+            return not first or first != _first_items(tried)
+    except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
+        logger.info("%s counts as one-shot: a copy of it raised %r", type(sampler).__name__, error)
+        return True
+
+
+def _first_items(sampler: Any) -> list[bytes]:
+    """Begin a sampler, and return its first items, pickled: they may be of any class."""
+    with PrivateRNG(seed=0, epoch=0):
+        return [pickle.dumps(own(item)) for item in islice(begun(sampler), _TRIED)]
+
+
+def _copied(sampler: Any, dataset: object) -> Any:
+    """Return a copy of a sampler to draw from; raise TypeError where there is none."""
+    copied = deep_copy(sampler, sharing=_not_copied(sampler, dataset))
+    if copied is sampler and hasattr(sampler, "__dict__"):  # a range may well be its own copy
+        raise TypeError("its copy is the sampler itself")
+    return copied
 
 
 def _not_copied(sampler: object, dataset: object) -> Iterator[object]:

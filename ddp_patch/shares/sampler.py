@@ -52,6 +52,7 @@ class ShardedSampler(EpochSampler[T]):
         self.sampler: Iterable[T] = stream.source
         self.shuffle = shuffle
         self._batching = batching
+        self._is_one_shot = stream.is_one_shot
         self._nested_epochs = NestedEpochs(self.sampler)
         self._torchs_generators = self._generators_of_torchs()
         self._warned_of_length = False
@@ -105,7 +106,7 @@ class ShardedSampler(EpochSampler[T]):
 
     def held(self) -> Held:
         """Return what the samplers hold now."""
-        if isinstance(self.sampler, Iterator) and self.epochs.passes:
+        if self._is_one_shot and self.epochs.passes:
             why = (
                 "the sampler is an iterator, which gives its items once, and how many of them earlier epochs took is "
                 "not known. Give the loader something that can be iterated again"
@@ -204,6 +205,7 @@ class ShardedSampler(EpochSampler[T]):
         options, leader = self.agreed.options, self.agreed.leader
         epoch = Epoch(
             sampler=self.sampler,
+            is_one_shot=self._is_one_shot,
             number=start.epoch,
             plan=self.plan,
             before=start.split(self.num_replicas)[0],

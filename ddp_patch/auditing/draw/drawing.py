@@ -16,7 +16,7 @@ from ddp_patch.auditing.draw.subsets import in_base
 from ddp_patch.auditing.draw.traits import length_of, made_of_batches
 from ddp_patch.auditing.draw.workers import base_seed, batches_read
 from ddp_patch.loaders.facts import Level, LoaderFacts
-from ddp_patch.streams.chunks import own
+from ddp_patch.streams.chunks import begun, own
 
 __all__ = ["draw"]
 
@@ -117,7 +117,7 @@ def _steps(facts: LoaderFacts[Any]) -> Iterator[list[Any]]:
     if facts.level is Level.ITERABLE:
         yield from batches_read(facts)
         return
-    indices = iter(facts.iterated)
+    indices = begun(facts.iterated)
     base_seed(facts.loader)
     if facts.level is Level.SAMPLE:
         yield from indices  # torch's batch sampler makes a new list for each batch, so nothing needs copying
