@@ -36,7 +36,7 @@ class Subject:
         max_items: Draw this many items of each rank's epoch, rounded up to a whole batch.
         whole: Whether to keep a last, incomplete batch and to read with one worker, so that everything there is to
             shard is drawn once.
-        in_base: Whether to translate indices to those of the dataset below torch's ``Subset`` layers.
+        by_contents: Whether to compare samples by their contents, because each rank holds data of its own in memory.
 
     Raises:
         NotALoaderError: ``make`` is neither a loader nor a function.
@@ -50,7 +50,7 @@ class Subject:
     set_epoch: bool
     max_items: int
     whole: bool = False
-    in_base: bool = False
+    by_contents: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.make, LoaderFacts):
@@ -78,6 +78,11 @@ class Subject:
     def patches(self) -> bool:
         """Tell whether ``patch_dataloader_to_ddp`` shards the loader."""
         return self.patch and isinstance(self.make, LoaderFacts)
+
+    @property
+    def is_made(self) -> bool:
+        """Tell whether a factory makes each rank's loader."""
+        return not isinstance(self.make, LoaderFacts)
 
     @property
     def name(self) -> str:
