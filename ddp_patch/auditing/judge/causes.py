@@ -228,14 +228,15 @@ def _has_right_totals(epoch: Epoch, judged: Judged) -> bool:
 
 
 def _are_slices(epoch: Epoch) -> bool:
-    """Tell whether each rank got evenly spaced positions of the stream, in any order, as chance gives nobody.
+    """Tell whether each rank got evenly spaced samples, by their numbers or in the stream, as chance gives nobody.
 
     A slice may break once, where it goes on from the beginning.
     """
     codes, firsts = np.unique(epoch.alone.items, return_index=True)
-    for drawn in epoch.ranks:
-        gaps = np.diff(np.sort(firsts[np.isin(codes, drawn.items)]))
-        spaced = np.unique(gaps, return_counts=True)[1]
-        if len(gaps) - spaced.max(initial=0) > 1:
-            return False
-    return True
+    got = [np.isin(codes, drawn.items) for drawn in epoch.ranks]
+    return any(all(_is_spaced(places[one]) for one in got) for places in (np.arange(len(codes)), firsts))
+
+
+def _is_spaced(places: Numbers) -> bool:
+    gaps = np.diff(np.sort(places))
+    return len(gaps) - int(np.unique(gaps, return_counts=True)[1].max(initial=0)) <= 1
