@@ -13,7 +13,7 @@ from ddp_patch.compat import ACCELERATE_PREPARED
 from ddp_patch.errors import NotDistributedWarning
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
-from ddp_patch.loaders.recognition import require_loader
+from ddp_patch.loaders.recognition import require_loader, tell_if_assumed
 from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Share, Uneven
 from ddp_patch.ranks.agreement import Agreed, agree, refusals_told
 from ddp_patch.ranks.world import find_world
@@ -132,6 +132,7 @@ def patch_dataloader_to_ddp(
             return _unchanged(loader)
         facts = unit_shared(facts, options.share)
         require_shareable(facts, options, world)
+    tell_if_assumed(facts.sharded_by)
     stream = facts.stream if facts.sharded_by is None else None
     agreed = agree(world, options, facts.described, stream, batches_ahead=facts.batches_ahead, made_for=facts.made_for)
     return loader if stream is None else _shard(facts, agreed)

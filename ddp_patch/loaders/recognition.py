@@ -1,5 +1,6 @@
 """Recognise a loader, and what shards it already."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,10 @@ __all__ = [
     "samplers_within",
     "sharded_by",
     "shards_itself",
+    "tell_if_assumed",
 ]
+
+logger: logging.Logger = logging.getLogger("ddp_patch")
 
 
 def is_loader(value: object) -> bool:
@@ -79,6 +83,22 @@ def _says(holder: object) -> bool | None:
         return said
     is_known = isinstance(holder, DistributedSampler) or shards_in_accelerate(type(holder)) or is_split_by_node(holder)
     return is_known or None
+
+
+def tell_if_assumed(holder: object) -> None:
+    """Log that the numbers alone which it holds make it count as sharded, so that a mistake shows.
+
+    A map-style dataset is worth a warning: its sampler chooses what is read, so it may hold them for another reason.
+    """
+    if _says(holder) is None and (world := world_of(holder)) is not None:
+        is_map_style = isinstance(holder, Dataset) and not isinstance(holder, IterableDataset)
+        logger.log(
+            logging.WARNING if is_map_style else logging.INFO,
+            "%s holds the numbers of rank %d of %d, so it counts as sharded, and its loader comes back as it is. Say "
+            "is_ddp_aware = False in its class if it gives every rank the same, or True if it shards.",
+            type(holder).__name__,
+            *world,
+        )
 
 
 def samplers_within(sampler: object) -> Iterator[object]:
