@@ -71,8 +71,10 @@ def patch_dataloader_to_ddp(
         scalable_shuffle: Compute the order of a shuffled loader (``DataLoader(shuffle=True)`` or a
             ``SubsetRandomSampler``) instead of drawing a permutation; each rank computes only its share. The first
             batch then takes constant time and memory for any number of samples. The order differs from torch's.
-        seed: A whole number of at least 0; all ranks use rank 0's. Default: rank 0's ``torch.initial_seed()``, or 0
-            in an explicit world and in a ``process_group`` of only some ranks.
+        seed: A whole number of at least 0, the same on every rank. Default: a seed of this loader's own, the same on
+            every rank, which follows from rank 0's ``torch.initial_seed()`` and how many such loaders were patched
+            before; in a ``process_group`` of only some ranks it follows from 0 instead, and in an explicit world it
+            is 0. A restored state's seed replaces the default.
         iterable_sharding: How to shard an iterable dataset. With ``"exact"``, every rank reads the whole stream and
             keeps its share, which is right for any dataset. With ``"by_worker"``, the dataset splits itself by
             ``get_worker_info()``, which counts all ranks' workers as one loader's. Nothing is read twice, but the
@@ -142,7 +144,7 @@ def _unchanged(loader: L) -> L:
     warnings.warn(
         "patch_dataloader_to_ddp changed nothing: there is no process group and the environment announces no other "
         "rank, so this process takes all data. Call torch.distributed.init_process_group() first if there are to be "
-        "several.",
+        "several; with Lightning's Trainer, patch in train_dataloader(), which is called when the group exists.",
         NotDistributedWarning,
         stacklevel=3,
     )

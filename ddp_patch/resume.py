@@ -76,8 +76,9 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     The next pass yields the rest of that epoch, and ``len(loader)`` counts that rest; later passes are whole epochs.
     In the same world, all passes match those of a run that never stopped. In another world, or with another batch size
     over the same sampler, the items from before and after make up the epoch's stream, each once except for the last
-    round's padding. Restoring reads no samples of a map-style dataset: it only draws the skipped indices again, or
-    jumps over them if the sampler has random access.
+    round's padding. A loader that was patched without ``seed=`` takes the state's seed over. Restoring reads no samples
+    of a map-style dataset: it only draws the skipped indices again, or jumps over them if the sampler has random
+    access.
 
     Args:
         loader: A loader built like the saved one and then patched. Every rank must restore the same state.
@@ -85,7 +86,8 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
 
     Raises:
         NotPatchedError: The loader was not patched.
-        StateError: The state is damaged, newer than this package, or of another loader. The loader stays as it was.
+        StateError: The state is damaged, newer than this package, or of another loader or chosen seed. The loader
+            stays as it was.
         RankMismatchError: Ranks restore different states, or some cannot restore; raised on every rank.
         MissingRanksError: A rank did not arrive in time.
 

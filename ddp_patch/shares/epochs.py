@@ -176,7 +176,7 @@ class EpochSampler(DistributedSampler[T]):
         return one.given - taken
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next pass resume where a ``state_dict`` was taken.
+        """Make the next pass resume where a ``state_dict`` was taken, with its seed if the user chose none.
 
         Lengths stay those of whole epochs, as torchdata's do: callers of this protocol count from the epoch's
         beginning.

@@ -221,7 +221,7 @@ def test_a_loader_that_forbids_copying() -> None:
 
 def test_a_group_that_was_announced_and_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    remedy = ("torch.distributed.init_process_group()", "Fabric.launch()", "Accelerator()", *PAIR)
+    remedy = ("torch.distributed.init_process_group()", "Fabric.launch()", "Accelerator()", *PAIR, "train_dataloader()")
     with raises(WorldError, "WORLD_SIZE=4", remedy):
         patch_dataloader_to_ddp(loader())
 
