@@ -25,15 +25,19 @@ __all__ = [
     "ACCELERATE_PREPARED",
     "ACCELERATE_UNCUT",
     "HELD_LOADERS",
+    "ITERATORS_KEPT_FOR_STATES",
     "LIGHTNING_ARGUMENTS",
     "LIGHTNING_REMAKES",
+    "MAKE_ITERATOR",
     "RUNNING_ITERATOR",
     "AccelerateLeavesAlone",
+    "KeptIterator",
     "RunningLoader",
     "default_store",
     "forget_iterator",
     "gloo_group",
     "has_own_iteration",
+    "has_own_iterators",
     "is_hugging_face_table",
     "is_split_by_node",
     "is_torch_batch_sampler",
@@ -52,6 +56,26 @@ RunningLoader: Final = _BaseDataLoaderIter
 
 # Where a loader with persistent workers keeps it. There is no public way to begin anew.
 RUNNING_ITERATOR: Final = "_iterator"
+
+
+# The method by which a loader makes it, for `iter(loader)` and for Ultralytics' `reset()`. There is no public one.
+MAKE_ITERATOR: Final = "_get_iterator"
+
+
+def has_own_iterators(loader_kind: type) -> bool:
+    """Tell whether a class makes other iterators than torch's."""
+    return getattr(loader_kind, MAKE_ITERATOR, None) is not getattr(DataLoader, MAKE_ITERATOR)
+
+
+class KeptIterator:
+    """Base of what a loader keeps as its running iterator: with persistent workers, torch resets it for each pass."""
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        self.drop_pass()
+
+    def drop_pass(self) -> None:
+        """Leave the running pass."""
+        raise NotImplementedError
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:
@@ -168,6 +192,11 @@ LIGHTNING_ARGUMENTS: Final = frozenset({"__dataset", "__pl_saved_arg_names", "__
 
 # The arguments, and no others, by which it makes a batch sampler anew for predict and overfit_batches.
 LIGHTNING_REMAKES: Final = frozenset({"batch_size", "drop_last"})
+
+# ---- speechbrain, seen in 1.1.2 ----
+
+# Where its SaveableDataLoader keeps the latest iterator, to save how far it came. Iterating makes a new one.
+ITERATORS_KEPT_FOR_STATES: Final = frozenset({"_speechbrain_iterator"})
 
 # ---- wrappers that hold loaders: Lightning's CombinedLoader, seen in 2.6.6, and PyG's PrefetchLoader, in 2.8.1 ----
 
