@@ -24,10 +24,10 @@ __all__ = [
     "ACCELERATE_NON_BLOCKING",
     "ACCELERATE_PREPARED",
     "ACCELERATE_UNCUT",
-    "HELD_LOADERS",
     "ITERATORS_KEPT_FOR_STATES",
     "LIGHTNING_ARGUMENTS",
     "LIGHTNING_REMAKES",
+    "LISTED_LOADERS",
     "MAKE_ITERATOR",
     "RUNNING_ITERATOR",
     "AccelerateLeavesAlone",
@@ -38,6 +38,8 @@ __all__ = [
     "gloo_group",
     "has_own_iteration",
     "has_own_iterators",
+    "held_loaders",
+    "is_fastai_loader",
     "is_hugging_face_table",
     "is_split_by_node",
     "is_torch_batch_sampler",
@@ -198,10 +200,33 @@ LIGHTNING_REMAKES: Final = frozenset({"batch_size", "drop_last"})
 # Where its SaveableDataLoader keeps the latest iterator, to save how far it came. Iterating makes a new one.
 ITERATORS_KEPT_FOR_STATES: Final = frozenset({"_speechbrain_iterator"})
 
-# ---- wrappers that hold loaders: Lightning's CombinedLoader, seen in 2.6.6, and PyG's PrefetchLoader, in 2.8.1 ----
+# ---- wrappers that hold loaders: Lightning's CombinedLoader, seen in 2.6.6, PyG's PrefetchLoader, in 2.8.1, timm's, in
+# 1.0.31, speechbrain's LoopedLoader, in 1.1.2, and webdataset's WebLoader, in 1.0.2 ----
 
-# These attributes are public, but no class that could be imported without the package declares them.
-HELD_LOADERS: Final[Sequence[str]] = ("iterables", "loader")
+# Where they hold them: public attributes, but no class that could be imported without the package declares them.
+_HELD_LOADERS: Final[Sequence[str]] = ("iterables", "loader")
+_STAGES: Final = "pipeline"
+
+# Where a CombinedLoader lists the loaders of its nest. Setting the list puts others into the nest.
+LISTED_LOADERS: Final = "flattened"
+
+
+def held_loaders(wrapper: object) -> tuple[str, object] | None:
+    """Return where a wrapper holds loaders, as code behind its name, and what it holds there; None if nowhere."""
+    for name in _HELD_LOADERS:
+        if hasattr(wrapper, name):
+            return name, getattr(wrapper, name)
+    stages = getattr(wrapper, _STAGES, None)
+    return (f"{_STAGES}[0]", stages[0]) if isinstance(stages, list) and stages else None
+
+
+# ---- fastai, seen in 2.8.12 ----
+
+
+def is_fastai_loader(kind: type) -> bool:
+    """Tell whether a class is fastai's own ``DataLoader``, which is no subclass of torch's."""
+    return "fastai.data.load.DataLoader" in map(_name, kind.__mro__)
+
 
 # ---- Hugging Face datasets, seen in 5.2.0 ----
 

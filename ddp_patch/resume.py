@@ -111,8 +111,8 @@ def _require_left(batches: Batches, place: Place) -> None:
     if left is not None and batches.count(left) < 1:
         raise StateError(
             f"The loader cannot go on from the state: rank {batches.sampler.rank} has no batch left in epoch "
-            f"{place.epoch}, and a loader with one iterator for all epochs would never come to its end. Restore with the "
-            "number of ranks that the state was taken with, or leave the rest out: call "
+            f"{place.epoch}, and a loader with one iterator for all epochs would never come to its end. Restore with "
+            "the number of ranks that the state was taken with, or leave the rest out: call "
             f"set_epoch({place.epoch + 1}) on every rank."
         )
 

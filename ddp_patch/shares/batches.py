@@ -71,8 +71,9 @@ def _require_count(batches: int, sampler: EpochSampler[Any]) -> None:
     if sampler.given is not None and batches != sampler.given.batches:
         raise InvalidOptionError(
             f"batches_done={batches}, and {sampler.given.batches} batches of epoch {sampler.epoch} were given: a "
-            "loader with one iterator for all epochs goes on after a break, so the loop's count may not be the epoch's. "
-            "Pass how many batches of the epoch were given, or call set_epoch() before each loop, to begin an epoch there."
+            "loader with one iterator for all epochs goes on after a break, so the loop's count may not be the "
+            "epoch's. Pass how many batches of the epoch were given, or call set_epoch() before each loop, to begin an "
+            "epoch there."
         )
 
 

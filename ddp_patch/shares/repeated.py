@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat import MAKE_ITERATOR, RUNNING_ITERATOR, KeptIterator
-from ddp_patch.errors import StreamLengthError
+from ddp_patch.errors import StreamLengthError, UnsupportedLoaderError
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.streams.progress import Given
@@ -85,7 +85,10 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
         """Return a DataLoader of torch's own that makes one pass after the other with the same workers."""
         loader = self._loader()
         if loader is None:
-            raise ReferenceError("the patched loader is gone: only a copy of it is left, which has no iterator")
+            raise UnsupportedLoaderError(
+                "A copy of a patched loader cannot be iterated after the loader itself is gone: it has one iterator "
+                "for all epochs, and that was the loader's. Keep what patch_dataloader_to_ddp() returned and pass that."
+            )
         kept = {name: value for name, value in vars(loader).items() if name != MAKE_ITERATOR and value is not self}
         # The given loader drew its workers' seed once. Each pass would draw one, from a generator that samplers share.
         once = {"persistent_workers": loader.num_workers > 0, "generator": torch.Generator(), RUNNING_ITERATOR: None}
