@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import ACCELERATE_PREPARED
+from ddp_patch.compat import ACCELERATE_PREPARED, MAKE_ITERATOR
 from ddp_patch.errors import NotDistributedWarning
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
@@ -158,7 +158,9 @@ def _shard(facts: LoaderFacts[L], agreed: Agreed) -> L:
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
-    patched = copy_loader(facts.loader, **new, **{ACCELERATE_PREPARED: True})
+    patched = copy_loader(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
+    if facts.repeater is not None:
+        _run_repeated(patched, facts, sharded, new)
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
@@ -179,6 +181,14 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
     batch_sampler.set_epoch = sharded.set_epoch
     new = {"sampler": sharded, "batch_sampler": batch_sampler}
     return sharded, new | {"batch_size": facts.batch_size, "drop_last": facts.drop_last}
+
+
+def _run_repeated(patched: DataLoader[Any], facts: LoaderFacts[Any], sharded: EpochSampler[Any], new: Any) -> None:
+    """Have a loader with one iterator for all epochs draw from another, which goes through the sharded epochs."""
+    from ddp_patch.shares.repeated import RepeatedPasses  # most loaders do without
+
+    passes = RepeatedPasses(patched, sharded, new)
+    vars(patched).update({**dict.fromkeys(facts.running, passes), MAKE_ITERATOR: passes.begin_anew})
 
 
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:

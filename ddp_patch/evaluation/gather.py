@@ -130,7 +130,7 @@ def _say(outputs: Any, batches: Batches, dst: int | None) -> tuple[_Said, Packed
     if one is None:
         return _Said(dst, problem="has made no pass over the loader"), {}
     length = sampler.length_of_whole(one)
-    if length is None:
+    if length is None or (sampler.given is not None and sampler.given.is_within):
         return _Said(dst, problem=f"is in the middle of epoch {one.epoch}"), {}
     begins = "" if one.begins_at == "0" else f" from {one.begins_at} on"
     at = f"gives the outputs of epoch {one.epoch}{begins}, of {length} items"

@@ -13,6 +13,7 @@ from ddp_patch.shares.held import Held, Holders
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.states import read_state, write_state
+from ddp_patch.streams.progress import Given
 from ddp_patch.streams.seeding import EpochCounter
 
 __all__ = ["EpochSampler"]
@@ -33,6 +34,7 @@ class EpochSampler(DistributedSampler[T]):
         place: Where the next pass resumes, if a state was loaded for it.
         tells_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
         keeps_sizes: Whether passes that begin record how many samples their items have.
+        given: What a loader with one iterator for all epochs has given of its pass; None in any other loader.
     """
 
     def __init__(self, agreed: Agreed, holders: Sequence[object], facts: Mapping[str, object]) -> None:
@@ -44,6 +46,7 @@ class EpochSampler(DistributedSampler[T]):
         self.place: Place | None = None
         self.tells_rest: bool = True
         self.keeps_sizes: bool = False
+        self.given: Given | None = None
         self._holders = Holders(holders)
         options = agreed.options
         self._facts = {
@@ -98,6 +101,11 @@ class EpochSampler(DistributedSampler[T]):
         length = self._length_if_any(one.epoch)
         return None if length is None else len(self.plan.rest(length, one.before))
 
+    def left(self, place: Place) -> int | None:
+        """Return how many items of this rank's share are left at a place; None where the length is not known."""
+        length, (before, skip) = self._length_if_any(place.epoch), place.split(self.num_replicas)
+        return None if length is None else len(self.plan.share(len(self.plan.rest(length, before)))) - skip
+
     def length_of_whole(self, one: Pass[Any]) -> int | None:
         """Return how many items all ranks share in a pass if this rank has reached its end, else None."""
         if one.is_ended:
@@ -134,6 +142,8 @@ class EpochSampler(DistributedSampler[T]):
             self.place = None
         self.latest = None
         self.epochs.set(number)
+        if self.given is not None:
+            self.given.begin()
 
     def _measured(self) -> tuple[int, Done, int]:
         """Return what lengths count: an epoch, what other numbers of ranks took of it, and what each rank took since.
