@@ -17,6 +17,7 @@ from ddp_patch.options import Agreement, Options
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.comparison import by_value, ranks_text, require_same
 from ddp_patch.ranks.exchange import exchange, refuse
+from ddp_patch.ranks.notices import Peers, agreed_peers, given_peers
 from ddp_patch.ranks.world import World
 from ddp_patch.streams.fingerprint import fingerprint
 
@@ -41,12 +42,14 @@ class Agreed:
         options: The options, with rank 0's seed and ``agreement="auto"`` resolved.
         leader: Sends every rank its share, if rank 0 draws for all.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
+        peers: The ranks whose passes are compared with this one's; None if there are none.
     """
 
     world: World
     options: Options
     leader: "Leader | None" = None
     number: int = 0
+    peers: Peers | None = None
 
     @property
     def seed(self) -> int:
@@ -122,8 +125,8 @@ def agree(
 ) -> Agreed:
     """Compare the ranks and return what they agreed on.
 
-    Every rank sends one small record, and gets the first rank's seed and generator states. In an explicit world,
-    nothing is sent and the generators stay as they are.
+    Every rank sends one small record, and gets the first rank's seed and generator states. In an explicit world, no
+    rank waits for another and the generators stay as they are.
 
     Args:
         world: The ranks that share.
@@ -138,11 +141,13 @@ def agree(
         RankMismatchError: The facts or options differ, or a rank refused.
         MissingRanksError: A rank did not arrive in time.
         InvalidOptionError: An option needs ranks that communicate.
+        WorldError: An explicit world has more shares than the process group has ranks.
     """
     if world.members is None:
         _refuse_communication(options)
         seed = _default_seed(world) if options.seed is None else options.seed
-        return Agreed(world, replace(options, seed=seed, agreement=_settled(options, "")))
+        peers = given_peers(world.rank, world.num_replicas, compared)
+        return Agreed(world, replace(options, seed=seed, agreement=_settled(options, "")), peers=peers)
     found = [] if stream is None else stream.generators
     record = _Record(
         compared={**compared, **_chosen(options), **_sharing(world.members), "generators": len(found)},
@@ -160,7 +165,8 @@ def agree(
     if verdict.disagreement and dist.get_rank() == members[0]:
         warnings.warn(verdict.disagreement, LeaderWarning, stacklevel=stacklevel)
     options = replace(options, seed=verdict.seed, agreement=_settled(options, verdict.disagreement))
-    return Agreed(world, options, _leader(members, options), verdict.number)
+    peers = agreed_peers(members, verdict.number)
+    return Agreed(world, options, _leader(members, options), verdict.number, peers)
 
 
 def _leader(members: Sequence[int], options: Options) -> "Leader | None":

@@ -146,7 +146,7 @@ class ShardedSampler(EpochSampler[T]):
         is_spent = self._is_spent(start)
         source: Source[T] = Nothing() if is_spent else self._source(start)
         self.latest = one = Pass(
-            start, self.num_replicas, self._holders, source, resumes=resumes, keeps_sizes=self.keeps_sizes
+            start, self.num_replicas, self._holders, source, self.watch, resumes=resumes, keeps_sizes=self.keeps_sizes
         )
         if is_spent:
             one.end()
