@@ -16,6 +16,7 @@ from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
 from ddp_patch.loaders.recognition import require_loader, tell_if_assumed
 from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Share, Uneven
 from ddp_patch.ranks.agreement import Agreed, agree, refusals_told
+from ddp_patch.ranks.histories import Pace
 from ddp_patch.ranks.world import find_world
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.refusals import require_shareable, require_shuffle
@@ -155,6 +156,7 @@ def _shard(facts: LoaderFacts[L], agreed: Agreed) -> L:
     """Return a copy of the loader with its sampler or dataset sharded and its workers seeded by rank."""
     share_of = _iterable_share if facts.level is Level.ITERABLE else _sampler_share
     sharded, new = share_of(facts, agreed)
+    sharded.watch.set_pace(type(facts.loader).__name__, _pace(facts))
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
@@ -165,6 +167,14 @@ def _shard(facts: LoaderFacts[L], agreed: Agreed) -> L:
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
     return patched
+
+
+def _pace(facts: LoaderFacts[Any]) -> Pace:
+    """Return how a loader takes the items of its share."""
+    if facts.level in {Level.BATCH, Level.UNBATCHED}:
+        return Pace(1, facts.batches_ahead)
+    size = facts.batch_size or 1
+    return Pace(size, facts.batches_ahead * size, facts.drop_last and facts.level is Level.SAMPLE)
 
 
 def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:

@@ -9,6 +9,7 @@ from torch.utils.data import DistributedSampler
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.plan import Done, Plan
 from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.ranks.watching import Watch
 from ddp_patch.shares.held import Held, Holders
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Place
@@ -35,6 +36,7 @@ class EpochSampler(DistributedSampler[T]):
         tells_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
         keeps_sizes: Whether passes that begin record how many samples their items have.
         given: What a loader with one iterator for all epochs has given of its pass; None in any other loader.
+        watch: Compares its passes with the other ranks'.
     """
 
     def __init__(self, agreed: Agreed, holders: Sequence[object], facts: Mapping[str, object]) -> None:
@@ -49,6 +51,7 @@ class EpochSampler(DistributedSampler[T]):
         self.given: Given | None = None
         self._holders = Holders(holders)
         options = agreed.options
+        self.watch: Watch = Watch(agreed.peers, type(self).__name__, keeps=options.uneven == "keep")
         self._facts = {
             **facts,
             "uneven": options.uneven,
@@ -77,8 +80,8 @@ class EpochSampler(DistributedSampler[T]):
         self.epochs.begin(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A running pass cannot be copied, and a copy begins its own.
-        return {**self.__dict__, "latest": None}
+        # A running pass cannot be copied, and a copy begins its own, of which the other ranks need know nothing.
+        return {**self.__dict__, "latest": None, "watch": Watch()}
 
     def held(self) -> Held:
         """Return what the samplers hold now."""
@@ -141,6 +144,7 @@ class EpochSampler(DistributedSampler[T]):
         if number != self.epochs.upcoming:
             self.place = None
         self.latest = None
+        self.watch.choose()
         self.epochs.set(number)
         if self.given is not None:
             self.given.begin()
