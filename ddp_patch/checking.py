@@ -15,7 +15,7 @@ Loaders: TypeAlias = "DataLoader[Any] | Mapping[str, Loaders] | Sequence[Loaders
 
 
 def check_loaders_is_patched(loaders: Loaders) -> bool:
-    """Return whether every loader is sharded, by this package or any other ``DistributedSampler``.
+    """Return whether every loader is sharded: by this package, another ``DistributedSampler``, or itself.
 
     Args:
         loaders: A loader, or any nest of lists, tuples and dicts of loaders.

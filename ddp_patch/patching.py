@@ -98,8 +98,9 @@ def patch_dataloader_to_ddp(
         timeout: How many seconds the ranks wait for each other, here and whenever they meet later.
 
     Returns:
-        A loader of the same class. Returns ``loader`` itself if it is already sharded (by this function or any other
-        ``DistributedSampler``) or, with a ``NotDistributedWarning``, if there is only one process.
+        A loader of the same class. Returns ``loader`` itself if it is already sharded (by this function, any other
+        ``DistributedSampler``, or a sampler or dataset that holds the numbers of one rank of several or says
+        ``is_ddp_aware = True``) or, with a ``NotDistributedWarning``, if there is only one process.
 
     Raises:
         NotALoaderError: ``loader`` is no DataLoader.
@@ -108,7 +109,7 @@ def patch_dataloader_to_ddp(
             known here, iterating raises it.
         WorldError: The environment announces several ranks but there is no process group, or this process is
             not in ``process_group``.
-        AlreadyPatchedError: The loader was patched for another world.
+        AlreadyPatchedError: The loader was sharded for another world.
         UnsupportedLoaderError: The loader cannot be copied correctly.
         RankMismatchError: The ranks' loaders or options differ; raised on every rank.
         MissingRanksError: A rank did not arrive in time.

@@ -37,7 +37,9 @@ SHARDS: dict[str, Callable[[int, int, int], Any]] = {
     "shuffled alike": lambda n, w, r: Drawing(lambda: np.random.default_rng(0).permutation(n)[r::w].tolist()),
     "a subset's indices": lambda n, w, r: SubsetRandomSampler(range(r, n, w)),
     "batches": lambda n, w, r: Drawing(lambda: [[*range(b, min(b + 4, n))] for b in range(4 * r, n, 4 * w)]),
-    "batches in tensors": lambda n, w, r: Drawing(lambda: torch.arange(n).split(4)[r::w]),
+    "batches in tensors": lambda n, w, r: Drawing(
+        lambda: [torch.tensor([*range(b, min(b + 4, n))]) for b in range(4 * r, n, 4 * w)]
+    ),
     "names": lambda n, w, r: [f"{i}.jpg" for i in range(r, n, w)],
 }
 

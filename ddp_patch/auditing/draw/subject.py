@@ -61,7 +61,7 @@ class Subject:
                 )
             _require_two_arguments(self.make)
         elif (found := self.make.sharded_by) is not None:
-            rank, ranks = (getattr(found, name, "?") for name in ("rank", "num_replicas"))
+            rank, ranks = self.make.made_for or ("?", "?")
             raise InvalidOptionError(
                 f"audit was given a loader that is one rank's share already ({type(found).__name__}, rank {rank} of "
                 f"{ranks}), and other ranks' shares cannot be made of it. Pass a function make(rank, world_size) that "
