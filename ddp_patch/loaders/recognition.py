@@ -9,7 +9,15 @@ from ddp_patch.compat import LISTED_LOADERS, held_loaders, is_fastai_loader, is_
 from ddp_patch.errors import NotALoaderError
 from ddp_patch.loaders.nesting import nested_samplers
 
-__all__ = ["is_loader", "nested_datasets", "require_loader", "samplers_in_use", "sharded_by", "shards_itself"]
+__all__ = [
+    "is_loader",
+    "line_for_inner",
+    "nested_datasets",
+    "require_loader",
+    "samplers_in_use",
+    "sharded_by",
+    "shards_itself",
+]
 
 
 def is_loader(value: object) -> bool:
@@ -31,7 +39,7 @@ def require_loader(operation: str, loader: object, wrappers: bool = True) -> Non
             "shuffle=loader.shuffle, drop_last=loader.drop_last, collate_fn=loader.create_batch). That one does "
             "without fastai's after_item and after_batch."
         )
-    if (line := _line_for_inner(operation, loader)) is not None:
+    if (line := line_for_inner(operation, loader)) is not None:
         raise NotALoaderError(
             f"{operation} needs a torch.utils.data.DataLoader and got a {name}, which wraps one: only the loader "
             f"inside knows its dataset, sampler and batches. Pass that one, where outer is the {name}: {line}."
@@ -42,7 +50,7 @@ def require_loader(operation: str, loader: object, wrappers: bool = True) -> Non
     )
 
 
-def _line_for_inner(operation: str, wrapper: object) -> str | None:
+def line_for_inner(operation: str, wrapper: object) -> str | None:
     """Return the line of code that hands the loader inside a wrapper to an operation; None if there is none."""
     inner: object = wrapper
     place = "outer"
