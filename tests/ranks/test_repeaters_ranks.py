@@ -7,8 +7,9 @@ import torch
 from repeaters import Infinite
 from zoo import Indices
 
-from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch import NotPatchedError, patch_dataloader_to_ddp
 from ddp_patch.testing import run_ranks
+from ddp_patch.testing.guard import guarded
 
 N = 21
 # Options, and the number of workers.
@@ -29,6 +30,18 @@ def epochs(rank: int, world_size: int, options: dict[str, Any], workers: int) ->
             loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]  # the sharded one has it
         seen.append([int(index) for batch in loader for index in batch])
     return seen
+
+
+def under_the_guard(rank: int, world_size: int) -> int:
+    with guarded():
+        given = Infinite(Indices(N), 4)  # its constructor begins an iterator, which is no iteration yet
+        with pytest.raises(NotPatchedError):
+            iter(given)
+        return sum(len(batch) for batch in patch_dataloader_to_ddp(given))
+
+
+def test_the_guard_lets_one_be_made_and_patched() -> None:
+    assert run_ranks(under_the_guard, 2) == [11, 11]
 
 
 @pytest.mark.parametrize(("options", "workers"), WAYS.values(), ids=WAYS)
