@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.evaluation.one_stream import is_alone, require_one_stream
 from ddp_patch.loaders.copying import copy_loader
-from ddp_patch.loaders.facts import Level
+from ddp_patch.loaders.facts import Level, look_at
 from ddp_patch.shares.batches import Batches
 from ddp_patch.shares.passes import Pass
 
@@ -85,6 +85,13 @@ def _all_real(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
         for item in loader:
             yield item, torch.tensor(True)
         return
+    facts = look_at(loader)
+    if facts.repeater is not None or facts.iterator_in is not None:
+        raise UnsupportedLoaderError(
+            f"iter_with_mask counts samples in a copy of a loader that is not patched, and an iterator runs in this "
+            f"{type(loader).__name__}, which a copy does not have. Patch it, in a single process with rank=0, "
+            "num_replicas=1."
+        )
     # Count samples before they are collated: a collated batch may have any type.
     for samples, batch in copy_loader(loader, collate_fn=_Counted(loader.collate_fn)):
         yield batch, torch.ones(samples, dtype=torch.bool)

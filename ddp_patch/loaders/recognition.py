@@ -13,6 +13,7 @@ from ddp_patch.loaders.worlds import held_parts, world_of
 
 __all__ = [
     "is_loader",
+    "line_for_inner",
     "nested_datasets",
     "require_loader",
     "samplers_in_use",
@@ -44,7 +45,7 @@ def require_loader(operation: str, loader: object, wrappers: bool = True) -> Non
             "shuffle=loader.shuffle, drop_last=loader.drop_last, collate_fn=loader.create_batch). That one does "
             "without fastai's after_item and after_batch."
         )
-    if (line := _line_for_inner(operation, loader)) is not None:
+    if (line := line_for_inner(operation, loader)) is not None:
         raise NotALoaderError(
             f"{operation} needs a torch.utils.data.DataLoader and got a {name}, which wraps one: only the loader "
             f"inside knows its dataset, sampler and batches. Pass that one, where outer is the {name}: {line}."
@@ -55,7 +56,7 @@ def require_loader(operation: str, loader: object, wrappers: bool = True) -> Non
     )
 
 
-def _line_for_inner(operation: str, wrapper: object) -> str | None:
+def line_for_inner(operation: str, wrapper: object) -> str | None:
     """Return the line of code that hands the loader inside a wrapper to an operation; None if there is none."""
     inner: object = wrapper
     place = "outer"

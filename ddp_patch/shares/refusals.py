@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.compat import is_split_by_node
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
-from ddp_patch.loaders.recognition import nested_datasets
+from ddp_patch.loaders.recognition import line_for_inner, nested_datasets
 from ddp_patch.options import Options
 from ddp_patch.plan import ITEMS, Batching, Plan
 from ddp_patch.ranks.world import World
@@ -59,9 +59,11 @@ def _require_copyable(facts: LoaderFacts[Any]) -> None:
     name = type(facts.loader).__name__
     # isinstance() believes accelerate's, which say that they are one.
     if not issubclass(type(facts.loader), DataLoader):
+        line = line_for_inner("patch_dataloader_to_ddp", facts.loader)
+        inside = "" if line is None else f" Or, where outer is the {name}: {line}."
         raise UnsupportedLoaderError(
             f"{name} cannot be patched: it is a framework's wrapper around a DataLoader. Patch the loader first, and "
-            "hand the patched one to the framework."
+            f"hand the patched one to the framework.{inside}"
         )
     if facts.other_loader_in is not None:
         raise UnsupportedLoaderError(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from messages import raises
+from repeaters import BegunAtFirst, Infinite, MultiEpochs, RepeatSampler
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from zoo import Indices
 
@@ -32,68 +33,6 @@ from ddp_patch.loaders.facts import Level, look_at
 from ddp_patch.loaders.repeating import repeater_in
 
 N = 21
-
-
-class RepeatSampler:
-    """As in timm and Ultralytics: it gives what it holds, again and again."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from iter(self.sampler)
-
-
-class MultiEpochs(DataLoader[Any]):
-    """As timm's MultiEpochsDataLoader: its constructor begins the one iterator."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        place = "sampler" if self.batch_sampler is None else "batch_sampler"
-        object.__setattr__(self, place, RepeatSampler(getattr(self, place)))
-        self.iterator: Any = super().__iter__()
-
-    def __len__(self) -> int:
-        repeater: Any = self.sampler if self.batch_sampler is None else self.batch_sampler
-        return len(repeater.sampler)
-
-    def __iter__(self) -> Any:
-        for _ in range(len(self)):
-            yield next(self.iterator)
-
-
-class Infinite(MultiEpochs):
-    """As Ultralytics' InfiniteDataLoader: it can be reset, and ends its workers when it goes."""
-
-    def reset(self) -> None:
-        self.iterator = self._get_iterator()
-
-    def __del__(self) -> None:
-        try:
-            for worker in self.iterator._workers:
-                worker.terminate()
-            self.iterator._shutdown_workers()
-        except Exception:  # noqa: BLE001, S110 - as there
-            pass
-
-
-class BegunAtFirst(DataLoader[Any]):
-    """It begins the one iterator when it is first iterated."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        object.__setattr__(self, "batch_sampler", RepeatSampler(self.batch_sampler))
-        self.iterator: Any = None
-
-    def __len__(self) -> int:
-        repeater: Any = self.batch_sampler
-        return len(repeater.sampler)
-
-    def __iter__(self) -> Any:
-        if self.iterator is None:
-            self.iterator = super().__iter__()
-        return (next(self.iterator) for _ in range(len(self)))
 
 
 class ByClass(BatchSampler):
@@ -346,6 +285,13 @@ def test_evaluation_in_the_middle_of_an_epoch_is_refused() -> None:
         gather_in_order(outputs, loader)
     loader.set_epoch(0)
     assert len(list(iter_with_mask(loader))) == 6
+
+
+def test_masks_of_an_unpatched_one_are_refused() -> None:
+    given = KINDS["timm"]()
+    with raises(UnsupportedLoaderError, ("iter_with_mask", "MultiEpochs"), "rank=0, num_replicas=1"):
+        list(iter_with_mask(given))
+    assert all(mask.all() for _, mask in iter_with_mask(patch_dataloader_to_ddp(given, rank=0, num_replicas=1)))
 
 
 @every_kind
