@@ -1,4 +1,4 @@
-"""Ranks that run one program, each as fast as it likes, never contradict each other; a pass of one rank alone is found."""
+"""Ranks that run one program never contradict each other, however fast each is; a pass of one rank alone is found."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
