@@ -1,4 +1,4 @@
-"""What agreeing costs: bytes and milliseconds of the patch, of an epoch under the leader, and of ``verify=True``.
+"""What agreeing costs: of the patch, of comparing passes, of an epoch under the leader, and of ``verify=True``.
 
 Prints a table for 2 to 8 gloo ranks on this machine. Run it with ``nox -s agreement``; ``docs/agreement.md`` holds its
 table.
@@ -23,7 +23,18 @@ from ddp_patch.testing import run_ranks
 
 ITEMS = 100_000
 REPEATS = 5
-COLUMNS = ("ranks", "patch: bytes of a record", "patch: ms", "leader: bytes to a rank", "leader: ms", "verify: ms more")
+STEPS, STEP_MS = 1000, 10
+MOMENTS = 2 + STEPS.bit_length()  # a pass begins, ends, and takes 1, 2, 4, ... batches
+COLUMNS = (
+    "ranks",
+    "patch: bytes of a record",
+    "patch: ms",
+    "passes: ms to compare",
+    "passes: % of steps",
+    "leader: bytes to a rank",
+    "leader: ms",
+    "verify: ms more",
+)
 PAGE = Path(__file__).parents[1] / "docs" / "agreement.md"
 
 
@@ -39,6 +50,7 @@ class Shuffled(Sampler[int]):
 
 def measure(rank: int, world_size: int) -> tuple[float, ...]:
     """One rank's medians."""
+    meet_as_torchrun_does(rank, world_size)
     loader: DataLoader[Any] = DataLoader(np.arange(ITEMS), batch_size=100, sampler=Shuffled())  # type: ignore[arg-type]
     records: list[int] = []
     original = ddp_patch.ranks.exchange._Meeting.bring
@@ -55,8 +67,20 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     plain_ms = timed(lambda: list(plain.batch_sampler or ()))
     verified_ms = timed(lambda: list(verified.batch_sampler or ()))
     led_ms = timed(lambda: list(led.batch_sampler or ()))
+    compared_ms = timed(lambda: [plain.sampler.watch.compare(0) for _ in range(MOMENTS)]) / MOMENTS  # type: ignore[attr-defined]  # ours
     share = [index for batch in led.batch_sampler or () for index in batch]
-    return records[0], patch_ms, len(pickle.dumps(share)), led_ms, verified_ms - plain_ms
+    compared = compared_ms, 100 * compared_ms * MOMENTS / (STEPS * STEP_MS)
+    return records[0], patch_ms, *compared, len(pickle.dumps(share)), led_ms, verified_ms - plain_ms
+
+
+def meet_as_torchrun_does(rank: int, world_size: int) -> None:
+    """Have a group whose store is reached by TCP."""
+    hosted = dist.TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False) if rank == 0 else None
+    port = [None if hosted is None else hosted.port]
+    dist.broadcast_object_list(port)
+    store = hosted or dist.TCPStore("127.0.0.1", int(port[0] or 0), world_size, False)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
 def timed(act: Callable[[], object]) -> float:
@@ -76,7 +100,7 @@ def main() -> None:
     for world_size in (2, 4, 8):
         ranks = run_ranks(measure, world_size, timeout=300)
         slowest = [max(values) for values in zip(*ranks, strict=True)]
-        rows.append([str(world_size), *(f"{value:,.0f}" if value >= 10 else f"{value:.1f}" for value in slowest)])
+        rows.append([str(world_size), *(f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in slowest)])
     show_and_put(PAGE, "table", [COLUMNS, *rows], f"{ITEMS:,} items, the slowest rank")
 
 

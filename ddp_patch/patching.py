@@ -52,8 +52,9 @@ def patch_dataloader_to_ddp(
     Call it on every rank of the group, after ``torch.distributed.init_process_group()``. It shards a sampler item by
     item, and torch's own ``BatchSampler`` then makes batches on each rank, so ``batch_size`` stays per rank. It shards
     any other batch sampler in whole batches, and an iterable dataset item by item; ``share`` chooses otherwise.
-    Interleave the ranks' shares and you get one stream, the same for any number of ranks. After this call, ranks
-    communicate only with ``verify=True`` or under a leader.
+    Interleave the ranks' shares and you get one stream, the same for any number of ranks. After this call, ranks wait
+    for each other only with ``verify=True`` or under a leader. Without waiting, each leaves in the process group's
+    store which passes it makes, and reads what others left.
 
     Args:
         loader: A finished loader. It stays unchanged.
@@ -91,7 +92,7 @@ def patch_dataloader_to_ddp(
             ``dp_shard``, ``fsdp`` and the like. Ranks that differ only in other dimensions (tensor, context or
             pipeline parallelism) get the same batches.
         data_parallel_dimensions: The names of those dimensions, if yours are called otherwise.
-        rank: This rank, in ``range(num_replicas)``, for an explicit world, where ranks never communicate.
+        rank: This rank, in ``range(num_replicas)``, for an explicit world, where ranks never wait for each other.
         num_replicas: The number of ranks of an explicit world.
         verify: Compare epoch, seed and position between the ranks when an epoch begins, and what they drew when it
             ends.
@@ -107,11 +108,12 @@ def patch_dataloader_to_ddp(
         InvalidOptionError: An option has no valid value, or cannot hold for this loader.
         NoStepsError: A rank would make no step in an epoch in which one process makes some. Where the length is not
             known here, iterating raises it.
-        WorldError: The environment announces several ranks but there is no process group, or this process is
-            not in ``process_group``.
+        WorldError: The environment announces several ranks but there is no process group, this process is not in
+            ``process_group``, or ``num_replicas`` is more than the process group has ranks.
         AlreadyPatchedError: The loader was sharded for another world.
         UnsupportedLoaderError: The loader cannot be copied correctly.
-        RankMismatchError: The ranks' loaders or options differ; raised on every rank.
+        RankMismatchError: The ranks' loaders or options differ; raised on every rank. Also while iterating: the ranks
+            make different passes. Also in an explicit world: too many ranks take one share.
         MissingRanksError: A rank did not arrive in time.
 
     Examples:

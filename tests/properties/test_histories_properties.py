@@ -1,0 +1,128 @@
+"""Ranks that run one program never contradict each other, however fast each is; a pass of one rank alone is found."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from ddp_patch.ranks.histories import History, Record, Standing, State, contradiction
+from ddp_patch.streams.seeding import EpochCounter
+
+SIZE = 2  # items in a batch
+
+
+@dataclass(frozen=True)
+class Iterates:
+    """Something that a training script does with a loader.
+
+    Attributes:
+        epoch: What it passes to set_epoch() first, if it does.
+        steps: After how many batches it breaks off; whole epochs have fewer.
+        nested: How many passes it makes in between, after the first step.
+        keeps: Whether it keeps the iterator.
+        looks: How many looks at a batch one rank alone takes before.
+    """
+
+    epoch: int | None
+    steps: int
+    nested: int
+    keeps: bool
+    looks: int
+
+
+class Rank:
+    """Runs a program, and tells a record at every moment at which another rank might read one."""
+
+    def __init__(self, batches: int, takes_looks: bool = False) -> None:
+        self.history, self.epochs = History(SIZE), EpochCounter()
+        self.batches, self.takes_looks = batches, takes_looks
+
+    def runs(self, program: Sequence[Iterates]) -> list[Record]:
+        return [record for does in program for record in self.records(does)]
+
+    def records(self, does: Iterates) -> Iterator[Record]:
+        if does.epoch is not None:
+            for _ in range(does.looks if self.takes_looks else 0):
+                yield from self.iterates(1)
+            self.choose(does.epoch)
+        yield from self.iterates(does.steps, does.nested, does.keeps)
+
+    def choose(self, epoch: int) -> None:
+        self.epochs.set(epoch)
+        self.history.choose()
+
+    def iterates(self, steps: int, nested: int = 0, keeps: bool = False) -> Iterator[Record]:
+        standing = [Standing(0, State.OPEN)]
+        epoch = self.epochs.upcoming
+        self.epochs.begin(epoch)
+        self.history.begin(epoch, lambda: standing[0])
+        yield self.history.record()
+        for step in range(min(steps, self.batches)):
+            standing[0] = Standing(step * SIZE + 1, State.OPEN)  # the next batch was asked for
+            yield self.history.record()
+            standing[0] = Standing((step + 1) * SIZE, State.OPEN)
+            if step == 0:
+                for _ in range(nested):
+                    yield from self.iterates(self.batches)
+        if steps >= self.batches:
+            standing[0] = Standing(self.batches * SIZE, State.ENDED)
+        elif not keeps:
+            standing[0] = standing[0]._replace(state=State.LEFT)
+        yield self.history.record()
+
+
+programs = st.lists(
+    st.builds(
+        Iterates,
+        epoch=st.none() | st.integers(0, 5),
+        steps=st.integers(0, 5),
+        nested=st.integers(0, 2),
+        keeps=st.booleans(),
+        looks=st.integers(0, 2),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(program=programs, batches=st.integers(1, 4))
+def test_ranks_that_run_one_program_never_contradict_each_other(program: list[Iterates], batches: int) -> None:
+    """Whichever moments they are at."""
+    records = Rank(batches).runs(program)
+    for mine in records:
+        for theirs in records:
+            assert contradiction(mine, Record.decoded(theirs.encoded()), SIZE) is None
+
+
+@given(program=programs, batches=st.integers(1, 4))
+def test_looks_before_an_epoch_is_set_contradict_nothing(program: list[Iterates], batches: int) -> None:
+    looking, plain = Rank(batches, takes_looks=True).runs(program), Rank(batches).runs(program)
+    for mine in looking:
+        for theirs in plain:
+            assert contradiction(mine, theirs, SIZE) is None
+            assert contradiction(theirs, mine, SIZE) is None
+
+
+@given(epochs=st.integers(1, 40), extra=st.integers(0, 39), steps=st.integers(1, 4), batches=st.integers(2, 5))
+def test_a_pass_of_one_rank_alone_is_found_once_both_have_gone_on(
+    epochs: int, extra: int, steps: int, batches: int
+) -> None:
+    steps, extra = min(steps, batches - 1), min(extra, epochs - 1)
+    alone, other = Rank(batches), Rank(batches)
+    whole = Iterates(None, batches, 0, False, 0)
+    alone.runs([whole] * extra)
+    other.runs([whole] * extra)
+    alone.runs([Iterates(None, steps, 0, False, 0)])
+    after = zip(alone.records(whole), other.records(whole), strict=True)
+    found = [contradiction(mine, theirs, SIZE) for mine, theirs in after]
+    assert found[-1] is not None
+    assert found[-1] == (extra, steps * SIZE, extra + 1, True)
+
+
+@given(program=programs)
+def test_a_record_stays_small(program: list[Iterates]) -> None:
+    rank = Rank(batches=3)
+    for _ in range(20):
+        records = rank.runs(program)
+    assert len(records[-1].encoded()) < 4096

@@ -1,0 +1,71 @@
+"""What two ranks' records tell: commented cases, without ranks."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from ddp_patch.ranks.histories import Contradiction, History, Pace, Record, Run, Standing, State, contradiction
+
+OPEN, LEFT, ENDED, UNKNOWN = State
+SIZE = 4
+
+# A pass: which epoch was set before it, if one was; its epoch; the items taken; its state.
+Pass = tuple[bool, int, int, State]
+
+
+def record(*passes: Pass) -> Record:
+    history = History(SIZE)
+    for chosen, epoch, items, state in passes:
+        if chosen:
+            history.choose()
+        history.begin(epoch, lambda items=items, state=state: Standing(items, state))  # type: ignore[misc]
+    return history.record()
+
+
+AUTO, SET = False, True
+WHOLE = (AUTO, 0, 12, ENDED)
+CASES: list[tuple[str, Sequence[Pass], Sequence[Pass], tuple[int, int, int] | None]] = [
+    ("mine looked and trains on", [(AUTO, 0, 4, LEFT), (AUTO, 1, 5, OPEN)], [(AUTO, 0, 5, OPEN)], (0, 4, 1)),
+    ("mine looked twice, and may set the epoch", [(AUTO, 0, 4, LEFT), (AUTO, 1, 4, LEFT)], [WHOLE], None),
+    ("mine looked and set the epoch", [(AUTO, 0, 4, LEFT), (SET, 0, 9, OPEN)], [WHOLE], None),
+    ("mine looked long, and resumed where all did", [(AUTO, 0, 9, LEFT), (SET, 3, 9, OPEN)], [(SET, 3, 9, OPEN)], None),
+    ("mine set another epoch", [(SET, 1, 5, OPEN)], [(SET, 0, 5, OPEN)], (0, 0, 1)),
+    ("theirs has not gone beyond a look", [(SET, 1, 5, OPEN)], [(AUTO, 0, 4, OPEN)], None),
+    ("mine is slower", [(AUTO, 0, 5, OPEN)], [WHOLE, (AUTO, 1, 12, ENDED), (AUTO, 2, 8, OPEN)], None),
+    ("mine never began", [], [WHOLE, (AUTO, 1, 4, OPEN)], None),
+    ("both broke off alike", [(SET, 0, 8, LEFT), (SET, 1, 8, OPEN)], [(SET, 0, 8, LEFT)], None),
+    ("mine broke off earlier", [(SET, 0, 8, LEFT), (SET, 1, 8, OPEN)], [(SET, 0, 12, ENDED)], (0, 8, 1)),
+    ("mine keeps an iterator", [(AUTO, 0, 4, OPEN), (AUTO, 1, 12, ENDED), (AUTO, 2, 0, OPEN)], [WHOLE], (0, 4, 1)),
+    ("mine may go on with it", [(AUTO, 0, 4, OPEN), (AUTO, 1, 12, OPEN)], [WHOLE], None),
+    ("mine cannot be told", [(AUTO, 0, 4, UNKNOWN), (AUTO, 1, 8, OPEN)], [WHOLE], None),
+    ("theirs is at a second attempt", [(AUTO, 0, 8, LEFT), (AUTO, 1, 8, OPEN)], [WHOLE, (SET, 0, 12, OPEN)], None),
+]
+
+
+@pytest.mark.parametrize(("mine", "theirs", "found"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_what_contradicts_what(
+    mine: Sequence[Pass], theirs: Sequence[Pass], found: tuple[int, int, int] | None
+) -> None:
+    expected = None if found is None else Contradiction(*found, is_mine=True)
+    assert contradiction(record(*mine), record(*theirs), SIZE) == expected
+    turned = contradiction(record(*theirs), record(*mine), SIZE)
+    assert turned == (None if expected is None else expected._replace(is_mine=False))
+
+
+def test_unequal_shares_may_differ_by_a_batch() -> None:
+    mine, theirs = record((AUTO, 0, 8, LEFT), (AUTO, 1, 8, OPEN)), record((AUTO, 0, 12, ENDED))
+    assert contradiction(mine, theirs, SIZE) is not None
+    assert contradiction(mine, theirs, SIZE, slack=SIZE) is None
+
+
+def test_a_thousand_epochs_are_one_run() -> None:
+    told = record(*((SET, epoch, 12, ENDED) for epoch in range(1000)))
+    assert told.runs == [Run(0, 1000, 12, ENDED, True, 0)]
+    assert Record.decoded(told.encoded()) == told
+
+
+def test_what_was_surely_taken() -> None:
+    assert Pace(4).taken(9) == 9
+    assert Pace(4, ahead=8).taken(9) == 1
+    assert Pace(4, ahead=8).taken(5) == 0
+    assert Pace(4, drop_last=True).taken(9) == 8
