@@ -5,7 +5,7 @@ from itertools import chain, zip_longest
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
@@ -109,6 +109,7 @@ def test_huge_streams_cost_nothing(n: int, world: int, uneven: Uneven, layout: L
 
 @given(st.lists(st.integers()), worlds, unevens)
 def test_interleaving_the_shares_gives_the_stream(items: list[int], world: int, uneven: Uneven) -> None:
+    assume(uneven != "drop" or not 0 < len(items) < world)  # which is refused
     ranks = [DDPSamplerWrapper(items, False, num_replicas=world, rank=r, uneven=uneven) for r in range(world)]
     missing = object()
     rounds = zip_longest(*ranks, fillvalue=missing)

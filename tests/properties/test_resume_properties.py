@@ -7,7 +7,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import settings
+from hypothesis import assume, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 from zoo import Bare, as_it_is, seed_ambient
@@ -91,6 +91,7 @@ BATCHES: dict[str, Make] = {
     "batches": lambda n, _: DataLoader(Anything(n), batch_sampler=Batches(n), collate_fn=as_it_is),
     "batches without collation": lambda n, _: DataLoader(Anything(n), batch_size=None, sampler=Batches(n)),
 }
+MOST_RANKS = 6
 WITHOUT_LENGTH = {"without length", "bare"}
 
 
@@ -105,6 +106,8 @@ class Resuming(RuleBasedStateMachine):
         batch_size=st.integers(1, 5),
     )
     def begin(self, n: int, kind: str, uneven: Any, layout: Any, batch_size: int) -> None:
+        # A round that nobody takes is refused where it is all there is; a stream may be 3 items shorter than n.
+        assume(uneven != "drop" or n == 0 or n >= MOST_RANKS + 3)
         if kind in WITHOUT_LENGTH:
             layout = "interleaved"
         self.n, self.make = n, (SAMPLES | BATCHES)[kind]
@@ -137,7 +140,7 @@ class Resuming(RuleBasedStateMachine):
         self.iterators: list[Any] = []
         self.done = [0] * num_replicas
 
-    @rule(num_replicas=st.integers(1, 6), batch_size=st.integers(1, 5))
+    @rule(num_replicas=st.integers(1, MOST_RANKS), batch_size=st.integers(1, 5))
     def go_on_as_others(self, num_replicas: int, batch_size: int) -> None:
         self.start(num_replicas, batch_size)
 
