@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import ref
 
 import torch.distributed as dist
@@ -14,9 +14,6 @@ from ddp_patch.compat import default_store
 from ddp_patch.errors import RankMismatchError, WorldError
 from ddp_patch.ranks.comparison import ranks_text
 from ddp_patch.ranks.histories import Record
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 __all__ = ["Notices", "Peers", "agreed_peers", "given_peers", "unwatched"]
 
@@ -119,7 +116,7 @@ class Notices:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         # No more than a reference: a store that is kept keeps its port, too.
-        self._store: ref[Store] | None = ref(default_store())
+        self._store: ref[Any] | None = ref(default_store())
         self._unseen = {rank: f"{peers.key}/{rank}" for rank in peers.others}
         self._seen: dict[int, str] = {}
 
@@ -138,13 +135,14 @@ class Notices:
             self._store = None
             return {}
 
-    def _open_store(self) -> "Store | None":
+    def _open_store(self) -> Any:
+        """Return the store, or None where it is gone."""
         if self._store is None or not dist.is_initialized():
             return None
         store = self._store()
         return store if store is default_store() else None
 
-    def _read(self, store: "Store") -> dict[int, bytes]:
+    def _read(self, store: Any) -> dict[int, bytes]:
         # A key that is missing would be waited for.
         if self._unseen and store.check(list(self._unseen.values())):
             came = list(self._unseen)

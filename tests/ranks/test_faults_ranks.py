@@ -114,6 +114,15 @@ def stops_early(rank: int) -> None:
             return
 
 
+def looks_alone(rank: int) -> None:
+    """Rank 0 looks at a batch; then all train in step, each with 8 steps to make."""
+    patched = patch_dataloader_to_ddp(loader(1, shuffle=True), timeout=TIMEOUT)
+    if rank == 0:
+        next(iter(patched))
+    for _ in patched:
+        time.sleep(0.3)
+
+
 def die() -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -122,6 +131,7 @@ RANK_0 = "MissingRanksError: rank 0 of 3; did not come"
 RANK_1 = f"MissingRanksError: rank 1 of 3; {TIMEOUT:g} s"
 GONE = "MissingRanksError: rank 0; did not answer"
 RAISED, LED = (f"{error}: shard 900 is missing" for error in ("LookupError", "LeaderError"))
+MISMATCH = "RankMismatchError: took 1 batch of epoch 0 and went on to epoch 1"
 # What every rank says: "killed", an error with facts that its message tells, or nothing.
 CASES: list[tuple[Callable[[int], None], list[str]]] = [
     (killed_before_the_patch, [RANK_1, "killed", RANK_1]),
@@ -135,6 +145,7 @@ CASES: list[tuple[Callable[[int], None], list[str]]] = [
     (slow_but_in_time, ["nothing"] * 3),
     (raises_in_its_sampler, [RANK_1, RAISED, RANK_1]),
     (stops_early, [RANK_1, "nothing", RANK_1]),
+    (looks_alone, [MISMATCH] * 3),
 ]
 
 

@@ -152,7 +152,8 @@ def honest(rank: int, world_size: int, workers: int) -> None:
     """Programs that lose no data, on ranks that do not step together; none is told anything."""
     seed_ambient(rank)
     slowly(rank, patch_dataloader_to_ddp(given(workers)))
-    alone, train = patch_dataloader_to_ddp(given(workers)), patch_dataloader_to_ddp(given(workers))
+    alone: Any = patch_dataloader_to_ddp(given(workers))
+    train: Any = patch_dataloader_to_ddp(given(workers))
     for epoch in range(3):
         whole(train)
         if rank == 0:
