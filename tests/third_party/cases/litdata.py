@@ -1,0 +1,35 @@
+"""litdata's streams."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from litdata import StreamingDataLoader, StreamingDataset
+from litdata.streaming.writer import BinaryWriter
+from third_party.base import N, Case, Fate, World
+from torch.utils.data import DataLoader
+
+
+def chunks() -> str:
+    """Write N numbers, once for each process, and return where they are."""
+    folder = Path(tempfile.mkdtemp(prefix="third-party-litdata-"))
+    writer = BinaryWriter(str(folder), chunk_size=2)
+    for number in range(N):
+        writer[number] = number
+    writer.done()
+    writer.merge()
+    return str(folder)
+
+
+def streamed(world: World) -> Any:
+    return StreamingDataLoader(StreamingDataset(chunks(), shuffle=True), batch_size=4)
+
+
+def streamed_by_torch(world: World) -> Any:
+    return DataLoader(StreamingDataset(chunks(), shuffle=True), batch_size=4)
+
+
+CASES = [
+    Case("litdata", "`StreamingDataLoader`", streamed, Fate.AS_IT_IS, on_ranks=True, repeats=True),
+    Case("litdata", "`StreamingDataset`", streamed_by_torch, Fate.AS_IT_IS, on_ranks=True, repeats=True),
+]
