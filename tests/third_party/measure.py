@@ -18,6 +18,7 @@ __all__ = ["EPOCHS", "Seen", "cases_of", "one_process", "seen_on_rank", "world_b
 
 EPOCHS = 2
 SEED = 100
+TOO_MANY = 100  # batches: no case has as many in an epoch, so a loader that gives them repeats itself for ever
 
 
 @dataclass
@@ -106,9 +107,9 @@ def used(case: Case, loader: Any, seen: Seen, steps: int | None) -> Seen:
     """Go through two epochs, and tell each to what takes it, as a training loop does."""
     for epoch in range(EPOCHS):
         _set_epoch(loader, epoch)
-        seen.epochs.append([case.items(batch) for batch in islice(loader, steps)])
+        seen.epochs.append([case.items(batch) for batch in islice(loader, steps or TOO_MANY)])
     seen.length = _length(loader)
-    seen.counted = check_loaders_is_patched([loader])
+    seen.counted = _is_counted(loader)
     return seen
 
 
@@ -118,6 +119,13 @@ def _set_epoch(loader: Any, epoch: int) -> None:
         if hasattr(holder, "set_epoch"):
             holder.set_epoch(epoch)
             return
+
+
+def _is_counted(loader: Any) -> bool:
+    try:
+        return check_loaders_is_patched([loader])
+    except NotALoaderError:
+        return False
 
 
 def _length(loader: Any) -> int | str:

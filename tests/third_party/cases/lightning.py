@@ -10,7 +10,7 @@ from ddp_patch import patch_dataloader_to_ddp
 
 
 def combined(world: World) -> Any:
-    loaders = {name: DataLoader(Numbers(), batch_size=4, shuffle=True) for name in ("a", "b")}
+    loaders = {name: DataLoader(Numbers(24), batch_size=4, shuffle=True) for name in ("a", "b")}
     return CombinedLoader(loaders, "sequential")
 
 

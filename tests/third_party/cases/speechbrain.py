@@ -48,7 +48,7 @@ def random_order(world: World) -> Any:
 
 
 def weighted(world: World) -> Any:
-    sampler = ReproducibleWeightedRandomSampler([1.0 + index for index in range(N)], num_samples=N)
+    sampler = ReproducibleWeightedRandomSampler([1.0 + index for index in range(N)], num_samples=N, replacement=True)
     return SaveableDataLoader(Numbers(), batch_size=4, sampler=sampler)
 
 
@@ -59,7 +59,8 @@ def several(world: World) -> Any:
 
 
 def wrapped(world: World) -> Any:
-    sampler = DistributedSamplerWrapper(SequentialSampler(Numbers()), world.size, world.rank)
+    world_told = {"num_replicas": world.size, "rank": world.rank}
+    sampler = DistributedSamplerWrapper(SequentialSampler(Numbers()), shuffle=False, **world_told)
     return SaveableDataLoader(Numbers(), batch_size=4, sampler=sampler)
 
 

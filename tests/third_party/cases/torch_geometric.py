@@ -9,14 +9,12 @@ from torch_geometric.loader import (
     CachedLoader,
     DataListLoader,
     DataLoader,
-    DenseDataLoader,
     DynamicBatchSampler,
     ImbalancedSampler,
     NeighborLoader,
     NodeLoader,
     PrefetchLoader,
     RandomNodeLoader,
-    TemporalDataLoader,
 )
 from torch_geometric.sampler import BaseSampler, SamplerOutput
 
@@ -76,13 +74,16 @@ class Alone(BaseSampler):
         nothing = torch.empty(0, dtype=torch.long)
         return SamplerOutput(node=index.node, row=nothing, col=nothing, edge=nothing, metadata=(index.input_id, None))
 
+    def sample_from_edges(self, index: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
 
 def of_nodes(world: World) -> Any:
     return NodeLoader(ring(0, N), node_sampler=Alone(), batch_size=4, shuffle=True)
 
 
 def of_neighbours(world: World) -> Any:
-    return NeighborLoader(ring(0, N), num_neighbors=[2], batch_size=4, shuffle=True)
+    return NeighborLoader(ring(0, N), num_neighbors=[2], neighbor_sampler=Alone(), batch_size=4, shuffle=True)
 
 
 def seeds(batch: Any) -> Batch:
