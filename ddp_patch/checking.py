@@ -21,7 +21,7 @@ def check_loaders_is_patched(loaders: Loaders) -> bool:
         loaders: A loader, or any nest of lists, tuples and dicts of loaders.
 
     Raises:
-        NotALoaderError: The nest contains something that is no loader.
+        NotALoaderError: The nest contains something that is no loader, or is empty somewhere.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -31,7 +31,8 @@ def check_loaders_is_patched(loaders: Loaders) -> bool:
         >>> check_loaders_is_patched(patched), check_loaders_is_patched({"train": patched, "val": [loader]})
         (True, False)
     """
-    return all(sharded_by(loader) is not None for _, loader in _leaves(loaders, ""))
+    leaves = list(_leaves(loaders, ""))
+    return all(sharded_by(loader) is not None for _, loader in leaves)
 
 
 def assert_loaders_patched(loaders: Loaders) -> None:
@@ -42,7 +43,7 @@ def assert_loaders_patched(loaders: Loaders) -> None:
 
     Raises:
         NotPatchedError: At least one loader is not sharded. It is an ``AssertionError`` too.
-        NotALoaderError: The nest contains something that is no loader.
+        NotALoaderError: The nest contains something that is no loader, or is empty somewhere.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -73,6 +74,11 @@ def _leaves(loaders: Loaders, place: str) -> Iterator[tuple[str, DataLoader[Any]
     match loaders:
         case DataLoader():
             yield place, loaders
+        case Mapping() | list() | tuple() if len(loaders) == 0:
+            raise NotALoaderError(
+                f"Found an empty {type(loaders).__name__} at {place or 'the top'}: nothing is known of no loader. Pass "
+                "the loaders, or leave it out."
+            )
         case Mapping():
             for key, nested in loaders.items():
                 name = f"{place}.{key}" if place else str(key)

@@ -4,10 +4,12 @@ No other module names one of these, so a new version of torch, or of another pac
 alone. Each entry says why it is needed, in which version it was seen, and whether a public way exists.
 """
 
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
@@ -27,9 +29,12 @@ __all__ = [
     "HELD_LOADERS",
     "LIGHTNING_ARGUMENTS",
     "LIGHTNING_REMAKES",
+    "READERS",
     "RUNNING_ITERATOR",
+    "WORLD_NAMES",
     "AccelerateLeavesAlone",
     "RunningLoader",
+    "arranges_neighbours",
     "default_store",
     "forget_iterator",
     "gloo_group",
@@ -41,7 +46,9 @@ __all__ = [
     "replace_worker_seed",
     "root_mesh",
     "shards_in_accelerate",
+    "splits_by_node",
     "torchdata_batch_sampler",
+    "webdataset_world",
     "worker_info_told",
 ]
 
@@ -186,6 +193,72 @@ def is_hugging_face_table(dataset: object) -> bool:
     """Tell whether it is a map-style ``datasets.Dataset``, which is not imported."""
     is_table = "datasets.arrow_dataset.Dataset" in map(_name, type(dataset).__mro__)
     return is_table and not isinstance(dataset, IterableDataset)
+
+
+# ---- samplers that put together what belongs in one batch ----
+
+# They give single indices, and make those of a batch as a group: so many samples of each class, a triplet, a prompt
+# again and again. A rank that took every num_replicas-th index would get parts of groups. No sampler bears a mark of
+# this, so they are known by name. Samplers that sort by length or only balance an epoch's classes are not among them:
+# their neighbours may go to different ranks.
+_ARRANGE_NEIGHBOURS: Final = {
+    # pytorch-metric-learning, seen in 2.9.0
+    "pytorch_metric_learning.samplers.fixed_set_of_triplets.FixedSetOfTriplets",
+    "pytorch_metric_learning.samplers.m_per_class_sampler.MPerClassSampler",
+    # trl, seen in 1.16.0; the others in 0.17
+    "trl.trainer.utils.RepeatSampler",
+    "trl.trainer.grpo_trainer.RepeatRandomSampler",
+    "trl.trainer.grpo_trainer.RepeatSampler",
+    # open-metric-learning's flattened batches, read in its repository of 2022; later editions have batch samplers alone
+    "oml.samplers.balanced.SequentialBalanceSampler",
+    "oml.samplers.balanced.SequentialCategoryBalanceSampler",
+    # torchreid, read in its repository
+    "torchreid.data.sampler.RandomIdentitySampler",
+}
+
+
+def arranges_neighbours(sampler: object) -> bool:
+    """Tell whether a sampler of single indices makes those of a batch as a group, so that batches must stay whole."""
+    return not _ARRANGE_NEIGHBOURS.isdisjoint(map(_name, type(sampler).__mro__))
+
+
+# ---- samplers and datasets that shard themselves ----
+
+# Attributes that hold a rank and the number of ranks, also with an underscore before each. No package promises them.
+# Each pair by where it was seen:
+WORLD_NAMES: Final[Sequence[tuple[str, str]]] = (
+    ("rank", "num_replicas"),  # torch 2.13.0, torchvision 0.29.1, timm 1.0.31, Ultralytics 8.4.190
+    ("rank", "world_size"),  # mmengine 0.10.7, lhotse 1.33.0; with underscores in detectron2 0.6
+    ("rank", "num_ranks"),  # World of mosaicml-streaming 0.10.0
+    ("global_rank", "world_size"),  # _DistributedEnv of litdata 0.2.76
+    ("dist_rank", "dist_num_replicas"),  # the readers of timm 1.0.31
+    ("process_index", "num_processes"),  # accelerate 1.15.0, transformers 4.57.6
+    ("data_parallel_rank", "data_parallel_size"),  # Megatron-LM
+)
+
+# timm's IterableImageDataset keeps what shards in this attribute; its class is no dataset.
+READERS: Final[Sequence[str]] = ("reader",)
+
+
+def splits_by_node(attributes: Mapping[str, Any]) -> bool:
+    """Tell whether a stage of a webdataset's pipeline is ``split_by_node``, which ``nodesplitter=`` puts there.
+
+    The function holds no world; it asks for one when it runs. A copy of it in another package keeps its name. Seen in
+    webdataset 1.0.2.
+    """
+    stages = attributes.get("pipeline")
+    return isinstance(stages, list) and any(_function_name(stage) == "split_by_node" for stage in stages)
+
+
+def webdataset_world() -> tuple[int, int]:
+    """Return the rank and the number of ranks over which webdataset's ``split_by_node`` splits now."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def _function_name(value: Any) -> str | None:
+    return getattr(value.func if isinstance(value, partial) else value, "__name__", None)
 
 
 def _name(kind: type) -> str:

@@ -13,6 +13,7 @@
         ├── LeaderError                  also a RuntimeError: rank 0 could not draw what the others wait for
         ├── AlreadyPatchedError          also a RuntimeError: the loader is sharded for another world
         ├── AuditError                   also an AssertionError: an audit found problems
+        ├── NoStepsError                 also a ValueError: a rank would make no step in an epoch
         ├── NotPatchedError              also an AssertionError: the guard found unsharded loaders
         ├── ExhaustedSamplerError        also a RuntimeError: the sampler is an iterator with nothing left
         ├── SamplerError                 also a ValueError: a sampler of ddp_patch.samplers got what it cannot use
@@ -36,6 +37,7 @@ __all__ = [
     "LeaderError",
     "LeaderWarning",
     "MissingRanksError",
+    "NoStepsError",
     "NotALoaderError",
     "NotDistributedWarning",
     "NotPatchedError",
@@ -65,6 +67,10 @@ class NotALoaderError(DDPPatchError, TypeError):
 
 class UnsupportedLoaderError(DDPPatchError, TypeError):
     """The loader is of a kind that cannot be sharded correctly, so it is not sharded at all."""
+
+
+class NoStepsError(DDPPatchError, ValueError):
+    """A rank would make no step in an epoch in which one process makes some, so data would be lost in silence."""
 
 
 class WorldError(DDPPatchError, RuntimeError):

@@ -3,7 +3,9 @@
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, SupportsIndex, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeGuard
+
+import numpy as np
 
 from ddp_patch.errors import InvalidOptionError
 
@@ -12,10 +14,14 @@ __all__ = [
     "IterableSharding",
     "Layout",
     "Options",
+    "Share",
     "Uneven",
+    "as_index",
+    "check_flag",
     "check_layout",
     "check_rank",
     "check_uneven",
+    "is_seconds",
     "whole_number",
 ]
 
@@ -23,6 +29,7 @@ Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 Layout: TypeAlias = Literal["interleaved", "contiguous"]
 Agreement: TypeAlias = Literal["auto", "seeded", "ambient", "leader"]
 IterableSharding: TypeAlias = Literal["exact", "by_worker"]
+Share: TypeAlias = Literal["auto", "samples", "batches"]
 
 # From the resolution of torch's stores to some years.
 _TIMEOUTS_S = (0.001, 1e8)
@@ -46,6 +53,11 @@ _ITERABLE_SHARDING = {
     "exact": "has every rank read the whole stream and keep its share",
     "by_worker": "has the dataset split itself by get_worker_info(), over the workers of all ranks",
 }
+_SHARE = {
+    "auto": "shares samples, and whole batches where a batch sampler or a sampler puts together what belongs together",
+    "samples": "gives each rank samples, of which it makes its own batches",
+    "batches": "gives each rank whole batches of one process",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +79,29 @@ class Options:
     timeout: float = 300.0
     iterable_sharding: IterableSharding = "exact"
     scalable_shuffle: bool = False
+    share: Share = "auto"
 
     def __post_init__(self) -> None:
         check_uneven(self.uneven)
         check_layout(self.layout)
         _check("agreement", self.agreement, _AGREEMENT)
         _check("iterable_sharding", self.iterable_sharding, _ITERABLE_SHARDING)
+        _check("share", self.share, _SHARE)
+        check_flag("verify", self.verify)
+        check_flag("scalable_shuffle", self.scalable_shuffle)
         if self.scalable_shuffle and self.agreement in {"ambient", "leader"}:
             raise InvalidOptionError(
                 f"scalable_shuffle=True cannot hold with agreement={self.agreement!r}: each rank computes its own "
                 "share of an order that follows from (seed, epoch). Use agreement='auto' or 'seeded'."
             )
-        if self.seed is not None and not _is_seed(self.seed):
+        seed = None if self.seed is None else as_index(self.seed)
+        if self.seed is not None and (seed is None or seed < 0):
             raise InvalidOptionError(
                 f"seed={self.seed!r} is not a whole number of at least 0, and orders are derived from one. "
                 "Pass such an int, or None for rank 0's torch.initial_seed()."
             )
-        is_number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
-        if not (is_number and _TIMEOUTS_S[0] <= self.timeout <= _TIMEOUTS_S[1]):
+        object.__setattr__(self, "seed", seed)  # an int, whichever kind of whole number was given
+        if not (is_seconds(self.timeout) and _TIMEOUTS_S[0] <= self.timeout <= _TIMEOUTS_S[1]):
             raise InvalidOptionError(
                 f"timeout={self.timeout!r} is not a number of seconds from {_TIMEOUTS_S[0]:g} to {_TIMEOUTS_S[1]:g}, "
                 "and ranks that wait for each other need an end to it. Pass one."
@@ -96,18 +113,46 @@ class Options:
         return self.layout == "contiguous"
 
 
-def _is_seed(seed: object) -> bool:
-    return isinstance(seed, SupportsIndex) and not isinstance(seed, bool) and operator.index(seed) >= 0
+def as_index(value: Any) -> int | None:
+    """Return a whole number, which may be numpy's or torch's, as an int; None for anything else, bools included.
+
+    Examples:
+        >>> as_index(np.int64(3)), as_index(3.0), as_index(True)
+        (3, None, None)
+    """
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # torch and numpy raise these for tensors and arrays of others
+        return None
 
 
-def whole_number(name: str, value: SupportsIndex) -> int:
+def whole_number(name: str, value: object) -> int:
     """Return a whole number, which may be numpy's or torch's, as an int; raise InvalidOptionError for others."""
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise InvalidOptionError(f"{name}={value!r} is a {type(value).__name__}, not an int. Pass a whole number.")
+    number = as_index(value)
+    if number is None:
+        raise InvalidOptionError(f"{name}={value!r} is a {type(value).__name__}, not an int. Pass a whole number.")
+    return number
+
+
+def is_seconds(value: object) -> TypeGuard[float]:
+    """Tell whether it is an int or float, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_flag(name: str, value: object, hint: str = "") -> None:
+    """Raise InvalidOptionError unless a value is True or False.
+
+    Args:
+        name: The option.
+        value: What was given.
+        hint: What to do instead, if the value is likely to have been meant for something else.
+    """
+    if not isinstance(value, bool | np.bool):
+        raise InvalidOptionError(
+            f"{name}={value!r} is a {type(value).__name__}, neither True nor False. Pass one of these.{hint}"
+        )
 
 
 def check_rank(rank: int, num_replicas: int) -> None:

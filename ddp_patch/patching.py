@@ -14,11 +14,12 @@ from ddp_patch.errors import NotDistributedWarning
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
 from ddp_patch.loaders.recognition import require_loader
-from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Uneven
+from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Share, Uneven
 from ddp_patch.ranks.agreement import Agreed, agree, refusals_told
 from ddp_patch.ranks.world import find_world
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.refusals import require_shareable, require_shuffle
+from ddp_patch.shares.units import unit_shared
 from ddp_patch.streams.seeding import WorkerSeeding
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
@@ -35,6 +36,7 @@ def patch_dataloader_to_ddp(
     agreement: Agreement = "auto",
     seed: int | None = None,
     iterable_sharding: IterableSharding = "exact",
+    share: Share = "auto",
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
     data_parallel_dimensions: Sequence[str] | None = None,
@@ -48,9 +50,9 @@ def patch_dataloader_to_ddp(
 
     Call it on every rank of the group, after ``torch.distributed.init_process_group()``. It shards a sampler item by
     item, and torch's own ``BatchSampler`` then makes batches on each rank, so ``batch_size`` stays per rank. It shards
-    any other batch sampler in whole batches, and an iterable dataset item by item. Interleave the ranks' shares and
-    you get one stream, the same for any number of ranks. After this call, ranks communicate only with ``verify=True``
-    or under a leader.
+    any other batch sampler in whole batches, and an iterable dataset item by item; ``share`` chooses otherwise.
+    Interleave the ranks' shares and you get one stream, the same for any number of ranks. After this call, ranks
+    communicate only with ``verify=True`` or under a leader.
 
     Args:
         loader: A finished loader. It stays unchanged.
@@ -75,6 +77,12 @@ def patch_dataloader_to_ddp(
             keeps its share, which is right for any dataset. With ``"by_worker"``, the dataset splits itself by
             ``get_worker_info()``, which counts all ranks' workers as one loader's. Nothing is read twice, but the
             dataset decides whether ranks make equally many steps, and ``uneven`` has no effect.
+        share: What a rank takes at a time. With ``"samples"``, each rank makes its own batches of every
+            num_replicas-th sample. With ``"batches"``, it takes whole batches, as the unpatched loader makes them: so
+            groups stay together that a sampler puts into one batch. ``"auto"`` takes whole batches of a batch sampler
+            that is not torch's own, and of samplers that are known to arrange such groups (pytorch-metric-learning's
+            ``MPerClassSampler``, trl's ``RepeatSampler``); else samples. With ``batch_size=None``, items are shared as
+            they are.
         process_group: The group whose ranks share the data. Default: all ranks.
         device_mesh: A mesh whose data-parallel dimensions shard the data: those named ``dp``, ``dp_replicate``,
             ``dp_shard``, ``fsdp`` and the like. Ranks that differ only in other dimensions (tensor, context or
@@ -92,7 +100,9 @@ def patch_dataloader_to_ddp(
 
     Raises:
         NotALoaderError: ``loader`` is no DataLoader.
-        InvalidOptionError: An option has no valid value.
+        InvalidOptionError: An option has no valid value, or cannot hold for this loader.
+        NoStepsError: A rank would make no step in an epoch in which one process makes some. Where the length is not
+            known here, iterating raises it.
         WorldError: The environment announces several ranks but there is no process group, or this process is
             not in ``process_group``.
         AlreadyPatchedError: The loader was patched for another world.
@@ -112,7 +122,7 @@ def patch_dataloader_to_ddp(
     world = find_world(rank, num_replicas, process_group, device_mesh, data_parallel_dimensions)
     with refusals_told(world):
         require_loader("patch_dataloader_to_ddp", loader)
-        options = Options(uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle)
+        options = Options(uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle, share)
         if world is None and not options.scalable_shuffle:
             return _unchanged(loader)
         facts = look_at(loader)
@@ -120,9 +130,10 @@ def patch_dataloader_to_ddp(
             require_shuffle(facts.stream)
         if world is None:
             return _unchanged(loader)
+        facts = unit_shared(facts, options.share)
         require_shareable(facts, options, world)
     stream = facts.stream if facts.sharded_by is None else None
-    agreed = agree(world, options, facts.described, stream, batches_ahead=facts.batches_ahead)
+    agreed = agree(world, options, facts.described, stream, batches_ahead=facts.batches_ahead, made_for=facts.made_for)
     return loader if stream is None else _shard(facts, agreed)
 
 
@@ -157,7 +168,7 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
         batches: DDPBatchSamplerWrapper[Any] = DDPBatchSamplerWrapper.of(facts.stream, agreed)
         # Nothing draws from loader.sampler, but frameworks look for a DistributedSampler there, users for set_epoch.
         return batches, {"sampler": batches, "batch_sampler": batches}
-    sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(facts.stream, agreed)
+    sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(facts.stream, agreed, facts.batching)
     if facts.level is Level.UNBATCHED:
         return sharded, {"sampler": sharded}
     batch_sampler: Any = facts.makes_batches(sharded, facts.batch_size, facts.drop_last)
@@ -174,7 +185,7 @@ def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampl
     from ddp_patch.shares.iterables.sampler import StreamSampler
 
     plan = agreed.plan(agreed.world.rank)
-    dataset = ShardedIterable(facts.dataset, plan, agreed.options, facts.batch_size or 1, facts.drop_last)
+    dataset = ShardedIterable(facts.dataset, plan, agreed.options, agreed.seed, facts.batching)
     sampler = StreamSampler(dataset, facts, agreed)
     new: dict[str, Any] = {"dataset": dataset, "sampler": sampler}
     if facts.num_workers > 0:

@@ -8,7 +8,7 @@ from typing import TypeAlias, TypeVar
 
 from ddp_patch.options import Layout, Uneven, check_layout, check_rank, check_uneven
 
-__all__ = ["Done", "Plan", "Rest", "blocks"]
+__all__ = ["ITEMS", "Batching", "Done", "Plan", "Rest", "blocks"]
 
 T = TypeVar("T")
 
@@ -67,6 +67,10 @@ class Plan:
     def rounds(self, n: int) -> int:
         """Return the size of the largest share of a stream of n items."""
         return -(-self.total(n) // self.num_replicas)
+
+    def least(self, n: int) -> int:
+        """Return the size of the smallest share of a stream of n items."""
+        return self.total(n) // self.num_replicas
 
     def share(self, n: int) -> range:
         """Return the positions that this rank takes from a stream of n items, in order."""
@@ -145,6 +149,40 @@ class Plan:
         ends = [plan.sources(length)[0][each:] for plan in plans]
         left_out = range(min(length, plans[0].total(length)), length)
         return Rest(tuple(run for part in (*ends, left_out) for run in before.cut(part)), before.n)
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """How a loader makes batches, which are steps, of items.
+
+    Attributes:
+        size: How many items a batch takes: its samples, or 1 if an item is a whole batch.
+        drop_last: Whether an incomplete last batch is left out.
+    """
+
+    size: int
+    drop_last: bool
+
+    def count(self, items: int) -> int:
+        """Return how many batches a number of items make."""
+        return items // self.size if self.drop_last else -(-items // self.size)
+
+    def items_in(self, items: int) -> int:
+        """Return how many of a number of items end up in batches."""
+        return items - items % self.size if self.drop_last else items
+
+    def loses_a_rank(self, plan: Plan, n: int) -> bool:
+        """Tell whether a rank makes no step in an epoch of n items, of which one process makes some.
+
+        With ``uneven="keep"`` and no ``drop_last``, such a rank loses nothing: others have all items.
+        """
+        if plan.uneven == "keep" and not self.drop_last:
+            return False
+        return self.count(n) > 0 and self.count(plan.least(n)) == 0
+
+
+# Each item is a step: it is a whole batch, or nobody is known to make batches of it.
+ITEMS = Batching(1, drop_last=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """Save and restore a loader's place in its epochs: stop anywhere, resume with any number of ranks."""
 
 import json
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat import forget_iterator
 from ddp_patch.errors import InvalidOptionError, StateError
+from ddp_patch.options import as_index
 from ddp_patch.ranks.agreement import refusals_told
 from ddp_patch.shares.batches import patched_sampler, require_batches
 from ddp_patch.shares.iterables.dataset import ShardedIterable
@@ -18,7 +19,7 @@ __all__ = ["go_on", "loader_state", "restore_loader"]
 _RESTORING = "Restoring a loader's state"
 
 
-def loader_state(loader: DataLoader[Any], *, batches_done: int) -> dict[str, Any]:
+def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex) -> dict[str, Any]:
     """Return a patched loader's state after some batches of the current pass, as a small plain dict.
 
     The state is the same on every rank, so any one's will do, and the ranks do not communicate. Save it beside the
@@ -53,7 +54,8 @@ def loader_state(loader: DataLoader[Any], *, batches_done: int) -> dict[str, Any
         >>> len(resumed), [batch.tolist() for batch in resumed]
         (4, [[4, 5], [6, 7], [8, 9], [10, 11]])
     """
-    if not isinstance(batches_done, int) or isinstance(batches_done, bool) or batches_done < 0:
+    done = as_index(batches_done)
+    if done is None or done < 0:
         raise InvalidOptionError(
             f"batches_done={batches_done!r} is not a whole number of at least 0. Pass how many batches the training "
             "loop has finished since the pass began."
@@ -65,7 +67,7 @@ def loader_state(loader: DataLoader[Any], *, batches_done: int) -> dict[str, Any
             f"The state of {type(dataset.dataset).__name__} cannot be told: it holds a random generator, which "
             "persistent workers move where it is not seen. Use persistent_workers=False."
         )
-    return batches.state_after(batches_done)
+    return batches.state_after(done)
 
 
 def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
@@ -112,6 +114,7 @@ def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -
     sampler.agreed.compare(
         _RESTORING,
         {
+            "seed": place.seed,
             "epoch to go on in": place.epoch,
             "done": json.dumps(place.done),
             "held": fingerprint([place.held.generators, place.held.samplers, place.held.attributes]),

@@ -7,14 +7,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_patch.compat import LIGHTNING_REMAKES
-from ddp_patch.errors import AlreadyPatchedError, UnsupportedLoaderError, WorldError
+from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError, WorldError
 from ddp_patch.loaders.facts import StreamFacts
-from ddp_patch.loaders.recognition import shards_itself
-from ddp_patch.options import Agreement, Layout, Options, Uneven
+from ddp_patch.loaders.recognition import samplers_within, shards_itself
+from ddp_patch.options import Agreement, Layout, Options, Uneven, as_index, check_flag
 from ddp_patch.ranks.agreement import Agreed, agree, refusals_told
 from ddp_patch.ranks.world import find_world
-from ddp_patch.shares.refusals import require_length
+from ddp_patch.shares.refusals import require_length, require_steps_known
 from ddp_patch.shares.sampler import ShardedSampler
+from ddp_patch.streams.random_access import is_random_access
 
 __all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions"]
 
@@ -56,6 +57,7 @@ class DDPSamplerWrapper(ShardedSampler[T]):
 
     Raises:
         InvalidOptionError: An option has no valid value.
+        NoStepsError: A rank would get no item, as with ``uneven="drop"`` and fewer items than ranks.
         WorldError: No world was given and there is no process group.
         StreamLengthError: While iterating with ``layout="contiguous"``, the sampler's length turned out wrong.
 
@@ -118,7 +120,7 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
         **options: Unpack[SharingOptions],
     ) -> None:
         if _is_made_anew(options):
-            _require_itself(self, batch_sampler)
+            _require_itself(self, batch_sampler, drops_last=cast(Any, options)["drop_last"])
             return
         stream = StreamFacts.of(batch_sampler)
         agreed = _agree_alone(type(self), stream, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
@@ -142,7 +144,7 @@ def _is_made_anew(options: Mapping[str, object]) -> bool:
     return options.keys() == LIGHTNING_REMAKES
 
 
-def _require_itself(wrapper: object, sampler: object) -> None:
+def _require_itself(wrapper: DDPBatchSamplerWrapper[Any], sampler: object, *, drops_last: bool) -> None:
     """Refuse to make a wrapper anew over anything but itself: Lightning gives predict the one in the loader."""
     if sampler is not wrapper:
         raise UnsupportedLoaderError(
@@ -150,6 +152,29 @@ def _require_itself(wrapper: object, sampler: object) -> None:
             "drop_last: it shares the batches that another batch sampler makes, and these would be lost. Lightning's "
             "overfit_batches does so: leave it out, and patch a loader of the few samples instead. By hand, wrap a "
             "whole batch sampler."
+        )
+    if wrapper.drop_last and not drops_last:
+        raise UnsupportedLoaderError(
+            f"{type(wrapper).__name__} cannot be made anew with drop_last=False, as Lightning's predict does: it "
+            f"shares the batches of a {type(wrapper.sampler).__name__} with drop_last=True, so samples would get no "
+            "prediction. Build the loader to predict on with drop_last=False."
+        )
+
+
+def _check_flag(name: str, value: object) -> None:
+    number = as_index(value)
+    meant = f" For {number} ranks, pass num_replicas={number} and rank= by name."
+    check_flag(name, value, "" if number is None else meant)
+
+
+def _require_iterable(wrapper: str, stream: StreamFacts) -> None:
+    """Refuse what gives no items: neither iterated, nor by position."""
+    sampler = stream.source
+    ways = isinstance(sampler, Iterable), hasattr(type(sampler), "__getitem__"), is_random_access(sampler)
+    if not any(ways):
+        raise InvalidOptionError(
+            f"{wrapper} was given {sampler!r} ({type(sampler).__name__}), which gives no items to share. Pass a "
+            "sampler, or any iterable of indices or batches."
         )
 
 
@@ -164,17 +189,22 @@ def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: 
     chosen: dict[str, Any] = {name: value for name, value in given.items() if name not in names}
     world = find_world(**where)
     with refusals_told(world):
+        _check_flag("shuffle_samples_between_gpus", shuffles)
+        _check_flag("pad_data_to_num_gpus", pads)
+        _require_iterable(wrapper, stream)
         options = Options(**{"uneven": "pad" if pads else "drop"} | chosen)
         if world is None:
             raise WorldError(
                 f"{wrapper} does not know which rank of how many it is: there is no process group. Call "
                 "torch.distributed.init_process_group() first, or pass rank= and num_replicas=."
             )
-        if any(map(shards_itself, stream.samplers)):
+        if (found := next(filter(shards_itself, samplers_within(stream.source)), None)) is not None:
             raise AlreadyPatchedError(
-                f"{wrapper} was given a {stream.name} that is, or holds, a sampler which shards already, "
-                "and would share a share. Wrap the original sampler instead."
+                f"{wrapper} was given a {stream.name} that is, or holds, a sampler which shards already "
+                f"({type(found).__name__}), and would share a share. Wrap the original sampler instead, or say "
+                f"is_ddp_aware = False in {type(found).__name__} if it gives every rank the same."
             )
         require_length(options, world, stream)
+        require_steps_known(options, world, stream)
     compared = {"wrapper": wrapper, "shuffle_samples_between_gpus": shuffles, **stream.described}
     return agree(world, options, compared, stream, stacklevel=4)

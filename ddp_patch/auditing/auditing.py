@@ -1,7 +1,7 @@
 """Run the audit: check what the user asks for, then draw, judge and report."""
 
 from collections.abc import Collection, Mapping
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 from torch.utils.data import DataLoader
 
@@ -12,7 +12,7 @@ from ddp_patch.auditing.judge.measures import Cost
 from ddp_patch.auditing.report import Kind, Report, problem_kinds
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import look_at
-from ddp_patch.options import whole_number
+from ddp_patch.options import check_flag, is_seconds, whole_number
 
 __all__ = ["audit"]
 
@@ -90,7 +90,16 @@ def audit(
     """
     ranks, passes = _positive("world_size", world_size), _positive("epochs", epochs)
     most = -(-_MOST // ranks) if max_items is None else _positive("max_items", max_items)
+    for name, value in {
+        "patch": patch,
+        "set_epoch": set_epoch,
+        "padding": padding,
+        "epochs_differ": epochs_differ,
+        "processes": processes,
+    }.items():
+        check_flag(name, value)
     _check_allowed(allow)
+    _check_run(timeout, progress)
     _check_options(options, processes)
     make = look_at(loader) if isinstance(loader, DataLoader) else loader
     subject = Subject(make, patch, options, set_epoch, most)
@@ -123,9 +132,26 @@ def _check_options(options: Mapping[str, Any], processes: bool) -> None:
 def _check_allowed(allow: Collection[str]) -> None:
     if isinstance(allow, str):
         raise InvalidOptionError(f"allow={allow!r} is one string, and several may be named. Pass allow=[{allow!r}].")
-    if unknown := sorted(set(allow) - set(problem_kinds)):
+    if not isinstance(cast(object, allow), Collection):
+        raise InvalidOptionError(
+            f"allow={allow!r} is a {type(allow).__name__}, not a list of kinds of problem. Pass some of these: "
+            f"{', '.join(problem_kinds)}."
+        )
+    if unknown := [kind for kind in allow if kind not in problem_kinds]:
         raise InvalidOptionError(
             f"allow={unknown} names no kind of problem. Those that exist: {', '.join(problem_kinds)}."
+        )
+
+
+def _check_run(timeout: object, progress: object) -> None:
+    if not (is_seconds(timeout) and timeout > 0):
+        raise InvalidOptionError(
+            f"timeout={timeout!r} is not a positive number of seconds, and real ranks need an end. Pass one."
+        )
+    if progress is not None and not callable(progress):
+        raise InvalidOptionError(
+            f"progress={progress!r} is a {type(progress).__name__}, which cannot be called after each draw. Pass a "
+            "function progress(done, total), or None."
         )
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from ddp_patch.auditing.auditing import audit
 from ddp_patch.auditing.finding import find, look_up
 from ddp_patch.auditing.report import Kind, Report, as_markdown
-from ddp_patch.options import Agreement, IterableSharding, Layout, Uneven
+from ddp_patch.options import Agreement, IterableSharding, Layout, Share, Uneven
 
 __all__ = ["commands"]
 
@@ -90,6 +90,7 @@ def _one_of(values: Any) -> click.Choice[str]:
 @click.option("--agreement", type=_one_of(Agreement), help="As there; 'leader' takes --processes.")
 @click.option("--seed", type=click.IntRange(0), help="As there.")
 @click.option("--iterable-sharding", type=_one_of(IterableSharding), help="As there.")
+@click.option("--share", type=_one_of(Share), help="As there.")
 @click.option("--scalable-shuffle", is_flag=True, default=None, help="As there.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "markdown"]), default="text", show_default=True)
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with pictures, too.")

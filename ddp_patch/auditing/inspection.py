@@ -7,8 +7,10 @@ from numpy.typing import NDArray
 
 from ddp_patch.auditing.draw.drawn import Drawn, Epoch, signature
 from ddp_patch.auditing.draw.made_up_world import MadeUpWorld
+from ddp_patch.auditing.judge.about import About
 from ddp_patch.auditing.judge.causes import cause_of, coverage_kinds, unsharded
-from ddp_patch.auditing.judge.judging import Allowance, Judged, allowance, judge
+from ddp_patch.auditing.judge.counting import repeats_rank_0
+from ddp_patch.auditing.judge.judging import Allowance, Judged, allowance, judge, judge_against
 from ddp_patch.auditing.judge.measures import Cost, global_batches, imbalance, step_costs
 from ddp_patch.auditing.judge.properties import (
     Lost,
@@ -20,7 +22,6 @@ from ddp_patch.auditing.judge.properties import (
     order_problem,
     steps_problem,
 )
-from ddp_patch.auditing.judge.wording import About
 from ddp_patch.auditing.pictured import Pictured
 from ddp_patch.auditing.report import EpochReport, Problem, Report
 from ddp_patch.auditing.show.binning import pictured
@@ -77,6 +78,7 @@ class Inspection:
         pictured: What to draw pictures of.
         first: What rank 0 drew in epoch 0.
         seeds_agree: Whether ranks that are seeded differently draw one order; None where that cannot be told.
+        is_against_whole: Whether ranks were compared with a whole dataset, because a factory ignores the world's size.
     """
 
     world: MadeUpWorld
@@ -88,6 +90,7 @@ class Inspection:
     pictured: Pictured = field(default_factory=Pictured)
     first: Drawn | None = None
     seeds_agree: bool | None = True
+    is_against_whole: bool = False
 
     def report(self) -> Report:
         """Draw and inspect every epoch, and return the report."""
@@ -119,6 +122,8 @@ class Inspection:
         subject = self.world.subject
         if not isinstance(subject.make, LoaderFacts):
             shared = "as the factory made it"
+            if self.is_against_whole:
+                shared += " (make(0, 1) ignores world_size, so compared with the whole dataset)"
         else:
             shared = "shared by patch_dataloader_to_ddp" if subject.patch else "as it stands"
         read = ", reading the iterable dataset" if self.world.traits.is_iterable else ""
@@ -134,7 +139,7 @@ class Inspection:
         return allowance(epoch, self.world.traits, self.world.subject.options.get("uneven"), self.expect.padding)
 
     def _inspect(self, drawn: Epoch) -> None:
-        epoch, judged = judge(drawn, self._allowance)
+        epoch, judged = self._judged(drawn)
         known = len(self.problems)
         failure = error_problem(epoch)
         self._add(failure)
@@ -147,7 +152,25 @@ class Inspection:
         if not self.epochs or (self.problems and not known):
             # Picture the first epoch with a problem, or else the first.
             self.pictured = pictured(epoch, judged, self.world.coding, costs)
-        self.epochs.append(_epoch_report(About(epoch, judged, self.world.coding), costs))
+        self.epochs.append(_epoch_report(self._about(epoch, judged), costs))
+
+    def _about(self, epoch: Epoch, judged: Judged) -> About:
+        is_simulated = self.world.subject.is_made and not self.world.processes
+        return About(epoch, judged, self.world.coding, is_simulated)
+
+    def _judged(self, drawn: Epoch) -> tuple[Epoch, Judged]:
+        """Judge an epoch by what one process gets, or by all of the dataset where a factory ignores the world's size.
+
+        Shares that together are the whole dataset are right whatever the factory makes for one process.
+        """
+        epoch, judged = judge(drawn, self._allowance)
+        if judged.is_covered or not repeats_rank_0(epoch) or (whole := self.world.whole()) is None:
+            return epoch, judged
+        against_whole = judge_against(whole, drawn, self._allowance)
+        if not against_whole[1].is_covered:
+            return epoch, judged
+        self.is_against_whole = True
+        return against_whole
 
     def _inspect_shards(self, epoch: Epoch, judged: Judged) -> None:
         """Look for problems in an epoch in which no rank raised."""
@@ -162,7 +185,12 @@ class Inspection:
             self.seeds_agree = None
         elif not (judged.is_covered or self._coverage_problems()):
             self._find_cause(epoch, judged)
-        if no_step is None and judged.found.lacking and judged.found.extra == judged.padding:
+        if (
+            no_step is None
+            and judged.found.lacking
+            and judged.found.extra == judged.padding
+            and not judged.found.unexpected
+        ):
             self.lost.append(lost_of(epoch, judged, self.world.traits))
 
     def _coverage_problems(self) -> list[Problem]:
@@ -173,13 +201,13 @@ class Inspection:
         can_tell = judged.found.is_known and not epoch.is_sample
         if can_tell or self.epochs or self.world.world_size == 1:
             return None
-        return unsharded(epoch, self.world.alike(epoch), judged, self.world.coding)
+        return unsharded(self._about(epoch, judged), self.world.alike(epoch))
 
     def _find_cause(self, epoch: Epoch, judged: Judged) -> None:
         def alike() -> tuple[Epoch, Judged]:
             return judge(self.world.alike(epoch), self._allowance)
 
-        cause = cause_of(epoch, judged, alike, self.world.traits, self.world.coding, self.expect.padding)
+        cause = cause_of(self._about(epoch, judged), alike, self.world.traits, self.expect.padding)
         self.problems += cause.problems
         self.seeds_agree = cause.seeds_agree
 
@@ -219,6 +247,8 @@ def _epoch_report(about: About, costs: NDArray[np.float64] | None) -> EpochRepor
         missing_examples=about.missing(),
         repeated=judged.found.extra if judged.found.is_known else None,
         repeated_examples=about.repeated(),
+        foreign=judged.found.unexpected if judged.found.is_known else None,
+        foreign_examples=about.foreign(),
         padding=judged.padding,
         dropped=judged.dropped,
         global_batches=global_batches(epoch),

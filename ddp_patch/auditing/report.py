@@ -13,12 +13,14 @@ __all__ = ["EpochReport", "Kind", "Problem", "Report", "Units", "as_markdown", "
 
 Kind: TypeAlias = Literal[
     "not_sharded",
+    "ignores_world_size",
     "double_sharding",
     "ranks_disagree",
     "torn_batch",
     "missing",
     "tail_lost",
     "repeated",
+    "foreign",
     "padding",
     "uneven_steps",
     "same_order",
@@ -27,12 +29,14 @@ Kind: TypeAlias = Literal[
 ]
 problem_kinds: Mapping[Kind, str] = {
     "not_sharded": "ranks get all data, or the same share of it",
+    "ignores_world_size": "make(0, 1) returns what rank 0 of several gets",
     "double_sharding": "a share is shared again",
     "ranks_disagree": "the ranks draw different orders",
     "torn_batch": "a batch of the batch sampler is torn apart",
     "missing": "samples that no rank gets",
     "tail_lost": "the same few samples are lost in every epoch",
     "repeated": "samples that ranks get too often",
+    "foreign": "samples that ranks get and one process never gets",
     "padding": "more samples are repeated than fill the last round",
     "uneven_steps": "ranks make different numbers of steps",
     "same_order": "every epoch has the same order",
@@ -87,8 +91,8 @@ class EpochReport:
         missing: How many no rank got. None where only a part was drawn, or where samples cannot be compared: all are
             equal, or an iterable dataset makes new ones in each pass.
         missing_examples: The names of some samples that no rank got.
-        repeated: How many ranks got more often than a single process would, padding included. None where it cannot be
-            told.
+        repeated: How many ranks got more often than a single process would, padding included and foreign ones not. None
+            where it cannot be told.
         repeated_examples: The names of some samples that ranks got too often, each with the ranks that got it.
         padding: How many of the repeated ones fill the last round.
         dropped: How many of the missing ones the loader was asked to leave out.
@@ -96,6 +100,8 @@ class EpochReport:
             ``((64, 3), (40, 1))`` means 64 samples in each of the first 3 steps, then 40 in one.
         imbalance: The slowest rank's cost over the ranks' mean, over all steps; 1 is balance. None without ``cost``.
         worst_imbalance: The slowest rank's cost over the ranks' mean, in the worst step. None without ``cost``.
+        foreign: How many ranks got that a single process never gets. None where it cannot be told.
+        foreign_examples: The names of some samples that a single process never gets, each with the ranks that got it.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -120,6 +126,8 @@ class EpochReport:
     global_batches: tuple[tuple[int, int], ...]
     imbalance: float | None = None
     worst_imbalance: float | None = None
+    foreign: int | None = 0
+    foreign_examples: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +252,7 @@ def _coverage_text(epoch: EpochReport) -> list[str]:
     return [
         missing + (f" ({epoch.dropped} as asked for)" if epoch.dropped else ""),
         f"{epoch.repeated} repeated" + (f" ({epoch.padding} to fill the last round)" if epoch.padding else ""),
+        *([f"{epoch.foreign} that one process never gets"] if epoch.foreign else []),
     ]
 
 

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.compat import LIGHTNING_ARGUMENTS, RUNNING_ITERATOR
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.recognition import require_loader
+from ddp_patch.options import check_flag
 
 __all__ = ["copy_loader", "extract_loader_parameters"]
 
@@ -33,6 +34,7 @@ def extract_loader_parameters(loader: DataLoader[Any], ignore_data_related_param
 
     Raises:
         NotALoaderError: ``loader`` is no DataLoader.
+        InvalidOptionError: ``ignore_data_related_parameters`` is neither True nor False.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -43,6 +45,7 @@ def extract_loader_parameters(loader: DataLoader[Any], ignore_data_related_param
         >>> other = DataLoader(range(20), batch_size=2, **parameters)
     """
     require_loader("extract_loader_parameters", loader, wrappers=False)
+    check_flag("ignore_data_related_parameters", ignore_data_related_parameters)
     left_out = _DATA_RELATED if ignore_data_related_parameters else frozenset()
     names = [name for name in _signature(loader.__class__) if name not in left_out]
     return {name: getattr(loader, name) for name in names if hasattr(loader, name)}

@@ -1,7 +1,7 @@
 """One look at a loader, or at a sampler by itself: everything that sharing it depends on, as one frozen value."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import chain, cycle, islice
@@ -18,9 +18,13 @@ from ddp_patch.compat import (
     is_torch_batch_sampler,
     torchdata_batch_sampler,
 )
+from ddp_patch.loaders.contents import Content, chosen_samples
 from ddp_patch.loaders.nesting import nested_samplers
+from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
-from ddp_patch.loaders.samples import chosen_samples, length_of, or_unknown, sample_order
+from ddp_patch.loaders.samples import is_one_shot, length_of, or_unknown, sample_order
+from ddp_patch.loaders.worlds import HeldWorld, world_of
+from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.streams.generators import LOOKED_AT, torch_generators
 from ddp_patch.streams.orders import why_not_scalable
 
@@ -39,7 +43,7 @@ class Level(Enum):
     """What of a loader is sharded."""
 
     SAMPLE = "sample"  # indices, which torch's own BatchSampler puts into batches on each rank
-    BATCH = "batch"  # whole batches of any other batch sampler
+    BATCH = "batch"  # whole batches: of any other batch sampler, or of torch's own where the user says so
     UNBATCHED = "unbatched"  # the sampler of a loader without automatic batching: batch_size=None
     ITERABLE = "iterable"  # an IterableDataset, which no sampler chooses from
 
@@ -82,7 +86,14 @@ class StreamFacts:
     def described(self) -> dict[str, object]:
         """Classes and length, by the names under which ranks compare them and states keep them."""
         kinds = " over ".join(type(nested).__qualname__ for nested in self.samplers)
-        return {"sampler": kinds, "stream length": or_unknown(self.length)}
+        return {"sampler": kinds, "stream length": or_unknown(self.length), **self._batches_made}
+
+    @property
+    def _batches_made(self) -> dict[str, object]:
+        """How torch makes the stream's items, where these are batches of its own."""
+        if not is_torch_batch_sampler(type(self.source)):
+            return {}
+        return {"batch_size": self.source.batch_size, "drop_last": self.source.drop_last}
 
     @property
     def why_not_scalable(self) -> str | None:
@@ -90,14 +101,25 @@ class StreamFacts:
         return why_not_scalable(self.source)
 
     @cached_property
-    def order(self) -> str | None:
-        """A fingerprint of the stream's first items; None where that cannot be told."""
-        return sample_order(self.source, self.dataset)
+    def is_one_shot(self) -> bool:
+        """Whether the source is an iterator that gives its items once."""
+        return is_one_shot(self.source, self.dataset)
 
     @cached_property
-    def samples(self) -> str | None:
-        """A fingerprint of which samples the dataset was cut down to; None where that cannot be told."""
+    def order(self) -> str | None:
+        """A fingerprint of the stream's first items; None where that cannot be told."""
+        return None if self.is_one_shot else sample_order(self.source, self.dataset)
+
+    @cached_property
+    def samples(self) -> tuple[Content, ...]:
+        """Fingerprints of the samples that the dataset holds or was cut down to, as far as they can be told."""
         return chosen_samples(self.dataset)
+
+    def first_samples(self, ranks: int) -> tuple[int, FirstSamples] | None:
+        """Return the dataset's length, and which samples the stream begins with; None where that cannot be told."""
+        n = length_of(self.dataset, nested_samplers(self.dataset))
+        found = first_samples(self.source, self.dataset, n, ranks)
+        return None if n is None or found is None else (n, found)
 
     @property
     def generators(self) -> Sequence[torch.Generator]:
@@ -155,10 +177,28 @@ class LoaderFacts(Generic[L]):
         """All samplers in use now, from the outside in."""
         return tuple(samplers_in_use(self.loader))
 
+    @property
+    def made_for(self) -> HeldWorld | None:
+        """The rank and the number of ranks that what shards it already was made for; None where that is not told."""
+        return None if self.sharded_by is None else world_of(self.sharded_by)
+
     @cached_property
     def dataset_length(self) -> int | None:
         """How many samples the dataset has, as it says; None where it does not say."""
         return length_of(self.dataset, nested_samplers(self.dataset))
+
+    @property
+    def batching(self) -> Batching:
+        """How the items that a rank gets become its batches."""
+        if self.level in {Level.BATCH, Level.UNBATCHED}:
+            return ITEMS
+        return Batching(self.batch_size or 1, self.drop_last)
+
+    def in_whole_batches(self) -> "LoaderFacts[L]":
+        """Return the same look, but at the batches that torch makes of the sampler's indices as what is sharded."""
+        batches = self.loader.batch_sampler
+        stream = replace(self.stream, source=batches, samplers=tuple(nested_samplers(batches)))
+        return replace(self, level=Level.BATCH, stream=stream)
 
     @property
     def described(self) -> dict[str, object]:

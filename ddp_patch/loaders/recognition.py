@@ -3,13 +3,22 @@
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from ddp_patch.compat import is_split_by_node, shards_in_accelerate
 from ddp_patch.errors import NotALoaderError
 from ddp_patch.loaders.nesting import nested_samplers
+from ddp_patch.loaders.worlds import held_parts, world_of
 
-__all__ = ["is_loader", "nested_datasets", "require_loader", "samplers_in_use", "sharded_by", "shards_itself"]
+__all__ = [
+    "is_loader",
+    "nested_datasets",
+    "require_loader",
+    "samplers_in_use",
+    "samplers_within",
+    "sharded_by",
+    "shards_itself",
+]
 
 
 def is_loader(value: object) -> bool:
@@ -35,25 +44,60 @@ def samplers_in_use(loader: DataLoader[Any]) -> Iterator[object]:
 
 def sharded_by(loader: DataLoader[Any]) -> object | None:
     """Return what shards the loader already (one of its samplers, its dataset or itself), or None."""
-    holders = [*samplers_in_use(loader), *nested_datasets(loader.dataset), loader]
-    return next((holder for holder in holders if shards_itself(holder)), None)
+    found = next(filter(shards_itself, _holders(loader)), None)
+    # Numbers in a loader prove nothing: it draws from its sampler, which would hold them too.
+    return loader if found is None and _says(loader) else found
+
+
+def _holders(loader: DataLoader[Any]) -> Iterator[object]:
+    """Yield what may shard a loader: its samplers, its datasets, and the samplers that iterable datasets draw from."""
+    iterated = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    yield from samplers_within(iterated)
+    for dataset in nested_datasets(loader.dataset):
+        yield dataset
+        if isinstance(dataset, IterableDataset):
+            for part in held_parts(dataset):
+                if isinstance(part, Sampler):
+                    yield from samplers_within(part)
 
 
 def shards_itself(holder: object) -> bool:
-    """Tell whether a sampler, dataset or loader shards by itself.
+    """Tell whether a sampler or dataset shards by itself.
 
-    That is a ``DistributedSampler``, whatever says ``is_ddp_aware = True``, what accelerate shards with, or a Hugging
-    Face stream that was split by node.
+    It does if it says ``is_ddp_aware = True``, and does not if it says False. If it says nothing, these do: a
+    ``DistributedSampler``, what accelerate shards with, a Hugging Face stream that was split by node, and whatever was
+    made for one rank of several.
     """
-    is_marked = isinstance(holder, DistributedSampler) or getattr(holder, "is_ddp_aware", False) is True
-    return is_marked or shards_in_accelerate(type(holder)) or is_split_by_node(holder)
+    said = _says(holder)
+    return said if said is not None else (world_of(holder) or (0, 1))[1] > 1
+
+
+def _says(holder: object) -> bool | None:
+    """Return what it says itself, or True if its kind is known to shard; None where that leaves it open."""
+    said = getattr(holder, "is_ddp_aware", None)
+    if isinstance(said, bool):
+        return said
+    is_known = isinstance(holder, DistributedSampler) or shards_in_accelerate(type(holder)) or is_split_by_node(holder)
+    return is_known or None
+
+
+def samplers_within(sampler: object) -> Iterator[object]:
+    """Yield a sampler and all that it holds, from the outside in: also in lists, as those that mix samplers do."""
+    waiting, seen = [sampler], set[int]()
+    while waiting:
+        for found in nested_samplers(waiting.pop(0)):
+            if id(found) not in seen:
+                seen.add(id(found))
+                yield found
+                waiting += [part for part in held_parts(found) if isinstance(part, Sampler)]
 
 
 def nested_datasets(dataset: object) -> Iterator[object]:
-    """Yield a dataset and those inside it: torch's ``ChainDataset``, ``ConcatDataset`` and ``Subset`` hold some."""
-    yield dataset
-    for name in ("dataset", "datasets"):
-        inner = getattr(dataset, "__dict__", {}).get(name)
-        for one in inner if isinstance(inner, list | tuple) else [inner]:
-            if isinstance(one, Dataset):
-                yield from nested_datasets(one)
+    """Yield a dataset and those that it stores, by themselves or in lists: ``Subset`` and ``ConcatDataset`` do."""
+    waiting, seen = [dataset], set[int]()
+    while waiting:
+        found = waiting.pop(0)
+        if id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            waiting += [part for part in held_parts(found) if isinstance(part, Dataset)]

@@ -1,25 +1,29 @@
-"""How many samples a stream has, which, and in which order: told with nothing used up."""
+"""How many samples a stream has, and in which order: told with nothing used up."""
 
-import copy
 import logging
+import pickle
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ddp_patch.compat import is_hugging_face_table
 from ddp_patch.loaders.nesting import deep_copy, nested_samplers
-from ddp_patch.streams.chunks import own
+from ddp_patch.streams.chunks import begun, own, returns_itself
 from ddp_patch.streams.fingerprint import COMPARED, fingerprint
 from ddp_patch.streams.generators import random_generators, torch_generators, unmoved
-from ddp_patch.streams.orders import has_order, order_of, order_parameters, spread
+from ddp_patch.streams.orders import has_order, order_of, order_parameters
 from ddp_patch.streams.random_states import PrivateRNG
 
-__all__ = ["chosen_samples", "length_of", "or_unknown", "sample_order"]
+__all__ = ["copy_to_draw", "is_one_shot", "length_of", "or_unknown", "sample_order"]
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
+
+# How many items of an iterator are drawn twice to see that it begins anew. A prime: a stream that repeats itself hardly
+# has such a period.
+_TRIED = 17
 
 
 def length_of(source: Any, samplers: Iterable[object]) -> int | None:
@@ -37,31 +41,6 @@ def or_unknown(length: int | None) -> int | str:
     return "unknown" if length is None else length
 
 
-def chosen_samples(dataset: Any) -> str | None:
-    """Return a fingerprint of which samples a dataset was cut down to, or None where that cannot be told.
-
-    A torch ``Subset`` counts by its indices. A map-style Hugging Face dataset counts by its first and its last row, as
-    they are stored: ``split_dataset_by_node()`` leaves no other mark on one.
-
-    Examples:
-        >>> halves = [Subset(range(10), range(start, start + 5)) for start in (0, 5)]
-        >>> chosen_samples(halves[0]) == chosen_samples(halves[1])
-        False
-    """
-    chosen: list[Any] = []
-    try:
-        while isinstance(dataset, Subset):
-            chosen.append(spread(dataset.indices))
-            dataset = dataset.dataset
-        if is_hugging_face_table(dataset) and len(dataset):
-            rows = copy.copy(dataset)
-            rows.set_format("arrow")  # nothing is decoded or transformed
-            chosen += [rows[0].to_pylist(), rows[len(dataset) - 1].to_pylist()]
-        return fingerprint(chosen) if chosen else None
-    except Exception:  # noqa: BLE001 - the user's indices, or a row that cannot be read yet
-        return None
-
-
 def sample_order(sampler: object, dataset: object = None) -> str | None:
     """Return a fingerprint of the first items that a sampler would give, or None where that cannot be told.
 
@@ -73,22 +52,15 @@ def sample_order(sampler: object, dataset: object = None) -> str | None:
         return None
     if (parameters := order_parameters(sampler)) is not None:
         return fingerprint(parameters)
-    if isinstance(sampler, Iterator):
+    if is_one_shot(sampler, dataset):
         logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
         return None
-    originals = random_generators(nested_samplers(sampler))
     try:
-        # A copy may share with the original what cannot be copied: a function, with the generators that it draws from.
-        with PrivateRNG(seed=0, epoch=0), unmoved(originals):
-            drawn = deep_copy(sampler, sharing=_not_copied(sampler, dataset))
-            if drawn is sampler and hasattr(sampler, "__dict__"):  # a range may well be its own copy
-                raise TypeError("its copy is the sampler itself")
-            for generator in torch_generators(nested_samplers(drawn)):
-                generator.manual_seed(0)
+        with copy_to_draw(sampler, dataset) as drawn:
             if has_order(drawn):
                 order = order_of(drawn, epoch=0)
                 return fingerprint(order.at(range(min(order.length, COMPARED))))
-            return fingerprint(islice(map(own, drawn), COMPARED))  # type: ignore[call-overload]  # an iterable
+            return fingerprint(islice(map(own, drawn), COMPARED))
     except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
         logger.info(
             "The order of %s is not compared between ranks: drawing a copy of it raised %s: %s",
@@ -97,6 +69,53 @@ def sample_order(sampler: object, dataset: object = None) -> str | None:
             error,
         )
         return None
+
+
+@contextmanager
+def copy_to_draw(sampler: object, dataset: object) -> Iterator[Any]:
+    """Give a copy to draw from, under the same random states on every rank; the original's generators stay put."""
+    originals = random_generators(nested_samplers(sampler))
+    # A copy may share with the original what cannot be copied: a function, with the generators that it draws from.
+    with PrivateRNG(seed=0, epoch=0), unmoved(originals):
+        drawn = _copied(sampler, dataset)
+        for generator in torch_generators(nested_samplers(drawn)):
+            generator.manual_seed(0)
+        yield drawn
+
+
+def is_one_shot(sampler: object, dataset: object = None) -> bool:
+    """Tell whether a sampler is an iterator that gives its items once, as a generator does.
+
+    An iterator's own ``__iter__`` may begin anew, as lhotse's samplers do. A copy shows it: begun twice, it gives the
+    same items twice. Where that cannot be seen, the iterator counts as one-shot.
+    """
+    if not isinstance(sampler, Iterator) or isinstance(sampler, IterableDataset):
+        return False
+    if returns_itself(sampler):
+        return True
+    try:
+        with PrivateRNG(seed=0, epoch=0), unmoved(random_generators(nested_samplers(sampler))):
+            tried = _copied(sampler, dataset)
+            with unmoved(random_generators(nested_samplers(tried))):
+                first = _first_items(tried)
+            return not first or first != _first_items(tried)
+    except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
+        logger.info("%s counts as one-shot: a copy of it raised %r", type(sampler).__name__, error)
+        return True
+
+
+def _first_items(sampler: Any) -> list[bytes]:
+    """Begin a sampler, and return its first items, pickled: they may be of any class."""
+    with PrivateRNG(seed=0, epoch=0):
+        return [pickle.dumps(own(item)) for item in islice(begun(sampler), _TRIED)]
+
+
+def _copied(sampler: Any, dataset: object) -> Any:
+    """Return a copy of a sampler to draw from; raise TypeError where there is none."""
+    copied = deep_copy(sampler, sharing=_not_copied(sampler, dataset))
+    if copied is sampler and hasattr(sampler, "__dict__"):  # a range may well be its own copy
+        raise TypeError("its copy is the sampler itself")
+    return copied
 
 
 def _not_copied(sampler: object, dataset: object) -> Iterator[object]:

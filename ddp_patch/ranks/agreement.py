@@ -1,24 +1,29 @@
 """Make every rank see the same stream: compare the ranks at the patch and, if the user asks, in every epoch."""
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
+from ddp_patch.errors import InvalidOptionError, LeaderWarning
+from ddp_patch.loaders.contents import Content
 from ddp_patch.loaders.facts import StreamFacts
+from ddp_patch.loaders.worlds import HeldWorld
 from ddp_patch.options import Agreement, Options
 from ddp_patch.plan import Plan
-from ddp_patch.ranks.comparison import by_value, ranks_text, require_same
+from ddp_patch.ranks.comparison import by_value, require_same
 from ddp_patch.ranks.exchange import exchange, refuse
+from ddp_patch.ranks.shards import TELLING_APART, require_all_shares, require_same_samples, why_orders_differ
 from ddp_patch.ranks.world import World
 from ddp_patch.streams.fingerprint import fingerprint
+from ddp_patch.streams.seeding import Seed, loader_seed
 
 if TYPE_CHECKING:
     from ddp_patch.ranks.leader import Leader
@@ -30,6 +35,8 @@ _TOLD_IN_FULL = 16
 
 AGREEING = "Agreeing on how data is shared"
 _numbers = count(1)
+# How many loaders without a seed these ranks have patched that had such a stream.
+_numbers_of_like: Counter[tuple[int | str, ...]] = Counter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +45,17 @@ class Agreed:
 
     Attributes:
         world: The ranks that share.
-        options: The options, with rank 0's seed and ``agreement="auto"`` resolved.
+        options: What the user chose, with ``agreement="auto"`` resolved.
+        seed: The seed of every epoch's order; the same on every rank.
         leader: Sends every rank its share, if rank 0 draws for all.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
     """
 
     world: World
     options: Options
+    seed: Seed
     leader: "Leader | None" = None
     number: int = 0
-
-    @property
-    def seed(self) -> int:
-        """The seed of every epoch's order."""
-        return cast(int, self.options.seed)
 
     def plan(self, rank: int) -> Plan:
         """Return the plan that gives a rank its share."""
@@ -94,11 +98,15 @@ class _Record:
 
     compared: Mapping[str, object]
     order: str | None  # a fingerprint of the stream's first items; None if unknown
-    samples: str | None  # a fingerprint of the samples that a dataset's subset holds; None if unknown
-    seed: int
+    samples: Sequence[Content]  # fingerprints of the samples that the dataset holds, as far as they are known
+    stream: str  # a fingerprint of what tells the loader's stream from others'
+    seed: int | None
+    base_seed: int  # what the seed follows from if none was chosen
     generators: Sequence[torch.Tensor]
     meets: bool  # whether the ranks meet in every epoch
     ahead: int
+    share: int  # this rank's place among those that share
+    made_for: HeldWorld | None  # for which rank of how many the loader is sharded already; None if unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +115,7 @@ class _Verdict:
 
     seed: int
     generators: Sequence[torch.Tensor]
-    disagreement: str  # which ranks would draw different orders; empty if none would
+    orders: Mapping[int, str | None]  # the ranks' orders where they differ; else empty
     number: int
 
 
@@ -118,6 +126,7 @@ def agree(
     stream: StreamFacts | None,
     *,
     batches_ahead: int = 0,
+    made_for: HeldWorld | None = None,
     stacklevel: int = 3,
 ) -> Agreed:
     """Compare the ranks and return what they agreed on.
@@ -132,6 +141,7 @@ def agree(
         stream: The stream to shard; None if it is sharded already.
         batches_ahead: How many batches the loader's workers prefetch. If ranks meet within an epoch, this number must
             be the same on all, or one would wait for others that never come.
+        made_for: The rank and the number of ranks that a loader which is sharded already was made for, if known.
         stacklevel: How many calls above this one the user's code is, for a warning.
 
     Raises:
@@ -141,26 +151,40 @@ def agree(
     """
     if world.members is None:
         _refuse_communication(options)
-        seed = _default_seed(world) if options.seed is None else options.seed
-        return Agreed(world, replace(options, seed=seed, agreement=_settled(options, "")))
+        return Agreed(world, replace(options, agreement=_settled(options, "")), _seed(options, 0))
     found = [] if stream is None else stream.generators
     record = _Record(
         compared={**compared, **_chosen(options), **_sharing(world.members), "generators": len(found)},
         order=stream.order if stream is not None and options.agreement == "auto" else None,
-        samples=stream.samples if stream is not None and options.agreement in {"auto", "leader"} else None,
-        seed=_default_seed(world) if options.seed is None else options.seed,
+        samples=stream.samples if stream is not None and options.agreement in {"auto", "leader"} else (),
+        stream=fingerprint([] if stream is None else [stream.described]),
+        seed=options.seed,
+        base_seed=_base_seed(world),
         generators=[generator.get_state() for generator in found],
         meets=options.verify or options.agreement == "leader",
         ahead=batches_ahead,
+        share=world.rank,
+        made_for=made_for,
     )
     members = list(world.members)
     verdict: _Verdict = exchange(members, AGREEING, record, _judge, options.timeout)
     for generator, state in zip(found, verdict.generators, strict=True):
         generator.set_state(state)
-    if verdict.disagreement and dist.get_rank() == members[0]:
-        warnings.warn(verdict.disagreement, LeaderWarning, stacklevel=stacklevel)
-    options = replace(options, seed=verdict.seed, agreement=_settled(options, verdict.disagreement))
-    return Agreed(world, options, _leader(members, options), verdict.number)
+    disagreement = ""
+    if stream is not None and verdict.orders:  # seldom, so only then do the ranks meet once more
+        judge = partial(why_orders_differ, verdict.orders, stream.name, world.num_replicas)
+        disagreement = exchange(
+            members, TELLING_APART, stream.first_samples(world.num_replicas), judge, options.timeout
+        )
+    if disagreement and dist.get_rank() == members[0]:
+        warnings.warn(disagreement, LeaderWarning, stacklevel=stacklevel)
+    options = replace(options, agreement=_settled(options, disagreement))
+    return Agreed(world, options, _seed(options, verdict.seed), _leader(members, options), verdict.number)
+
+
+def _seed(options: Options, default: int) -> Seed:
+    chosen = options.seed
+    return Seed(default if chosen is None else chosen, is_chosen=chosen is not None)
 
 
 def _leader(members: Sequence[int], options: Options) -> "Leader | None":
@@ -182,11 +206,10 @@ def refusals_told(world: World | None, doing: str = AGREEING) -> Iterator[None]:
         raise
 
 
-def _default_seed(world: World) -> int:
-    """Return the default seed: torch's own, or 0 if the world may not include all ranks.
+def _base_seed(world: World) -> int:
+    """Return what the seeds of all loaders follow from: torch's own seed, or 0 if the world may not have all ranks.
 
-    Ranks outside the world cannot be asked but may have to draw the same: tensor-parallel ranks in other groups. 0 is
-    the default of ``torch.utils.data.DistributedSampler``.
+    Ranks outside the world cannot be asked but may have to draw the same: tensor-parallel ranks in other groups.
     """
     is_whole = world.members is not None and len(world.members) == dist.get_world_size()
     return torch.initial_seed() if is_whole else 0
@@ -209,7 +232,7 @@ def _refuse_communication(options: Options) -> None:
 
 
 def _chosen(options: Options) -> dict[str, object]:
-    names = ("uneven", "layout", "agreement", "scalable_shuffle", "verify", "iterable_sharding")
+    names = ("uneven", "layout", "agreement", "scalable_shuffle", "verify", "iterable_sharding", "share")
     given = {name: getattr(options, name) for name in names}
     return given | {"seed": "default" if options.seed is None else options.seed}
 
@@ -221,37 +244,30 @@ def _sharing(members: Mapping[int, int]) -> dict[str, object]:
 
 
 def _judge(records: Mapping[int, _Record]) -> dict[int, _Verdict]:
-    _require_same_samples({rank: record.samples for rank, record in records.items()})
+    require_same_samples(AGREEING, {rank: record.samples for rank, record in records.items()})
     require_same(AGREEING, {rank: record.compared for rank, record in records.items()})
+    held = {rank: (record.share, record.made_for) for rank, record in records.items() if record.made_for is not None}
+    if len(held) == len(records):
+        require_all_shares(AGREEING, held)
     first = next(iter(records.values()))
-    disagreement = _disagreement({rank: record.order for rank, record in records.items()})
-    if disagreement or first.meets:
+    orders = _differing({rank: record.order for rank, record in records.items()})
+    if orders or first.meets:
         require_same(AGREEING, {rank: {"batches fetched ahead": said.ahead} for rank, said in records.items()})
-    return dict.fromkeys(records, _Verdict(first.seed, first.generators, disagreement, next(_numbers)))
+    seed = _own_seed(list(records), first) if first.seed is None else first.seed
+    return dict.fromkeys(records, _Verdict(seed, first.generators, orders, next(_numbers)))
 
 
-def _require_same_samples(samples: Mapping[int, str | None]) -> None:
-    parties = by_value(samples)
-    if None in parties or len(parties) == 1:
-        return
-    listed = " and ".join(ranks_text(ranks) for ranks in parties.values())
-    raise RankMismatchError(
-        f"{AGREEING}: the datasets of {listed} hold different samples, as the indices of a Subset or the first and "
-        "last rows of a Hugging Face dataset tell. Each rank would take a share of its own part only, and the rest "
-        "would be lost. Patch a loader of the whole dataset: without split_dataset_by_node() or shard(), and with "
-        "random_split() or shuffle() seeded alike on every rank. If only the rows' content differs, agreement='seeded' "
-        "does not look."
-    )
+def _own_seed(members: Sequence[int], first: _Record) -> int:
+    """Return a seed for one loader alone, so that no two loaders of these ranks have the same order.
+
+    Count per group and stream: tensor-parallel ranks in another group must come to the same seed, even if only one of
+    the groups has patched, say, a loader for validation before.
+    """
+    loader: tuple[int | str, ...] = (*members, first.stream)
+    _numbers_of_like[loader] += 1
+    return loader_seed(first.base_seed, first.stream, _numbers_of_like[loader])
 
 
-def _disagreement(orders: Mapping[int, str | None]) -> str:
+def _differing(orders: Mapping[int, str | None]) -> Mapping[int, str | None]:
     parties = by_value(orders)
-    if None in parties or len(parties) == 1:
-        return ""
-    listed = " and ".join(ranks_text(ranks) for ranks in parties.values()).capitalize()
-    return (
-        f"{listed} would draw different orders, whatever the global random states: the sampler has "
-        "a random generator of its own that is seeded by rank, or follows the order of a set or of files. From now on "
-        "rank 0 draws each epoch and sends every rank its share, about 1 / num_replicas of the indices, at the "
-        "epoch's start. Make the sampler's order the same on every rank to do without."
-    )
+    return {} if None in parties or len(parties) == 1 else orders

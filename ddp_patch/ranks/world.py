@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
 
@@ -105,6 +105,8 @@ def _given_world(rank: SupportsIndex | None, num_replicas: SupportsIndex | None)
 
 
 def _group_world(group: dist.ProcessGroup | None) -> World:
+    if group is not None:
+        _require_group(group)
     rank = dist.get_rank(group)
     if rank < 0:
         raise WorldError(
@@ -116,10 +118,39 @@ def _group_world(group: dist.ProcessGroup | None) -> World:
     return World(rank, len(members), dict(sorted(members.items())))
 
 
+def _require_group(group: object) -> None:
+    # What new_group() returns on the ranks that it leaves out is no group.
+    if not (isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
+        raise InvalidOptionError(
+            f"process_group={group!r} is a {type(group).__name__}, not a torch.distributed.ProcessGroup, so it names "
+            "no ranks. Pass what torch.distributed.new_group() returned, or leave it out to share among all ranks."
+        )
+    if not dist.is_initialized():
+        raise WorldError(
+            "A process_group was given, and there is no process group now: none was made, or all were destroyed. Call "
+            "torch.distributed.init_process_group() first, and pass a group that was made after it."
+        )
+
+
+def _require_mesh(mesh: object, dimensions: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise InvalidOptionError(
+            f"device_mesh={mesh!r} is a {type(mesh).__name__}, not a torch.distributed.device_mesh.DeviceMesh, so it "
+            "names no ranks. Pass what init_device_mesh() returned."
+        )
+    is_listed = isinstance(dimensions, Iterable) and not isinstance(dimensions, str)
+    if dimensions is not None and not is_listed:
+        raise InvalidOptionError(
+            f"data_parallel_dimensions={dimensions!r} is a {type(dimensions).__name__}, and there may be several. Pass "
+            "a list of the names of the mesh's dimensions, such as data_parallel_dimensions=['dp']."
+        )
+
+
 def _mesh_world(mesh: DeviceMesh, dimensions: Sequence[str] | None) -> World:
+    _require_mesh(mesh, dimensions)
     names = tuple(mesh.mesh_dim_names or ())
     chosen = [name for name in names if name in (DATA_PARALLEL_DIMENSIONS if dimensions is None else dimensions)]
-    unknown = sorted(set(dimensions or ()) - set(names))
+    unknown = [name for name in dimensions or () if name not in names]
     if unknown or not chosen:
         raise InvalidOptionError(
             f"The device_mesh has the dimensions {names}, "

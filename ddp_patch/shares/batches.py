@@ -8,34 +8,23 @@ from torch.utils.data import DataLoader
 from ddp_patch.errors import InvalidOptionError, NotPatchedError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
+from ddp_patch.plan import Batching
 from ddp_patch.shares.epochs import EpochSampler
 
 __all__ = ["Batches", "patched_sampler", "require_batches"]
 
 
 @dataclass(frozen=True, slots=True)
-class Batches:
+class Batches(Batching):
     """How a loader makes batches of a rank's share.
 
     Attributes:
         sampler: The sampler that shards.
         level: Which part of the loader is sharded.
-        size: How many items of the share a batch takes: its samples, or 1 if an item is a whole batch.
-        drop_last: Whether an incomplete last batch is left out.
     """
 
     sampler: EpochSampler[Any]
     level: Level
-    size: int
-    drop_last: bool
-
-    def count(self, items: int) -> int:
-        """Return how many batches a number of the share's items make."""
-        return items // self.size if self.drop_last else -(-items // self.size)
-
-    def items_in(self, items: int) -> int:
-        """Return how many of a number of the share's items end up in batches."""
-        return items - items % self.size if self.drop_last else items
 
     def state_after(self, batches: int) -> dict[str, Any]:
         """Return the state after some batches of the latest pass.
@@ -97,6 +86,4 @@ def require_batches(operation: str, loader: DataLoader[Any]) -> Batches:
             "sharded sampler in a way of its own, so how many samples a batch took cannot be told. Share whole "
             "batches: pass the loader of the original samplers to patch_dataloader_to_ddp()."
         )
-    if facts.level in {Level.BATCH, Level.UNBATCHED}:
-        return Batches(sampler, facts.level, 1, drop_last=False)
-    return Batches(sampler, facts.level, facts.batch_size or 1, facts.drop_last)
+    return Batches(facts.batching.size, facts.batching.drop_last, sampler, facts.level)

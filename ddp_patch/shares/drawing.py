@@ -23,6 +23,7 @@ class Epoch(Generic[T]):
 
     Attributes:
         sampler: The wrapped sampler.
+        is_one_shot: Whether it is an iterator that no pass begins anew.
         number: The epoch's number.
         plan: Which positions are this rank's.
         before: What other numbers of ranks have taken; the pass is over the rest.
@@ -36,6 +37,7 @@ class Epoch(Generic[T]):
     """
 
     sampler: Iterable[T]
+    is_one_shot: bool
     number: int
     plan: Plan
     before: Done
@@ -46,11 +48,6 @@ class Epoch(Generic[T]):
     comes_late: Callable[[], bool]
     at_end: Callable[[int, int], None]
     verify: Callable[[int, str], None] | None
-
-    @property
-    def is_one_shot(self) -> bool:
-        """Whether the sampler is an iterator, which no pass begins anew."""
-        return isinstance(self.sampler, Iterator)
 
 
 class Stream(Generic[T]):

@@ -48,7 +48,6 @@ class EpochSampler(DistributedSampler[T]):
         options = agreed.options
         self._facts = {
             **facts,
-            "seed": agreed.seed,
             "uneven": options.uneven,
             "layout": options.layout,
             "scalable_shuffle": options.scalable_shuffle,
@@ -57,7 +56,7 @@ class EpochSampler(DistributedSampler[T]):
     @property
     def seed(self) -> int:  # type: ignore[override]  # torch sets it at construction, as the two below
         """The seed of every epoch's order; the same on every rank."""
-        return self.agreed.seed
+        return self.agreed.seed.value
 
     @property
     def rank(self) -> int:  # type: ignore[override]  # as seed
@@ -161,7 +160,7 @@ class EpochSampler(DistributedSampler[T]):
 
     def state_at(self, place: Place) -> dict[str, Any]:
         """Return the state of this sampler at a place."""
-        return write_state(place, self._facts)
+        return write_state(place, self._facts, self.seed)
 
     def _place_now(self) -> Place:
         if self.place is not None:
@@ -190,8 +189,9 @@ class EpochSampler(DistributedSampler[T]):
     def read(self, state: Any) -> Place:
         """Return the place that a state describes; raise StateError unless it is a place in this loader."""
         self.require_states("restored")
-        place = read_state(state, self._facts, self._holders.holders)
-        length = self._sure_length(place.epoch)
+        place = read_state(state, self._facts, self.agreed.seed, self._holders.holders)
+        with self.agreed.seed.tried(self.seed if place.seed is None else place.seed):  # a length may follow from it
+            length = self._sure_length(place.epoch)
         for number, (ranks, taken) in enumerate(place.done if length is not None else ()):
             left = len(self.plan.rest(length or 0, place.done[:number]))
             if taken > Plan(0, ranks, self.plan.uneven, self.plan.layout).rounds(left):
@@ -207,6 +207,8 @@ class EpochSampler(DistributedSampler[T]):
 
     def go_to(self, place: Place, *, tells_rest: bool) -> None:
         """Make the next pass resume at a place; see the attribute ``tells_rest``."""
+        if place.seed is not None:
+            self.agreed.seed.adopt(place.seed)
         self._holders.reinstate(place.held)
         self.set_epoch(place.epoch)  # also on samplers whose own state has the epoch before
         self.place, self.tells_rest = place, tells_rest

@@ -1,7 +1,7 @@
 """One pass over a rank's share of an epoch: where it begins, how far it has come, where it ends."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +27,8 @@ class Pass(Progress, Generic[T]):
         source: How it gets its items.
         resumes: Whether it goes on from a place that was loaded.
         keeps_sizes: Whether to keep how many samples each item given has.
+        at_end: Called with how many items all ranks share in it, once that is known and before a rank is given items
+            that others have no match for.
 
     Attributes:
         before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
@@ -41,12 +43,13 @@ class Pass(Progress, Generic[T]):
         *,
         resumes: bool = False,
         keeps_sizes: bool = False,
+        at_end: Callable[[int], object] = lambda length: None,
     ) -> None:
         before, skip = start.split(num_replicas)
         super().__init__(skip)
         self.before: Done = before
         self.source: Source[T] = source
-        self._resumes = resumes
+        self._resumes, self._at_end = resumes, at_end
         self._sizes: deque[int] | None = deque() if keeps_sizes else None
         self._start, self._num_replicas, self._holders = start, num_replicas, holders
         self._snapshots = start.snapshots
@@ -76,6 +79,8 @@ class Pass(Progress, Generic[T]):
         try:
             self._begin_generators()
             for part in self.source.parts(self.skip):
+                if self.length is not None:
+                    self._at_end(self.length)
                 run = self.give(part)
                 self._catch_up()
                 yield run

@@ -35,6 +35,7 @@ class Place:
         held: What the samplers held before it; or after it, where it has ended.
         ended: Whether nothing of it is left, so that the pass that comes next has nothing to give.
         snapshots: Where the generators stood meanwhile.
+        seed: The seed of the state that it was read from, if it was.
     """
 
     epoch: int
@@ -42,11 +43,17 @@ class Place:
     held: Held = field(default_factory=Held)
     ended: bool = False
     snapshots: Snapshots = field(default_factory=Snapshots)
+    seed: int | None = None
 
     @property
     def is_begun(self) -> bool:
         """Whether it is within a pass, not where one begins."""
         return bool(self.done)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the epoch was taken."""
+        return not any(taken for _, taken in self.done)
 
     def split(self, num_replicas: int) -> tuple[Done, int]:
         """Return what other numbers of ranks took, and how many items each of so many took after that."""
@@ -56,4 +63,4 @@ class Place:
 
     def following(self) -> "Place":
         """Return where the next epoch begins, if this one has ended; else this place."""
-        return Place(self.epoch + 1, held=self.held) if self.ended else self
+        return Place(self.epoch + 1, held=self.held, seed=self.seed) if self.ended else self

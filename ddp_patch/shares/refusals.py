@@ -9,10 +9,12 @@ from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, Unsupporte
 from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
 from ddp_patch.loaders.recognition import nested_datasets
 from ddp_patch.options import Options
+from ddp_patch.plan import ITEMS, Batching, Plan
 from ddp_patch.ranks.world import World
 from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.steps import require_steps
 
-__all__ = ["require_length", "require_shareable", "require_shuffle"]
+__all__ = ["require_length", "require_shareable", "require_shuffle", "require_steps_known"]
 
 
 def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -> None:
@@ -22,6 +24,7 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
         AlreadyPatchedError: It was patched for another world.
         UnsupportedLoaderError: It cannot be copied correctly, or its dataset is a share already.
         InvalidOptionError: An option cannot hold for it.
+        NoStepsError: A rank would make no step.
     """
     found = facts.sharded_by
     if any(map(is_split_by_node, nested_datasets(facts.dataset))):
@@ -34,11 +37,21 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
             f"The loader was patched for rank {found.rank} of {found.num_replicas} and cannot be patched again for "
             f"rank {world.rank} of {world.num_replicas}: it would share a share. Patch the original loader instead."
         )
+    if found is not None and world.members is None and facts.made_for not in {None, (world.rank, world.num_replicas)}:
+        rank, ranks = facts.made_for
+        raise AlreadyPatchedError(
+            f"The loader is sharded already by a {type(found).__name__} that was made for rank {rank} of {ranks}, and "
+            f"cannot be shared as rank {world.rank} of {world.num_replicas}: some samples would be lost or repeated. "
+            f"Build it for rank {world.rank} of {world.num_replicas}, or for one process, and patch that."
+        )
     if found is None:
         _require_copyable(facts)
         if facts.level is Level.ITERABLE:
             _require_iterable_options(facts, options)
         require_length(options, world, facts.stream)
+        # With "by_worker", the dataset decides what each rank reads.
+        if facts.level is not Level.ITERABLE or options.iterable_sharding == "exact":
+            require_steps_known(options, world, facts.stream, facts.batching, in_batches=facts.level is Level.SAMPLE)
 
 
 def _require_copyable(facts: LoaderFacts[Any]) -> None:
@@ -93,6 +106,15 @@ def require_length(options: Options, world: World, stream: StreamFacts) -> None:
             f"length must be known, and {stream.name} has no len(). Give it a __len__, or use layout='interleaved', "
             "which needs none."
         )
+
+
+def require_steps_known(
+    options: Options, world: World, stream: StreamFacts, batching: Batching = ITEMS, *, in_batches: bool = False
+) -> None:
+    """Refuse an epoch without steps where its length is known now; else a pass does that when it comes to the end."""
+    if (n := stream.length) is not None:
+        plan = Plan(world.rank, world.num_replicas, options.uneven, options.layout)
+        require_steps(plan, batching, stream.name, n, in_batches=in_batches)
 
 
 def require_shuffle(stream: StreamFacts) -> None:

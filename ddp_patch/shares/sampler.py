@@ -6,9 +6,12 @@ from functools import partial
 from itertools import chain
 from typing import Any, Self, TypeVar, cast
 
-from ddp_patch.errors import StreamLengthWarning
+import torch
+
+from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.nesting import NestedEpochs
+from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.shares.drawing import Epoch, require_sure_length
 from ddp_patch.shares.epochs import EpochSampler
@@ -16,8 +19,9 @@ from ddp_patch.shares.held import Held
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.sources import Drawn, LookedUp, Nothing, Source
-from ddp_patch.streams.generators import random_generators, unmoved
-from ddp_patch.streams.orders import ScalableShuffle, has_computed_order, has_order
+from ddp_patch.shares.steps import require_steps
+from ddp_patch.streams.generators import random_generators, torch_generators, unmoved
+from ddp_patch.streams.orders import has_computed_order, has_order, is_torch_sampler, scalable
 from ddp_patch.streams.random_states import epoch_states
 
 __all__ = ["ShardedSampler"]
@@ -36,9 +40,9 @@ class ShardedSampler(EpochSampler[T]):
     latest: Pass[T] | None
     place: Place | None
 
-    def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed) -> None:
+    def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ITEMS) -> None:
         if agreed.options.scalable_shuffle:
-            stream = StreamFacts.of(ScalableShuffle(stream.source, agreed.seed))
+            stream = StreamFacts.of(scalable(stream.source, agreed.seed))
         facts = {
             "shared by": type(self).__name__,
             "shuffle_samples_between_gpus": shuffle,
@@ -47,15 +51,18 @@ class ShardedSampler(EpochSampler[T]):
         super().__init__(agreed, stream.samplers, facts)
         self.sampler: Iterable[T] = stream.source
         self.shuffle = shuffle
+        self._batching = batching
+        self._is_one_shot = stream.is_one_shot
         self._nested_epochs = NestedEpochs(self.sampler)
+        self._torchs_generators = self._generators_of_torchs()
         self._warned_of_length = False
         self._known_end: dict[str, object] = {}
 
     @classmethod
-    def of(cls, stream: StreamFacts, agreed: Agreed) -> Self:
-        """Wrap a sampler on whose sharing the ranks have agreed already."""
+    def of(cls, stream: StreamFacts, agreed: Agreed, batching: Batching = ITEMS) -> Self:
+        """Wrap a sampler on whose sharing the ranks have agreed already, and of whose items a loader makes batches."""
         wrapper = cls.__new__(cls)
-        ShardedSampler.__init__(wrapper, stream, shuffle=False, agreed=agreed)
+        ShardedSampler.__init__(wrapper, stream, shuffle=False, agreed=agreed, batching=batching)
         return wrapper
 
     @property
@@ -85,7 +92,10 @@ class ShardedSampler(EpochSampler[T]):
 
     def _stream_length(self, epoch: int) -> int:
         """The wrapped sampler's length, or its own TypeError; some samplers draw to tell it."""
-        with epoch_states(self.agreed.options, epoch), unmoved(random_generators(self._holders.holders)):
+        with (
+            epoch_states(self.agreed.options, self.agreed.seed, epoch),
+            unmoved(random_generators(self._holders.holders)),
+        ):
             return len(cast(Any, self.sampler))
 
     def _sure_length(self, epoch: int) -> int | None:
@@ -96,7 +106,7 @@ class ShardedSampler(EpochSampler[T]):
 
     def held(self) -> Held:
         """Return what the samplers hold now."""
-        if isinstance(self.sampler, Iterator) and self.epochs.passes:
+        if self._is_one_shot and self.epochs.passes:
             why = (
                 "the sampler is an iterator, which gives its items once, and how many of them earlier epochs took is "
                 "not known. Give the loader something that can be iterated again"
@@ -120,8 +130,9 @@ class ShardedSampler(EpochSampler[T]):
 
     def _runs(self, one: Pass[T]) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
-        if not one.is_ended and one.epoch != self.epochs.upcoming:
-            # Another iterator began this epoch since, or set_epoch() chose another: take the one that is next now.
+        if not one.is_ended and (one.epoch != self.epochs.upcoming or self._was_given_a_generator()):
+            # Another iterator began this epoch since, or set_epoch() chose another: take the one that is next now. A
+            # sampler of torch's looks at its generator now.
             one = self._take_up_pass()
         if one.is_ended:
             return
@@ -146,13 +157,39 @@ class ShardedSampler(EpochSampler[T]):
         is_spent = self._is_spent(start)
         source: Source[T] = Nothing() if is_spent else self._source(start)
         self.latest = one = Pass(
-            start, self.num_replicas, self._holders, source, resumes=resumes, keeps_sizes=self.keeps_sizes
+            start,
+            self.num_replicas,
+            self._holders,
+            source,
+            resumes=resumes,
+            keeps_sizes=self.keeps_sizes,
+            at_end=partial(self._require_steps, start),
         )
         if is_spent:
             one.end()
             self.epochs.begin(number)
             self.place = None
         return one
+
+    def _generators_of_torchs(self) -> list[torch.Generator]:
+        return torch_generators(holder for holder in self._holders.holders if is_torch_sampler(holder))
+
+    def _was_given_a_generator(self) -> bool:
+        """Tell whether a sampler of torch's has another generator than before; refuse it where ranks had agreed on it.
+
+        Others may make generators of their own at any time, alike on every rank.
+        """
+        before, now = self._torchs_generators, self._generators_of_torchs()
+        if list(map(id, now)) == list(map(id, before)):
+            return False
+        if now and self.agreed.world.members is not None and self.agreed.leader is None:
+            raise InvalidOptionError(
+                f"A {type(self.sampler).__name__} was given a generator after it was patched. The ranks agreed on the "
+                "states of those that there were, and may have this one in different states. Give the sampler its "
+                "generator first and patch the loader then, or use agreement='leader'."
+            )
+        self._torchs_generators = now
+        return True
 
     def _is_spent(self, start: Place) -> bool:
         """Tell whether nothing is left of the epoch."""
@@ -168,10 +205,11 @@ class ShardedSampler(EpochSampler[T]):
         options, leader = self.agreed.options, self.agreed.leader
         epoch = Epoch(
             sampler=self.sampler,
+            is_one_shot=self._is_one_shot,
             number=start.epoch,
             plan=self.plan,
             before=start.split(self.num_replicas)[0],
-            rng=epoch_states(options, start.epoch),
+            rng=epoch_states(options, self.agreed.seed, start.epoch),
             draws_ahead=options.agreement != "ambient",
             shuffle_seed=self.seed if self.shuffle else None,
             length=partial(self._stream_length, start.epoch),
@@ -188,6 +226,12 @@ class ShardedSampler(EpochSampler[T]):
             turn = partial(self._turn, start.epoch)
             return Led(epoch, leader, turn, plans, start.held, self.held, has_length=has_length)
         return LookedUp(epoch) if self._is_looked_up() else Drawn(epoch)
+
+    def _require_steps(self, start: Place, length: int) -> None:
+        """Refuse an epoch without steps. The rest of one may well have none."""
+        if start.is_whole:
+            name = type(self.sampler).__name__
+            require_steps(self.plan, self._batching, name, length, in_batches=self._batching.size > 1)
 
     def _turn(self, epoch: int) -> dict[str, object]:
         """Return which pass is being made, to be compared between the ranks."""

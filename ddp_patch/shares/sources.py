@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from ddp_patch.plan import Rest, blocks
 from ddp_patch.shares.drawing import Epoch, Stream
 from ddp_patch.shares.held import Held
+from ddp_patch.streams.chunks import begun
 from ddp_patch.streams.fingerprint import COMPARED, fingerprint
 from ddp_patch.streams.orders import Order, order_of
 
@@ -127,7 +128,7 @@ class Drawn(Source[T]):
         # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
         with epoch.rng:
-            stream = iter(epoch.sampler)
+            stream = begun(epoch.sampler)
         self._stream = Stream(epoch, stream)
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:

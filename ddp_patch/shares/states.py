@@ -7,6 +7,7 @@ from ddp_patch.errors import StateError
 from ddp_patch.shares.held import Held, is_stateful
 from ddp_patch.shares.place import Place, Snapshots
 from ddp_patch.streams.generators import random_generators, set_generator_state, unmoved
+from ddp_patch.streams.seeding import Seed
 
 __all__ = ["read_state", "write_state"]
 
@@ -16,8 +17,8 @@ _VERSION = 1
 _FIELDS = ("version", "loader", "epoch", "done", "ended", "generators", "samplers", "attributes", "drawn_from", "now")
 
 
-def write_state(place: Place, facts: Mapping[str, object]) -> dict[str, Any]:
-    """Return a place as plain values, with the facts that tell of which loader it is.
+def write_state(place: Place, facts: Mapping[str, object], seed: int) -> dict[str, Any]:
+    """Return a place as plain values, with the seed and the facts that tell of which loader it is.
 
     Raises:
         StateError: What the samplers hold cannot be told.
@@ -27,7 +28,7 @@ def write_state(place: Place, facts: Mapping[str, object]) -> dict[str, Any]:
     at_first, latest = place.snapshots.at_first, place.snapshots.latest
     return {
         "version": _VERSION,
-        "loader": dict(facts),
+        "loader": {**facts, "seed": seed},
         "epoch": place.epoch,
         "done": [list(stint) for stint in place.done],
         "ended": place.ended,
@@ -40,27 +41,28 @@ def write_state(place: Place, facts: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
-def read_state(state: Any, facts: Mapping[str, object], holders: Sequence[Any]) -> Place:
+def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Sequence[Any]) -> Place:
     """Return the place that a state describes.
 
     Args:
-        state: What ``Place.state`` returned.
+        state: What ``write_state`` returned.
         facts: The facts that identify this loader.
+        seed: This loader's; if the user chose it, the state must have the same.
         holders: The samplers and others whose generators, states and attributes the state holds.
 
     Raises:
         StateError: The state is damaged, newer than this package, or of another loader.
     """
-    if not isinstance(state, Mapping) or "version" not in state:
-        raise _damaged(f"it is {type(state).__name__}, not a dict with a version")
-    if not _is_count(state["version"]) or state["version"] > _VERSION:
+    if not isinstance(state, Mapping):
+        raise _damaged(f"it is {state!r}, a {type(state).__name__} and not a dict")
+    if "version" in state and not (_is_count(state["version"]) and state["version"] <= _VERSION):
         raise StateError(
             f"The state has version {state['version']!r} and this package reads versions up to {_VERSION}, so it may "
             "mean what is not known here. Restore it with the version of ddp_patch that wrote it."
         )
     if missing := [name for name in _FIELDS if name not in state]:
         raise _damaged(f"it has no {', '.join(missing)}")
-    _require_same(state["loader"], facts)
+    _require_same(state["loader"], facts, seed)
     if not _is_count(state["epoch"]):
         raise _damaged(f"its epoch is {state['epoch']!r}, not a whole number of at least 0")
     if not _is_done(state["done"]):
@@ -72,7 +74,7 @@ def read_state(state: Any, facts: Mapping[str, object], holders: Sequence[Any]) 
     if at_first is not None:
         at_first = _read_generators("drawn_from", at_first, holders)
     held, latest = _read_held(state, holders), _read_latest(state["now"], holders)
-    return Place(state["epoch"], done, held, state["ended"], Snapshots(at_first, latest))
+    return Place(state["epoch"], done, held, state["ended"], Snapshots(at_first, latest), state["loader"]["seed"])
 
 
 def _read_generators(name: str, states: Any, holders: Sequence[Any]) -> Sequence[Any]:
@@ -116,23 +118,31 @@ def _require_number(name: str, states: Any, here: int) -> None:
         raise _other([f"  {name}: {len(states)} in the state; {here} here"])
 
 
-def _require_same(said: Any, facts: Mapping[str, object]) -> None:
+def _require_same(said: Any, facts: Mapping[str, object], seed: Seed) -> None:
     if not isinstance(said, Mapping):
         raise _damaged(f"its field loader is {said!r}, not a dict")
+    if not _is_count(said.get("seed")):
+        raise _damaged(f"its loader's seed is {said.get('seed')!r}, not a whole number of at least 0")
+    # A seed that nobody chose differs at each start.
+    facts = {**facts, "seed": seed.value if seed.is_chosen else said["seed"]}
     rows = [
         f"  {name}: {said.get(name, 'nothing')} in the state; {facts.get(name, 'nothing')} here"
         for name in dict.fromkeys([*facts, *said])
         if said.get(name, "nothing") != facts.get(name, "nothing")
     ]
     if rows:
-        raise _other(rows)
+        other_seed = facts["seed"] != said["seed"]
+        raise _other(
+            rows, f" Pass seed={said['seed']} to it, or no seed: then the state's holds." if other_seed else ""
+        )
 
 
-def _other(rows: Sequence[str]) -> StateError:
+def _other(rows: Sequence[str], remedy: str = "") -> StateError:
     return StateError(
         "The state is of another loader, and going on from it would lose or repeat samples.\n"
         + "\n".join(rows)
         + "\nBuild and patch the loader as it was when the state was taken, with the same seed and options."
+        + remedy
     )
 
 

@@ -3,15 +3,16 @@
 import copy
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import islice
+from types import WrapperDescriptorType
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-__all__ = ["MOST_AHEAD", "draw", "own"]
+__all__ = ["MOST_AHEAD", "begun", "draw", "own", "returns_itself"]
 
 T = TypeVar("T")
 
@@ -20,6 +21,30 @@ T = TypeVar("T")
 MOST_AHEAD = 8192
 
 _IMMUTABLE = (int, float, str, bytes, np.generic)
+
+
+def returns_itself(iterator: object) -> bool:
+    """Tell whether ``iter(iterator)`` surely does nothing: it is written in C, as a generator's or a list's is."""
+    return isinstance(getattr(type(iterator), "__iter__", None), WrapperDescriptorType)
+
+
+def begun(iterable: Iterable[T]) -> Iterator[T]:
+    """Begin an iterable, and return what draws from it by ``next()`` alone.
+
+    ``for``, ``islice`` and ``chain`` call ``iter()`` on what they draw from, and a sampler that is its own iterator may
+    begin anew at every such call: each of lhotse's does.
+    """
+    iterator = iter(iterable)
+    return iterator if returns_itself(iterator) else _by_next(iterator)
+
+
+def _by_next(iterator: Iterator[T]) -> Iterator[T]:
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        yield item
 
 
 def draw(
@@ -37,8 +62,8 @@ def draw(
     Chunks depend only on the stream, so every rank draws the same ones at the same step.
 
     Args:
-        iterator: What to draw from. If it raises an exception, the whole rounds that came before are yielded first, and
-            then the exception is raised unchanged.
+        iterator: What to draw from, as ``begun`` returns it. If it raises an exception, the whole rounds that came
+            before are yielded first, and then the exception is raised unchanged.
         rng: Entered for each chunk.
         round_size: Items in a round: one for each rank.
         most: The most samples to draw at once, unless a round has more. An index is one sample, a batch as many as it

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 import torch
 from torch.utils.data import (
+    BatchSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -21,12 +22,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from ddp_patch.compat import is_torch_batch_sampler
 from ddp_patch.errors import StreamLengthError
 from ddp_patch.plan import blocks
 from ddp_patch.streams.fingerprint import COMPARED
 from ddp_patch.streams.permutation import Permutation
 from ddp_patch.streams.random_access import RandomAccess, is_random_access
-from ddp_patch.streams.seeding import shuffle_key
+from ddp_patch.streams.seeding import Seed, shuffle_key
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # which takes long to import
@@ -39,6 +41,7 @@ __all__ = [
     "is_torch_sampler",
     "order_of",
     "order_parameters",
+    "scalable",
     "spread",
     "why_not_scalable",
 ]
@@ -134,12 +137,17 @@ def is_torch_sampler(sampler: object) -> bool:
 
 def order_parameters(sampler: object) -> list[object] | None:
     """Return what the order of one of torch's own samplers depends on, besides the random states; else None."""
+    if _is_batching(sampler):
+        inner = order_parameters(sampler.sampler)
+        return None if inner is None else ["batches", sampler.batch_size, sampler.drop_last, *inner]
     known = _TORCH_SAMPLERS.get(type(sampler))
     return None if known is None else known.parameters(sampler)
 
 
 def has_order(sampler: object) -> bool:
     """Return whether ``order_of`` knows the sampler."""
+    if _is_batching(sampler):
+        return has_order(sampler.sampler)
     if type(sampler) is RandomSampler:
         # Iterate orders of several turns: to draw them ahead would move the user's own generator too far.
         turns = sampler.replacement or sampler.num_samples > len(sampler.data_source)
@@ -149,16 +157,36 @@ def has_order(sampler: object) -> bool:
 
 def has_computed_order(sampler: object) -> bool:
     """Return whether ``order_of`` computes the sampler's order without drawing anything."""
+    if _is_batching(sampler):
+        return has_computed_order(sampler.sampler)
     return type(sampler) is ScalableShuffle or is_random_access(sampler)
 
 
 def order_of(sampler: Any, epoch: int) -> Order:
     """Return the order of an epoch, the same that iterating the sampler yields; torch's samplers draw it here."""
+    if _is_batching(sampler):
+        return _in_batches(order_of(sampler.sampler, epoch), sampler.batch_size, sampler.drop_last)
     if (known := _TORCH_SAMPLERS.get(type(sampler))) is not None:
         return known.order(sampler)
     if type(sampler) is ScalableShuffle:
         return sampler.order(epoch)
     return Order(len(sampler), partial(_looked_up, sampler, epoch))
+
+
+def _is_batching(sampler: object) -> TypeGuard[BatchSampler]:
+    """Tell whether a sampler makes batches of another one's items as torch does."""
+    return is_torch_batch_sampler(type(sampler))
+
+
+def _in_batches(items: Order, size: int, drop_last: bool) -> Order:
+    """Return the order of the batches that torch's ``BatchSampler`` makes of an order of items."""
+    length = items.length
+
+    def at(positions: range) -> list[list[Any]]:
+        starts = range(positions.start * size, positions.stop * size, positions.step * size)
+        return [list(items.at(range(start, min(start + size, length)))) for start in starts]
+
+    return Order(length // size if drop_last else -(-length // size), at, items.finish)
 
 
 def spread(values: Any) -> list[Any]:
@@ -234,9 +262,9 @@ class ScalableShuffle(Sampler[int]):
         seed: The seed of every epoch's order.
     """
 
-    def __init__(self, sampler: RandomSampler | SubsetRandomSampler, seed: int) -> None:
+    def __init__(self, sampler: RandomSampler | SubsetRandomSampler, seed: Seed) -> None:
         self.sampler = sampler
-        self.seed = seed
+        self._seed = seed
         self.epoch: int = 0
 
     def __len__(self) -> int:
@@ -256,7 +284,7 @@ class ScalableShuffle(Sampler[int]):
         sampler = self.sampler
         indices = sampler.indices if isinstance(sampler, SubsetRandomSampler) else None
         n = len(sampler.data_source if isinstance(sampler, RandomSampler) else sampler.indices)
-        permutation = Permutation(n, shuffle_key(self.seed, epoch))
+        permutation = Permutation(n, shuffle_key(self._seed.value, epoch))
 
         def at(positions: range) -> list[int]:
             places: list[int] = permutation(_as_array(positions)).tolist()
@@ -265,8 +293,17 @@ class ScalableShuffle(Sampler[int]):
         return Order(min(n, len(self.sampler)), at)
 
 
+def scalable(sampler: Any, seed: Seed) -> Sampler[Any]:
+    """Return what yields as many items, or batches, as a sampler that shuffles, but in an order that is computed."""
+    if _is_batching(sampler):
+        return type(sampler)(scalable(sampler.sampler, seed), sampler.batch_size, sampler.drop_last)
+    return ScalableShuffle(sampler, seed)
+
+
 def why_not_scalable(sampler: object) -> str | None:
     """Return why a scalable shuffle cannot replace a sampler, or None if it can."""
+    if _is_batching(sampler):
+        return why_not_scalable(sampler.sampler)
     if type(sampler) not in {RandomSampler, SubsetRandomSampler}:
         return "is not torch's RandomSampler or SubsetRandomSampler"
     if isinstance(sampler, RandomSampler) and sampler.replacement:

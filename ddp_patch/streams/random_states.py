@@ -9,14 +9,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from ddp_patch.options import Options
 from ddp_patch.streams.generators import plain
-from ddp_patch.streams.seeding import order_seeds
+from ddp_patch.streams.seeding import Seed, order_seeds
 
 __all__ = ["PrivateRNG", "ambient_state", "ambient_unmoved", "epoch_states"]
 
@@ -84,14 +84,9 @@ class PrivateRNG:
         self._swapping.release()
 
 
-def epoch_states(options: Options, epoch: int) -> AbstractContextManager[None]:
-    """Return what to enter while an epoch is drawn: its private states, or nothing with ``agreement="ambient"``.
-
-    Args:
-        options: With the seed that the ranks agreed on.
-        epoch: The epoch's number.
-    """
-    return nullcontext() if options.agreement == "ambient" else PrivateRNG(cast(int, options.seed), epoch)
+def epoch_states(options: Options, seed: Seed, epoch: int) -> AbstractContextManager[None]:
+    """Return what to enter while an epoch is drawn: its private states, or nothing with ``agreement="ambient"``."""
+    return nullcontext() if options.agreement == "ambient" else PrivateRNG(seed.value, epoch)
 
 
 def ambient_state() -> tuple[object, ...]:

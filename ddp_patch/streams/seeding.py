@@ -1,7 +1,8 @@
 """Seeds from (seed, epoch), for orders and for workers, and the count of epochs."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,15 +12,17 @@ from ddp_patch.compat import replace_worker_seed
 
 __all__ = [
     "EpochCounter",
+    "Seed",
     "WorkerSeeding",
     "distributed_permutation",
     "epoch_seed",
+    "loader_seed",
     "order_seeds",
     "shuffle_key",
 ]
 
 # What a seed is used for, so that no two uses draw the same numbers.
-_ORDER, _WORKER, _SHUFFLE = 0, 1, 2
+_ORDER, _WORKER, _SHUFFLE, _LOADER = 0, 1, 2, 3
 
 
 def _derive(seed: int, *key: int) -> np.random.SeedSequence:
@@ -29,6 +32,21 @@ def _derive(seed: int, *key: int) -> np.random.SeedSequence:
 def _torch_seed(sequence: np.random.SeedSequence) -> int:
     # 63 bits: DataLoader's own worker seeds are int64, and users pass them on to other libraries.
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def loader_seed(seed: int, stream: str, number: int) -> int:
+    """Return the seed of one of several loaders, for which the user chose none.
+
+    Args:
+        seed: What all their seeds follow from.
+        stream: A fingerprint, in hexadecimal digits, of what is known of the loader's stream.
+        number: Which of the loaders with such a stream it is, from 1.
+
+    Examples:
+        >>> len({loader_seed(seed, "f0", number) for seed, number in [(0, 1), (0, 2), (1, 1)]})
+        3
+    """
+    return _torch_seed(_derive(seed, _LOADER, int(stream, 16), number))
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -56,6 +74,32 @@ def order_seeds(seed: int, epoch: int) -> tuple[int, np.random.SeedSequence, int
 def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:
     """Return the key of an epoch's order that is computed, not drawn."""
     return _derive(seed, _SHUFFLE, epoch)
+
+
+class Seed:
+    """The seed in force. Whoever derives random states reads it here, so that a restored state's holds for all.
+
+    Args:
+        value: The seed, a whole number of at least 0.
+        is_chosen: Whether the user chose it; then no state replaces it.
+    """
+
+    def __init__(self, value: int, *, is_chosen: bool) -> None:
+        self.value: int = value
+        self.is_chosen: bool = is_chosen
+
+    def adopt(self, value: int) -> None:
+        """Replace the seed by a state's, from now on."""
+        self.value = value
+
+    @contextmanager
+    def tried(self, value: int) -> Iterator[None]:
+        """While entered, have another seed in force."""
+        before, self.value = self.value, value
+        try:
+            yield
+        finally:
+            self.value = before
 
 
 class EpochCounter:
@@ -108,16 +152,17 @@ class WorkerSeeding:
 
     Attributes:
         worker_init_fn: The user's function, or None.
+        seed: Read when a worker starts.
     """
 
     worker_init_fn: Callable[[int], object] | None
-    seed: int
+    seed: Seed
     rank: int
     epochs: EpochCounter
 
     def __call__(self, worker_id: int) -> None:
         """Seed torch, numpy and ``random`` in worker ``worker_id``."""
-        sequence = _derive(self.seed, _WORKER, self.epochs.upcoming, self.rank, worker_id)
+        sequence = _derive(self.seed.value, _WORKER, self.epochs.upcoming, self.rank, worker_id)
         seed = _torch_seed(sequence)
         torch.manual_seed(seed)
         np.random.seed(sequence.generate_state(4))

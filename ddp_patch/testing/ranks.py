@@ -16,13 +16,15 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Literal, TypeVar, TypeVarTuple
+from typing import Any, Literal, TypeVar, TypeVarTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from ddp_patch.errors import InvalidOptionError, RanksFailedError
+from ddp_patch.options import is_seconds, whole_number
 from ddp_patch.testing.guard import guard_this_process
 
 __all__ = ["run_ranks"]
@@ -61,7 +63,8 @@ def run_ranks(
         The ranks' return values, by rank; they must be picklable.
 
     Raises:
-        InvalidOptionError: ``world_size`` or ``timeout`` is not positive.
+        InvalidOptionError: ``world_size`` or ``timeout`` is not positive, ``fn`` or an argument cannot be sent to
+            another process, or there is no such ``start_method``.
         RanksFailedError: A rank raised, died or did not return in time. The message has each rank's traceback, or where
             a rank hung.
 
@@ -70,7 +73,9 @@ def run_ranks(
         >>> run_ranks(operator.add, 2)  # rank + world_size
         [2, 3]
     """
-    if world_size < 1 or timeout <= 0:
+    _check_task(fn, args, grace, start_method)
+    world_size = whole_number("world_size", world_size)
+    if world_size < 1 or not (is_seconds(timeout) and timeout > 0):
         raise InvalidOptionError(
             f"run_ranks with world_size={world_size} and timeout={timeout} can start nothing: pass at least 1 rank and "
             "a positive number of seconds."
@@ -83,6 +88,27 @@ def run_ranks(
     if all(rank.fate == "returned" for rank in ranks):
         return [rank.result for rank in ranks]
     raise RanksFailedError(_describe(getattr(fn, "__qualname__", repr(fn)), ranks, timeout))
+
+
+def _check_task(fn: Callable[..., Any], args: Sequence[Any], grace: float, start_method: str) -> None:
+    """Refuse, before any process starts, what no process can be started with."""
+    if not callable(cast(object, fn)):
+        raise InvalidOptionError(f"run_ranks was given {fn!r} ({type(fn).__name__}). Pass a function of a module.")
+    for what in (fn, *args):
+        try:
+            ForkingPickler.dumps(what)
+        except Exception as error:
+            raise InvalidOptionError(
+                f"run_ranks sends its function and arguments to other processes, and pickling {what!r} raised "
+                f"{type(error).__name__}: {error}. Pass a function that stands in a module, by its name, and arguments "
+                "that can be pickled."
+            ) from error
+    if not (is_seconds(grace) and grace >= 0):
+        raise InvalidOptionError(f"grace={grace!r} is not a number of seconds. Pass one of at least 0.")
+    if start_method not in (known := multiprocessing.get_all_start_methods()):
+        raise InvalidOptionError(
+            f"start_method={start_method!r} does not exist on this machine. Pass one of these: {', '.join(known)}."
+        )
 
 
 @dataclass

@@ -22,12 +22,12 @@ SEED = 100
 WHOLE = [kind for kind in ALL_KINDS if not kind.make().drop_last]
 
 
-def epochs_on_rank(kind: Kind, rank: int) -> list[list[Any]]:
-    """A kind's epochs with an all-reduce at every step, so that uneven steps would hang."""
+def epochs_on_rank(kind: Kind, rank: int) -> tuple[int, list[list[Any]]]:
+    """The seed and epochs of a kind, with an all-reduce at every step, so that uneven steps would hang."""
     seed_ambient(SEED + rank)
-    patched = patch_dataloader_to_ddp(kind.make())
+    patched: Any = patch_dataloader_to_ddp(kind.make())
     draw_ambient(rank)
-    return [units(kind, InStep(patched, rank)) for _ in range(kind.epochs)]
+    return patched.sampler.seed, [units(kind, InStep(patched, rank)) for _ in range(kind.epochs)]
 
 
 class InStep:
@@ -54,7 +54,7 @@ def meet() -> None:
     assert ranks == dist.get_world_size()
 
 
-def every_kind(rank: int, world_size: int) -> dict[str, list[list[Any]]]:
+def every_kind(rank: int, world_size: int) -> dict[str, tuple[int, list[list[Any]]]]:
     warnings.simplefilter("ignore")  # what is warned of is tested in process
     # Workers forked right after a collective may inherit a lock that a thread of gloo's holds; so they come from a
     # process without such threads, which imports what they need once.
@@ -72,13 +72,15 @@ def every_kind(rank: int, world_size: int) -> dict[str, list[list[Any]]]:
 def test_every_kind_is_shared_exactly(world_size: int) -> None:
     ranks = run_ranks(every_kind, world_size, timeout=300)
     for kind in WHOLE:
-        seed_ambient(SEED)  # the seed that rank 0 sent
-        alone = patch_dataloader_to_ddp(kind.make(), rank=0, num_replicas=1, seed=SEED)
+        seeds = {rank[kind.name][0] for rank in ranks}
+        assert len(seeds) == 1
+        seed_ambient(SEED)
+        alone = patch_dataloader_to_ddp(kind.make(), rank=0, num_replicas=1, seed=seeds.pop())
         streams = [units(kind, alone, STEPS * world_size) for _ in range(kind.epochs)]
         for epoch, stream in enumerate(streams):
             for rank in range(world_size):
                 share = [stream[p % len(stream)] for p in Plan(rank, world_size).share(len(stream))]
-                assert ranks[rank][kind.name][epoch] == share, (kind.name, epoch, rank)
+                assert ranks[rank][kind.name][1][epoch] == share, (kind.name, epoch, rank)
 
 
 def with_workers(rank: int, world_size: int) -> list[list[Any]]:
@@ -142,8 +144,9 @@ def standing_alone(rank: int, world_size: int) -> Any:
 
 def test_wrappers_find_the_group_and_agree_on_the_seed() -> None:
     first, second = run_ranks(standing_alone, 2)
-    assert first[2] == second[2] == SEED
-    alone = DDPSamplerWrapper(BY_NAME["numpy's global state, lazily"].make().sampler, num_replicas=1, rank=0, seed=SEED)
+    seed = first[2]
+    assert seed == second[2]
+    alone = DDPSamplerWrapper(BY_NAME["numpy's global state, lazily"].make().sampler, num_replicas=1, rank=0, seed=seed)
     for epoch in range(2):
         together = [item for pair in zip(first[epoch], second[epoch], strict=True) for item in pair]
         assert together[:23] == list(alone)

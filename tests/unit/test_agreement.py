@@ -35,7 +35,8 @@ from zoo import (
 )
 
 from ddp_patch import RankMismatchError, patch_dataloader_to_ddp
-from ddp_patch.loaders.samples import chosen_samples, sample_order
+from ddp_patch.loaders.contents import chosen_samples
+from ddp_patch.loaders.samples import sample_order
 from ddp_patch.ranks.comparison import require_same
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader, _pieces
 
@@ -165,15 +166,15 @@ def test_a_table_of_who_has_what() -> None:
 def test_which_samples_a_subset_holds() -> None:
     """A list of indices and a range of them are alike; a Subset of a Subset is told by both."""
     whole = Indices()
-    assert chosen_samples(whole) is None
+    assert chosen_samples(whole) == ()
     first, again, second = (chosen_samples(Subset(whole, indices)) for indices in (range(5), [*range(5)], range(5, 10)))
-    assert None not in {first, second}
+    assert () not in {first, second}
     assert first == again != second
     of_the_first, of_the_second = (
         chosen_samples(Subset(Subset(whole, half), [0])) for half in (range(5), range(5, 10))
     )
     assert of_the_first != of_the_second
-    assert chosen_samples(Subset(whole, iter(range(5)))) is None  # type: ignore[arg-type]  # which nobody can look up
+    assert chosen_samples(Subset(whole, iter(range(5)))) == ()  # type: ignore[arg-type]  # which nobody can look up
 
 
 def test_an_explicit_world_compares_nothing() -> None:

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import audit_parts as parts
 import audit_setups as setups
 import numpy as np
 import pytest
@@ -81,6 +82,8 @@ BROKEN: list[tuple[Callable[[int, int], DataLoader[Any]], str, str]] = [
     (setups.stream_uneven, "uneven_steps", "uneven='pad'"),
     (setups.stream_cut, "tail_lost", "drop_last=False"),
     (setups.stream_of_another_length, "wrong_length", "__len__"),
+    (parts.of_a_fixed_world, "ignores_world_size", "make(0, 1)"),
+    (parts.validation_too, "foreign", "same data"),
 ]
 
 

@@ -166,6 +166,7 @@ def test_every_parameter_has_its_option() -> None:
             ["--scalable-shuffle", "--iterable-sharding", "by_worker"],
             {"scalable_shuffle": True, "iterable_sharding": "by_worker"},
         ),
+        (["--share", "batches"], {"share": "batches"}),
         (
             ["--layout", "contiguous", "--seed", "4", "--uneven", "drop"],
             {"layout": "contiguous", "seed": 4, "uneven": "drop"},

@@ -16,7 +16,10 @@ OTHERS = {name: tree for name, tree in MODULES.items() if name != "compat.py"}
 # torch has these in no __all__.
 UNEXPORTED = {"ProcessGroupGloo", "WorkerInfo"}
 # Full names of classes and modules of other packages, in strings.
-PACKAGES = ("accelerate", "catalyst", "datasets", "lightning", "torch", "torch_geometric", "torchdata", "transformers")
+PACKAGES = (
+    *("accelerate", "catalyst", "datasets", "lightning", "oml", "pytorch_metric_learning"),
+    *("torch", "torch_geometric", "torchdata", "torchreid", "transformers", "trl"),
+)
 FULL_NAME = re.compile(rf"({'|'.join(PACKAGES)})(\.\w+)+")
 
 

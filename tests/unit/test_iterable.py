@@ -21,9 +21,10 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.options import Options
-from ddp_patch.plan import Plan
+from ddp_patch.plan import Batching, Plan
 from ddp_patch.shares.iterables.dataset import ShardedIterable
 from ddp_patch.streams.fingerprint import fingerprint
+from ddp_patch.streams.seeding import Seed
 
 
 def batches(dataset: IterableDataset[Any], rank: int, workers: int, **options: Any) -> list[Any]:
@@ -192,7 +193,8 @@ def test_an_iterator_keeps_its_epoch_when_another_one_begins() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_leave_word_of_all_that_a_pass_has_drawn(workers: int) -> None:
-    sharded = ShardedIterable(Source(), Plan(1, 2), Options(seed=1, verify=True), batch_size=3, drop_last=False)
+    seed = Seed(1, is_chosen=True)
+    sharded = ShardedIterable(Source(), Plan(1, 2), Options(verify=True), seed, Batching(3, drop_last=False))
     loader: DataLoader[Any] = DataLoader(sharded, batch_size=3, num_workers=workers, collate_fn=as_it_is)
     for number in (1, 2):
         sharded.board.begin(number, epoch=0)

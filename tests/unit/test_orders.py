@@ -33,9 +33,10 @@ from ddp_patch.plan import Plan, blocks
 from ddp_patch.streams.chunks import MOST_AHEAD
 from ddp_patch.streams.orders import ScalableShuffle, has_order, order_of
 from ddp_patch.streams.random_states import PrivateRNG
-from ddp_patch.streams.seeding import epoch_seed
+from ddp_patch.streams.seeding import Seed, epoch_seed
 
 WORDS = [f"{index}.jpg" for index in range(103)]
+SEED = Seed(0, is_chosen=True)
 
 
 def generator() -> torch.Generator:
@@ -453,7 +454,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 @pytest.mark.parametrize("num_samples", [5, 1000])
 def test_a_scalable_shuffle_has_as_many_samples_as_the_sampler(num_samples: int) -> None:
-    shuffle = ScalableShuffle(RandomSampler(range(1000), num_samples=num_samples), seed=0)
+    shuffle = ScalableShuffle(RandomSampler(range(1000), num_samples=num_samples), seed=SEED)
     items = list(shuffle)
     assert len(items) == len(shuffle) == num_samples
     assert len(set(items)) == num_samples
@@ -461,14 +462,14 @@ def test_a_scalable_shuffle_has_as_many_samples_as_the_sampler(num_samples: int)
 
 def test_an_epoch_keeps_the_length_that_it_began_with() -> None:
     growing = list(range(100))
-    shuffle = ScalableShuffle(RandomSampler(growing), seed=0)
+    shuffle = ScalableShuffle(RandomSampler(growing), seed=SEED)
     items = [item for item in shuffle for _ in [growing.append(0)]]  # type: ignore[func-returns-value]  # grows
     assert sorted(items) == list(range(100))
     assert len(list(shuffle)) == 200
 
 
 def test_a_subset_is_shuffled_too() -> None:
-    shuffle: ScalableShuffle = ScalableShuffle(SubsetRandomSampler(WORDS), seed=0)  # type: ignore[arg-type]  # any items
+    shuffle: ScalableShuffle = ScalableShuffle(SubsetRandomSampler(WORDS), seed=SEED)  # type: ignore[arg-type]  # any items
     assert sorted(map(str, shuffle)) == sorted(WORDS)
 
 

@@ -3,6 +3,7 @@
 import operator
 import reprlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,20 @@ from numpy.typing import NDArray
 
 from ddp_patch.streams.fingerprint import fingerprint
 
-__all__ = ["Coding", "Numbers", "narrow"]
+__all__ = ["Coding", "Content", "Numbers", "narrow"]
 
 Numbers = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Stand for a sample by its value, which is no index even where it is a whole number.
+
+    Attributes:
+        value: The sample.
+    """
+
+    value: Any
 
 
 class Coding:
@@ -56,7 +68,12 @@ class Coding:
 
     def _code(self, item: Any) -> int:
         index = _index(item)
-        return index if index is not None else self._number(fingerprint([item]), reprlib.repr(item))
+        if index is not None:
+            return index
+        key = fingerprint([item])
+        if key not in self._codes:  # else save the time to name it
+            self._number(key, reprlib.repr(item.value if isinstance(item, Content) else item))
+        return self._codes[key]
 
     def _number(self, key: str, name: str) -> int:
         if key not in self._codes:

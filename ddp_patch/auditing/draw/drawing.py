@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.data import Subset
 
-from ddp_patch.auditing.draw.coding import Coding, Numbers, narrow
+from ddp_patch.auditing.draw.coding import Coding, Content, Numbers, narrow
 from ddp_patch.auditing.draw.drawn import Drawn
+from ddp_patch.auditing.draw.samples import contents, in_base
 from ddp_patch.auditing.draw.subject import Subject
-from ddp_patch.auditing.draw.subsets import in_base
 from ddp_patch.auditing.draw.traits import length_of, made_of_batches
 from ddp_patch.auditing.draw.workers import base_seed, batches_read
 from ddp_patch.loaders.facts import Level, LoaderFacts
-from ddp_patch.streams.chunks import own
+from ddp_patch.streams.chunks import begun, own
 
 __all__ = ["draw"]
 
@@ -30,13 +31,13 @@ def draw(facts: LoaderFacts[Any], coding: Coding, subject: Subject) -> Drawn:
     Args:
         facts: What a look at one rank's loader told.
         coding: Gives every item its number.
-        subject: Says how many items to draw, and whether to count indices in the dataset below a ``Subset``.
+        subject: Says how many items to draw, and whether to compare samples by their contents.
     """
     length_before = length_of(facts.loader)
     record = _Record(coding)
     steps = _steps(facts)
-    if subject.in_base:
-        steps = (list(in_base(facts.dataset, step)) for step in steps)
+    if facts.level is not Level.ITERABLE:
+        steps = _as_samples(facts.dataset, steps, subject.by_contents)
     ended = False
     while record.count < subject.max_items and record.error is None and not ended:
         has_drawn = record.draw_block(steps, subject.max_items - record.count)
@@ -93,6 +94,14 @@ class _Record:
         return Drawn(_joined(self._items), _joined(self._sizes), ended, lengths, self._seconds, memory, self.error)
 
 
+def _as_samples(dataset: Any, steps: Iterator[list[Any]], by_contents: bool) -> Iterator[list[Any]]:
+    """Yield what the indices of each step stand for: samples' contents, or indices below ``Subset`` layers."""
+    held = contents(dataset) if by_contents else None
+    if held is not None:
+        return ([Content(held[item]) for item in step] for step in steps)
+    return (in_base(dataset, step) for step in steps) if isinstance(dataset, Subset) else steps
+
+
 def _until(steps: Iterator[list[Any]], most: int) -> Iterator[list[Any]]:
     """Yield steps until they hold ``most`` items."""
     while most > 0 and (step := next(steps, None)) is not None:
@@ -117,7 +126,7 @@ def _steps(facts: LoaderFacts[Any]) -> Iterator[list[Any]]:
     if facts.level is Level.ITERABLE:
         yield from batches_read(facts)
         return
-    indices = iter(facts.iterated)
+    indices = begun(facts.iterated)
     base_seed(facts.loader)
     if facts.level is Level.SAMPLE:
         yield from indices  # torch's batch sampler makes a new list for each batch, so nothing needs copying

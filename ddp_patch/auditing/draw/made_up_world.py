@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from ddp_patch.auditing.draw.coding import Coding
+import numpy as np
+
+from ddp_patch.auditing.draw.coding import Coding, Numbers
 from ddp_patch.auditing.draw.drawn import Drawn, Epoch, signature
 from ddp_patch.auditing.draw.processes import RealRank, real_ranks_of
 from ddp_patch.auditing.draw.simulate import Rank, ranks_of
@@ -35,7 +37,8 @@ class MadeUpWorld:
         units: Whether ranks shard samples or whole batches, as the single process's loader says.
 
     Raises:
-        InvalidOptionError: Each rank has a dataset of its own, so one index is another sample on each.
+        InvalidOptionError: Each rank has a dataset of its own, so one index is another sample on each, and the samples
+            are not held in memory.
     """
 
     def __init__(
@@ -51,10 +54,10 @@ class MadeUpWorld:
         self.coding: Coding = Coding()
         self._begin(subject)
         traits = [rank.traits for rank in (*self._ranks, self._alone)]
-        if len({each.dataset_length for each in traits}) > 1:
-            if len({each.base_length for each in traits}) > 1:
+        if subject.is_made and not self._has_one_base():
+            if None in self._digests():
                 raise _incomparable(subject.name, traits)
-            self._begin(replace(subject, in_base=True))
+            self._begin(replace(subject, by_contents=True))
         self.traits: Traits = traits[0]
         self.units: Units = traits[-1].units
 
@@ -64,6 +67,36 @@ class MadeUpWorld:
         self._ranks = self._world_of(subject, self.world_size, range(self.epochs))
         whole = replace(subject, max_items=subject.max_items * self.world_size, whole=True)
         (self._alone,) = self._world_of(whole, 1, range(self.epochs))
+
+    def _has_one_base(self) -> bool:
+        """Tell whether an index of the dataset below ``Subset`` layers is one sample on all ranks, as far as one sees.
+
+        Only of data in memory are the samples compared: an audit reads no other.
+        """
+        everyone = (*self._ranks, self._alone)
+        if len({id(rank.base) for rank in everyone}) == 1:
+            return True
+        return len({rank.traits.base_length for rank in everyone}) == 1 and len(set(self._digests())) == 1
+
+    def _digests(self) -> list[str | None]:
+        known: dict[int, str | None] = {}
+        everyone = (*self._ranks, self._alone)
+        return [known[at] if (at := id(rank.base)) in known else known.setdefault(at, rank.digest) for rank in everyone]
+
+    def whole(self) -> Numbers | None:
+        """Return the indices of what all ranks' datasets are made of: the last layer that they have in common.
+
+        Returns:
+            Indices of the dataset below ``Subset`` layers, shape (samples,). None where there are none to compare.
+        """
+        if not self.subject.is_made or self.subject.by_contents or self.traits.is_iterable:
+            return None
+        common = None
+        for first, *others in zip(*(rank.layers for rank in (*self._ranks, self._alone)), strict=False):
+            if not all(np.array_equal(first, other) for other in others):
+                break
+            common = first
+        return common
 
     def _world_of(
         self, subject: Subject, world_size: int, numbers: Sequence[int], alike: bool = False
@@ -102,13 +135,21 @@ class MadeUpWorld:
 
 
 def _incomparable(name: str, traits: Sequence[Traits]) -> InvalidOptionError:
-    *ranks, alone = ("no length" if each.dataset_length is None else f"length {each.dataset_length}" for each in traits)
-    rank = next(rank for rank, length in enumerate(ranks) if length != alone)
+    *ranks, alone = map(_size_of_data, traits)
+    rank = next((rank for rank, size in enumerate(ranks) if size != alone), len(ranks) - 1)
     return InvalidOptionError(
         f"audit compares what ranks draw with what one process does, and in {name}(rank, world_size) the dataset of "
         f"rank {rank} of {len(ranks)} has {ranks[rank]}, that of rank 0 of 1 {alone}: indices are each rank's own and "
-        "cannot be compared. Make every rank's loader over the whole dataset, or over a torch.utils.data.Subset of it."
+        "cannot be compared, and the samples are not held in memory as values. Make every rank's loader over the whole "
+        "dataset, or over a torch.utils.data.Subset of it."
     )
+
+
+def _size_of_data(traits: Traits) -> str:
+    if traits.dataset_length is None:
+        return "no length"
+    below = "" if traits.base_length == traits.dataset_length else f" over a dataset of length {traits.base_length}"
+    return f"length {traits.dataset_length}{below}"
 
 
 def _in_step(ranks: Sequence[Drawn]) -> list[Drawn]:

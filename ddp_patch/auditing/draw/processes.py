@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddp_patch.auditing.draw.coding import Coding
+from ddp_patch.auditing.draw.coding import Coding, Numbers
 from ddp_patch.auditing.draw.drawn import Drawn
 from ddp_patch.auditing.draw.simulate import Rank
 from ddp_patch.auditing.draw.subject import Subject
@@ -25,11 +25,21 @@ class RealRank:
         traits: Describes its loader.
         epochs: What it drew, by epoch number.
         coding: Gave its items their numbers, in its own process.
+        digest: A hash of the samples that the dataset below torch's ``Subset`` layers holds in memory; None where it
+            holds none, and where no factory makes datasets.
+        layers: The indices of that dataset and of each ``Subset`` above it.
     """
 
     traits: Traits
     epochs: Mapping[int, Drawn]
     coding: Coding
+    digest: str | None = None
+    layers: Sequence[Numbers] = ()
+
+    @property
+    def base(self) -> object:
+        """Return what stands for the dataset, which is this process's own."""
+        return self
 
     def epoch(self, number: int, coding: Coding) -> Drawn:
         """Return an epoch, its items in the numbers of another coding."""
@@ -66,4 +76,7 @@ def _draw(rank: int, world_size: int, pickled: bytes, numbers: Sequence[int], al
     subject: Subject = pickle.loads(pickled)  # noqa: S301 - the parent's own
     coding = Coding()
     one = Rank(lambda: subject.made_for(rank, world_size, is_real=True), subject, seeded_as=0 if alike else rank)
-    return RealRank(one.traits, {number: one.epoch(number, coding) for number in numbers}, coding)
+    epochs = {number: one.epoch(number, coding) for number in numbers}
+    if not subject.is_made:
+        return RealRank(one.traits, epochs, coding)
+    return RealRank(one.traits, epochs, coding, one.digest, one.layers)

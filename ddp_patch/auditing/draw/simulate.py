@@ -1,14 +1,15 @@
 """Simulate one rank in this process: with its own random states, but without a process or network."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from ddp_patch.auditing.draw.coding import Coding
+from ddp_patch.auditing.draw.coding import Coding, Numbers
 from ddp_patch.auditing.draw.drawing import draw
 from ddp_patch.auditing.draw.drawn import Drawn
+from ddp_patch.auditing.draw.samples import base_of, digest, layers_of
 from ddp_patch.auditing.draw.subject import Factory, Subject
 from ddp_patch.auditing.draw.traits import Traits, traits_of
 from ddp_patch.errors import StreamLengthWarning
@@ -49,6 +50,21 @@ class Rank:
     def traits(self) -> Traits:
         """Return the traits of its loader."""
         return traits_of(self._facts)
+
+    @property
+    def base(self) -> object:
+        """Return the dataset below torch's ``Subset`` layers."""
+        return base_of(self._facts.dataset)
+
+    @property
+    def digest(self) -> str | None:
+        """Return a hash of the samples that this dataset holds in memory; None where it holds none."""
+        return digest(self.base)
+
+    @property
+    def layers(self) -> Sequence[Numbers]:
+        """Return the indices of this dataset and of each ``Subset`` above it."""
+        return layers_of(self._facts.dataset)
 
     def epoch(self, number: int, coding: Coding) -> Drawn:
         """Draw the loader's next pass as epoch ``number``."""

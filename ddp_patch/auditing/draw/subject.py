@@ -1,6 +1,7 @@
 """Make each rank's loader: a copy of the audited loader, or what the audited factory returns."""
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -35,11 +36,12 @@ class Subject:
         max_items: Draw this many items of each rank's epoch, rounded up to a whole batch.
         whole: Whether to keep a last, incomplete batch and to read with one worker, so that everything there is to
             shard is drawn once.
-        in_base: Whether to translate indices to those of the dataset below torch's ``Subset`` layers.
+        by_contents: Whether to compare samples by their contents, because each rank holds data of its own in memory.
 
     Raises:
         NotALoaderError: ``make`` is neither a loader nor a function.
-        InvalidOptionError: The loader is one rank's shard already; or options are given, and nothing is patched.
+        InvalidOptionError: The loader is one rank's shard already; the function does not take a rank and a world
+            size; or options are given, and nothing is patched.
     """
 
     make: LoaderFacts[Any] | Factory
@@ -48,7 +50,7 @@ class Subject:
     set_epoch: bool
     max_items: int
     whole: bool = False
-    in_base: bool = False
+    by_contents: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.make, LoaderFacts):
@@ -57,6 +59,7 @@ class Subject:
                     f"audit needs a DataLoader or a function make(rank, world_size) that returns one, and got "
                     f"{self.make!r} ({type(self.make).__name__}). Pass the finished loader itself."
                 )
+            _require_two_arguments(self.make)
         elif (found := self.make.sharded_by) is not None:
             rank, ranks = (getattr(found, name, "?") for name in ("rank", "num_replicas"))
             raise InvalidOptionError(
@@ -75,6 +78,11 @@ class Subject:
     def patches(self) -> bool:
         """Tell whether ``patch_dataloader_to_ddp`` shards the loader."""
         return self.patch and isinstance(self.make, LoaderFacts)
+
+    @property
+    def is_made(self) -> bool:
+        """Tell whether a factory makes each rank's loader."""
+        return not isinstance(self.make, LoaderFacts)
 
     @property
     def name(self) -> str:
@@ -105,6 +113,19 @@ class Subject:
                 made = patch_dataloader_to_ddp(made, **where, **self.options)
         facts = look_at(made)
         return _whole(facts) if self.whole else facts
+
+
+def _require_two_arguments(make: Factory) -> None:
+    """Refuse a function that cannot be called as ``make(rank, world_size)``."""
+    try:
+        inspect.signature(make).bind(0, 1)
+    except TypeError as error:
+        raise InvalidOptionError(
+            f"audit calls a factory as make(rank, world_size) for every rank, and {name_of(make)} cannot be called so: "
+            f"{error}. Give it these two arguments, or pass the finished loader itself."
+        ) from None
+    except ValueError:  # some functions in C do not tell their arguments
+        pass
 
 
 def name_of(make: Callable[..., Any]) -> str:

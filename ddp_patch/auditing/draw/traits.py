@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from ddp_patch.auditing.draw.subsets import base_of
+from ddp_patch.auditing.draw.samples import base_of
 from ddp_patch.auditing.report import Units
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.recognition import shards_itself

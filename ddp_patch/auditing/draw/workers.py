@@ -13,6 +13,7 @@ from ddp_patch.compat import made_worker_info, worker_info_told
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.nesting import deep_copy
 from ddp_patch.shares.iterables.workers import Board
+from ddp_patch.streams.chunks import begun
 from ddp_patch.streams.random_states import PrivateRNG
 
 __all__ = ["base_seed", "batches_read"]
@@ -58,14 +59,14 @@ class _Worker:
     def started(cls, facts: LoaderFacts[Any], number: int, seed: int) -> "_Worker":
         """Start a worker as torch does in a new worker process."""
         if facts.num_workers == 0:
-            return cls(None, None, iter(facts.dataset))
+            return cls(None, None, begun(facts.dataset))
         dataset = deep_copy(facts.dataset, sharing=_shared_memory(facts.dataset))
         info = made_worker_info(number, facts.num_workers, seed + number, dataset)
         worker = cls(info, PrivateRNG(seed, number))
         with worker._at_work():
             if (prepare := facts.loader.worker_init_fn) is not None:
                 prepare(number)
-            worker.items = iter(dataset)
+            worker.items = begun(dataset)
         return worker
 
     def batch(self, facts: LoaderFacts[Any]) -> list[Any]:

@@ -1,24 +1,34 @@
 """Find out why the ranks' shards are not disjoint and complete. The words for each cause are in ``wording``."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddp_patch.auditing.draw.coding import Coding, Numbers
+from ddp_patch.auditing.draw.coding import Numbers
 from ddp_patch.auditing.draw.drawn import Epoch, signature
 from ddp_patch.auditing.draw.traits import Traits
 from ddp_patch.auditing.judge import wording
-from ddp_patch.auditing.judge.counting import is_constant
+from ddp_patch.auditing.judge.about import About, shards_of
+from ddp_patch.auditing.judge.counting import is_constant, repeats_rank_0
 from ddp_patch.auditing.judge.judging import Judged
-from ddp_patch.auditing.judge.wording import About, shards_of
 from ddp_patch.auditing.report import Kind, Problem
 
 __all__ = ["Cause", "cause_of", "coverage_kinds", "unsharded"]
 
 # The kinds of problem that mean: shards are not disjoint, or not complete.
 coverage_kinds: frozenset[Kind] = frozenset(
-    {"not_sharded", "double_sharding", "ranks_disagree", "torn_batch", "missing", "repeated", "padding"}
+    {
+        "not_sharded",
+        "ignores_world_size",
+        "double_sharding",
+        "ranks_disagree",
+        "torn_batch",
+        "missing",
+        "repeated",
+        "foreign",
+        "padding",
+    }
 )
 
 
@@ -35,51 +45,45 @@ class Cause:
     seeds_agree: bool | None
 
 
-def cause_of(
-    epoch: Epoch,
-    judged: Judged,
-    alike: Callable[[], tuple[Epoch, Judged]],
-    traits: Traits,
-    coding: Coding,
-    pads: bool,
-) -> Cause:
+def cause_of(about: About, alike: Callable[[], tuple[Epoch, Judged]], traits: Traits, pads: bool) -> Cause:
     """Say why an epoch's shards are not disjoint and complete.
 
     Args:
-        epoch: What ranks drew that are seeded differently.
-        judged: How that was judged.
+        about: What ranks drew that are seeded differently, and how that was judged.
         alike: Draws and judges the epoch again, on ranks that are all seeded alike.
         traits: Describes rank 0's loader.
-        coding: Gives items their names.
         pads: Whether samples may be repeated to fill the last round.
     """
-    about = About(epoch, judged, coding)
-    world = len(epoch.ranks)
-    if not pads and not judged.found.lacking and judged.found.extra < world:
-        limit = f"None may be repeated (padding=False), and {judged.found.extra} are."
+    epoch, judged = about.epoch, about.judged
+    world, found = len(epoch.ranks), judged.found
+    if not pads and not found.lacking and not found.unexpected and found.extra < world:
+        limit = f"None may be repeated (padding=False), and {found.extra} are."
         return Cause((wording.padding(about, limit),), seeds_agree=True)
     again, judged_again = alike() if world > 1 else (epoch, judged)
-    if _has_all_on_every_rank(epoch) or _is_same_on_every_rank(again):
+    if _is_same_on_every_rank(again):
+        return Cause((_not_sharded(about, again),), seeds_agree=None)
+    if repeats_rank_0(epoch):
+        return Cause((wording.ignored_world_size(about),), seeds_agree=None)
+    if _has_all_on_every_rank(epoch):
         return Cause((_not_sharded(about, again),), seeds_agree=None)
     if judged_again.is_covered:
         return Cause((wording.disagreement(about, "nothing is"),), seeds_agree=False)
-    structural = _structural(About(again, judged_again, coding), traits)
-    if judged.found.lacking and not judged_again.found.lacking:
+    structural = _structural(replace(about, epoch=again, judged=judged_again), traits)
+    if found.lacking and not judged_again.found.lacking:
         return Cause((wording.disagreement(about, "none is missing"), structural), seeds_agree=False)
     return Cause((structural,), seeds_agree=None)
 
 
-def unsharded(epoch: Epoch, again: Epoch, judged: Judged, coding: Coding) -> Problem | None:
+def unsharded(about: About, again: Epoch) -> Problem | None:
     """Return the problem that ranks do not shard, for epochs in which counting cannot tell; None if they do.
 
     Args:
-        epoch: What ranks drew that are seeded differently.
+        about: What ranks drew that are seeded differently, and how that was judged.
         again: What ranks drew that are all seeded alike.
-        judged: How ``epoch`` was judged.
-        coding: Gives items their names.
     """
+    epoch = about.epoch
     may_be = not is_constant(epoch) if epoch.is_sample else _has_all_on_every_rank(epoch)
-    return _not_sharded(About(epoch, judged, coding), again) if may_be and _is_same_on_every_rank(again) else None
+    return _not_sharded(about, again) if may_be and _is_same_on_every_rank(again) else None
 
 
 def _not_sharded(about: About, again: Epoch) -> Problem:
@@ -99,6 +103,7 @@ def _structural(about: About, traits: Traits) -> Problem:
         _every_worker_reads,
         _same_shard_of_some,
         _own_randomness,
+        _foreign,
         _missing,
         _padding,
     )
@@ -131,8 +136,13 @@ def _same_shard_of_some(about: About, _: Traits) -> Problem | None:
 
 def _own_randomness(about: About, _: Traits) -> Problem | None:
     found = about.judged.found
-    fits = found.lacking and found.extra and _has_right_totals(about.epoch, about.judged)
+    overlaps = found.extra or found.unexpected > len(found.foreign)
+    fits = found.lacking and overlaps and _has_right_totals(about.epoch, about.judged)
     return wording.own_randomness(about) if fits else None
+
+
+def _foreign(about: About, _: Traits) -> Problem | None:
+    return wording.foreign(about) if about.judged.found.unexpected else None
 
 
 def _missing(about: About, _: Traits) -> Problem | None:

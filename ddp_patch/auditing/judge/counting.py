@@ -16,6 +16,7 @@ __all__ = [
     "coverage_of_samples",
     "dense",
     "is_constant",
+    "repeats_rank_0",
 ]
 
 # Count this many items at once: bincount converts its argument to 64 bits.
@@ -31,6 +32,8 @@ class Coverage:
         lacking: By how many times, in total.
         repeated: Numbers of what was got too often, each once.
         extra: By how many times, in total.
+        foreign: Numbers of what a single process never gets, each once.
+        unexpected: How many times it was got, in total.
         distinct: How many different things a single process gets.
         is_known: Whether what was drawn is enough to tell.
     """
@@ -39,20 +42,23 @@ class Coverage:
     lacking: int
     repeated: Numbers
     extra: int
+    foreign: Numbers
+    unexpected: int
     distinct: int
     is_known: bool = True
 
     def unknown(self) -> "Coverage":
-        """Return the coverage as one that cannot be told: nothing missing, nothing repeated."""
-        return Coverage(self.missing[:0], 0, self.repeated[:0], 0, self.distinct, is_known=False)
+        """Return the coverage as one that cannot be told: nothing missing, nothing repeated, nothing foreign."""
+        none = self.missing[:0]
+        return Coverage(none, 0, none, 0, none, 0, self.distinct, is_known=False)
 
     def counts_alone(self) -> "Coverage":
         """Return by how many things there are too few or too many, where the ranks drew other things."""
-        both = min(self.lacking, self.extra)
+        too_many = self.extra + self.unexpected
+        both, none = min(self.lacking, too_many), self.missing[:0]
         if both == 0:
             return self
-        none = self.missing[:0]
-        return replace(self, missing=none, lacking=self.lacking - both, repeated=none, extra=self.extra - both)
+        return Coverage(none, self.lacking - both, none, too_many - both, none, 0, self.distinct)
 
 
 def coverage_of_samples(epoch: Epoch) -> Coverage:
@@ -92,10 +98,21 @@ def _is_made_anew(epoch: Epoch) -> bool:
 
     Rank 0 does not count: it starts with the random states of the single process, and may make the same samples.
     """
-    if not epoch.is_iterable or epoch.is_sample or not len(epoch.alone.items):
+    if not epoch.is_iterable or epoch.is_sample or not len(epoch.alone.items) or repeats_rank_0(epoch):
         return False
     got = np.concatenate([epoch.alone.items[:0], *(drawn.items for drawn in epoch.ranks[1:])])
     return bool(10 * np.count_nonzero(np.isin(got, epoch.alone.items)) < len(got))
+
+
+def repeats_rank_0(epoch: Epoch) -> bool:
+    """Tell whether a single process gets what rank 0 gets, while most of what other ranks get is foreign to it."""
+    first, *others = epoch.ranks
+    if epoch.is_sample or not others or not len(first.items):
+        return False
+    found = coverage(epoch.alone.items, [first.items])
+    is_first = not found.extra and not found.unexpected and found.lacking < int(first.sizes.max())  # a last batch
+    got = np.concatenate([drawn.items for drawn in others])
+    return is_first and bool(2 * np.count_nonzero(np.isin(got, epoch.alone.items)) < len(got))
 
 
 def coverage(expected: Numbers, shards: Sequence[Numbers]) -> Coverage:
@@ -108,12 +125,14 @@ def coverage(expected: Numbers, shards: Sequence[Numbers]) -> Coverage:
     """
     names, (counted, *others) = dense([expected, *shards])
     difference = _counts(counted, len(names))
-    distinct = int(np.count_nonzero(difference))
+    is_expected = difference > 0
     for shard in others:
         difference -= _counts(shard, len(names))
-    missing, repeated = np.flatnonzero(difference > 0), np.flatnonzero(difference < 0)
-    lacking, extra = int(difference[missing].sum()), -int(difference[repeated].sum())
-    return Coverage(names[missing], lacking, names[repeated], extra, distinct)
+    missing, repeated = np.flatnonzero(difference > 0), np.flatnonzero((difference < 0) & is_expected)
+    foreign = np.flatnonzero((difference < 0) & ~is_expected)
+    lacking, extra, unexpected = (abs(int(difference[one].sum())) for one in (missing, repeated, foreign))
+    distinct = int(np.count_nonzero(is_expected))
+    return Coverage(names[missing], lacking, names[repeated], extra, names[foreign], unexpected, distinct)
 
 
 def dense(arrays: Sequence[Numbers]) -> tuple[Numbers, list[Numbers]]:

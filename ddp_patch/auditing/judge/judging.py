@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from ddp_patch.auditing.draw.coding import Numbers
 from ddp_patch.auditing.draw.drawn import Epoch
 from ddp_patch.auditing.draw.traits import Traits
 from ddp_patch.auditing.judge.counting import Coverage, coverage_of_batches, coverage_of_samples
 from ddp_patch.auditing.judge.tearing import Torn, torn
 
-__all__ = ["Allowance", "Judged", "allowance", "judge", "largest_batch"]
+__all__ = ["Allowance", "Judged", "allowance", "judge", "judge_against", "largest_batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,9 @@ class Judged:
 
     @property
     def is_covered(self) -> bool:
-        """Tell whether nothing is missing or repeated but what may be."""
-        return self.padding == self.found.extra and self.dropped == self.found.lacking
+        """Tell whether nothing is missing or repeated but what may be, and nothing foreign."""
+        found = self.found
+        return self.padding == found.extra and self.dropped == found.lacking and not found.unexpected
 
 
 def judge(epoch: Epoch, allowance_of: Callable[[Epoch], Allowance]) -> tuple[Epoch, Judged]:
@@ -97,6 +101,21 @@ def judge(epoch: Epoch, allowance_of: Callable[[Epoch], Allowance]) -> tuple[Epo
         if judged_in_samples.is_covered:
             return in_samples, judged_in_samples
     return epoch, replace(judged, torn=pieces)
+
+
+def judge_against(whole: Numbers, epoch: Epoch, allowance_of: Callable[[Epoch], Allowance]) -> tuple[Epoch, Judged]:
+    """Judge an epoch against the whole of a dataset instead of what a single process gets.
+
+    Args:
+        whole: The numbers of all samples of the dataset, shape (samples,).
+        epoch: What was drawn.
+        allowance_of: Says what may be missing or repeated in an epoch.
+
+    Returns:
+        The epoch as if a single process got the whole dataset, in samples; and how it was judged.
+    """
+    alone = replace(epoch.alone, items=whole, sizes=np.ones(len(whole), np.int64))
+    return judge(replace(epoch, alone=alone, units="samples"), allowance_of)
 
 
 def _judged(found: Coverage, samples: Coverage, allowed: Allowance) -> Judged:

@@ -12,8 +12,8 @@ import numpy as np
 from ddp_patch.auditing.draw.coding import Coding, Numbers
 from ddp_patch.auditing.draw.drawn import Epoch
 from ddp_patch.auditing.draw.traits import Traits
+from ddp_patch.auditing.judge.about import where_in
 from ddp_patch.auditing.judge.judging import Judged, largest_batch
-from ddp_patch.auditing.judge.wording import where_in
 from ddp_patch.auditing.report import Problem
 
 __all__ = [

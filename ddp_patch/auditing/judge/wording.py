@@ -4,104 +4,34 @@ Which cause fits is decided in ``causes``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from ddp_patch.auditing.draw.coding import Coding
-from ddp_patch.auditing.draw.drawn import Epoch
-from ddp_patch.auditing.judge.judging import Judged
+from ddp_patch.auditing.judge.about import EXAMPLES, About, shards_of
 from ddp_patch.auditing.judge.tearing import Torn
-from ddp_patch.auditing.report import Kind, Problem
+from ddp_patch.auditing.report import Problem
 
 __all__ = [
-    "About",
     "disagreement",
     "double_sharding",
     "draw_of_its_own",
     "every_worker_reads",
+    "foreign",
+    "ignored_world_size",
     "missing",
     "own_randomness",
     "padding",
     "repeated",
     "same_shard",
     "same_shard_of_some",
-    "shards_of",
     "torn_batch",
-    "where_in",
     "whole_stream",
 ]
 
-# Give this many examples.
-_EXAMPLES = 3
 # List ranks one by one up to this many.
 _FEW = 4
 _PATCH = "Pass the loader through patch_dataloader_to_ddp()"
 _patch = _PATCH[0].lower() + _PATCH[1:]
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    """Word what was found in an epoch.
-
-    Args:
-        epoch: What was drawn.
-        judged: How the epoch was judged.
-        coding: Gives items their names.
-    """
-
-    epoch: Epoch
-    judged: Judged
-    coding: Coding
-
-    def problem(self, kind: Kind, what: str, why: str, remedy: str) -> Problem:
-        """Return a problem of this epoch."""
-        return Problem(kind, what, where_in(self.epoch), why, remedy)
-
-    def counts(self) -> str:
-        """Say how many are missing and repeated, with examples."""
-        of, found = f"of {self.epoch.expected} {self.epoch.units}", self.judged.found
-        parts = []
-        if found.lacking:
-            parts.append(f"{found.lacking} {of} are missing{self._such(self.missing())}.")
-        if found.extra:
-            shown = [f"{name} on ranks {', '.join(map(str, ranks))}" for name, ranks in self.repeated()]
-            parts.append(f"{found.extra} {of} are got too often{self._such(shown)}.")
-        return " ".join(parts)
-
-    def missing(self) -> tuple[str, ...]:
-        """Return the names of some samples that ranks got too seldom."""
-        return tuple(self.coding.name(int(code)) for code in self.judged.samples.missing[:_EXAMPLES])
-
-    def repeated(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the names of some samples that ranks got too often, each with the ranks that got it."""
-        codes = [int(code) for code in self.judged.samples.repeated[:_EXAMPLES]]
-        return tuple((self.coding.name(code), self._owners(code)) for code in codes)
-
-    def samples_of(self, rank: int) -> str:
-        """Say how many samples a rank got; nothing where only a part was drawn."""
-        return "" if self.epoch.is_sample else f", {len(self.epoch.ranks[rank].items)} samples"
-
-    def most_samples(self) -> str:
-        """Say how many samples the rank with the most got; nothing where only a part was drawn."""
-        return "" if self.epoch.is_sample else f", {max(len(drawn.items) for drawn in self.epoch.ranks)} samples"
-
-    def _such(self, shown: Sequence[str]) -> str:
-        such = "such as" if self.epoch.units == "samples" else "with samples such as"
-        return f" ({such} {'; '.join(shown)})" if shown else ""
-
-    def _owners(self, code: int) -> tuple[int, ...]:
-        return tuple(rank for rank, drawn in enumerate(self.epoch.ranks) if np.any(drawn.items == code))
-
-
-def where_in(epoch: Epoch) -> str:
-    """Say which epoch, on how many ranks."""
-    return f"epoch {epoch.number}, {len(epoch.ranks)} ranks"
-
-
-def shards_of(epoch: Epoch) -> list[int]:
-    """Return how many samples or batches each rank got, by rank."""
-    return [len(drawn.items if epoch.units == "samples" else drawn.sizes) for drawn in epoch.ranks]
 
 
 # Ranks that do not shard
@@ -113,7 +43,7 @@ def whole_stream(about: About, times: float) -> Problem:
         "not_sharded",
         f"Every one of {len(about.epoch.ranks)} ranks gets the whole stream{about.most_samples()}.",
         f"An epoch costs {times:g} times what it should, and gradients average repeated samples.",
-        f"{_PATCH} on every rank, after init_process_group().",
+        f"{_PATCH} on every rank, after init_process_group().{_of_a_group(about)}",
     )
 
 
@@ -123,7 +53,32 @@ def same_shard(about: About) -> Problem:
         "not_sharded",
         f"Every one of {len(about.epoch.ranks)} ranks gets the same share{about.most_samples()}.",
         "The other samples take no part in the training, and gradients average repeated ones.",
-        "Share by each process's own rank (torch.distributed.get_rank()), as patch_dataloader_to_ddp() does.",
+        "Share by each process's own rank (torch.distributed.get_rank()), as patch_dataloader_to_ddp() does."
+        + _of_a_group(about),
+    )
+
+
+def _of_a_group(about: About) -> str:
+    """Say what to do where a factory asks the process group, of which there is none."""
+    if not about.is_simulated:
+        return ""
+    return " If the factory asks torch.distributed instead of its arguments, pass processes=True."
+
+
+def ignored_world_size(about: About) -> Problem:
+    """Say that a factory makes for a single process what it makes for rank 0."""
+    epoch, world = about.epoch, len(about.epoch.ranks)
+    got = np.concatenate([np.unique(drawn.items) for drawn in epoch.ranks])
+    ranks_with = np.unique(got, return_counts=True)[1]
+    several = int(np.count_nonzero(ranks_with > 1))
+    together = f"Together the {world} ranks get {len(ranks_with)} different samples"
+    return about.problem(
+        "ignores_world_size",
+        f"make(0, 1) ignores world_size: it gets {len(epoch.alone.items)} samples, which are those of rank 0 of "
+        f"{world}. {together}{f', {several} of them on several ranks' if several else ''}.",
+        "What one process gets is what ranks are compared with, so nobody can tell whether their shares are complete.",
+        "Let make(0, 1) return the loader of one process over all data: split by world_size, not by a fixed number, "
+        "nor into parts made beforehand.",
     )
 
 
@@ -141,7 +96,7 @@ def draw_of_its_own(about: About) -> Problem:
 def same_shard_of_some(about: About, groups: Sequence[Sequence[int]]) -> Problem:
     """Say which groups of ranks get one shard."""
     first, *others = groups
-    too = "".join(f", and so do ranks {_listed(ranks)}" for ranks in others[: _EXAMPLES - 1])
+    too = "".join(f", and so do ranks {_listed(ranks)}" for ranks in others[: EXAMPLES - 1])
     return about.problem(
         "not_sharded",
         f"Ranks {_listed(first)} get the same share{about.samples_of(first[0])}{too}.",
@@ -156,7 +111,7 @@ def _listed(ranks: Sequence[int]) -> str:
     """Return two ranks or more in words."""
     shown = [*map(str, ranks)]
     if len(shown) > _FEW:
-        shown[_EXAMPLES:] = [f"{len(shown) - _EXAMPLES} more"]
+        shown[EXAMPLES:] = [f"{len(shown) - EXAMPLES} more"]
     return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
@@ -168,7 +123,7 @@ def disagreement(about: About, alike: str) -> Problem:
     return about.problem(
         "ranks_disagree",
         f"{about.counts()} With all ranks seeded alike {alike}.",
-        "The order comes from the global random states, in which the ranks differ.",
+        "The order or the data come from the global random states, in which the ranks differ.",
         f"{_PATCH}, which derives the order from (seed, epoch); or seed every rank alike where samplers draw.",
     )
 
@@ -217,6 +172,16 @@ def every_worker_reads(about: About, workers: int) -> Problem:
         "An iterable dataset is read by every worker, and this one splits itself by rank but not by worker.",
         "Split each rank's share by torch.utils.data.get_worker_info(), too; or pass the loader of the whole dataset "
         "through patch_dataloader_to_ddp(), which needs no splitting.",
+    )
+
+
+def foreign(about: About) -> Problem:
+    """Say that ranks get samples that a single process never gets."""
+    return about.problem(
+        "foreign",
+        about.counts(),
+        "Ranks train on other data than one process does: another split, another file, or indices that are off.",
+        "Make every rank's loader over the same data as that of one process, make(0, 1).",
     )
 
 

@@ -12,15 +12,16 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ddp_patch.compat import made_worker_info, worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.options import Options
-from ddp_patch.plan import Done, Plan
+from ddp_patch.plan import Batching, Done, Plan
 from ddp_patch.shares.drawing import require_sure_length, share
 from ddp_patch.shares.iterables.workers import Board, read_as, this_worker
 from ddp_patch.shares.place import Place
+from ddp_patch.shares.steps import require_steps
 from ddp_patch.streams.chunks import draw
 from ddp_patch.streams.fingerprint import Fingerprint
 from ddp_patch.streams.generators import random_generators, set_generator_states
 from ddp_patch.streams.random_states import epoch_states
-from ddp_patch.streams.seeding import EpochCounter
+from ddp_patch.streams.seeding import EpochCounter, Seed
 
 __all__ = ["IterableWorkerInit", "ShardedIterable", "random_holder"]
 
@@ -50,13 +51,13 @@ class ShardedIterable(IterableDataset[T]):
     """
 
     def __init__(
-        self, dataset: IterableDataset[T], plan: Plan, options: Options, batch_size: int, drop_last: bool
+        self, dataset: IterableDataset[T], plan: Plan, options: Options, seed: Seed, batching: Batching
     ) -> None:
         self.dataset = dataset
         self.board: Board = Board()
         self._plan = plan
-        self._options = options
-        self._batch_size, self._drop_last = batch_size, drop_last
+        self._options, self._seed = options, seed
+        self._batching = batching
         self._first_pass: int | None = None  # that a worker was started for
         self._resumed: tuple[int, Place] | None = None  # which pass goes on, and from where
         self._tells_rest = True
@@ -129,14 +130,15 @@ class ShardedIterable(IterableDataset[T]):
         rest = self._plan.rest_of_stream(self.stream_length, start.before)
         stream = rest.select(read_as(None, self.dataset))
         # One round at a time, and no copies: these are samples, not indices, and most are other ranks'.
-        chunks = draw(
-            stream, epoch_states(self._options, epoch), round_size=self._plan.num_replicas, most=1, copies=False
-        )
+        rng = epoch_states(self._options, self._seed, epoch)
+        chunks = draw(stream, rng, round_size=self._plan.num_replicas, most=1, copies=False)
         running = Fingerprint()
         if self._options.verify:
             chunks = running.watching(chunks)
 
         def at_end(drawn: int) -> None:
+            if not any(taken for _, taken in start.before) and not start.skip:
+                require_steps(self._plan, self._batching, type(self.dataset).__name__, drawn, in_batches=False)
             if self._options.verify:
                 self.board.end_verified(number, drawn, running.hexdigest())
             require_sure_length(self._plan, type(self.dataset).__name__, "dataset", drawn, len(rest))
@@ -145,18 +147,19 @@ class ShardedIterable(IterableDataset[T]):
         worker, workers = this_worker()
         items = (item for (part,) in share([self._plan], chunks, len(rest), at_end) for item in part)
         for place, item in enumerate(islice(items, start.skip, None)):
-            if place // self._batch_size % workers == worker:
+            if place // self._batching.size % workers == worker:
                 yield item
 
     def _by_worker(self, epoch: int, start: _Start) -> Iterator[T]:
         stream = read_as(self._reader(start.skip), self.dataset)
-        chunks = draw(stream, epoch_states(self._options, epoch), round_size=1, most=1, copies=False)
+        chunks = draw(stream, epoch_states(self._options, self._seed, epoch), round_size=1, most=1, copies=False)
         items = (item for chunk in chunks for item in chunk)
         role, workers = self._role(start.skip)
         # The loader asks its workers in turn, so this one made every workers-th of the batches that were done.
-        done = max(0, -(-(start.skip // self._batch_size - role) // workers)) * self._batch_size
+        size = self._batching.size
+        done = max(0, -(-(start.skip // size - role) // workers)) * size
         skipped = sum(1 for _ in islice(items, done))
-        if skipped < done if self._drop_last else skipped <= done - self._batch_size:
+        if skipped < done if self._batching.drop_last else skipped <= done - size:
             raise StateError(
                 f"{type(self.dataset).__name__} cannot go on from the state: worker {role} of {workers} had only "
                 f"{skipped} items before its end, so the workers no longer took turns and which batches were done "
@@ -167,7 +170,7 @@ class ShardedIterable(IterableDataset[T]):
     def _role(self, skip: int) -> tuple[int, int]:
         """Return which of how many workers' part this worker plays: batches go on with the one whose turn it was."""
         worker, workers = this_worker()
-        return (worker + skip // self._batch_size) % workers, workers
+        return (worker + skip // self._batching.size) % workers, workers
 
     def _reader(self, skip: int) -> Any:
         """Return which of all ranks' workers the dataset is told to be read by, when ``skip`` items are done."""

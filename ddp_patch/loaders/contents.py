@@ -1,0 +1,154 @@
+"""Which samples a dataset holds: fingerprints that tell one rank's from another's, with nothing loaded or decoded."""
+
+import copy
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from ddp_patch.compat import is_hugging_face_table
+from ddp_patch.loaders.recognition import nested_datasets
+from ddp_patch.loaders.samples import length_of
+from ddp_patch.loaders.worlds import stored
+from ddp_patch.streams.fingerprint import fingerprint
+from ddp_patch.streams.generators import LOOKED_AT
+from ddp_patch.streams.orders import spread
+
+__all__ = ["Content", "chosen_samples"]
+
+# How many samples are looked at, and how much of each: numbers of an array, characters of a text, parts of a container.
+_SAMPLES, _NUMBERS, _CHARACTERS, _PARTS = 16, 64, 256, 8
+# A shorter attribute of a dataset may have as many values as the dataset has samples by chance.
+_LEAST_HELD = 8
+# Plain data, by exact type: a subclass may read a file, or ask another rank, for an element.
+_PLAIN = (list, tuple, range, np.ndarray, torch.Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A fingerprint of some of a dataset's samples.
+
+    Attributes:
+        name: What they were read from.
+        fingerprint: Their fingerprint.
+        is_held: Whether that is an attribute of a dataset, which may hold other things than samples.
+        identifies: Whether no two of them are alike, so that another part of the data would differ.
+    """
+
+    name: str
+    fingerprint: str
+    is_held: bool
+    identifies: bool
+
+
+def chosen_samples(dataset: Any) -> tuple[Content, ...]:
+    """Return fingerprints of the samples that a dataset holds or was cut down to, as far as they can be told.
+
+    A torch ``Subset`` counts by its indices. A map-style Hugging Face dataset counts by its first and its last row, as
+    they are stored: ``split_dataset_by_node()`` leaves no other mark on one. Plain containers, the tensors of a
+    ``TensorDataset``, and attributes of a dataset with one value for each sample count by a few elements. A path counts
+    by its last part, and an object of another class by that class. ``__getitem__`` of a dataset is never called.
+
+    Examples:
+        >>> halves = [Subset(range(10), range(start, start + 5)) for start in (0, 5)]
+        >>> chosen_samples(halves[0]) == chosen_samples(halves[1])
+        False
+        >>> chosen_samples(["a", "b"]) == chosen_samples(["a", "c"])
+        False
+    """
+    found: dict[tuple[str, bool], list[Any]] = defaultdict(list)
+    for part in islice(nested_datasets(dataset), LOOKED_AT):
+        with suppress(Exception):  # the user's indices, or a row that cannot be read yet
+            for name, is_held, values in _contents(part):
+                if values:
+                    found[name, is_held].append(values)
+    return tuple(
+        Content(name, fingerprint(told), is_held, all(len({*map(_alone, one)}) == len(one) for one in told))
+        for (name, is_held), told in found.items()
+    )
+
+
+def _alone(value: Any) -> str:
+    return fingerprint([value])
+
+
+def _contents(dataset: Any) -> Iterator[tuple[str, bool, Sequence[Any]]]:
+    """Yield some of a dataset's samples, after the name of what holds them and whether that is an attribute."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, Subset):
+        yield "the indices of a Subset", False, spread(dataset.indices)
+        base: Any = dataset.dataset
+        if not isinstance(base, Dataset):  # which nobody else looks at
+            yield from _contents(base)
+    elif is_hugging_face_table(dataset):
+        yield "the first and last rows of a Hugging Face dataset", False, _ends(dataset)
+    elif type(dataset) in _PLAIN:
+        yield f"the elements of a {kind}", False, _looked_at(dataset)
+    elif isinstance(dataset, TensorDataset):
+        for tensor in dataset.tensors:
+            yield "the tensors of a TensorDataset", False, _looked_at(tensor)
+    elif not isinstance(dataset, IterableDataset):
+        for name, values in _attributes(dataset):
+            yield name, True, values
+
+
+def _attributes(dataset: Any) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield the name of each attribute of a dataset with one value for each sample, and some of these."""
+    n = length_of(dataset, ()) or 0
+    for attribute, value in stored(dataset).items() if n >= _LEAST_HELD else ():
+        name = f"{type(dataset).__name__}.{attribute}"
+        if type(value) in _PLAIN and _length(value) == n:
+            yield name, _looked_at(value)
+        elif is_hugging_face_table(value) and len(value) == n:
+            yield f"the first and last rows of {name}", _ends(value)
+
+
+def _ends(table: Any) -> list[Any]:
+    """Return the first and the last row of a Hugging Face dataset as they are stored, with nothing decoded."""
+    rows = copy.copy(table)
+    rows.set_format("arrow")
+    return [rows[place].to_pylist() for place in (0, len(table) - 1)] if len(table) else []
+
+
+def _length(values: Any) -> int | None:
+    return None if isinstance(values, torch.Tensor | np.ndarray) and values.ndim == 0 else len(values)
+
+
+def _looked_at(values: Any) -> list[Any]:
+    """Return what is told of some elements, evenly spread; nothing where they tell nothing of the samples."""
+    n = len(values)
+    positions = [*dict.fromkeys(place * (n - 1) // (_SAMPLES - 1) for place in range(_SAMPLES))] if n else []
+    elements = [values[position] for position in positions]
+    if any(element is None for element in elements):
+        return []  # a cache that fills up
+    told = [_told(element) for element in elements]
+    return [] if told == positions and n > 1 else told  # positions are the same for any data
+
+
+def _told(value: Any) -> Any:
+    """Return what is told of an element: enough to tell two samples apart, and nothing that ranks may differ in."""
+    match value:
+        case os.PathLike():
+            return _told(os.fspath(value))
+        case str():  # ranks may keep their copies of a file in folders of their own
+            return value.replace("\\", "/").rpartition("/")[2][-_CHARACTERS:]
+        case bytes():
+            return len(value), value[:_CHARACTERS]
+        case bool() | int() | float() | complex() | np.number() | np.bool_():
+            return value.item() if isinstance(value, np.generic) else value
+        case torch.Tensor() | np.ndarray() if type(value) in _PLAIN and not getattr(value, "is_cuda", False):
+            flat = value.reshape(-1)
+            numbers = flat[:: max(1, len(flat) // _NUMBERS)][:_NUMBERS].tolist()
+            return [str(value.dtype), tuple(value.shape), *map(_told, numbers)]
+        case dict():
+            return [len(value), *([_told(key), _told(part)] for key, part in islice(value.items(), _PARTS))]
+        case list() | tuple():
+            return [len(value), *map(_told, value[:_PARTS])]
+    return type(value).__name__

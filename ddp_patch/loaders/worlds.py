@@ -1,0 +1,85 @@
+"""The world that a sampler or dataset was made for, as the numbers tell that it holds."""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from types import MemberDescriptorType
+from typing import Any, TypeAlias, TypeGuard
+
+import numpy as np
+from torch.utils.data import DistributedSampler
+
+from ddp_patch.compat import READERS, WORLD_NAMES, splits_by_node, webdataset_world
+from ddp_patch.streams.generators import LOOKED_AT
+
+__all__ = ["HeldWorld", "held_parts", "stored", "world_of"]
+
+# A rank and the number of ranks.
+HeldWorld: TypeAlias = tuple[int, int]
+
+
+def stored(holder: object) -> dict[str, Any]:
+    """Return the attributes that an object stores, in its ``__dict__`` or in slots.
+
+    No property is asked: it runs the user's code, which may cost, raise or change something.
+    """
+    kept = dict(getattr(holder, "__dict__", {}))
+    for kind in type(holder).__mro__:
+        for name, slot in vars(kind).items():
+            if isinstance(slot, MemberDescriptorType) and kind.__module__ != "builtins":
+                try:
+                    kept[name] = slot.__get__(holder)
+                except AttributeError:
+                    continue  # an empty slot
+    return kept
+
+
+def held_parts(holder: object) -> Iterator[Any]:
+    """Yield what an object stores, and what the lists, tuples and dicts among it hold.
+
+    A container whose first elements are numbers or strings may be long, so only one that begins with an object of a
+    class of its own is read to its end.
+    """
+    for value in stored(holder).values():
+        yield value
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        if any(hasattr(part, "__dict__") for part in islice(held, LOOKED_AT)):
+            yield from held
+
+
+def world_of(holder: object) -> HeldWorld | None:
+    """Return the rank and the number of ranks that a sampler or dataset was made for, or None if it holds no such.
+
+    It holds them itself, or in an object that holds whole numbers alone, as mosaicml's ``World`` does. A smaller world
+    counts before a larger one, because ranks that replicate each other share the data as one.
+
+    Examples:
+        >>> from torch.utils.data import DistributedSampler
+        >>> world_of(DistributedSampler(range(8), num_replicas=4, rank=1))
+        (1, 4)
+        >>> world_of(range(8)) is None
+        True
+    """
+    kept = stored(holder)
+    if splits_by_node(kept):
+        return webdataset_world()
+    if isinstance(holder, DistributedSampler):  # torch documents these, and ours compute them
+        kept |= {name: getattr(holder, name, None) for name in WORLD_NAMES[0]}
+    found = [*_worlds(kept)]
+    for name, value in kept.items():
+        inner = stored(value)
+        is_world = not hasattr(value, "__iter__") and all(isinstance(number, int) for number in inner.values())
+        if is_world or name in READERS:
+            found += _worlds(inner)
+    return min(found, key=lambda world: (world[1] == 1, world[1]), default=None)
+
+
+def _worlds(attributes: Mapping[str, Any]) -> Iterator[HeldWorld]:
+    for underscore in ("", "_"):
+        for names in WORLD_NAMES:
+            rank, ranks = (attributes.get(underscore + name) for name in names)
+            if _is_whole(rank) and _is_whole(ranks) and 0 <= rank < ranks:
+                yield int(rank), int(ranks)
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

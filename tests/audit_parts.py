@@ -1,0 +1,236 @@
+"""Set-ups in which each rank has data of its own, right and broken, for the audit to look at: each a factory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from audit_setups import Augmented, Untouchable
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    random_split,
+)
+
+from ddp_patch import patch_dataloader_to_ddp
+
+N, WORLD = 104, 4
+NAMES = [f"{number}.jpg" for number in range(N)]
+VALUES = torch.arange(2 * N).reshape(N, 2)
+BASE = Untouchable(N)
+# Four parts that somebody made once, for all ranks.
+PARTS: list[Any] = random_split(BASE, [N // WORLD] * WORLD, torch.Generator().manual_seed(0))
+TRAIN: Any = Subset(Untouchable(2 * N), range(N, 2 * N))
+PARTS_OF_TRAIN = [Subset(TRAIN, range(rank, N, WORLD)) for rank in range(WORLD)]
+
+Make: TypeAlias = Callable[[int, int], DataLoader[Any]]
+
+
+def of(data: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=4, **options)
+
+
+def sliced(data: Any) -> Make:
+    return lambda rank, world_size: of(data[rank::world_size])
+
+
+def sliced_by(number: Callable[[int], int]) -> Make:
+    """Slice by a number that should be the rank, and is not."""
+    return lambda rank, world_size: of(NAMES[number(rank) :: world_size])
+
+
+def pieces(data: Any, cuts: Sequence[int]) -> Make:
+    """Cut data at fixed places, one piece for each rank."""
+    return lambda rank, world_size: of(data if world_size == 1 else data[cuts[rank] : cuts[rank + 1]])
+
+
+class Every(IterableDataset[int]):
+    """The every-so-many-th number of a stream."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(iter(range(N)), self.rank, None, self.step)
+
+
+def subset_that_fills_up(rank: int, world_size: int) -> DataLoader[Any]:
+    own = [*range(rank, 103, world_size)]
+    return of(Subset(Untouchable(103), own + [0] * (-(-103 // world_size) - len(own))))
+
+
+def patched(rank: int, world_size: int) -> DataLoader[Any]:
+    return patch_dataloader_to_ddp(of(list(NAMES), shuffle=True), rank=rank, num_replicas=world_size)
+
+
+def own_batches(rank: int, world_size: int) -> DataLoader[Any]:
+    part: Any = NAMES[rank::world_size]
+    return DataLoader(part, batch_sampler=BatchSampler(SequentialSampler(part), 4, drop_last=False))
+
+
+def concatenated(rank: int, world_size: int) -> DataLoader[Any]:
+    data: Any = NAMES
+    return of(ConcatDataset([Subset(data, range(rank, 60, world_size)), data[60 + rank :: world_size]]))
+
+
+RIGHT: dict[str, Make] = {
+    "parts made once": lambda rank, world_size: of(PARTS[rank]),
+    "parts made once, shuffled by each rank": lambda rank, world_size: of(PARTS[rank], shuffle=True),
+    "parts of a Subset, made once": lambda rank, world_size: of(PARTS_OF_TRAIN[rank]),
+    "parts made once, read in batches": lambda rank, world_size: DataLoader(
+        PARTS[rank], batch_sampler=BatchSampler(RandomSampler(PARTS[rank]), 4, drop_last=False)
+    ),
+    "a sampler of a fixed number of ranks": lambda rank, world_size: of(
+        BASE, sampler=DistributedSampler(BASE, WORLD, rank, shuffle=False)
+    ),
+    "Subset of torch's indices": lambda rank, world_size: of(
+        Subset(Untouchable(N), torch.arange(rank, N, world_size))  # type: ignore[arg-type]  # torch takes it
+    ),
+    "Subset that fills up its last round": subset_that_fills_up,
+    "list": sliced(NAMES),
+    "tuple": sliced((*NAMES,)),
+    "range": sliced(range(N)),
+    "array": sliced(np.arange(N) * 0.5),
+    "tensor": sliced(VALUES),
+    "TensorDataset": lambda rank, world_size: of(TensorDataset(VALUES[rank::world_size], VALUES[rank::world_size, 0])),
+    "list of samples and labels": sliced([*zip(VALUES, NAMES, strict=True)]),
+    "list of dicts": sliced([{"x": row, "name": name} for row, name in zip(VALUES.numpy(), NAMES, strict=True)]),
+    "list with duplicates": sliced([number % 5 for number in range(N)]),
+    "list in pieces": pieces(NAMES, [0, 26, 52, 78, 104]),
+    "list, shuffled by each rank": lambda rank, world_size: of(NAMES[rank::world_size], shuffle=True),
+    "list, a new one on each rank": lambda rank, world_size: of(
+        [*NAMES],
+        sampler=DistributedSampler(NAMES, world_size, rank, shuffle=False),  # type: ignore[arg-type]  # a list
+    ),
+    "Subset of a list": lambda rank, world_size: of(Subset([*NAMES], range(rank, N, world_size))),  # type: ignore[arg-type]  # a list
+    "lists and Subsets, concatenated": concatenated,
+    "list, in batches of its own": own_batches,
+    "patched": patched,
+    "stream": lambda rank, world_size: of(Every(rank, world_size)),
+}
+
+
+def of_a_fixed_world(rank: int, world_size: int) -> DataLoader[Any]:
+    return of(NAMES[rank::WORLD])
+
+
+def random_split_of_each_rank(rank: int, world_size: int) -> DataLoader[Any]:
+    return of(random_split(BASE, [N // world_size] * world_size)[rank])
+
+
+def shuffled_slice(rank: int, world_size: int) -> DataLoader[Any]:
+    order = torch.randperm(N).tolist()
+    return of([NAMES[index] for index in order][rank::world_size])
+
+
+def made_on_each_rank(rank: int, world_size: int) -> DataLoader[Any]:
+    data = TensorDataset(torch.rand(N, 2))
+    return of(data, sampler=DistributedSampler(data, world_size, rank, shuffle=False))
+
+
+def every_sample_twice(rank: int, world_size: int) -> DataLoader[Any]:
+    return of(Subset(BASE, [*range(rank, N, world_size)] * (1 if world_size == 1 else 2)))
+
+
+def shared_twice(rank: int, world_size: int) -> DataLoader[Any]:
+    part: Any = NAMES[rank::world_size]
+    return of(part, sampler=DistributedSampler(part, world_size, rank, shuffle=False))
+
+
+def by_process_group(rank: int, world_size: int) -> DataLoader[Any]:
+    """Asks the process group, and takes itself for alone where there is none."""
+    in_group = dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if in_group else (0, 1)
+    return of(NAMES[rank::world_size])
+
+
+def validation_too(rank: int, world_size: int) -> DataLoader[Any]:
+    return of(Untouchable(112), sampler=range(rank, N if world_size == 1 else 112, world_size))
+
+
+def other_names(rank: int, world_size: int) -> DataLoader[Any]:
+    names = NAMES if world_size == 1 else [f"val/{name}" for name in NAMES]
+    return of(names[rank::world_size])
+
+
+def one_further(rank: int, world_size: int) -> DataLoader[Any]:
+    first = int(world_size > 1)
+    return of(Subset(Untouchable(N + 1), range(first + rank, N + first, world_size)))
+
+
+# Set-up, the kind of its problem, what is said, and a word of the remedy.
+WRONG: dict[str, tuple[Make, str, tuple[str, ...], str]] = {
+    "a lost tail": (pieces(NAMES, [0, 25, 50, 75, 100]), "tail_lost", ("4 samples", "103.jpg"), "drop_last=False"),
+    "lost data": (pieces(NAMES, [0, 20, 40, 60, 80]), "missing", ("24 of 104 samples",), "patch_dataloader_to_ddp()"),
+    "lost data of an array": (pieces(np.arange(N), [0, 20, 40, 60, 80]), "missing", ("24 of 104 samples",), "uneven"),
+    "overlapping slices": (
+        lambda rank, world_size: of(NAMES if world_size == 1 else (NAMES * 2)[26 * rank :][:40]),
+        "repeated",
+        ("56 of 104 samples", "on ranks 2, 3"),
+        "disjoint",
+    ),
+    "unequal slices": (pieces(NAMES, [0, 40, 60, 80, 104]), "uneven_steps", ("Rank 1 makes 5", "rank 0"), "uneven"),
+    "one share of a list": (sliced_by(lambda rank: 0), "not_sharded", ("same share", "26 samples"), "get_rank()"),
+    "a list by local rank": (sliced_by(lambda rank: rank % 2), "not_sharded", ("Ranks 0 and 2",), "not by the local"),
+    "a whole list": (lambda rank, world_size: of([*NAMES]), "not_sharded", ("whole stream",), "processes=True"),
+    "one fixed part": (lambda rank, world_size: of(NAMES[::4]), "not_sharded", ("whole stream",), "processes=True"),
+    "a process group that is not there": (by_process_group, "not_sharded", ("whole stream",), "processes=True"),
+    "random_split of each rank": (random_split_of_each_rank, "ranks_disagree", ("seeded alike",), "seed every rank"),
+    "slices of a shuffle of each rank": (shuffled_slice, "ranks_disagree", ("seeded alike",), "seed every rank alike"),
+    "data made on each rank": (made_on_each_rank, "ranks_disagree", ("seeded alike", "data"), "seed every rank alike"),
+    "every sample twice": (every_sample_twice, "repeated", ("104 of 104 samples",), "disjoint"),
+    "slices that are shared again": (shared_twice, "double_sharding", ("28 of 104 samples",), "Share once"),
+    "lists made once": (
+        of_a_fixed_world,
+        "ignores_world_size",
+        ("make(0, 1)", "26 samples", "rank 0 of 4", "104 different samples"),
+        "make(0, 1)",
+    ),
+    "arrays made once, shuffled by each": (
+        lambda rank, world_size: of(VALUES[rank::WORLD], shuffle=True),
+        "ignores_world_size",
+        ("make(0, 1)", "26 samples"),
+        "make(0, 1)",
+    ),
+    "streams made once": (
+        lambda rank, world_size: of(Every(rank, WORLD)),
+        "ignores_world_size",
+        ("make(0, 1)", "26 samples"),
+        "make(0, 1)",
+    ),
+    "a stream of augmented samples, made once": (
+        lambda rank, world_size: of(Augmented(rank, WORLD, n=N)),
+        "ignores_world_size",
+        ("make(0, 1)", "26 samples"),
+        "make(0, 1)",
+    ),
+    "half of the parts made once": (
+        lambda rank, world_size: of(BASE, sampler=DistributedSampler(BASE, 2 * WORLD, rank, shuffle=False)),
+        "ignores_world_size",
+        ("make(0, 1)", "13 samples", "52 different samples"),
+        "make(0, 1)",
+    ),
+    "overlapping parts made once": (
+        lambda rank, world_size: of(Subset(BASE, [index % N for index in range(26 * rank, 26 * rank + 39)])),
+        "ignores_world_size",
+        ("make(0, 1)", "39 samples", "52 of them", "several ranks"),
+        "make(0, 1)",
+    ),
+    "samples of another split": (validation_too, "foreign", ("8 samples", "104 on rank 0", "one process"), "same data"),
+    "other data": (
+        other_names,
+        "foreign",
+        ("104 of 104 samples are missing", "104 samples", "'val/103.jpg' on rank 3"),
+        "same data",
+    ),
+    "one sample further": (one_further, "foreign", ("missing", "such as 0", "104 on rank 3"), "same data"),
+}

@@ -1,0 +1,162 @@
+"""Loaders without ``seed=`` on real ranks: each has a seed of its own, and a job that starts again resumes."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from messages import assert_tells
+from quick import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from zoo import Indices, N, as_it_is, seed_ambient
+
+from ddp_patch import DDPSamplerWrapper, RankMismatchError, loader_state, patch_dataloader_to_ddp, restore_loader
+
+
+def shuffled(n: int = N, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Indices(n), 3, shuffle=True, collate_fn=as_it_is, **options)
+
+
+def samples(loader: Any) -> list[int]:
+    return list(chain.from_iterable(loader))
+
+
+def several(rank: int, world_size: int, torch_seed: int) -> list[tuple[int, list[int]]]:
+    """Seeds, and what is drawn: of two loaders alike, one of another length, one with a seed and two wrappers."""
+    seed_ambient(torch_seed + rank)
+    loaders = [patch_dataloader_to_ddp(loader) for loader in (shuffled(), shuffled(), shuffled(7))]
+    chosen: Any = patch_dataloader_to_ddp(shuffled(), seed=4)
+    led: Any = patch_dataloader_to_ddp(shuffled(), agreement="leader", verify=True)
+    wrapped = [DDPSamplerWrapper[int](RandomSampler(Indices()), shuffle) for shuffle in (False, True)]
+    samplers = [loader.sampler for loader in (*loaders, chosen, led)]
+    seeds = [sampler.seed for sampler in (*samplers, *wrapped)]
+    drawn = [samples(loader) for loader in (*loaders, chosen, led)] + [list(sampler) for sampler in wrapped]
+    return list(zip(seeds, drawn, strict=True))
+
+
+def test_each_loader_has_a_seed_of_its_own_which_is_the_same_at_each_start() -> None:
+    first, second = run_ranks(several, 2, 10)
+    seeds = [seed for seed, _ in first]
+    assert seeds == [seed for seed, _ in second]
+    assert seeds[3] == 4
+    assert len(set(seeds)) == len(seeds)
+    drawn = [tuple(mine + other) for (_, mine), (_, other) in zip(first, second, strict=True)]
+    assert len(set(drawn)) == len(drawn)
+    assert [set(items) for items in drawn] == [set(range(7 if number == 2 else N)) for number in range(len(drawn))]
+    assert run_ranks(several, 2, 10) == [first, second]
+    (alone,) = run_ranks(several, 1, 10)
+    assert [seed for seed, _ in alone] == seeds  # in any number of ranks
+    others, _ = run_ranks(several, 2, 20)
+    assert not {seed for seed, _ in others} & set(seeds) - {4}
+
+
+def of_siblings(rank: int, world_size: int) -> list[tuple[int, list[int]]]:
+    """Two loaders alike in groups of ranks that must draw alike: tensor-parallel ranks stand side by side."""
+    seed_ambient(10 + rank)
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = groups[rank % 2]
+    if rank % 2 == 0:  # one of the groups has a loader for validation, too
+        patch_dataloader_to_ddp(DataLoader(Indices(5)), process_group=mine)
+    loaders: list[Any] = [patch_dataloader_to_ddp(shuffled(), process_group=mine) for _ in range(2)]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    loaders += [patch_dataloader_to_ddp(shuffled(), device_mesh=mesh) for _ in range(2)]
+    loaders += [patch_dataloader_to_ddp(shuffled(), rank=rank // 2, num_replicas=2) for _ in range(2)]
+    return [(loader.sampler.seed, samples(loader)) for loader in loaders]
+
+
+def test_groups_that_cannot_ask_each_other_draw_alike_and_each_loader_its_own() -> None:
+    ranks = run_ranks(of_siblings, 4)
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
+    seeds = [seed for seed, _ in ranks[0]]
+    assert seeds == [seed for seed, _ in ranks[2]]
+    assert len(set(seeds[:4])) == 4
+    assert seeds[4:] == [0, 0]  # in a world given by hand, as torch's DistributedSampler
+    for (_, mine), (_, other) in zip(ranks[0], ranks[2], strict=True):
+        assert set(mine + other) == set(range(N))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(N).tolist())
+
+
+def started(torch_seed: int, rank: int, workers: int, is_iterable: bool) -> Any:
+    seed_ambient(torch_seed + rank)
+    data: Any = Stream() if is_iterable else Indices()
+    options: dict[str, Any] = {} if is_iterable else {"shuffle": True}
+    patch_dataloader_to_ddp(shuffled())  # another one, so that seeds are not just rank 0's
+    return patch_dataloader_to_ddp(DataLoader(data, 3, num_workers=workers, collate_fn=as_it_is, **options))
+
+
+KINDS = [(workers, is_iterable) for workers in (0, 2) for is_iterable in (False, True)]
+
+
+def uninterrupted(rank: int, world_size: int) -> list[Any]:
+    """A job that is never stopped: its epochs, and its state after two batches of the second."""
+    told = []
+    for kind in KINDS:
+        whole, stopped = started(100, rank, *kind), started(100, rank, *kind)
+        # Of one job there is one. The other is to go on as that would.
+        restore_loader(stopped, loader_state(whole, batches_done=0))
+        epochs = [list(whole) for _ in range(3)]
+        list(stopped)
+        for number, _ in enumerate(stopped):
+            if number == 1:
+                told.append((epochs, loader_state(stopped, batches_done=2)))
+                break
+    return told
+
+
+def started_again(rank: int, world_size: int, states: list[Any]) -> list[Any]:
+    resumed = []
+    for kind, state in zip(KINDS, states, strict=True):
+        again = started(200 + world_size, rank, *kind)
+        restore_loader(again, state)
+        resumed.append([list(again) for _ in range(2)])
+    return resumed
+
+
+def test_a_job_without_a_seed_resumes_in_any_number_of_ranks() -> None:
+    ranks = run_ranks(uninterrupted, 2)
+    states = [state for _, state in ranks[0]]
+    assert states == [state for _, state in ranks[1]]
+    for told, resumed in zip(ranks, run_ranks(started_again, 2, states), strict=True):
+        for (epochs, _), rest in zip(told, resumed, strict=True):
+            assert rest == [epochs[1][2:], epochs[2]]
+    by_three = run_ranks(started_again, 3, states)
+    for number in range(len(KINDS)):
+        whole, following = (in_turn([epochs[at] for epochs, _ in of_kind(ranks, number)]) for at in (1, 2))
+        before = in_turn([epochs[1][:2] for epochs, _ in of_kind(ranks, number)])
+        rest, next_epoch = (in_turn([epochs[at] for epochs in of_kind(by_three, number)]) for at in (0, 1))
+        assert (before + rest)[:N] == whole[:N]
+        assert next_epoch[:N] == following[:N]
+
+
+def of_kind(ranks: list[list[Any]], number: int) -> list[Any]:
+    return [told[number] for told in ranks]
+
+
+def in_turn(ranks: list[Any]) -> list[int]:
+    """The stream that the ranks' shares were taken from."""
+    return [index for turn in zip(*map(samples, ranks), strict=True) for index in turn]
+
+
+def restoring_others(rank: int, world_size: int) -> str:
+    seed_ambient(rank)
+    patched = patch_dataloader_to_ddp(shuffled(), timeout=20)
+    before = patched.sampler.seed  # type: ignore[attr-defined]  # the patched one's
+    state = loader_state(patched, batches_done=0)
+    state["loader"]["seed"] = 1 + rank
+    with pytest.raises(RankMismatchError) as caught:
+        restore_loader(patched, state)
+    assert patched.sampler.seed == before  # type: ignore[attr-defined]  # as above
+    return str(caught.value)
+
+
+def test_ranks_that_restore_states_of_different_seeds_are_told() -> None:
+    for message in run_ranks(restoring_others, 2):
+        assert_tells(message, ("Restoring a loader's state", "seed: 1 on rank 0; 2 on rank 1"), "same on every rank")

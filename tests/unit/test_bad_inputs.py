@@ -1,0 +1,279 @@
+"""Bad input to every public function: this package's own error, at once; and what only looks bad is accepted."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from messages import raises
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from zoo import Indices, as_it_is
+
+from ddp_patch import (
+    DDPBatchSamplerWrapper,
+    DDPPatchError,
+    DDPSamplerWrapper,
+    InvalidOptionError,
+    NotALoaderError,
+    StateError,
+    WorldError,
+    assert_loaders_patched,
+    check_loaders_is_patched,
+    extract_loader_parameters,
+    gather_in_order,
+    iter_with_mask,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
+from ddp_patch.auditing import audit
+from ddp_patch.testing import run_ranks
+
+E: dict[str, Any] = {"rank": 0, "num_replicas": 2}
+Call = Callable[[], Any]
+# Arguments of other types than the signatures say are what is tested.
+by_wrapper: Any = DDPSamplerWrapper
+by_batches: Any = DDPBatchSamplerWrapper
+audited: Any = audit
+ran: Any = run_ranks
+
+
+def given() -> DataLoader[Any]:
+    return DataLoader(Indices(8), 2, shuffle=True, collate_fn=as_it_is)
+
+
+def patched(**options: Any) -> Any:
+    return patch_dataloader_to_ddp(given(), **(E | options))
+
+
+def alone(**options: Any) -> Any:
+    return patch_dataloader_to_ddp(given(), **options)
+
+
+def after_a_pass() -> Any:
+    loader = patch_dataloader_to_ddp(given(), rank=0, num_replicas=1)
+    list(loader)
+    return loader
+
+
+def no_factory() -> Any:
+    return given()
+
+
+def one_argument(rank: int) -> Any:
+    return given()
+
+
+def three_arguments(rank: int, world_size: int, more: int) -> Any:
+    return given()
+
+
+def returns_none(rank: int, world_size: int) -> Any:
+    return None
+
+
+def local() -> Callable[..., int]:
+    def within(rank: int, world_size: int) -> int:
+        return rank
+
+    return within
+
+
+NAN = float("nan")
+WHOLES = [torch.tensor(3.5), torch.tensor([1, 2]), torch.tensor(True), "3", 3.5, [3], np.array([3, 4]), np.float64(3)]
+FLAGS: list[Any] = ["no", 2, 0, None, [True], torch.tensor(True)]
+SECONDS: list[Any] = ["x", None, True, NAN, -1, [1]]
+NO_LOADERS: list[Any] = [None, 3, "x", [DataLoader(Indices(3))], DataLoader, range(3)]
+EMPTY: list[Any] = [[], {}, (), [[]], {"a": []}, {"a": {"b": ()}}]
+OPTIONS: dict[str, list[Any]] = {
+    "seed": [-1, True, *WHOLES],
+    "rank": [2, -1, None, *WHOLES],
+    "num_replicas": [0, -1, None, *WHOLES],
+    "verify": FLAGS,
+    "timeout": [0, *SECONDS],
+    "uneven": [None, 3, ["pad"], "padd"],
+    "layout": [None, b"interleaved"],
+    "agreement": [None, True, "x"],
+}
+
+
+def calls() -> list[tuple[type[DDPPatchError], str, Call]]:  # noqa: C901 - one table
+    table: list[tuple[type[DDPPatchError], str, Call]] = []
+
+    def add(error: type[DDPPatchError], name: str, call: Callable[..., Any], values: list[Any]) -> None:
+        table.extend((error, f"{name} {number}", lambda value=value: call(value)) for number, value in enumerate(values))
+
+    for option, values in OPTIONS.items():
+        add(InvalidOptionError, f"patch {option}", lambda value, option=option: patched(**{option: value}), values)
+        add(
+            InvalidOptionError,
+            f"wrapper {option}",
+            lambda value, option=option: by_wrapper(range(8), **(E | {option: value})),
+            values,
+        )
+    add(InvalidOptionError, "patch scalable_shuffle", lambda value: patched(scalable_shuffle=value), FLAGS)
+    add(InvalidOptionError, "patch iterable_sharding", lambda value: patched(iterable_sharding=value), [None, 1])
+    add(InvalidOptionError, "patch process_group", lambda value: alone(process_group=value), ["x", 3, True, [0, 1]])
+    add(InvalidOptionError, "patch device_mesh", lambda value: alone(device_mesh=value), [3, "dp", ("dp",)])
+    add(InvalidOptionError, "patch dimensions", lambda value: alone(data_parallel_dimensions=value), [5, "dp", ["dp"]])
+    for wrapper in (by_wrapper, by_batches):
+        add(InvalidOptionError, f"{wrapper.__name__} shuffle", lambda value, w=wrapper: w([[0]], value, **E), FLAGS)
+        add(InvalidOptionError, f"{wrapper.__name__} pad", lambda value, w=wrapper: w([[0]], True, value, **E), FLAGS)
+        add(InvalidOptionError, f"{wrapper.__name__}", lambda value, w=wrapper: w(value, **E), [3, None, object(), int])
+    for of_a_loader in (patch_dataloader_to_ddp, extract_loader_parameters, iter_with_mask):
+        add(NotALoaderError, of_a_loader.__name__, of_a_loader, NO_LOADERS)
+    add(NotALoaderError, "loader_state", lambda value: loader_state(value, batches_done=0), NO_LOADERS)
+    add(NotALoaderError, "restore_loader", lambda value: restore_loader(value, {}), NO_LOADERS)
+    add(NotALoaderError, "gather_in_order", lambda value: gather_in_order([], value), NO_LOADERS)
+    add(NotALoaderError, "audit", lambda value: audited(value, 2), [None, 3, "x", [given()]])
+    for guard in (check_loaders_is_patched, assert_loaders_patched):
+        add(NotALoaderError, guard.__name__, guard, [None, 3, "x", b"", {1}, iter([]), *EMPTY])
+    add(InvalidOptionError, "extract", lambda value: extract_loader_parameters(given(), value), ["x", 1, None])
+    add(
+        InvalidOptionError,
+        "batches_done",
+        lambda value: loader_state(after_a_pass(), batches_done=value),
+        [True, 1.0, "1", None, -1, 99, np.bool_(True), *WHOLES],
+    )
+    add(StateError, "restore_loader", lambda value: restore_loader(patched(), value), [{}, None, 3, [], {"version": 1}])
+    add(StateError, "load_state_dict", lambda value: patched().sampler.load_state_dict(value), [{}, None, "x"])
+    add(InvalidOptionError, "set_epoch", lambda value: patched().set_epoch(value), [-1, 1.5, None, "1", [1]])
+    add(InvalidOptionError, "dst", lambda value: gather_in_order([0] * 8, after_a_pass(), dst=value), [3, "x", -1, 1.5])
+    add(InvalidOptionError, "audit world_size", lambda value: audited(given(), value), [0, None, *WHOLES])
+    add(InvalidOptionError, "audit epochs", lambda value: audited(given(), 2, value), [0, None, "2"])
+    for option in ("patch", "set_epoch", "padding", "epochs_differ", "processes"):
+        add(InvalidOptionError, f"audit {option}", lambda value, o=option: audited(given(), 2, **{o: value}), ["no", 1])
+    add(InvalidOptionError, "audit allow", lambda value: audited(given(), 2, allow=value), ["x", ["x"], 3, None, [3]])
+    add(InvalidOptionError, "audit max_items", lambda value: audited(given(), 2, max_items=value), [0, "3", 1.5])
+    add(InvalidOptionError, "audit timeout", lambda value: audited(given(), 2, timeout=value), SECONDS)
+    add(InvalidOptionError, "audit progress", lambda value: audited(given(), 2, progress=value), [3, "x"])
+    add(
+        InvalidOptionError,
+        "audit factory",
+        lambda value: audited(value, 2),
+        [lambda: given(), no_factory, one_argument, three_arguments],  # noqa: PLW0108 - the lambda is what is tried
+    )
+    add(NotALoaderError, "audit factory", lambda value: audited(value, 2), [returns_none])
+    add(InvalidOptionError, "run_ranks", lambda value: ran(value, 1), [lambda rank, _: rank, local(), 3, None, "x"])
+    add(InvalidOptionError, "run_ranks args", lambda value: ran(operator.add, 1, value), [lambda: 3])
+    add(InvalidOptionError, "run_ranks world_size", lambda value: ran(operator.add, value), [0, None, *WHOLES])
+    add(InvalidOptionError, "run_ranks timeout", lambda value: ran(operator.add, 1, timeout=value), [0, *SECONDS])
+    add(InvalidOptionError, "run_ranks grace", lambda value: ran(operator.add, 1, grace=value), SECONDS)
+    add(InvalidOptionError, "start_method", lambda value: ran(operator.add, 1, start_method=value), ["x", None, 3])
+    return table
+
+
+CALLS = calls()
+
+
+def test_there_are_many() -> None:
+    assert len(CALLS) > 200
+
+
+@pytest.mark.parametrize(("error", "call"), [(error, call) for error, _, call in CALLS], ids=[n for _, n, _ in CALLS])
+def test_bad_input_is_refused_by_an_error_of_this_package(error: type[DDPPatchError], call: Call) -> None:
+    with pytest.raises(DDPPatchError) as caught:
+        call()
+    assert caught.type is error
+    assert str(caught.value).endswith(".")
+
+
+THREE: list[Any] = [np.int64(3), np.uint8(3), torch.tensor(3), torch.tensor([3]), np.array(3)]
+
+
+@pytest.mark.parametrize("three", THREE, ids=repr)
+def test_a_whole_number_may_be_numpys_or_torchs(three: Any) -> None:
+    expected = patched(seed=3)
+    for loader in (patched(seed=three), patched(seed=three)):
+        assert type(loader.sampler.seed) is int
+        assert list(loader) == list(expected)
+        expected = patched(seed=3)
+    twice = [DDPSamplerWrapper(range(8), True, **E, seed=seed) for seed in (three, 3)]
+    assert list(twice[0]) == list(twice[1])
+    assert len(patched(rank=three, num_replicas=4)) == 1
+    loader = after_a_pass()
+    assert loader_state(loader, batches_done=three) == loader_state(loader, batches_done=3)
+    assert audit(given(), three).ok
+
+
+def test_numpys_bools_are_flags() -> None:
+    yes: Any = np.bool_(True)
+    assert list(DDPSamplerWrapper(range(8), yes, yes, **E)) == list(DDPSamplerWrapper(range(8), True, True, **E))
+
+
+@pytest.mark.parametrize("name", ["shuffle_samples_between_gpus", "pad_data_to_num_gpus"])
+@pytest.mark.parametrize("wrapper", [by_wrapper, by_batches])
+def test_a_number_of_ranks_where_catalyst_has_it(wrapper: Any, name: str) -> None:
+    with raises(InvalidOptionError, (f"{name}=2", "int", "True", "False"), ("num_replicas=2", "rank")):
+        wrapper([[0], [1]], **{name: 2}, **E)
+    assert list(wrapper([[0], [1]], False, num_replicas=2, rank=1)) == [[1]]
+
+
+def test_a_group_or_mesh_that_is_none() -> None:
+    with raises(InvalidOptionError, ("process_group='x'", "str", "ProcessGroup"), "torch.distributed.new_group()"):
+        alone(process_group="x")
+    with raises(InvalidOptionError, ("device_mesh=3", "int", "DeviceMesh"), "init_device_mesh()"):
+        alone(device_mesh=3)
+    group = torch.distributed.ProcessGroup(0, 1)
+    with raises(WorldError, ("process_group", "none was made"), "torch.distributed.init_process_group()"):
+        alone(process_group=group)
+
+
+@pytest.mark.parametrize("factory", [no_factory, one_argument, three_arguments])
+def test_a_factory_with_other_arguments(factory: Any) -> None:
+    with raises(InvalidOptionError, ("make(rank, world_size)", factory.__name__, "argument"), ("two", "loader")):
+        audit(factory, 2)
+
+
+def test_what_cannot_be_sent_to_other_processes() -> None:
+    facts = ("run_ranks", "<lambda>", "pickling")
+    with raises(InvalidOptionError, facts, ("module", "pickled")):
+        ran(lambda rank, world_size: rank, 1)
+    with raises(InvalidOptionError, ("run_ranks", "None", "NoneType"), "function of a module"):
+        ran(None, 1)
+
+
+def test_an_empty_state_says_what_is_missing() -> None:
+    with raises(StateError, ("damaged", "no version, loader, epoch, done"), "loader_state()"):
+        restore_loader(patched(), {})
+
+
+@pytest.mark.parametrize(("nest", "place"), [([], "the top"), ({"train": [given()], "val": []}, "val"), ([[()]], "[0][0]")])
+@pytest.mark.parametrize("guard", [check_loaders_is_patched, assert_loaders_patched])
+def test_the_guard_refuses_what_is_empty(guard: Any, nest: Any, place: str) -> None:
+    with raises(NotALoaderError, (f"at {place}:", "empty"), ("loaders", "out")):
+        guard(nest)
+
+
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "random": lambda: RandomSampler(range(12)),
+    "with replacement": lambda: RandomSampler(range(12), replacement=True),
+    "several turns": lambda: RandomSampler(range(5), num_samples=12),
+    "batches": lambda: BatchSampler(RandomSampler(range(12)), 2, drop_last=False),
+    "no random one": lambda: SequentialSampler(range(12)),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_generator_that_is_given_between_iter_and_next(name: str) -> None:
+    """All is as if it had been given before ``iter()``, as in one process; a state, too, holds it."""
+
+    def late(sampler: Any, restored: dict[str, Any] | None = None) -> Any:
+        share = DDPSamplerWrapper(sampler, False, rank=0, num_replicas=1)
+        iterator = iter(share)
+        getattr(sampler, "sampler", sampler).generator = torch.Generator().manual_seed(4)
+        return share, iterator
+
+    in_one_process = SAMPLERS[name]()
+    getattr(in_one_process, "sampler", in_one_process).generator = torch.Generator().manual_seed(4)
+    epochs = [list(in_one_process) for _ in range(2)]
+    share, iterator = late(SAMPLERS[name]())
+    assert [list(iterator), list(share)] == epochs
+    share, iterator = late(SAMPLERS[name]())
+    next(iterator)
+    state = share.state_dict()
+    again, _ = late(SAMPLERS[name]())
+    again.load_state_dict(state)
+    assert [list(again), list(again)] == [epochs[0][1:], epochs[1]]

@@ -1,0 +1,228 @@
+"""Samplers that are their own iterators: some begin anew at every iter(), as lhotse's do; others give items once."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+from zoo import Indices
+
+from ddp_patch import (
+    DDPSamplerWrapper,
+    ExhaustedSamplerError,
+    StateError,
+    audit,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
+from ddp_patch.loaders.facts import StreamFacts
+from ddp_patch.loaders.samples import sample_order
+from ddp_patch.streams.chunks import begun
+
+N = 300
+
+
+class BeginsAnew(Sampler[int]):
+    """As each of lhotse's samplers: iter() goes back to the beginning of the epoch and returns the sampler itself."""
+
+    def __init__(self, n: int = N, shuffle: bool = True) -> None:
+        self.n, self.shuffle, self.epoch = n, shuffle, 0
+        self.left: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.left = list(range(self.n))
+        if self.shuffle:
+            random.Random(self.epoch).shuffle(self.left)
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop()
+
+
+class Once:
+    """An iterator as Python wants it: iter() changes nothing."""
+
+    def __init__(self, n: int = N) -> None:
+        self.left = list(range(n))
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+
+class BegunLazily(Once):
+    """It begins at the first iter(), and goes on at every other."""
+
+    def __init__(self) -> None:
+        self.left: Any = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.left = list(range(N)) if self.left is None else self.left
+        return self
+
+
+class OfUnknownRandomness(BeginsAnew):
+    """It begins anew, in an order that nobody can tell."""
+
+    def __iter__(self) -> Iterator[int]:
+        super().__iter__()
+        random.SystemRandom().shuffle(self.left)
+        return self
+
+
+class Keyed(BeginsAnew):
+    """Its items are of a class of the user's."""
+
+    def __next__(self) -> Any:
+        return Key(super().__next__())
+
+
+class Key:
+    def __init__(self, key: int) -> None:
+        self.key = key
+
+
+def generated() -> Iterator[int]:
+    yield from range(N)
+
+
+ONE_SHOT: dict[str, tuple[Callable[[], Any], bool]] = {
+    "begins anew": (BeginsAnew, False),
+    "begins anew, in order": (lambda: BeginsAnew(shuffle=False), False),
+    "begins anew, few items": (lambda: BeginsAnew(3), False),
+    "begins anew, items of a class": (Keyed, False),
+    "no iterator": (lambda: range(N), False),
+    "a generator": (generated, True),
+    "a list's iterator": (lambda: iter(range(N)), True),
+    "an iterator of a class": (Once, True),
+    "begun lazily": (BegunLazily, True),
+    "nothing to give": (lambda: Once(0), True),
+    "another order at each iter()": (OfUnknownRandomness, True),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), ONE_SHOT.values(), ids=ONE_SHOT)
+def test_what_gives_its_items_once_is_told_and_nothing_is_used_up(make: Callable[[], Any], expected: bool) -> None:
+    sampler = make()
+    assert StreamFacts.of(sampler).is_one_shot is expected
+    assert (sample_order(sampler) is None) is expected
+    assert len(list(begun(sampler))) == len(list(begun(make())))
+
+
+@pytest.mark.parametrize("make", [BeginsAnew, OfUnknownRandomness, Once], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
+def test_one_epoch_is_shared_once(make: Callable[[], Any], uneven: Any) -> None:
+    ranks = [DDPSamplerWrapper(make(), False, uneven=uneven, rank=rank, num_replicas=3) for rank in range(3)]
+    shares = [list(rank) for rank in ranks]
+    assert list(map(len, shares)) == [N // 3] * 3
+    if make is not OfUnknownRandomness:
+        assert {index for share in shares for index in share} == set(range(N))
+
+
+def test_every_epoch_is_what_one_process_draws() -> None:
+    plain = BeginsAnew()
+    ranks = [DDPSamplerWrapper(BeginsAnew(), False, rank=rank, num_replicas=2) for rank in range(2)]
+    for epoch in range(3):
+        plain.set_epoch(epoch)
+        first, second = map(list, ranks)
+        assert [index for pair in zip(first, second, strict=True) for index in pair] == list(plain)
+
+
+def test_a_batch_sampler_that_begins_anew() -> None:
+    class Batches(BeginsAnew):
+        def __next__(self) -> Any:
+            return [super().__next__(), -1]
+
+    def patched(rank: int) -> Any:
+        batches: Any = Batches()
+        loader: DataLoader[Any] = DataLoader(Indices(N), batch_sampler=batches)
+        return patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2)
+
+    assert {first for rank in range(2) for first, _ in patched(rank).batch_sampler} == set(range(N))
+
+
+def test_it_resumes_in_a_later_epoch() -> None:
+    def patched() -> DataLoader[Any]:
+        loader: DataLoader[Any] = DataLoader(Indices(N), batch_size=None, sampler=BeginsAnew())
+        return patch_dataloader_to_ddp(loader, rank=1, num_replicas=2)
+
+    whole = patched()
+    epochs = [[int(index) for index in whole] for _ in range(3)]
+    stopped = patched()
+    list(stopped)
+    batches = iter(stopped)
+    begun_with = [int(next(batches)) for _ in range(10)]
+    state = loader_state(stopped, batches_done=10)
+    resumed = patched()
+    restore_loader(resumed, state)
+    assert begun_with + [int(index) for index in resumed] == epochs[1]
+    assert [int(index) for index in resumed] == epochs[2]
+
+
+def test_in_another_world_it_goes_on_with_the_rest() -> None:
+    first = DDPSamplerWrapper(BeginsAnew(), False, rank=0, num_replicas=2)
+    indices = iter(first)
+    for _ in range(100):
+        next(indices)
+    rest = [DDPSamplerWrapper(BeginsAnew(), False, rank=rank, num_replicas=4) for rank in range(4)]
+    for rank in rest:
+        rank.load_state_dict(first.state_dict())
+    plain = list(BeginsAnew())
+    assert sorted(index for rank in rest for index in rank) == sorted(plain[200:])
+
+
+@pytest.mark.parametrize("make", [generated, Once, BegunLazily], ids=lambda make: make.__name__)
+def test_what_gives_its_items_once_still_does(make: Callable[[], Any]) -> None:
+    sampler = DDPSamplerWrapper(make(), False, rank=0, num_replicas=2)
+    assert next(iter(sampler)) == 0
+    assert list(sampler)[:2] == [2, 4]
+    with pytest.raises(ExhaustedSamplerError):
+        list(sampler)
+    with pytest.raises(StateError, match="once"):
+        sampler.state_dict()
+
+
+class OnlyNext:
+    """What iter() returns need not be iterable itself: a for loop takes it."""
+
+    def __init__(self) -> None:
+        self.items = iter(range(5))
+
+    def __next__(self) -> int:
+        return next(self.items)
+
+
+def test_an_iterator_that_has_next_alone() -> None:
+    class GivesIt(Sampler[int]):
+        def __iter__(self) -> Any:
+            return OnlyNext()
+
+    assert list(DDPSamplerWrapper(GivesIt(), False, rank=0, num_replicas=1)) == list(range(5))
+
+
+class Stream(BeginsAnew, IterableDataset[int]):
+    """A dataset that is its own iterator, and begins anew."""
+
+    def __init__(self) -> None:
+        BeginsAnew.__init__(self, 20, shuffle=False)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_audit_reads_a_dataset_that_begins_anew_to_its_end(workers: int) -> None:
+    report = audit(DataLoader(Stream(), 4, num_workers=workers), 2)
+    assert report.problems == ()
+
+
+def test_an_audit_draws_a_sampler_that_begins_anew_once() -> None:
+    assert audit(DataLoader(Indices(N), batch_size=4, sampler=BeginsAnew()), 3, set_epoch=True).problems == ()

@@ -1,0 +1,215 @@
+"""Loaders without ``seed=``: a state's seed is adopted, and every user of the seed reads the one in force."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from messages import Words, raises
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, get_worker_info
+from zoo import Indices, N, as_it_is
+
+from ddp_patch import (
+    DDPBatchSamplerWrapper,
+    DDPSamplerWrapper,
+    StateError,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
+from ddp_patch.streams.seeding import Seed, loader_seed
+
+SAVED = 2**70  # any whole number, and none that fits into 64 bits
+
+
+class Augmented(Indices):
+    """Each sample comes with a random number, as an augmentation draws it."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index), float(torch.rand(()))
+
+
+class Shuffled(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        for index in torch.randperm(N).tolist():
+            yield index, -1 if worker is None else worker.id
+
+
+class OfRandomLength(Sampler[int]):
+    """Its length follows from the seed, as that of a batch sampler which packs."""
+
+    def __len__(self) -> int:
+        return 8 + int(torch.randint(8, ()))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(len(self)).tolist())
+
+
+def by_wrapper(rank: int, num_replicas: int, **options: Any) -> DataLoader[Any]:
+    sampler = DDPSamplerWrapper(RandomSampler(Indices()), rank=rank, num_replicas=num_replicas, **options)
+    return DataLoader(Indices(), 3, sampler=sampler, collate_fn=as_it_is)
+
+
+def by_batches(rank: int, num_replicas: int, **options: Any) -> DataLoader[Any]:
+    batches = BatchSampler(RandomSampler(Indices()), 3, drop_last=False)
+    sampler = DDPBatchSamplerWrapper(batches, rank=rank, num_replicas=num_replicas, **options)
+    return DataLoader(Indices(), batch_sampler=sampler, collate_fn=as_it_is)
+
+
+def patched(make: Callable[[], DataLoader[Any]], **more: Any) -> Callable[..., DataLoader[Any]]:
+    def start(rank: int, num_replicas: int, **options: Any) -> DataLoader[Any]:
+        return patch_dataloader_to_ddp(make(), rank=rank, num_replicas=num_replicas, **more, **options)
+
+    return start
+
+
+def augmented(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Augmented(), 3, shuffle=True, num_workers=2, collate_fn=as_it_is, **options)
+
+
+def iterable(workers: int = 0, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Shuffled(), 3, num_workers=workers, collate_fn=as_it_is, **options)
+
+
+USERS: dict[str, Callable[..., DataLoader[Any]]] = {
+    "shuffle=True": patched(lambda: DataLoader(Indices(), 3, shuffle=True, collate_fn=as_it_is)),
+    "scalable_shuffle": patched(
+        lambda: DataLoader(Indices(), 3, shuffle=True, collate_fn=as_it_is), scalable_shuffle=True
+    ),
+    "a length that follows from the seed": patched(
+        lambda: DataLoader(Indices(), 3, sampler=OfRandomLength(), collate_fn=as_it_is), layout="contiguous"
+    ),
+    "iterable": patched(iterable),
+    "iterable, workers": patched(lambda: iterable(2)),
+    "iterable, persistent workers": patched(lambda: iterable(2, persistent_workers=True)),
+    "iterable, by_worker": patched(lambda: iterable(2), iterable_sharding="by_worker"),
+    "DDPSamplerWrapper, shuffled twice": by_wrapper,
+    "DDPBatchSamplerWrapper, shuffled twice": by_batches,
+}
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_a_loader_without_a_seed_adopts_that_of_the_state(user: str) -> None:
+    start = USERS[user]
+    whole, stopped, again = start(1, 2, seed=SAVED), start(1, 2, seed=SAVED), start(1, 2)
+    epochs = [list(whole) for _ in range(3)]
+    assert list(start(1, 2)) != epochs[0]
+    list(stopped)
+    list(again)  # workers that persist are running now
+    iterator = iter(stopped)
+    state = None
+    for number, _ in enumerate(iterator):
+        if number == 1:
+            state = loader_state(stopped, batches_done=2)
+            break
+    del iterator
+    assert state is not None
+    restore_loader(again, state)
+    rest = list(again)
+    assert rest == epochs[1][2:]
+    assert list(again) == epochs[2]
+    assert loader_state(again, batches_done=len(epochs[2])) == loader_state(whole, batches_done=len(epochs[2]))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_are_seeded_by_the_seed_that_was_adopted(persistent: bool) -> None:
+    start = patched(lambda: augmented(persistent_workers=persistent))
+    stopped, fresh, again = start(1, 2, seed=SAVED), start(1, 2, seed=SAVED), start(1, 2)
+    assert list(again) != list(stopped)
+    restore_loader(again, loader_state(stopped, batches_done=len(stopped)))
+    fresh.set_epoch(1)  # type: ignore[attr-defined]  # the patched one's
+    assert list(again) == list(fresh)
+
+
+@pytest.mark.parametrize("user", ["shuffle=True", "scalable_shuffle", "DDPSamplerWrapper, shuffled twice"])
+def test_load_state_dict_adopts_the_seed_too(user: str) -> None:
+    start = USERS[user]
+    whole, again = start(1, 2, seed=SAVED), start(1, 2)
+    state = whole.sampler.state_dict()  # type: ignore[attr-defined]  # the share's sampler has it
+    again.sampler.load_state_dict(state)  # type: ignore[attr-defined]  # as above
+    assert list(again) == list(whole)
+
+
+def test_another_number_of_ranks_adopts_it() -> None:
+    start = USERS["shuffle=True"]
+    whole = [list(start(rank, 2, seed=SAVED)) for rank in range(2)]
+    stopped = start(0, 2, seed=SAVED)
+    next(iter(stopped))
+    state = loader_state(stopped, batches_done=1)
+    rest = []
+    for rank in range(3):
+        again = start(rank, 3)
+        restore_loader(again, state)
+        rest += [item for batch in again for item in batch]
+    first = [item for batches in whole for item in batches[0]]
+    assert set(first) | set(rest) == set(range(N))
+    assert len(first) + len(rest) in range(N, N + 3)
+
+
+@pytest.mark.parametrize("seed", [7, 0])
+def test_a_seed_that_was_chosen_is_kept_and_the_error_says_which_to_pass(seed: int) -> None:
+    start = USERS["shuffle=True"]
+    state = loader_state(start(0, 2, seed=123), batches_done=0)
+    chosen = start(0, 2, seed=seed)
+    facts: Words = ("another loader", f"seed: 123 in the state; {seed} here")
+    with raises(StateError, facts, ("seed=123", "no seed")):
+        restore_loader(chosen, state)
+    assert list(chosen) == list(start(0, 2, seed=seed))  # as it was
+    for remedy in ({"seed": 123}, {}):
+        again = start(0, 2, **remedy)
+        restore_loader(again, state)
+        assert list(again) == list(start(0, 2, seed=123))
+
+
+@pytest.mark.parametrize("damage", [None, -1, 2.5, "7", True])
+def test_a_state_without_a_seed_is_damaged_and_changes_nothing(damage: Any) -> None:
+    start = USERS["shuffle=True"]
+    again = start(0, 2)
+    state = copy.deepcopy(loader_state(again, batches_done=0))
+    state["loader"]["seed"] = damage
+    with raises(StateError, ("damaged", "seed", repr(damage)), "loader_state()"):
+        restore_loader(again, state)
+    assert list(again) == list(start(0, 2))
+
+
+def test_a_state_of_another_loader_changes_no_seed() -> None:
+    start = USERS["shuffle=True"]
+    again = start(0, 2)
+    state = loader_state(start(0, 2, seed=9, uneven="drop"), batches_done=0)
+    with raises(StateError, "uneven: drop in the state; pad here", "patch"):
+        restore_loader(again, state)
+    assert list(again) == list(start(0, 2))
+
+
+def test_a_pass_that_runs_keeps_the_seed_that_it_began_with() -> None:
+    start = USERS["DDPSamplerWrapper, shuffled twice"]
+    running, expected = start(0, 1), list(start(0, 1))
+    iterator = iter(running)
+    first = next(iterator)
+    restore_loader(running, loader_state(start(0, 1, seed=5), batches_done=0))
+    assert [first, *iterator] == expected
+
+
+def test_a_seed_is_tried_for_as_long_as_it_takes() -> None:
+    seed = Seed(1, is_chosen=False)
+    with pytest.raises(KeyError):
+        fail_while_trying(seed)
+    assert seed.value == 1
+
+
+def fail_while_trying(seed: Seed) -> None:
+    with seed.tried(2):
+        assert seed.value == 2
+        raise KeyError
+
+
+def test_the_seeds_of_loaders_are_their_own_and_follow_from_what_they_are_told_alone() -> None:
+    keys = [
+        (seed, stream, number) for seed in (0, 2**64 - 1) for stream in ("00", "f0f0" * 8) for number in range(1, 50)
+    ]
+    seeds = [loader_seed(*key) for key in keys]
+    assert len(set(seeds)) == len(keys)
+    assert seeds == [loader_seed(*key) for key in keys]
+    assert all(0 <= seed < 2**63 for seed in seeds)
