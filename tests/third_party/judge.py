@@ -9,7 +9,7 @@ from typing import Any
 from third_party.base import Batch, Case, Fate
 from third_party.measure import EPOCHS, Seen, one_process
 
-__all__ = ["OneProcess", "Verdict", "judge", "judge_refusal"]
+__all__ = ["OneProcess", "Verdict", "described", "judge"]
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,15 @@ class Verdict:
     """What happened to a loader in one world.
 
     Attributes:
-        text: What happened, as the page says it.
+        fate: What patching did on rank 0.
+        steps: How many steps each rank made in the first epoch.
+        complete: Whether the ranks together got what one process gets, but for what fills up the last round.
         problems: What should not have happened.
     """
 
-    text: str
+    fate: Fate | None
+    steps: Sequence[int]
+    complete: bool
     problems: list[str]
 
 
@@ -57,7 +61,7 @@ class OneProcess:
         order = ", new each epoch" if self.shuffles else ""
         if self.case.steps is not None:
             return "endless"
-        return f"{sum(map(len, first))} samples in {counted(len(first), 'batch')}{order}"
+        return f"{sum(map(len, first))} samples in {_counted(len(first), 'batch')}{order}"
 
 
 def units(case: Case, batches: Sequence[Batch]) -> Counter[Any]:
@@ -69,67 +73,72 @@ def judge(case: Case, alone: OneProcess, ranks: Sequence[Seen]) -> Verdict:
     """Compare what the ranks got with what one process gets, and what was done with what was expected."""
     failed = [f"rank {rank}: {seen.message}" for rank, seen in enumerate(ranks) if seen.fate is None]
     if failed:
-        return Verdict("failed", failed)
-    problems = [
-        f"rank {rank}: {seen.fate.value}, where {case.fate.value} was expected ({seen.message})"
-        for rank, seen in enumerate(ranks)
-        if seen.fate is not None and seen.fate is not case.fate
-    ]
-    problems += [f"rank {rank}: the guard does not count it" for rank, seen in enumerate(ranks) if not seen.counted]
-    problems += [problem for epoch in range(EPOCHS) for problem in _epoch_problems(case, alone, ranks, epoch)]
-    if case.fate is not Fate.AS_IT_IS:
-        problems += _lost_abilities(case, alone, ranks)
-    if case.fate is Fate.REFUSED and case.told not in ranks[0].message:
-        problems += [f"the refusal does not say {case.told!r}: {ranks[0].message}"]
-    return Verdict(_text(case, ranks), problems)
+        return Verdict(None, [], False, failed)
+    incomplete = [problem for epoch in range(EPOCHS) for problem in _incompleteness(case, alone, ranks, epoch)]
+    problems = [*_other_fates(case, ranks), *([] if case.repeats else incomplete)]
+    if case.fate is Fate.AS_IT_IS:
+        problems += _same_on_all_ranks(ranks)
+    else:
+        problems += _unequal_steps(ranks) + _lost_abilities(alone, ranks)
+    return Verdict(ranks[0].fate, [len(seen.epochs[0]) for seen in ranks], not incomplete, problems)
 
 
-def judge_refusal(case: Case, ranks: Sequence[Seen]) -> Verdict:
-    """Judge a refusal whose remedy is to do something else altogether."""
-    said = all(seen.fate is Fate.REFUSED and case.told in seen.message for seen in ranks)
-    return Verdict("refused", [] if said else [f"{seen.fate}: {seen.message}" for seen in ranks])
+def _other_fates(case: Case, ranks: Sequence[Seen]) -> list[str]:
+    """Name what patching did and should not have done."""
+    problems = []
+    for rank, seen in enumerate(ranks):
+        if seen.fate is not case.fate:
+            problems.append(f"rank {rank}: {case.fate.value} was expected, and it is {seen.fate}: {seen.message}")
+        elif case.told not in seen.message:
+            problems.append(f"rank {rank}: the refusal does not say {case.told!r}: {seen.message}")
+        if not seen.counted:
+            problems.append(f"rank {rank}: the guard does not count it")
+    return problems
 
 
-def _epoch_problems(case: Case, alone: OneProcess, ranks: Sequence[Seen], epoch: int) -> list[str]:
+def _incompleteness(case: Case, alone: OneProcess, ranks: Sequence[Seen], epoch: int) -> list[str]:
+    """Name what the ranks together lost, and what they repeated beyond the last round."""
     together = sum((units(case, seen.epochs[epoch]) for seen in ranks), Counter[Any]())
     stream = alone.stream(epoch)
     lost, repeated = stream - together, together - stream
     problems = []
-    if case.repeats:
-        shares = [units(case, seen.epochs[epoch]) for seen in ranks]
-        return [f"epoch {epoch}: all ranks get the same"] if all(share == shares[0] for share in shares) else []
     if lost:
         problems.append(f"epoch {epoch}: lost {lost.total()} of {stream.total()}, such as {sorted(lost, key=repr)[:3]}")
     if set(repeated) - set(stream):
         problems.append(f"epoch {epoch}: not in the stream: {sorted(set(repeated) - set(stream), key=repr)[:3]}")
     if repeated.total() >= len(ranks):
         problems.append(f"epoch {epoch}: repeated {repeated.total()} of {stream.total()}")
-    steps = [len(seen.epochs[epoch]) for seen in ranks]
-    if len(set(steps)) > 1 and case.fate is not Fate.AS_IT_IS:
-        problems.append(f"epoch {epoch}: unequal steps {steps}")
     return problems
 
 
-def _lost_abilities(case: Case, alone: OneProcess, ranks: Sequence[Seen]) -> list[str]:
+def _same_on_all_ranks(ranks: Sequence[Seen]) -> list[str]:
+    return ["all ranks get the same"] if all(seen.epochs == ranks[0].epochs for seen in ranks) else []
+
+
+def _unequal_steps(ranks: Sequence[Seen]) -> list[str]:
+    steps = [[len(seen.epochs[epoch]) for seen in ranks] for epoch in range(EPOCHS)]
+    return [f"epoch {epoch}: unequal steps {found}" for epoch, found in enumerate(steps) if len(set(found)) > 1]
+
+
+def _lost_abilities(alone: OneProcess, ranks: Sequence[Seen]) -> list[str]:
     """Name what the loader can do in one process and the patched one cannot."""
     problems = []
+    has_length = alone.seen.length == len(alone.seen.epochs[0])
     for rank, seen in enumerate(ranks):
         if alone.shuffles and seen.epochs[0] == seen.epochs[1]:
             problems.append(f"rank {rank}: the same order in both epochs")
-        if alone.seen.length == len(alone.seen.epochs[0]) and seen.length != len(seen.epochs[0]):
+        if has_length and seen.length != len(seen.epochs[0]):
             problems.append(f"rank {rank}: len() is {seen.length}, and there are {len(seen.epochs[0])} steps")
     return problems
 
 
-def _text(case: Case, ranks: Sequence[Seen]) -> str:
-    steps = [len(seen.epochs[0]) for seen in ranks]
-    if case.steps is not None:
-        return "endless"
-    same = counted(steps[0], "step") + " each"
-    return same if len(set(steps)) == 1 else f"{' and '.join(map(str, steps))} steps"
+def described(case: Case, verdict: Verdict) -> str:
+    """Say what the ranks of a world got, for the page."""
+    steps = sorted(set(verdict.steps), reverse=True)
+    each = f"{_counted(steps[0], 'step')} each" if len(steps) == 1 else f"{' or '.join(map(str, steps))} steps"
+    return ("endless" if case.steps else each) + ("" if verdict.complete else ", not each sample once")
 
 
-def counted(number: int, thing: str) -> str:
-    """Return a number of things, in words."""
+def _counted(number: int, thing: str) -> str:
     plural = {"batch": "batches"}.get(thing, f"{thing}s")
     return f"{number} {thing if number == 1 else plural}"

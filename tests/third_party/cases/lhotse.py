@@ -80,8 +80,8 @@ def shared(name: str, make: Any) -> Case:
 
 
 def on_its_own(name: str, make: Any) -> Case:
-    """A sampler that reads the environment, and shards whole batches. It leaves out the last, incomplete round."""
-    return Case("lhotse", f"`{name}`", make, Fate.AS_IT_IS, items=names, whole=True, on_ranks=True, repeats=True)
+    """A sampler that reads the world of the environment, and shards whole batches by itself."""
+    return Case("lhotse", f"`{name}`", make, Fate.AS_IT_IS, items=names, on_ranks=True, repeats=True)
 
 
 CASES = [
