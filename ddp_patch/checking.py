@@ -5,7 +5,7 @@ from typing import Any, TypeAlias, cast
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import HELD_LOADERS
+from ddp_patch.compat import held_loaders
 from ddp_patch.errors import NotALoaderError, NotPatchedError
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 
@@ -15,7 +15,7 @@ Loaders: TypeAlias = "DataLoader[Any] | Mapping[str, Loaders] | Sequence[Loaders
 
 
 def check_loaders_is_patched(loaders: Loaders) -> bool:
-    """Return whether every loader is sharded, by this package or any other ``DistributedSampler``.
+    """Return whether every loader is sharded: by this package, another ``DistributedSampler``, or itself.
 
     Args:
         loaders: A loader, or any nest of lists, tuples and dicts of loaders.
@@ -64,11 +64,6 @@ Pass each through patch_dataloader_to_ddp() on every rank.
         )
 
 
-def _held_in(value: object) -> str | None:
-    """Return the attribute where a wrapper such as Lightning's ``CombinedLoader`` keeps its loaders, if any."""
-    return next((name for name in HELD_LOADERS if hasattr(value, name)), None)
-
-
 def _leaves(loaders: Loaders, place: str) -> Iterator[tuple[str, DataLoader[Any]]]:
     """Yield every loader of a nest, after its place there, such as ``val[1]``."""
     match loaders:
@@ -88,8 +83,9 @@ def _leaves(loaders: Loaders, place: str) -> Iterator[tuple[str, DataLoader[Any]
                 yield from _leaves(nested, f"{place}[{index}]")
         case _ if is_loader(loaders):
             yield place, cast(DataLoader[Any], loaders)
-        case _ if (held := _held_in(loaders)) is not None:
-            yield from _leaves(getattr(loaders, held), f"{place}.{held}" if place else held)
+        case _ if (found := held_loaders(loaders)) is not None:
+            name, held = found
+            yield from _leaves(cast(Any, held), f"{place}.{name}" if place else name)
         case _:
             raise NotALoaderError(
                 f"Found {loaders!r} ({type(loaders).__name__}) at {place or 'the top'} where a DataLoader or a list, "

@@ -26,19 +26,25 @@ __all__ = [
     "ACCELERATE_NON_BLOCKING",
     "ACCELERATE_PREPARED",
     "ACCELERATE_UNCUT",
-    "HELD_LOADERS",
+    "ITERATORS_KEPT_FOR_STATES",
     "LIGHTNING_ARGUMENTS",
     "LIGHTNING_REMAKES",
+    "LISTED_LOADERS",
+    "MAKE_ITERATOR",
     "READERS",
     "RUNNING_ITERATOR",
     "WORLD_NAMES",
     "AccelerateLeavesAlone",
+    "KeptIterator",
     "RunningLoader",
     "arranges_neighbours",
     "default_store",
     "forget_iterator",
     "gloo_group",
     "has_own_iteration",
+    "has_own_iterators",
+    "held_loaders",
+    "is_fastai_loader",
     "is_hugging_face_table",
     "is_split_by_node",
     "is_torch_batch_sampler",
@@ -59,6 +65,26 @@ RunningLoader: Final = _BaseDataLoaderIter
 
 # Where a loader with persistent workers keeps it. There is no public way to begin anew.
 RUNNING_ITERATOR: Final = "_iterator"
+
+
+# The method by which a loader makes it, for `iter(loader)` and for Ultralytics' `reset()`. There is no public one.
+MAKE_ITERATOR: Final = "_get_iterator"
+
+
+def has_own_iterators(loader_kind: type) -> bool:
+    """Tell whether a class makes other iterators than torch's."""
+    return getattr(loader_kind, MAKE_ITERATOR, None) is not getattr(DataLoader, MAKE_ITERATOR)
+
+
+class KeptIterator:
+    """Base of what a loader keeps as its running iterator: with persistent workers, torch resets it for each pass."""
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        self.drop_pass()
+
+    def drop_pass(self) -> None:
+        """Leave the running pass."""
+        raise NotImplementedError
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:
@@ -176,10 +202,38 @@ LIGHTNING_ARGUMENTS: Final = frozenset({"__dataset", "__pl_saved_arg_names", "__
 # The arguments, and no others, by which it makes a batch sampler anew for predict and overfit_batches.
 LIGHTNING_REMAKES: Final = frozenset({"batch_size", "drop_last"})
 
-# ---- wrappers that hold loaders: Lightning's CombinedLoader, seen in 2.6.6, and PyG's PrefetchLoader, in 2.8.1 ----
+# ---- speechbrain, seen in 1.1.2 ----
 
-# These attributes are public, but no class that could be imported without the package declares them.
-HELD_LOADERS: Final[Sequence[str]] = ("iterables", "loader")
+# Where its SaveableDataLoader keeps the latest iterator, to save how far it came. Iterating makes a new one.
+ITERATORS_KEPT_FOR_STATES: Final = frozenset({"_speechbrain_iterator"})
+
+# ---- wrappers that hold loaders: Lightning's CombinedLoader, seen in 2.6.6, PyG's PrefetchLoader, in 2.8.1, timm's, in
+# 1.0.31, speechbrain's LoopedLoader, in 1.1.2, and webdataset's WebLoader, in 1.0.2 ----
+
+# Where they hold them: public attributes, but no class that could be imported without the package declares them.
+_HELD_LOADERS: Final[Sequence[str]] = ("iterables", "loader")
+_STAGES: Final = "pipeline"
+
+# Where a CombinedLoader lists the loaders of its nest. Setting the list puts others into the nest.
+LISTED_LOADERS: Final = "flattened"
+
+
+def held_loaders(wrapper: object) -> tuple[str, object] | None:
+    """Return where a wrapper holds loaders, as code behind its name, and what it holds there; None if nowhere."""
+    for name in _HELD_LOADERS:
+        if hasattr(wrapper, name):
+            return name, getattr(wrapper, name)
+    stages = getattr(wrapper, _STAGES, None)
+    return (f"{_STAGES}[0]", stages[0]) if isinstance(stages, list) and stages else None
+
+
+# ---- fastai, seen in 2.8.12 ----
+
+
+def is_fastai_loader(kind: type) -> bool:
+    """Tell whether a class is fastai's own ``DataLoader``, which is no subclass of torch's."""
+    return "fastai.data.load.DataLoader" in map(_name, kind.__mro__)
+
 
 # ---- Hugging Face datasets, seen in 5.2.0 ----
 

@@ -98,7 +98,7 @@ class Options:
         if self.seed is not None and (seed is None or seed < 0):
             raise InvalidOptionError(
                 f"seed={self.seed!r} is not a whole number of at least 0, and orders are derived from one. "
-                "Pass such an int, or None for rank 0's torch.initial_seed()."
+                "Pass such an int, or None for one that follows from rank 0's torch.initial_seed()."
             )
         object.__setattr__(self, "seed", seed)  # an int, whichever kind of whole number was given
         if not (is_seconds(self.timeout) and _TIMEOUTS_S[0] <= self.timeout <= _TIMEOUTS_S[1]):

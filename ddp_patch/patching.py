@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import ACCELERATE_PREPARED
+from ddp_patch.compat import ACCELERATE_PREPARED, MAKE_ITERATOR
 from ddp_patch.errors import NotDistributedWarning
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
-from ddp_patch.loaders.recognition import require_loader
+from ddp_patch.loaders.recognition import require_loader, tell_if_assumed
 from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Share, Uneven
 from ddp_patch.ranks.agreement import Agreed, agree, refusals_told
+from ddp_patch.ranks.histories import Pace
 from ddp_patch.ranks.world import find_world
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.refusals import require_shareable, require_shuffle
@@ -71,8 +72,10 @@ def patch_dataloader_to_ddp(
         scalable_shuffle: Compute the order of a shuffled loader (``DataLoader(shuffle=True)`` or a
             ``SubsetRandomSampler``) instead of drawing a permutation; each rank computes only its share. The first
             batch then takes constant time and memory for any number of samples. The order differs from torch's.
-        seed: A whole number of at least 0; all ranks use rank 0's. Default: rank 0's ``torch.initial_seed()``, or 0
-            in an explicit world and in a ``process_group`` of only some ranks.
+        seed: A whole number of at least 0, the same on every rank. Default: a seed of this loader's own, the same on
+            every rank, which follows from rank 0's ``torch.initial_seed()`` and how many such loaders were patched
+            before; in a ``process_group`` of only some ranks it follows from 0 instead, and in an explicit world it
+            is 0. A restored state's seed replaces the default.
         iterable_sharding: How to shard an iterable dataset. With ``"exact"``, every rank reads the whole stream and
             keeps its share, which is right for any dataset. With ``"by_worker"``, the dataset splits itself by
             ``get_worker_info()``, which counts all ranks' workers as one loader's. Nothing is read twice, but the
@@ -95,8 +98,9 @@ def patch_dataloader_to_ddp(
         timeout: How many seconds the ranks wait for each other, here and whenever they meet later.
 
     Returns:
-        A loader of the same class. Returns ``loader`` itself if it is already sharded (by this function or any other
-        ``DistributedSampler``) or, with a ``NotDistributedWarning``, if there is only one process.
+        A loader of the same class. Returns ``loader`` itself if it is already sharded (by this function, any other
+        ``DistributedSampler``, or a sampler or dataset that holds the numbers of one rank of several or says
+        ``is_ddp_aware = True``) or, with a ``NotDistributedWarning``, if there is only one process.
 
     Raises:
         NotALoaderError: ``loader`` is no DataLoader.
@@ -105,7 +109,7 @@ def patch_dataloader_to_ddp(
             known here, iterating raises it.
         WorldError: The environment announces several ranks but there is no process group, or this process is
             not in ``process_group``.
-        AlreadyPatchedError: The loader was patched for another world.
+        AlreadyPatchedError: The loader was sharded for another world.
         UnsupportedLoaderError: The loader cannot be copied correctly.
         RankMismatchError: The ranks' loaders or options differ; raised on every rank.
         MissingRanksError: A rank did not arrive in time.
@@ -132,6 +136,7 @@ def patch_dataloader_to_ddp(
             return _unchanged(loader)
         facts = unit_shared(facts, options.share)
         require_shareable(facts, options, world)
+    tell_if_assumed(facts.sharded_by)
     stream = facts.stream if facts.sharded_by is None else None
     agreed = agree(world, options, facts.described, stream, batches_ahead=facts.batches_ahead, made_for=facts.made_for)
     return loader if stream is None else _shard(facts, agreed)
@@ -141,7 +146,7 @@ def _unchanged(loader: L) -> L:
     warnings.warn(
         "patch_dataloader_to_ddp changed nothing: there is no process group and the environment announces no other "
         "rank, so this process takes all data. Call torch.distributed.init_process_group() first if there are to be "
-        "several.",
+        "several; with Lightning's Trainer, patch in train_dataloader(), which is called when the group exists.",
         NotDistributedWarning,
         stacklevel=3,
     )
@@ -152,14 +157,25 @@ def _shard(facts: LoaderFacts[L], agreed: Agreed) -> L:
     """Return a copy of the loader with its sampler or dataset sharded and its workers seeded by rank."""
     share_of = _iterable_share if facts.level is Level.ITERABLE else _sampler_share
     sharded, new = share_of(facts, agreed)
+    sharded.watch.set_pace(type(facts.loader).__name__, _pace(facts))
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
-    patched = copy_loader(facts.loader, **new, **{ACCELERATE_PREPARED: True})
+    patched = copy_loader(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
+    if facts.repeater is not None:
+        _run_repeated(patched, facts, sharded, new)
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
     return patched
+
+
+def _pace(facts: LoaderFacts[Any]) -> Pace:
+    """Return how a loader takes the items of its share."""
+    if facts.level in {Level.BATCH, Level.UNBATCHED}:
+        return Pace(1, facts.batches_ahead)
+    size = facts.batch_size or 1
+    return Pace(size, facts.batches_ahead * size, facts.drop_last and facts.level is Level.SAMPLE)
 
 
 def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
@@ -176,6 +192,14 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
     batch_sampler.set_epoch = sharded.set_epoch
     new = {"sampler": sharded, "batch_sampler": batch_sampler}
     return sharded, new | {"batch_size": facts.batch_size, "drop_last": facts.drop_last}
+
+
+def _run_repeated(patched: DataLoader[Any], facts: LoaderFacts[Any], sharded: EpochSampler[Any], new: Any) -> None:
+    """Have a loader with one iterator for all epochs draw from another, which goes through the sharded epochs."""
+    from ddp_patch.shares.repeated import RepeatedPasses  # most loaders do without
+
+    passes = RepeatedPasses(patched, sharded, new)
+    vars(patched).update({**dict.fromkeys(facts.running, passes), MAKE_ITERATOR: passes.begin_anew})
 
 
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:

@@ -9,8 +9,9 @@ from ddp_patch.compat import forget_iterator
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.options import as_index
 from ddp_patch.ranks.agreement import refusals_told
-from ddp_patch.shares.batches import patched_sampler, require_batches
+from ddp_patch.shares.batches import Batches, patched_sampler, require_batches
 from ddp_patch.shares.iterables.dataset import ShardedIterable
+from ddp_patch.shares.place import Place
 from ddp_patch.streams.fingerprint import fingerprint
 from ddp_patch.streams.generators import random_generators
 
@@ -76,8 +77,9 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     The next pass yields the rest of that epoch, and ``len(loader)`` counts that rest; later passes are whole epochs.
     In the same world, all passes match those of a run that never stopped. In another world, or with another batch size
     over the same sampler, the items from before and after make up the epoch's stream, each once except for the last
-    round's padding. Restoring reads no samples of a map-style dataset: it only draws the skipped indices again, or
-    jumps over them if the sampler has random access.
+    round's padding. A loader that was patched without ``seed=`` takes the state's seed over. Restoring reads no samples
+    of a map-style dataset: it only draws the skipped indices again, or jumps over them if the sampler has random
+    access.
 
     Args:
         loader: A loader built like the saved one and then patched. Every rank must restore the same state.
@@ -85,7 +87,8 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
 
     Raises:
         NotPatchedError: The loader was not patched.
-        StateError: The state is damaged, newer than this package, or of another loader. The loader stays as it was.
+        StateError: The state is damaged, newer than this package, or of another loader or chosen seed. The loader
+            stays as it was.
         RankMismatchError: Ranks restore different states, or some cannot restore; raised on every rank.
         MissingRanksError: A rank did not arrive in time.
 
@@ -106,11 +109,25 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     go_on(loader, state, tells_rest=True)
 
 
+def _require_left(batches: Batches, place: Place) -> None:
+    """Refuse a rest of no batches where a loader asks for as many batches as len() says, and never finds the end."""
+    left = batches.sampler.left(place)
+    if left is not None and batches.count(left) < 1:
+        raise StateError(
+            f"The loader cannot go on from the state: rank {batches.sampler.rank} has no batch left in epoch "
+            f"{place.epoch}, and a loader with one iterator for all epochs would never come to its end. Restore with "
+            "the number of ranks that the state was taken with, or leave the rest out: call "
+            f"set_epoch({place.epoch + 1}) on every rank."
+        )
+
+
 def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -> None:
     """Restore a loader; ``tells_rest=False`` keeps a whole epoch's length, for loops that count from its beginning."""
     sampler = patched_sampler("restore_loader", loader)
     with refusals_told(sampler.agreed.world, _RESTORING):
         place = sampler.read(state).following()
+        if sampler.given is not None and place.is_begun:
+            _require_left(require_batches("restore_loader", loader), place)
     sampler.agreed.compare(
         _RESTORING,
         {

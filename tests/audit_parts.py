@@ -178,6 +178,20 @@ WRONG: dict[str, tuple[Make, str, tuple[str, ...], str]] = {
         ("56 of 104 samples", "on ranks 2, 3"),
         "disjoint",
     ),
+    "overlapping slices that leave some out": (
+        lambda rank, world_size: of(NAMES if world_size == 1 else NAMES[20 * rank :][:26]),
+        "missing",
+        ("18 of 104 samples are missing", "18 of 104 samples are got too often"),
+        "complete",
+    ),
+    "overlapping Subsets that leave some out, shuffled by each rank": (
+        lambda rank, world_size: of(
+            Subset(BASE, range(N) if world_size == 1 else range(20 * rank, 20 * rank + 26)), shuffle=True
+        ),
+        "missing",
+        ("18 of 104 samples are missing", "18 of 104 samples are got too often"),
+        "complete",
+    ),
     "unequal slices": (pieces(NAMES, [0, 40, 60, 80, 104]), "uneven_steps", ("Rank 1 makes 5", "rank 0"), "uneven"),
     "one share of a list": (sliced_by(lambda rank: 0), "not_sharded", ("same share", "26 samples"), "get_rank()"),
     "a list by local rank": (sliced_by(lambda rank: rank % 2), "not_sharded", ("Ranks 0 and 2",), "not by the local"),

@@ -527,7 +527,7 @@ BY_NAME = {kind.name: kind for kind in ALL_KINDS}
 def units(kind: Kind, loader: Any, steps: int = STEPS) -> list[Any]:
     """One epoch as what was shared: items, or whole batches; after checking that len() told the number of steps.
 
-    Of an endless loader, the first ``steps`` steps.
+    For an endless loader, the first ``steps`` steps.
     """
     batches = list(islice(loader, steps) if kind.endless else loader)
     if kind.sized:

@@ -48,7 +48,8 @@ def audit(
         loader: A loader, which is copied for every rank and not changed; or a function ``make(rank, world_size)`` that
             returns a rank's finished loader, prepared by any library, which is not patched. ``make(0, 1)`` is called,
             too: it shows what a single process would get. Indices are drawn from the ``batch_sampler`` or ``sampler``,
-            and no dataset's ``__getitem__`` is called. An iterable dataset has no indices, so each simulated worker of
+            and no dataset's ``__getitem__`` is called, but that of lists, arrays and tensors of which every rank has
+            others. An iterable dataset has no indices, so each simulated worker of
             each rank reads it. What a subclass adds in its own ``__iter__`` is not seen.
         world_size: The number of ranks.
         epochs: How many epochs each rank draws.
@@ -59,8 +60,8 @@ def audit(
         allow: Kinds of problem that do not make the audit fail, from ``ddp_patch.auditing.problem_kinds``. They are
             listed in ``report.allowed``.
         cost: What each sample costs, such as its length, in any unit: a sequence or array with one number for each
-            index, shape (samples,), or a function of an index. Where every rank has a ``Subset`` of its own, the index
-            is that in the dataset below. Needed for the balance of ranks.
+            index, shape (samples,), or a function of an index, which is that in the dataset below torch's ``Subset``
+            layers. Needed for the balance of ranks.
         max_items: How many items to draw of each rank's epoch, rounded up to a whole batch. If there are more, the
             report is of a sample. Without it, 16 million items of all ranks together are drawn.
         processes: Whether to draw on real ranks, processes of a gloo group, which differ in all that processes differ
@@ -75,7 +76,7 @@ def audit(
     Raises:
         NotALoaderError: ``loader`` is neither a loader nor a function that returns one.
         InvalidOptionError: An option has no meaning; the loader is one rank's shard already, or cannot be copied; or
-            each rank has a dataset of its own, whose indices cannot be compared.
+            each rank has a dataset of its own, whose indices and samples cannot be compared.
         RanksFailedError: A real rank raised or did not return in time.
         DDPPatchError: Any other error that ``patch_dataloader_to_ddp`` raises for this loader and these options.
 

@@ -44,7 +44,7 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
     Args:
         outputs: This rank's outputs of the pass, in its own order: a tensor, an array or a list, or a nest of dicts and
             tuples of these. Each has one row (a list: one element) for each sample that this rank got, padding
-            included; with your own batch sampler, one row for each batch. A rank that got nothing may pass None.
+            included; where whole batches are shared, one row for each batch. A rank that got nothing may pass None.
         loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, where the outputs
             come back unchanged.
         dst: The global rank that gets the result; the others get None. Default: every rank gets it.
@@ -130,7 +130,7 @@ def _say(outputs: Any, batches: Batches, dst: int | None) -> tuple[_Said, Packed
     if one is None:
         return _Said(dst, problem="has made no pass over the loader"), {}
     length = sampler.length_of_whole(one)
-    if length is None:
+    if length is None or (sampler.given is not None and sampler.given.is_within):
         return _Said(dst, problem=f"is in the middle of epoch {one.epoch}"), {}
     begins = "" if one.begins_at == "0" else f" from {one.begins_at} on"
     at = f"gives the outputs of epoch {one.epoch}{begins}, of {length} items"

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
+from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.evaluation.one_stream import is_alone, require_one_stream
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level
@@ -47,6 +48,12 @@ def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]
 def _masked(loader: DataLoader[Any], batches: Batches) -> Iterator[tuple[Any, torch.Tensor]]:
     """Yield each batch with its mask, computed from its items' positions in this rank's share."""
     sampler = batches.sampler
+    if sampler.given is not None and sampler.given.is_within:
+        raise UnsupportedLoaderError(
+            f"iter_with_mask was given a {type(loader).__name__} in the middle of epoch {sampler.epoch}, after "
+            f"{sampler.given.batches} batches: it has one iterator for all epochs, and goes on after a break. Call "
+            f"set_epoch({sampler.epoch}) first, to begin at the epoch's beginning."
+        )
     is_unbatched = loader.batch_sampler is None
     sampler.keeps_sizes = batches.level is Level.BATCH
     try:

@@ -25,6 +25,8 @@ __all__ = ["Content", "chosen_samples"]
 
 # How many samples are looked at, and how much of each: numbers of an array, characters of a text, parts of a container.
 _SAMPLES, _NUMBERS, _CHARACTERS, _PARTS = 16, 64, 256, 8
+# A longer text is no path.
+_LONGEST_PATH = 1024
 # A shorter attribute of a dataset may have as many values as the dataset has samples by chance.
 _LEAST_HELD = 8
 # Plain data, by exact type: a subclass may read a file, or ask another rank, for an element.
@@ -137,8 +139,10 @@ def _told(value: Any) -> Any:
     match value:
         case os.PathLike():
             return _told(os.fspath(value))
-        case str():  # ranks may keep their copies of a file in folders of their own
-            return value.replace("\\", "/").rpartition("/")[2][-_CHARACTERS:]
+        case str():
+            # Ranks may keep their copies of a file in folders of their own.
+            name = value.replace("\\", "/").rpartition("/")[2] if len(value) < _LONGEST_PATH else value
+            return name[:_CHARACTERS], name[-_CHARACTERS:]
         case bytes():
             return len(value), value[:_CHARACTERS]
         case bool() | int() | float() | complex() | np.number() | np.bool_():

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import LIGHTNING_ARGUMENTS, RUNNING_ITERATOR
+from ddp_patch.compat import LIGHTNING_ARGUMENTS, RUNNING_ITERATOR, RunningLoader
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.recognition import require_loader
 from ddp_patch.options import check_flag
@@ -68,8 +68,8 @@ def _signature(loader_type: type) -> list[str]:
 def copy_loader(loader: L, **replaced: Any) -> L:
     """Return a shallow copy of the loader, with the same class and attributes but for those replaced.
 
-    Dataset, samplers and functions are the given loader's own. A running iterator (``persistent_workers`` keeps one)
-    stays with the given loader.
+    Dataset, samplers and functions are the given loader's own. Its running iterators (``persistent_workers`` keeps one,
+    and so may a user who looked at a batch) stay with the given loader; the copy has None in their places.
 
     Raises:
         UnsupportedLoaderError: The loader's class forbids copying, or does not let an attribute be replaced.
@@ -82,8 +82,9 @@ def copy_loader(loader: L, **replaced: Any) -> L:
             f"{name} cannot be patched: copying it raised {type(error).__name__}: {error}. Let its __copy__ or "
             "__reduce_ex__ make a shallow copy, or build the loader with a DDPSamplerWrapper as its sampler."
         ) from error
+    running = [name for name, value in vars(clone).items() if isinstance(value, RunningLoader)]
     # Past DataLoader.__setattr__, which refuses to change a sampler after construction.
-    vars(clone).update(replaced | {RUNNING_ITERATOR: None})
+    vars(clone).update(dict.fromkeys([RUNNING_ITERATOR, *running]) | replaced)
     for attribute in LIGHTNING_ARGUMENTS & vars(clone).keys():
         del vars(clone)[attribute]
     for attribute, value in replaced.items():

@@ -1,17 +1,18 @@
 """One look at a loader, or at a sampler by itself: everything that sharing it depends on, as one frozen value."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import chain, cycle, islice
 from types import GeneratorType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_patch.compat import (
+    ITERATORS_KEPT_FOR_STATES,
     RUNNING_ITERATOR,
     RunningLoader,
     has_own_iteration,
@@ -22,6 +23,7 @@ from ddp_patch.loaders.contents import Content, chosen_samples
 from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
+from ddp_patch.loaders.repeating import repeated_in, repeater_in, with_repeated
 from ddp_patch.loaders.samples import is_one_shot, length_of, or_unknown, sample_order
 from ddp_patch.loaders.worlds import HeldWorld, world_of
 from ddp_patch.plan import ITEMS, Batching
@@ -36,7 +38,7 @@ L = TypeVar("L", bound=DataLoader[Any])
 _RUNNING = (RunningLoader, GeneratorType, map, filter, zip, chain, islice, cycle)
 # Attributes in which an iterator does no harm: torch begins its own anew for each epoch, and samplers and datasets are
 # looked at elsewhere.
-_LOOKED_AT_ELSEWHERE = frozenset({RUNNING_ITERATOR, "dataset", "sampler", "batch_sampler"})
+_LOOKED_AT_ELSEWHERE = frozenset({RUNNING_ITERATOR, "dataset", "sampler", "batch_sampler"}) | ITERATORS_KEPT_FOR_STATES
 
 
 class Level(Enum):
@@ -143,8 +145,11 @@ class LoaderFacts(Generic[L]):
         num_workers: How many workers it has.
         batches_ahead: How many batches its workers fetch ahead.
         makes_batches: The class that makes batches of a sharded sampler's indices, where torch or torchdata makes them.
+        repeater: What repeats the sampler or batch sampler, in a loader with one iterator for all epochs; or None.
+        running: The attributes that hold an iterator of torch's over this loader.
         other_loader_in: The attribute that holds another loader which it may iterate instead of its own data, or None.
-        iterator_in: The attribute that holds an iterator which was begun already, or None.
+        iterator_in: The attribute that holds an iterator which was begun already, and from which the loader may go on;
+            or None. torch's own iteration begins anew, and so does a copy of a loader with a repeater.
     """
 
     loader: L
@@ -156,6 +161,8 @@ class LoaderFacts(Generic[L]):
     num_workers: int
     batches_ahead: int
     makes_batches: type[Any]
+    repeater: object | None
+    running: Sequence[str]
     other_loader_in: str | None
     iterator_in: str | None
 
@@ -166,11 +173,18 @@ class LoaderFacts(Generic[L]):
 
     @property
     def iterated(self) -> Any:
-        """What the loader iterates now: its batch sampler, or its sampler where it has none.
+        """What the loader iterates now for one epoch: its batch sampler, or its sampler where it has none.
 
         It is read each time, because a ``set_epoch`` of the user's may put another sampler there.
         """
-        return next(samplers_in_use(self.loader), None)
+        return _iterated(self.loader, self.repeater)
+
+    def placed(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return attributes as a copy of the loader holds them: with what is repeated in a copy of the repeater."""
+        if self.repeater is None:
+            return dict(attributes)
+        place = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
+        return {**attributes, place: with_repeated(self.repeater, attributes[place])}
 
     @property
     def samplers(self) -> Sequence[object]:
@@ -196,7 +210,7 @@ class LoaderFacts(Generic[L]):
 
     def in_whole_batches(self) -> "LoaderFacts[L]":
         """Return the same look, but at the batches that torch makes of the sampler's indices as what is sharded."""
-        batches = self.loader.batch_sampler
+        batches = self.iterated
         stream = replace(self.stream, source=batches, samplers=tuple(nested_samplers(batches)))
         return replace(self, level=Level.BATCH, stream=stream)
 
@@ -230,9 +244,12 @@ def look_at(loader: L) -> LoaderFacts[L]:
     """
     kind, level = type(loader), _level_of(loader)
     iterates_itself = has_own_iteration(kind)
-    source = _source(loader, level)
+    repeater = repeater_in(loader)
+    iterated = _iterated(loader, repeater)
+    source = _source(loader, level, iterated)
     samplers = tuple(samplers_in_use(loader))
-    batching: Any = loader.batch_sampler if level is Level.SAMPLE else loader
+    running = tuple(name for name, value in _kept(loader) if isinstance(value, RunningLoader))
+    batching: Any = iterated if level is Level.SAMPLE else loader
     num_workers = getattr(loader, "num_workers", 0)
     return LoaderFacts(
         loader=loader,
@@ -243,9 +260,11 @@ def look_at(loader: L) -> LoaderFacts[L]:
         drop_last=getattr(batching, "drop_last", False),
         num_workers=num_workers,
         batches_ahead=num_workers * (getattr(loader, "prefetch_factor", None) or 0),
-        makes_batches=torchdata_batch_sampler(kind) or type(loader.batch_sampler),
+        makes_batches=torchdata_batch_sampler(kind) or type(iterated),
+        repeater=repeater,
+        running=running,
         other_loader_in=_other_loader(loader) if iterates_itself else None,
-        iterator_in=_running_iterator(loader),
+        iterator_in=_running_iterator(loader, () if iterates_itself and repeater is None else running),
     )
 
 
@@ -255,17 +274,21 @@ def _level_of(loader: DataLoader[Any]) -> Level:
         return Level.ITERABLE
     if loader.batch_sampler is None:
         return Level.UNBATCHED
-    return Level.SAMPLE if is_torch_batch_sampler(type(loader.batch_sampler)) else Level.BATCH
+    makes_batches = _iterated(loader, repeater_in(loader))
+    return Level.SAMPLE if is_torch_batch_sampler(type(makes_batches)) else Level.BATCH
 
 
-def _source(loader: DataLoader[Any], level: Level) -> object:
+def _iterated(loader: DataLoader[Any], repeater: object | None) -> Any:
+    """Return what a loader iterates for one epoch."""
+    return next(samplers_in_use(loader), None) if repeater is None else repeated_in(repeater)
+
+
+def _source(loader: DataLoader[Any], level: Level, iterated: Any) -> object:
     match level:
         case Level.SAMPLE:
-            return cast(Any, loader.batch_sampler).sampler
-        case Level.BATCH:
-            return loader.batch_sampler
-        case Level.UNBATCHED:
-            return loader.sampler
+            return iterated.sampler
+        case Level.BATCH | Level.UNBATCHED:
+            return iterated
         case Level.ITERABLE:
             return loader.dataset
 
@@ -280,11 +303,17 @@ def _other_loader(loader: DataLoader[Any]) -> str | None:
     return next(others, None)
 
 
-def _running_iterator(loader: DataLoader[Any]) -> str | None:
-    """Return the attribute with an iterator that was begun already."""
-    kept = {name: value for name, value in getattr(loader, "__dict__", {}).items() if name not in _LOOKED_AT_ELSEWHERE}
-    running = (name for name, value in kept.items() if any(isinstance(part, _RUNNING) for part in _parts(value)))
-    return next(running, None)
+def _running_iterator(loader: DataLoader[Any], harmless: Collection[str]) -> str | None:
+    """Return the attribute with an iterator that was begun already, but for those that do no harm."""
+    running = (name for name, value in _kept(loader) if any(isinstance(part, _RUNNING) for part in _parts(value)))
+    return next((name for name in running if name not in harmless), None)
+
+
+def _kept(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes in which a running iterator may matter."""
+    for name, value in getattr(loader, "__dict__", {}).items():
+        if name not in _LOOKED_AT_ELSEWHERE:
+            yield name, value
 
 
 def _parts(value: Any) -> list[Any]:

@@ -1,11 +1,12 @@
 """Recognise a loader, and what shards it already."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from ddp_patch.compat import is_split_by_node, shards_in_accelerate
+from ddp_patch.compat import LISTED_LOADERS, held_loaders, is_fastai_loader, is_split_by_node, shards_in_accelerate
 from ddp_patch.errors import NotALoaderError
 from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.loaders.worlds import held_parts, world_of
@@ -18,7 +19,10 @@ __all__ = [
     "samplers_within",
     "sharded_by",
     "shards_itself",
+    "tell_if_assumed",
 ]
+
+logger: logging.Logger = logging.getLogger("ddp_patch")
 
 
 def is_loader(value: object) -> bool:
@@ -29,11 +33,41 @@ def is_loader(value: object) -> bool:
 
 def require_loader(operation: str, loader: object, wrappers: bool = True) -> None:
     """Raise NotALoaderError unless it is a loader, or, where ``wrappers`` will do, a framework's wrapper around one."""
-    if not (is_loader(loader) if wrappers else isinstance(loader, DataLoader)):
+    if is_loader(loader) if wrappers else isinstance(loader, DataLoader):
+        return
+    name = type(loader).__name__
+    if is_fastai_loader(type(loader)):
         raise NotALoaderError(
-            f"{operation} needs a torch.utils.data.DataLoader and got {loader!r} ({type(loader).__name__}): only a "
-            "loader knows its dataset, sampler and batches. Pass the finished loader itself."
+            f"{operation} needs a torch.utils.data.DataLoader, and fastai's {name} is none, though it is called so: it "
+            "has no sampler, and draws indices in a way of its own. Use fastai's learn.distrib_ctx(), which shards it; "
+            "or build torch's over the same data: torch.utils.data.DataLoader(loader.dataset, batch_size=loader.bs, "
+            "shuffle=loader.shuffle, drop_last=loader.drop_last, collate_fn=loader.create_batch). That one does "
+            "without fastai's after_item and after_batch."
         )
+    if (line := _line_for_inner(operation, loader)) is not None:
+        raise NotALoaderError(
+            f"{operation} needs a torch.utils.data.DataLoader and got a {name}, which wraps one: only the loader "
+            f"inside knows its dataset, sampler and batches. Pass that one, where outer is the {name}: {line}."
+        )
+    raise NotALoaderError(
+        f"{operation} needs a torch.utils.data.DataLoader and got {loader!r} ({name}): only a loader knows its "
+        "dataset, sampler and batches. Pass the finished loader itself."
+    )
+
+
+def _line_for_inner(operation: str, wrapper: object) -> str | None:
+    """Return the line of code that hands the loader inside a wrapper to an operation; None if there is none."""
+    inner: object = wrapper
+    place = "outer"
+    while (found := held_loaders(inner)) is not None:
+        several = getattr(inner, LISTED_LOADERS, None)
+        if isinstance(several, list) and several and all(map(is_loader, several)):
+            place = f"{place}.{LISTED_LOADERS}"
+            return f"{place} = [{operation}(loader) for loader in {place}]"
+        place, inner = f"{place}.{found[0]}", found[1]
+        if is_loader(inner):
+            return f"{place} = {operation}({place})" if operation.startswith("patch_") else f"{operation}({place}, ...)"
+    return None
 
 
 def samplers_in_use(loader: DataLoader[Any]) -> Iterator[object]:
@@ -79,6 +113,22 @@ def _says(holder: object) -> bool | None:
         return said
     is_known = isinstance(holder, DistributedSampler) or shards_in_accelerate(type(holder)) or is_split_by_node(holder)
     return is_known or None
+
+
+def tell_if_assumed(holder: object) -> None:
+    """Log that the numbers alone which it holds make it count as sharded, so that a mistake shows.
+
+    A map-style dataset is worth a warning: its sampler chooses what is read, so it may hold them for another reason.
+    """
+    if _says(holder) is None and (world := world_of(holder)) is not None:
+        is_map_style = isinstance(holder, Dataset) and not isinstance(holder, IterableDataset)
+        logger.log(
+            logging.WARNING if is_map_style else logging.INFO,
+            "%s holds the numbers of rank %d of %d, so it counts as sharded, and its loader comes back as it is. Say "
+            "is_ddp_aware = False in its class if it gives every rank the same, or True if it shards.",
+            type(holder).__name__,
+            *world,
+        )
 
 
 def samplers_within(sampler: object) -> Iterator[object]:

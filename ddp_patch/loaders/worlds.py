@@ -67,8 +67,7 @@ def world_of(holder: object) -> HeldWorld | None:
     found = [*_worlds(kept)]
     for name, value in kept.items():
         inner = stored(value)
-        is_world = not hasattr(value, "__iter__") and all(isinstance(number, int) for number in inner.values())
-        if is_world or name in READERS:
+        if name in READERS or _is_world(value, inner):
             found += _worlds(inner)
     return min(found, key=lambda world: (world[1] == 1, world[1]), default=None)
 
@@ -79,6 +78,12 @@ def _worlds(attributes: Mapping[str, Any]) -> Iterator[HeldWorld]:
             rank, ranks = (attributes.get(underscore + name) for name in names)
             if _is_whole(rank) and _is_whole(ranks) and 0 <= rank < ranks:
                 yield int(rank), int(ranks)
+
+
+def _is_world(value: object, inner: Mapping[str, Any]) -> bool:
+    """Tell whether it holds whole numbers alone, and is neither a dataset nor a sampler, which speak for themselves."""
+    gives = any(hasattr(type(value), name) for name in ("__iter__", "__getitem__", "__len__"))
+    return not gives and all(isinstance(number, int) for number in inner.values())
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

@@ -20,6 +20,7 @@ from ddp_patch.options import Agreement, Options
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.comparison import by_value, require_same
 from ddp_patch.ranks.exchange import exchange, refuse
+from ddp_patch.ranks.notices import Peers, agreed_peers, given_peers
 from ddp_patch.ranks.shards import TELLING_APART, require_all_shares, require_same_samples, why_orders_differ
 from ddp_patch.ranks.world import World
 from ddp_patch.streams.fingerprint import fingerprint
@@ -49,6 +50,7 @@ class Agreed:
         seed: The seed of every epoch's order; the same on every rank.
         leader: Sends every rank its share, if rank 0 draws for all.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
+        peers: The ranks whose passes are compared with this one's; None if there are none.
     """
 
     world: World
@@ -56,6 +58,7 @@ class Agreed:
     seed: Seed
     leader: "Leader | None" = None
     number: int = 0
+    peers: Peers | None = None
 
     def plan(self, rank: int) -> Plan:
         """Return the plan that gives a rank its share."""
@@ -131,8 +134,8 @@ def agree(
 ) -> Agreed:
     """Compare the ranks and return what they agreed on.
 
-    Every rank sends one small record, and gets the first rank's seed and generator states. In an explicit world,
-    nothing is sent and the generators stay as they are.
+    Every rank sends one small record, and gets the first rank's seed and generator states. In an explicit world, no
+    rank waits for another and the generators stay as they are.
 
     Args:
         world: The ranks that share.
@@ -148,10 +151,12 @@ def agree(
         RankMismatchError: The facts or options differ, or a rank refused.
         MissingRanksError: A rank did not arrive in time.
         InvalidOptionError: An option needs ranks that communicate.
+        WorldError: An explicit world has more shares than the process group has ranks.
     """
     if world.members is None:
         _refuse_communication(options)
-        return Agreed(world, replace(options, agreement=_settled(options, "")), _seed(options, 0))
+        peers = given_peers(world.rank, world.num_replicas, compared)
+        return Agreed(world, replace(options, agreement=_settled(options, "")), _seed(options, 0), peers=peers)
     found = [] if stream is None else stream.generators
     record = _Record(
         compared={**compared, **_chosen(options), **_sharing(world.members), "generators": len(found)},
@@ -179,7 +184,8 @@ def agree(
     if disagreement and dist.get_rank() == members[0]:
         warnings.warn(disagreement, LeaderWarning, stacklevel=stacklevel)
     options = replace(options, agreement=_settled(options, disagreement))
-    return Agreed(world, options, _seed(options, verdict.seed), _leader(members, options), verdict.number)
+    seed, peers = _seed(options, verdict.seed), agreed_peers(members, verdict.number)
+    return Agreed(world, options, seed, _leader(members, options), verdict.number, peers)
 
 
 def _seed(options: Options, default: int) -> Seed:

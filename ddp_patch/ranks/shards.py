@@ -13,7 +13,7 @@ __all__ = ["TELLING_APART", "require_all_shares", "require_same_samples", "why_o
 
 TELLING_APART = "Telling apart why the ranks' orders differ"
 
-_MARK = "say is_ddp_aware = True in {name}, and its loader comes back as it is, or build it for one process"
+_MARK = "say is_ddp_aware = True in {name}, and its loader comes back as it is"
 _LEADS = (
     "From now on rank 0 draws each epoch and sends every rank its share, about 1 / num_replicas of the indices, at the "
     "epoch's start. "
@@ -101,8 +101,8 @@ def why_orders_differ(
     if relation == "parts":
         raise RankMismatchError(
             f"The samplers of {listed} are sharded already: {name} gives each of them other samples, and they share "
-            f"none but padding. Shared again, most samples would be lost. If each rank's part is meant, {mark} and "
-            "patch that."
+            f"none but padding. Shared again, most samples would be lost. Build {name} for one process and patch that, "
+            f"or, if each rank's part is meant, {mark}."
         )
     own = "has a random generator of its own that is seeded by rank, or follows the order of a set or of files"
     if relation == "overlapping":

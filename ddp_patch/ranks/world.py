@@ -180,5 +180,6 @@ def _refuse_announced_world() -> None:
         raise WorldError(
             f"The environment says WORLD_SIZE={announced}, but no process group exists, so every rank would train "
             "on all data. Call torch.distributed.init_process_group() first (or what does so: Fabric.launch(), "
-            "Accelerator()), or pass rank= and num_replicas=."
+            "Accelerator()), or pass rank= and num_replicas=. With Lightning's Trainer, patch in train_dataloader() of "
+            "the LightningModule or LightningDataModule, which is called when the group exists."
         )

@@ -35,6 +35,7 @@ class Batches(Batching):
         """
         sampler = self.sampler
         sampler.require_states("told")
+        _require_count(batches, sampler)
         one = sampler.latest if sampler.place is None else None
         given = 0 if one is None else self.count(one.taken - one.skip)
         if batches > given:
@@ -52,6 +53,17 @@ class Batches(Batching):
             if unused >= 0 and one.ends_within(unused):
                 return sampler.state_at(one.place_at_end(sampler.held()).following())
         return sampler.state_at(one.place(taken))
+
+
+def _require_count(batches: int, sampler: EpochSampler[Any]) -> None:
+    """Refuse another count than the loader's own where a ``break`` does not end a pass."""
+    if sampler.given is not None and batches != sampler.given.batches:
+        raise InvalidOptionError(
+            f"batches_done={batches}, and {sampler.given.batches} batches of epoch {sampler.epoch} were given: a "
+            "loader with one iterator for all epochs goes on after a break, so the loop's count may not be the "
+            "epoch's. Pass how many batches of the epoch were given, or call set_epoch() before each loop, to begin an "
+            "epoch there."
+        )
 
 
 def patched_sampler(operation: str, loader: object) -> EpochSampler[Any]:

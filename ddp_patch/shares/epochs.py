@@ -9,10 +9,12 @@ from torch.utils.data import DistributedSampler
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.plan import Done, Plan
 from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.ranks.watching import Watch
 from ddp_patch.shares.held import Held, Holders
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.states import read_state, write_state
+from ddp_patch.streams.progress import Given
 from ddp_patch.streams.seeding import EpochCounter
 
 __all__ = ["EpochSampler"]
@@ -33,6 +35,8 @@ class EpochSampler(DistributedSampler[T]):
         place: Where the next pass resumes, if a state was loaded for it.
         tells_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
         keeps_sizes: Whether passes that begin record how many samples their items have.
+        given: What a loader with one iterator for all epochs has given of its pass; None in any other loader.
+        watch: Compares its passes with the other ranks'.
     """
 
     def __init__(self, agreed: Agreed, holders: Sequence[object], facts: Mapping[str, object]) -> None:
@@ -44,8 +48,10 @@ class EpochSampler(DistributedSampler[T]):
         self.place: Place | None = None
         self.tells_rest: bool = True
         self.keeps_sizes: bool = False
+        self.given: Given | None = None
         self._holders = Holders(holders)
         options = agreed.options
+        self.watch: Watch = Watch(agreed.peers, type(self).__name__, keeps=options.uneven == "keep")
         self._facts = {
             **facts,
             "uneven": options.uneven,
@@ -74,8 +80,8 @@ class EpochSampler(DistributedSampler[T]):
         self.epochs.begin(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A running pass cannot be copied, and a copy begins its own.
-        return {**self.__dict__, "latest": None}
+        # A running pass cannot be copied, and a copy begins its own, of which the other ranks need know nothing.
+        return {**self.__dict__, "latest": None, "watch": Watch()}
 
     def held(self) -> Held:
         """Return what the samplers hold now."""
@@ -97,6 +103,11 @@ class EpochSampler(DistributedSampler[T]):
             return one.length
         length = self._length_if_any(one.epoch)
         return None if length is None else len(self.plan.rest(length, one.before))
+
+    def left(self, place: Place) -> int | None:
+        """Return how many items of this rank's share are left at a place; None where the length is not known."""
+        length, (before, skip) = self._length_if_any(place.epoch), place.split(self.num_replicas)
+        return None if length is None else len(self.plan.share(len(self.plan.rest(length, before)))) - skip
 
     def length_of_whole(self, one: Pass[Any]) -> int | None:
         """Return how many items all ranks share in a pass if this rank has reached its end, else None."""
@@ -133,7 +144,10 @@ class EpochSampler(DistributedSampler[T]):
         if number != self.epochs.upcoming:
             self.place = None
         self.latest = None
+        self.watch.choose()
         self.epochs.set(number)
+        if self.given is not None:
+            self.given.begin()
 
     def _measured(self) -> tuple[int, Done, int]:
         """Return what lengths count: an epoch, what other numbers of ranks took of it, and what each rank took since.
@@ -176,7 +190,7 @@ class EpochSampler(DistributedSampler[T]):
         return one.given - taken
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next pass resume where a ``state_dict`` was taken.
+        """Make the next pass resume where a ``state_dict`` was taken, with its seed if the user chose none.
 
         Lengths stay those of whole epochs, as torchdata's do: callers of this protocol count from the epoch's
         beginning.

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_patch.streams.generators import generator_states, set_generator_states
+from ddp_patch.streams.generators import RandomGenerator, generator_states, set_generator_states
 
 __all__ = ["Held", "Holders", "is_stateful"]
 
@@ -66,7 +66,9 @@ class Holders:
         attributes = held.attributes or [{} for _ in self.holders]
         for holder, first, changed in zip(self.holders, self._at_first, attributes, strict=True):
             if plain := {**first, **changed}:
-                vars(holder).update(plain)
+                held_now = vars(holder)
+                # A generator that it has been given since stays: its state was put back above.
+                held_now.update({k: v for k, v in plain.items() if not isinstance(held_now.get(k), RandomGenerator)})
 
     def reinstate_generators(self, states: Sequence[Any]) -> None:
         """Put their random generators into states that ``generators`` returned."""

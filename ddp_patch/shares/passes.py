@@ -3,18 +3,24 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from ddp_patch.plan import Done
+from ddp_patch.ranks.histories import Standing
+from ddp_patch.ranks.histories import State as Known
+from ddp_patch.ranks.watching import Watch
 from ddp_patch.shares.held import Held, Holders
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.sources import Source
-from ddp_patch.streams.progress import Progress
+from ddp_patch.streams.progress import Progress, State
 
 __all__ = ["Pass"]
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_KNOWN = {State.NOT_BEGUN: Known.OPEN, State.RUNNING: Known.OPEN, State.LEFT: Known.LEFT}
 
 
 class Pass(Progress, Generic[T]):
@@ -25,6 +31,7 @@ class Pass(Progress, Generic[T]):
         num_replicas: How many ranks share the epoch.
         holders: What holds the generators that the samplers draw from.
         source: How it gets its items.
+        watch: Compares it with the other ranks' passes.
         resumes: Whether it goes on from a place that was loaded.
         keeps_sizes: Whether to keep how many samples each item given has.
         at_end: Called with how many items all ranks share in it, once that is known and before a rank is given items
@@ -40,6 +47,7 @@ class Pass(Progress, Generic[T]):
         num_replicas: int,
         holders: Holders,
         source: Source[T],
+        watch: Watch,
         *,
         resumes: bool = False,
         keeps_sizes: bool = False,
@@ -52,6 +60,9 @@ class Pass(Progress, Generic[T]):
         self._resumes, self._at_end = resumes, at_end
         self._sizes: deque[int] | None = deque() if keeps_sizes else None
         self._start, self._num_replicas, self._holders = start, num_replicas, holders
+        self._watch = watch
+        # Ranks compare when 1, 2, 4, ... batches were taken.
+        self._steps, self._surely_taken, self._awaited = 1, skip, 0
         self._snapshots = start.snapshots
         latest = self._snapshots.latest
         if latest is not None and latest[0] and self.before and not skip and not source.is_drawn_at_once:
@@ -77,16 +88,40 @@ class Pass(Progress, Generic[T]):
         """Yield this rank's items in runs, from when the first is asked for."""
         self.begin()
         try:
+            self._watch.begin(self.epoch, self.standing)
             self._begin_generators()
             for part in self.source.parts(self.skip):
                 if self.length is not None:
                     self._at_end(self.length)
                 run = self.give(part)
                 self._catch_up()
-                yield run
+                yield from self._compared(run) if self._watch.is_on else [run]
             self.end()
+            self._watch.compare(self.epoch)
         finally:
             self.leave()
+
+    def _compared(self, run: Iterator[R]) -> Iterator[Iterator[R]]:
+        """Cut a run where the ranks compare how far they came: at first after every batch, then ever more rarely."""
+        pace = self._watch.pace
+        while (moment := self.skip + pace.ahead + self._steps * pace.size) < self.given:
+            yield islice(run, moment - self.taken)
+            self._steps *= 2
+            self._awaited = 1  # whoever asks on gets one more
+            self._watch.compare(self.epoch)
+            self._awaited = 0
+        yield run
+
+    def standing(self) -> Standing:
+        """Return how many items of the share were surely taken, and what is known of the pass."""
+        taken = self.skip + self._watch.pace.taken(self.taken + self._awaited - self.skip)
+        if not self.source.is_counted:
+            return Standing(taken, Known.UNKNOWN)
+        ends_elsewhere = self.source.ends_elsewhere()
+        if not ends_elsewhere:
+            self._surely_taken = taken
+        known = Known.ENDED if self.is_ended or ends_elsewhere else _KNOWN[self.state]
+        return Standing(self._surely_taken, known)
 
     def give(self, part: Sequence[R]) -> Iterator[R]:
         """Give the items that come next; return an iterator over them."""

@@ -71,8 +71,10 @@ def _require_copyable(facts: LoaderFacts[Any]) -> None:
         )
     if facts.iterator_in is not None:
         raise UnsupportedLoaderError(
-            f"{name} cannot be patched: it started an iterator in its constructor (attribute {facts.iterator_in!r}), "
-            "which would go on yielding unsharded data. Build it with a sampler that is sharded already, "
+            f"{name} cannot be patched: you have iterated it, or its class begins an iterator when it is made. It is "
+            f"running (attribute {facts.iterator_in!r}), and the loader may go on with it, which would yield unsharded "
+            "data. Patch the loader before you iterate it, or forget the iterator: "
+            f"loader.{facts.iterator_in} = None. Where the class needs it, build it with a sharded sampler, "
             f"{name}(dataset, sampler=DDPSamplerWrapper(sampler, False), ...), or use a DataLoader with "
             "persistent_workers=True."
         )

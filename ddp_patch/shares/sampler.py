@@ -161,6 +161,7 @@ class ShardedSampler(EpochSampler[T]):
             self.num_replicas,
             self._holders,
             source,
+            self.watch,
             resumes=resumes,
             keeps_sizes=self.keeps_sizes,
             at_end=partial(self._require_steps, start),

@@ -39,6 +39,8 @@ class Source(Generic[T]):
     is_drawn_at_once: bool = False
     # Whether items are drawn in this process, where the samplers' generators are.
     draws_here: bool = True
+    # Whether how far a rank has come can be compared with other ranks.
+    is_counted: bool = True
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""
@@ -50,6 +52,10 @@ class Source(Generic[T]):
         Then the samplers hold what the epoch leaves in them. Return False, too, where one rank would know and another
         not.
         """
+        return False
+
+    def ends_elsewhere(self) -> bool:
+        """Tell whether the end was found where this source does not see it, so that what it gives says nothing."""
         return False
 
     def length_found(self) -> int | None:

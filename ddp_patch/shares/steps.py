@@ -32,9 +32,10 @@ def require_steps(plan: Plan, batching: Batching, name: str, n: int, *, in_batch
         else ""
     )
     raise NoStepsError(
-        f"A rank would make no step in an epoch: {name} has {n} items, of which {plan.num_replicas} ranks take "
-        f"{plan.least(n)} each with uneven={plan.uneven!r}{why}. One process makes {batching.count(n)} steps of them. "
-        f"Use one of these: {', '.join(_remedies(plan, batching, n, in_batches))}."
+        f"A rank would make no step in an epoch: {name} has {_counted(n, 'item')}, of which {plan.num_replicas} ranks "
+        f"take {plan.least(n)} each with uneven={plan.uneven!r}{why}. One process makes "
+        f"{_counted(batching.count(n), 'step')} of them. Use one of these: "
+        f"{', '.join(_remedies(plan, batching, n, in_batches))}."
     )
 
 
@@ -51,4 +52,8 @@ def _remedies(plan: Plan, batching: Batching, n: int, in_batches: bool) -> Itera
         yield "share='batches'"
     fewer = (Plan(0, ranks, plan.uneven) for ranks in range(plan.num_replicas - 1, 0, -1))
     most = next(some.num_replicas for some in fewer if not batching.loses_a_rank(some, n))
-    yield f"at most {most} rank{'s' if most > 1 else ''}"
+    yield f"at most {_counted(most, 'rank')}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"

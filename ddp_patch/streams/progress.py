@@ -1,11 +1,12 @@
 """How far a pass has come, and its states."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from operator import length_hint
 from typing import Any, TypeVar
 
-__all__ = ["Progress", "State"]
+__all__ = ["Given", "Progress", "State"]
 
 T = TypeVar("T")
 
@@ -17,6 +18,33 @@ class State(Enum):
     RUNNING = "running"
     ENDED = "ended"  # all items were given
     LEFT = "left"  # broken off before
+
+
+@dataclass
+class Given:
+    """How many batches of its current pass a loader has given that has one iterator for all epochs.
+
+    After a ``break`` such a loader goes on in the same pass, so a training loop's own count may be another.
+
+    Attributes:
+        batches: How many, since the pass began.
+        is_within: Whether the pass has begun and not ended.
+    """
+
+    batches: int = 0
+    is_within: bool = False
+
+    def begin(self) -> None:
+        """Note that a pass begins with the next batch."""
+        self.batches, self.is_within = 0, False
+
+    def count(self) -> None:
+        """Note that a batch was given."""
+        self.batches, self.is_within = self.batches + 1, True
+
+    def end(self) -> None:
+        """Note that there are no more batches."""
+        self.is_within = False
 
 
 class Progress:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal, TypeVar, TypeVarTuple, cast
 
@@ -73,7 +72,7 @@ def run_ranks(
         >>> run_ranks(operator.add, 2)  # rank + world_size
         [2, 3]
     """
-    _check_task(fn, args, grace, start_method)
+    _check_how(fn, grace, start_method)
     world_size = whole_number("world_size", world_size)
     if world_size < 1 or not (is_seconds(timeout) and timeout > 0):
         raise InvalidOptionError(
@@ -90,19 +89,10 @@ def run_ranks(
     raise RanksFailedError(_describe(getattr(fn, "__qualname__", repr(fn)), ranks, timeout))
 
 
-def _check_task(fn: Callable[..., Any], args: Sequence[Any], grace: float, start_method: str) -> None:
-    """Refuse, before any process starts, what no process can be started with."""
+def _check_how(fn: Callable[..., Any], grace: float, start_method: str) -> None:
+    """Refuse what no process can be started with."""
     if not callable(cast(object, fn)):
         raise InvalidOptionError(f"run_ranks was given {fn!r} ({type(fn).__name__}). Pass a function of a module.")
-    for what in (fn, *args):
-        try:
-            ForkingPickler.dumps(what)
-        except Exception as error:
-            raise InvalidOptionError(
-                f"run_ranks sends its function and arguments to other processes, and pickling {what!r} raised "
-                f"{type(error).__name__}: {error}. Pass a function that stands in a module, by its name, and arguments "
-                "that can be pickled."
-            ) from error
     if not (is_seconds(grace) and grace >= 0):
         raise InvalidOptionError(f"grace={grace!r} is not a number of seconds. Pass one of at least 0.")
     if start_method not in (known := multiprocessing.get_all_start_methods()):
@@ -150,7 +140,16 @@ def _started(task: "_Task", start_method: Literal["spawn", "forkserver"]) -> Ite
     context: Any = multiprocessing.get_context(start_method)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_rank_main, args=(task, sender))
-    process.start()
+    try:
+        process.start()
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them depends on what is pickled
+        receiver.close()
+        sender.close()
+        raise InvalidOptionError(
+            f"run_ranks sends {task.fn!r} and its arguments to other processes, and pickling them raised "
+            f"{type(error).__name__}: {error}. Pass a function that stands in a module, by its name, and arguments "
+            "that can be pickled."
+        ) from error
     sender.close()  # so that the pipe ends when the rank does
     try:
         yield _Rank(process, receiver, task.stack)

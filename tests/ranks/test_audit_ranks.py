@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import audit_parts as parts
 import audit_setups as setups
 import torch.distributed as dist
 from messages import raises
@@ -68,3 +69,11 @@ def test_the_order_of_a_set_of_strings_differs_between_processes_only(tmp_path: 
 def test_what_cannot_be_sent_to_other_processes_is_refused() -> None:
     with raises(InvalidOptionError, ("processes=True", "<lambda>", "pickl"), "module"):
         audit(lambda rank, world_size: setups.torchs(rank, world_size), 2, processes=True)
+
+
+def slice_by_process_group(_rank: int, _world_size: int) -> DataLoader[Any]:
+    return parts.RIGHT["list"](dist.get_rank(), dist.get_world_size())
+
+
+def test_slices_are_compared_by_value_on_real_ranks() -> None:
+    assert audit(slice_by_process_group, 2, epochs=1, processes=True).ok

@@ -13,7 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from zoo import Indices, N, as_it_is, seed_ambient
 
-from ddp_patch import DDPSamplerWrapper, RankMismatchError, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import (
+    DDPSamplerWrapper,
+    InvalidOptionError,
+    RankMismatchError,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
 
 
 def shuffled(n: int = N, **options: Any) -> DataLoader[Any]:
@@ -160,3 +167,31 @@ def restoring_others(rank: int, world_size: int) -> str:
 def test_ranks_that_restore_states_of_different_seeds_are_told() -> None:
     for message in run_ranks(restoring_others, 2):
         assert_tells(message, ("Restoring a loader's state", "seed: 1 on rank 0; 2 on rank 1"), "same on every rank")
+
+
+def given_a_generator(rank: int, world_size: int) -> str:
+    """A sampler gets a generator after the ranks agreed; a leader draws for all, whatever the others have."""
+    sampler, led = RandomSampler(Indices()), RandomSampler(Indices())
+    shared: Any = patch_dataloader_to_ddp(DataLoader(Indices(), 3, sampler=sampler, collate_fn=as_it_is))
+    by_leader = patch_dataloader_to_ddp(
+        DataLoader(Indices(), 3, sampler=led, collate_fn=as_it_is), agreement="leader", uneven="drop"
+    )
+    iterator = iter(shared)
+    sampler.generator = led.generator = torch.Generator().manual_seed(rank)
+    with pytest.raises(InvalidOptionError) as caught:
+        next(iterator)
+    assert shared.sampler.epoch == 0
+    with pytest.raises(InvalidOptionError):
+        list(shared)
+    everyones: list[Any] = [None] * world_size
+    dist.all_gather_object(everyones, samples(by_leader))
+    assert len(set(chain(*everyones))) == N - N % world_size
+    again = patch_dataloader_to_ddp(DataLoader(Indices(), 3, sampler=sampler, collate_fn=as_it_is), uneven="drop")
+    dist.all_gather_object(everyones, samples(again))
+    assert len(set(chain(*everyones))) == N - N % world_size
+    return str(caught.value)
+
+
+def test_a_generator_that_the_ranks_did_not_agree_on_is_refused() -> None:
+    for message in run_ranks(given_a_generator, 2):
+        assert_tells(message, ("RandomSampler", "generator", "after it was patched"), ("generator first", "'leader'"))

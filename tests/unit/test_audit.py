@@ -22,15 +22,16 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Sampler,
     SequentialSampler,
     Subset,
     WeightedRandomSampler,
     get_worker_info,
 )
-from zoo import ALL_KINDS, BY_NAME, Kind, draw_ambient, loader, seed_ambient
+from zoo import ALL_KINDS, BY_NAME, Indices, Kind, draw_ambient, loader, seed_ambient
 
-from ddp_patch import AuditError, InvalidOptionError, NotALoaderError, audit, patch_dataloader_to_ddp
+from ddp_patch import AuditError, InvalidOptionError, NoStepsError, NotALoaderError, audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import auditing, problem_kinds
 from ddp_patch.auditing.commands import commands
 from ddp_patch.auditing.draw.coding import Coding
@@ -507,13 +508,20 @@ def test_a_loader_patched_by_the_factory_is_audited_as_it_stands() -> None:
 
 
 def test_a_rank_without_any_step_is_told() -> None:
-    """Eight ranks with three samples each make no batch of four."""
-    report = audit(loader(shuffle=True, drop_last=True), 8)
+    """Eight ranks with three samples each make no batch of four. A patch refuses them."""
+
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        sampler: Any = DistributedSampler(Indices(), world_size, rank) if world_size > 1 else RandomSampler(Indices())
+        return loader(sampler=sampler, drop_last=True)
+
+    report = audit(make, 8, set_epoch=True)
     assert report.epochs[0].steps == (0,) * 8
     assert kinds(report) == ["missing"]
     assert not missing(report.problems[0].what, ("No rank", "step", "23 samples"))
     assert report.seeds_agree is None
-    assert kinds(audit(loader(shuffle=True, drop_last=True), 8, epochs=1)) == ["missing"]
+    assert kinds(audit(make, 8, epochs=1)) == ["missing"]
+    with pytest.raises(NoStepsError):
+        audit(loader(shuffle=True, drop_last=True), 8)
     assert audit(DataLoader(Untouchable(0), 4), 8).ok  # where there is nothing to share
 
 

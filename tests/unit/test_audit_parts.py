@@ -1,10 +1,15 @@
 """The audit of set-ups in which each rank has data of its own: right ones hold, broken ones are named truly."""
 
-import pytest
-from audit_parts import RIGHT, WORLD, WRONG
-from messages import missing
+from typing import Any
 
-from ddp_patch import audit
+import pytest
+from audit_parts import NAMES, RIGHT, WORLD, WRONG, N, of
+from audit_setups import Untouchable
+from messages import missing, raises
+from torch.utils.data import DataLoader, Subset
+
+from ddp_patch import InvalidOptionError, audit
+from ddp_patch.auditing.show.page import page
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -22,3 +27,44 @@ def test_what_is_wrong_with_ranks_own_data_is_named(name: str) -> None:
     (problem,) = report.problems
     assert not missing(f"{problem.what} {problem.why}", said), problem
     assert not missing(problem.remedy, remedy), problem
+
+
+class Opaque:
+    """A sample without a value that can be compared."""
+
+
+def test_samples_in_memory_that_have_no_value_are_refused_where_ranks_have_others() -> None:
+    samples = [Opaque() for _ in range(N)]
+    with raises(InvalidOptionError, ("rank 0 of 4", "length 26", "rank 0 of 1", "length 104"), "Subset"):
+        audit(lambda rank, world_size: of(samples[rank::world_size]), WORLD)
+
+
+def test_datasets_of_one_length_that_hold_other_things_are_refused() -> None:
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        return of(NAMES if rank else Untouchable(N))
+
+    with raises(InvalidOptionError, ("rank 3 of 4", "length 104", "cannot be compared"), "Subset"):
+        audit(make, WORLD)
+
+
+def test_samples_that_are_compared_by_value_have_no_cost() -> None:
+    with raises(InvalidOptionError, ("cost=", "no indices"), "cost"):
+        audit(RIGHT["list"], WORLD, cost=[1] * N)
+
+
+def test_subsets_are_compared_and_named_by_the_dataset_below_them() -> None:
+    report = audit(RIGHT["parts of a Subset, made once"], WORLD, epochs=1, cost=[0] * N + [1] * N)
+    assert "make(0, 1) ignores world_size" in report.how
+    assert report.epochs[0].imbalance == 1
+    given = DataLoader(Subset(Untouchable(N), [*range(50, 80)]), 4)
+    assert audit(given, 4, epochs=1, uneven="drop").epochs[0].missing_examples[0] in map(str, range(50, 80))
+
+
+def test_foreign_samples_are_counted_and_shown() -> None:
+    report = audit(WRONG["samples of another split"][0], WORLD, epochs=1)
+    (epoch,) = report.epochs
+    assert (epoch.missing, epoch.repeated, epoch.foreign) == (0, 0, 8)
+    assert epoch.foreign_examples[0] == ("104", (0,))
+    shown = page({"train": report})
+    assert all("8 that one process never gets" in text for text in (str(report), report.to_markdown(), shown))
+    assert "8 more samples are none that one process gets" in shown

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,11 +100,11 @@ OPTIONS: dict[str, list[Any]] = {
 }
 
 
-def calls() -> list[tuple[type[DDPPatchError], str, Call]]:  # noqa: C901 - one table
+def calls() -> list[tuple[type[DDPPatchError], str, Call]]:
     table: list[tuple[type[DDPPatchError], str, Call]] = []
 
     def add(error: type[DDPPatchError], name: str, call: Callable[..., Any], values: list[Any]) -> None:
-        table.extend((error, f"{name} {number}", lambda value=value: call(value)) for number, value in enumerate(values))
+        table.extend((error, f"{name} {number}", partial(call, value)) for number, value in enumerate(values))
 
     for option, values in OPTIONS.items():
         add(InvalidOptionError, f"patch {option}", lambda value, option=option: patched(**{option: value}), values)
@@ -153,7 +154,7 @@ def calls() -> list[tuple[type[DDPPatchError], str, Call]]:  # noqa: C901 - one 
         InvalidOptionError,
         "audit factory",
         lambda value: audited(value, 2),
-        [lambda: given(), no_factory, one_argument, three_arguments],  # noqa: PLW0108 - the lambda is what is tried
+        [lambda: given(), no_factory, one_argument, three_arguments],
     )
     add(NotALoaderError, "audit factory", lambda value: audited(value, 2), [returns_none])
     add(InvalidOptionError, "run_ranks", lambda value: ran(value, 1), [lambda rank, _: rank, local(), 3, None, "x"])
@@ -186,10 +187,9 @@ THREE: list[Any] = [np.int64(3), np.uint8(3), torch.tensor(3), torch.tensor([3])
 @pytest.mark.parametrize("three", THREE, ids=repr)
 def test_a_whole_number_may_be_numpys_or_torchs(three: Any) -> None:
     expected = patched(seed=3)
-    for loader in (patched(seed=three), patched(seed=three)):
-        assert type(loader.sampler.seed) is int
-        assert list(loader) == list(expected)
-        expected = patched(seed=3)
+    loader = patched(seed=three)
+    assert type(loader.sampler.seed) is int
+    assert list(loader) == list(expected)
     twice = [DDPSamplerWrapper(range(8), True, **E, seed=seed) for seed in (three, 3)]
     assert list(twice[0]) == list(twice[1])
     assert len(patched(rank=three, num_replicas=4)) == 1
@@ -216,7 +216,7 @@ def test_a_group_or_mesh_that_is_none() -> None:
         alone(process_group="x")
     with raises(InvalidOptionError, ("device_mesh=3", "int", "DeviceMesh"), "init_device_mesh()"):
         alone(device_mesh=3)
-    group = torch.distributed.ProcessGroup(0, 1)
+    group: Any = torch.distributed.ProcessGroup.__new__(torch.distributed.ProcessGroup)
     with raises(WorldError, ("process_group", "none was made"), "torch.distributed.init_process_group()"):
         alone(process_group=group)
 
@@ -240,7 +240,9 @@ def test_an_empty_state_says_what_is_missing() -> None:
         restore_loader(patched(), {})
 
 
-@pytest.mark.parametrize(("nest", "place"), [([], "the top"), ({"train": [given()], "val": []}, "val"), ([[()]], "[0][0]")])
+@pytest.mark.parametrize(
+    ("nest", "place"), [([], "the top"), ({"train": [given()], "val": []}, "val"), ([[()]], "[0][0]")]
+)
 @pytest.mark.parametrize("guard", [check_loaders_is_patched, assert_loaders_patched])
 def test_the_guard_refuses_what_is_empty(guard: Any, nest: Any, place: str) -> None:
     with raises(NotALoaderError, (f"at {place}:", "empty"), ("loaders", "out")):

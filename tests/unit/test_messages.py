@@ -157,10 +157,19 @@ class Repeated:
             yield from self.sampler
 
 
+class BegunWhenMade(DataLoader[Any]):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.iterator = super().__iter__()
+
+    def __iter__(self) -> Any:
+        return self.iterator
+
+
 def test_a_loader_that_runs_an_iterator_of_its_own() -> None:
-    remedy = ("MultiEpochsDataLoader(dataset, sampler=DDPSamplerWrapper(sampler, False)", "persistent_workers=True")
-    with raises(UnsupportedLoaderError, ("MultiEpochsDataLoader", "constructor", "'iterator'"), remedy):
-        patch_dataloader_to_ddp(MultiEpochsDataLoader(Indices(), 4), **EXPLICIT)
+    remedy = ("BegunWhenMade(dataset, sampler=DDPSamplerWrapper(sampler, False)", "persistent_workers=True")
+    with raises(UnsupportedLoaderError, ("BegunWhenMade", "when it is made", "'iterator'"), remedy):
+        patch_dataloader_to_ddp(BegunWhenMade(Indices(), 4), **EXPLICIT)
 
 
 class KeepsAGenerator(DataLoader[Any]):
@@ -174,7 +183,7 @@ class KeepsAGenerator(DataLoader[Any]):
 
 
 def test_a_loader_that_keeps_a_generator_of_its_own() -> None:
-    with raises(UnsupportedLoaderError, ("KeepsAGenerator", "constructor", "'streams'"), "DDPSamplerWrapper"):
+    with raises(UnsupportedLoaderError, ("KeepsAGenerator", "when it is made", "'streams'"), "DDPSamplerWrapper"):
         patch_dataloader_to_ddp(KeepsAGenerator(Indices(), 4), **EXPLICIT)
 
 
@@ -221,7 +230,7 @@ def test_a_loader_that_forbids_copying() -> None:
 
 def test_a_group_that_was_announced_and_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    remedy = ("torch.distributed.init_process_group()", "Fabric.launch()", "Accelerator()", *PAIR)
+    remedy = ("torch.distributed.init_process_group()", "Fabric.launch()", "Accelerator()", *PAIR, "train_dataloader()")
     with raises(WorldError, "WORLD_SIZE=4", remedy):
         patch_dataloader_to_ddp(loader())
 

@@ -475,8 +475,8 @@ def test_the_state_of_another_loader_is_refused(told: str, loading: dict[str, An
 
 SAVED = ("loader_state()", "state_dict()", "saved")
 DAMAGED: list[tuple[Any, tuple[str, ...]]] = [
-    (None, ("NoneType", "version")),
-    ({}, ("dict", "version")),
+    (None, ("None", "NoneType", "dict")),
+    ({}, ("version", "loader", "epoch", "done")),
     ({"epoch": None}, ("epoch", "None", "0")),
     ({"epoch": -1}, ("epoch", "-1", "0")),
     ({"done": 3}, ("done", "3", "list of pairs")),

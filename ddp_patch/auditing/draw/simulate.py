@@ -15,6 +15,7 @@ from ddp_patch.auditing.draw.traits import Traits, traits_of
 from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.nesting import tell_epoch
+from ddp_patch.ranks.notices import unwatched
 from ddp_patch.streams.generators import generator_state, random_generators, set_generator_state, unmoved
 from ddp_patch.streams.random_states import PrivateRNG
 
@@ -41,7 +42,7 @@ class Rank:
         self._ambient = PrivateRNG(_SEED, seeded_as)
         make = subject.make
         given, reached = (make.stream.holders, []) if isinstance(make, LoaderFacts) else ((), _reached_by(make))
-        with self._ambient, unmoved(random_generators(reached)):
+        with self._ambient, unmoved(random_generators(reached)), unwatched():
             self._facts: LoaderFacts[Any] = build()
             held = random_generators([*reached, *self._facts.stream.holders, *given])
         self._held = [[generator, generator_state(generator)] for generator in held]

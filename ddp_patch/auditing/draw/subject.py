@@ -61,7 +61,7 @@ class Subject:
                 )
             _require_two_arguments(self.make)
         elif (found := self.make.sharded_by) is not None:
-            rank, ranks = (getattr(found, name, "?") for name in ("rank", "num_replicas"))
+            rank, ranks = self.make.made_for or ("?", "?")
             raise InvalidOptionError(
                 f"audit was given a loader that is one rank's share already ({type(found).__name__}, rank {rank} of "
                 f"{ranks}), and other ranks' shares cannot be made of it. Pass a function make(rank, world_size) that "
@@ -154,7 +154,7 @@ def _whole(facts: LoaderFacts[Any]) -> LoaderFacts[Any]:
     """Return a look at the loader as one that yields everything: nothing left out, nothing read by two workers."""
     if facts.level is Level.SAMPLE and facts.drop_last:
         batches = facts.makes_batches(facts.stream.source, facts.batch_size, False)
-        return look_at(copy_loader(facts.loader, drop_last=False, batch_sampler=batches))
+        return look_at(copy_loader(facts.loader, **facts.placed({"drop_last": False, "batch_sampler": batches})))
     if facts.level is Level.ITERABLE:
         # Keep one worker where there are some: the dataset or worker_init_fn may ask which worker it is.
         return look_at(copy_loader(facts.loader, drop_last=False, num_workers=min(1, facts.num_workers)))

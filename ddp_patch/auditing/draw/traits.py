@@ -51,7 +51,7 @@ class Traits:
 
 def traits_of(facts: LoaderFacts[Any]) -> Traits:
     """Return the traits of a loader that was looked at."""
-    samplers, batches = facts.samplers, facts.loader.batch_sampler
+    samplers, batches = facts.samplers, None if facts.level is Level.UNBATCHED else facts.iterated
     is_iterable = facts.level is Level.ITERABLE
     size = facts.batch_size or getattr(batches, "batch_size", None)
     return Traits(

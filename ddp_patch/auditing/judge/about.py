@@ -46,7 +46,7 @@ class About:
             parts.append(f"{found.extra} {of} are got too often{self._such(_placed(self.repeated()))}.")
         if found.unexpected:
             such = self._such(_placed(self.foreign()))
-            parts.append(f"{found.unexpected} {self.epoch.units} are got that one process never gets{such}.")
+            parts.append(f"Ranks get {found.unexpected} {self.epoch.units} that one process never gets{such}.")
         return " ".join(parts)
 
     def missing(self) -> tuple[str, ...]:

@@ -62,9 +62,10 @@ def cause_of(about: About, alike: Callable[[], tuple[Epoch, Judged]], traits: Tr
     again, judged_again = alike() if world > 1 else (epoch, judged)
     if _is_same_on_every_rank(again):
         return Cause((_not_sharded(about, again),), seeds_agree=None)
-    if repeats_rank_0(epoch):
+    draws_all = _has_all_on_every_rank(epoch)
+    if repeats_rank_0(epoch) and (_is_mostly_foreign(about) or not draws_all):
         return Cause((wording.ignored_world_size(about),), seeds_agree=None)
-    if _has_all_on_every_rank(epoch):
+    if draws_all:
         return Cause((_not_sharded(about, again),), seeds_agree=None)
     if judged_again.is_covered:
         return Cause((wording.disagreement(about, "nothing is"),), seeds_agree=False)
@@ -138,7 +139,7 @@ def _own_randomness(about: About, _: Traits) -> Problem | None:
     found = about.judged.found
     overlaps = found.extra or found.unexpected > len(found.foreign)
     fits = found.lacking and overlaps and _has_right_totals(about.epoch, about.judged)
-    return wording.own_randomness(about) if fits else None
+    return wording.own_randomness(about) if fits and not _are_slices(about.epoch) else None
 
 
 def _foreign(about: About, _: Traits) -> Problem | None:
@@ -164,6 +165,11 @@ def _has_all_on_every_rank(epoch: Epoch) -> bool:
     """Tell whether every rank got as many samples as a single process, and these are enough to mean something."""
     n, world = len(epoch.alone.items), len(epoch.ranks)
     return not epoch.is_sample and n >= 2 * world > 2 and all(len(drawn.items) == n for drawn in epoch.ranks)
+
+
+def _is_mostly_foreign(about: About) -> bool:
+    """Tell whether a single process never gets most of what ranks other than 0 get."""
+    return 2 * about.judged.samples.unexpected > sum(len(drawn.items) for drawn in about.epoch.ranks[1:])
 
 
 def _is_same_on_every_rank(epoch: Epoch) -> bool:
@@ -219,3 +225,18 @@ def _has_right_totals(epoch: Epoch, judged: Judged) -> bool:
     """Tell whether ranks together got as many samples as they should, though not the right ones."""
     n, world = len(epoch.alone.items), len(epoch.ranks)
     return n <= sum(len(drawn.items) for drawn in epoch.ranks) <= -(-n // world) * world + judged.padding
+
+
+def _are_slices(epoch: Epoch) -> bool:
+    """Tell whether each rank got evenly spaced samples, by their numbers or in the stream, as chance gives nobody.
+
+    A slice may break once, where it goes on from the beginning.
+    """
+    codes, firsts = np.unique(epoch.alone.items, return_index=True)
+    got = [np.isin(codes, drawn.items) for drawn in epoch.ranks]
+    return any(all(_is_spaced(places[one]) for one in got) for places in (np.arange(len(codes)), firsts))
+
+
+def _is_spaced(places: Numbers) -> bool:
+    gaps = np.diff(np.sort(places))
+    return len(gaps) - int(np.unique(gaps, return_counts=True)[1].max(initial=0)) <= 1

@@ -90,7 +90,9 @@ def _coverage_of_part(expected: Numbers, shards: Sequence[Numbers]) -> Coverage:
 def is_constant(epoch: Epoch) -> bool:
     """Tell whether all samples are equal, which indices of different samples never are."""
     items = epoch.alone.items
-    return len(items) > 1 and (epoch.is_iterable or items[0] < 0) and bool((items == items[0]).all())
+    if len(items) < 2 or not (epoch.is_iterable or items[0] < 0):
+        return False
+    return all(bool((drawn.items == items[0]).all()) for drawn in (epoch.alone, *epoch.ranks))
 
 
 def _is_made_anew(epoch: Epoch) -> bool:
@@ -105,14 +107,13 @@ def _is_made_anew(epoch: Epoch) -> bool:
 
 
 def repeats_rank_0(epoch: Epoch) -> bool:
-    """Tell whether a single process gets what rank 0 gets, while most of what other ranks get is foreign to it."""
+    """Tell whether a single process gets what rank 0 gets, and other ranks get samples that it never gets."""
     first, *others = epoch.ranks
     if epoch.is_sample or not others or not len(first.items):
         return False
     found = coverage(epoch.alone.items, [first.items])
     is_first = not found.extra and not found.unexpected and found.lacking < int(first.sizes.max())  # a last batch
-    got = np.concatenate([drawn.items for drawn in others])
-    return is_first and bool(2 * np.count_nonzero(np.isin(got, epoch.alone.items)) < len(got))
+    return is_first and not all(np.isin(drawn.items, epoch.alone.items).all() for drawn in others)
 
 
 def coverage(expected: Numbers, shards: Sequence[Numbers]) -> Coverage:

@@ -119,6 +119,8 @@ def _share_picture(shares: ShareMap, epoch: int) -> Picture:
 
     told = _by_rank("gets", [sum(row) for row in shares.got], f"of {shares.positions} positions")
     told += [f"{repeats} are got again ({shares.reason})", f"{missing} are missing"]
+    if foreign := sum(shares.foreign):
+        told.append(f"{foreign} more samples are none that one process gets")
     return _picture(f"Who gets what in epoch {epoch}", _share_caption(shares), told, draw, len(rows), columns)
 
 

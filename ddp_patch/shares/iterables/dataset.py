@@ -61,6 +61,7 @@ class ShardedIterable(IterableDataset[T]):
         self._first_pass: int | None = None  # that a worker was started for
         self._resumed: tuple[int, Place] | None = None  # which pass goes on, and from where
         self._tells_rest = True
+        self._loads: int = self.board.loads  # how many loaded states this copy knows of
 
     def __len__(self) -> int:
         start = _Start()
@@ -82,6 +83,7 @@ class ShardedIterable(IterableDataset[T]):
             tells_rest: Whether the length is that of the rest until then, or of the whole epoch.
         """
         self._resumed, self._tells_rest = (number, place), tells_rest
+        self._loads = self.board.load()
 
     def forget(self, number: int | None = None) -> None:
         """Let lengths be told of whole epochs again: if pass ``number`` was resumed, or whichever was."""
@@ -104,7 +106,10 @@ class ShardedIterable(IterableDataset[T]):
     def __iter__(self) -> Iterator[T]:
         # A generator starts when its first item is asked for. By then the main process has begun the epoch. A worker's
         # first pass is the one that it was started for, although others may have begun since.
-        number = self.board.latest_pass if self._first_pass is None else self._first_pass
+        number = self._first_pass
+        if number is None:
+            number = self.board.latest_pass
+            self._require_all_loads()
         self._first_pass = None
         epoch = self.board.epoch_of(number)
         if epoch is None:
@@ -125,6 +130,15 @@ class ShardedIterable(IterableDataset[T]):
         start = self._start(number)
         is_exact = self._options.iterable_sharding == "exact"
         yield from self._exact(epoch, number, start) if is_exact else self._by_worker(epoch, start)
+
+    def _require_all_loads(self) -> None:
+        """Refuse to go on in a worker that was started before a state was loaded: it has neither place nor seed."""
+        if self._loads != self.board.loads:
+            raise StateError(
+                f"{type(self.dataset).__name__} cannot go on from the state: it was loaded by load_state_dict() while "
+                "the loader's persistent workers ran, which know nothing of it. Call restore_loader(loader, state), "
+                "which starts new workers, or load the state before the first pass."
+            )
 
     def _exact(self, epoch: int, number: int, start: _Start) -> Iterator[T]:
         rest = self._plan.rest_of_stream(self.stream_length, start.before)

@@ -24,12 +24,15 @@ class _ReadByWorkers(Source[None]):
     Args:
         board: Where they write it.
         number: Which pass it is.
+        is_counted: Whether ranks take equally much; they do where each reads the whole dataset.
     """
 
     draws_here: bool = False
+    is_counted: bool
 
-    def __init__(self, board: Board, number: int) -> None:
+    def __init__(self, board: Board, number: int, is_counted: bool) -> None:
         self._board, self._number = board, number
+        self.is_counted = is_counted
 
     def parts(self, skip: int) -> Iterator[list[None]]:
         """Yield indices without end."""
@@ -39,6 +42,10 @@ class _ReadByWorkers(Source[None]):
     def ends_within(self, items: int) -> bool:
         """Return True: nothing has to be drawn here to know what is left."""
         return True
+
+    def ends_elsewhere(self) -> bool:
+        """Tell whether a worker has come to the end: from then on more is asked for than there is."""
+        return self.length_found() is not None
 
     def length_found(self) -> int | None:
         """Return how many items the pass had, once a worker of this rank has come to the end."""
@@ -84,9 +91,10 @@ class StreamSampler(EpochSampler[None]):
         # Ask again: others may have begun an epoch, or set one, since this iterator was made.
         epoch = self._iterated = self.epochs.upcoming
         number = self.epochs.passes + 1
-        source = _ReadByWorkers(self.dataset.board, number)
+        is_exact = self.agreed.options.iterable_sharding == "exact"
+        source = _ReadByWorkers(self.dataset.board, number, is_exact)
         start = self.place or Place(epoch, held=self.held())
-        one = Pass(start, self.num_replicas, self._holders, source)
+        one = Pass(start, self.num_replicas, self._holders, source, self.watch)
         if start.is_begun:
             self._holders.reinstate_generators(start.held.generators)  # a loader may have drawn from them since
         # Workers cannot meet. What they have drawn is compared here, in the main process, when the next pass begins.

@@ -19,19 +19,30 @@ _LATEST = 64
 class Board:
     """What the main process and its workers tell each other, in memory that they share.
 
-    The main process writes which epoch each of the latest passes is over. A worker writes how many items a pass had,
-    and their fingerprint, when it came to its end.
+    The main process writes which epoch each of the latest passes is over, and how many states were loaded. A worker
+    writes how many items a pass had, and their fingerprint, when it came to its end.
     """
 
     def __init__(self) -> None:
         self._latest = _shared(1)
         self._epochs = _shared(_LATEST)
         self._ends = _shared(_LATEST, 2)
+        self._loads = _shared(1)
 
     @property
     def latest_pass(self) -> int:
         """The number of the latest pass that was begun; -1 before the first."""
         return int(self._latest)
+
+    @property
+    def loads(self) -> int:
+        """The number of the latest state that was loaded; -1 before the first."""
+        return int(self._loads)
+
+    def load(self) -> int:
+        """Write that another state was loaded; return its number."""
+        self._loads += 1
+        return self.loads
 
     def begin(self, number: int, epoch: int) -> None:
         """Write which epoch pass ``number`` is over."""

@@ -1,0 +1,69 @@
+"""Loaders with one iterator for all epochs: their batch sampler is wrapped in one that repeats it for ever."""
+
+import copy
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from ddp_patch.compat import has_own_iteration, has_own_iterators
+
+__all__ = ["repeated_in", "repeater_in", "with_repeated"]
+
+_HOLD = frozenset({"sampler", "batch_sampler"})
+
+
+def repeater_in(loader: Any) -> object | None:
+    """Return what repeats a loader's sampler or batch sampler for ever; None in ordinary loaders.
+
+    Elsewhere than in a loader with an iteration of its own, such a sampler is one endless stream; and an iterable
+    dataset is read once, whatever repeats its indices.
+    """
+    kind = type(loader)
+    if not has_own_iteration(kind) or has_own_iterators(kind) or isinstance(loader.dataset, IterableDataset):
+        return None
+    outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return outer if _repeats(outer) else None
+
+
+def repeated_in(repeater: object) -> Any:
+    """Return the sampler that a repeater repeats."""
+    (repeated,) = vars(repeater).values()
+    return repeated
+
+
+def with_repeated(repeater: Any, sampler: object) -> Any:
+    """Return a copy of a repeater that repeats another sampler."""
+    clone = copy.copy(repeater)
+    vars(clone).update(dict.fromkeys(vars(clone), sampler))
+    return clone
+
+
+def _repeats(sampler: object) -> bool:
+    """Tell whether it holds one sampler and nothing else, has no length, and a copy repeats what it holds."""
+    held = getattr(sampler, "__dict__", {})
+    if len(held) != 1 or not held.keys() <= _HOLD or hasattr(type(sampler), "__len__") or None in held.values():
+        return False
+    trial = _Trial()
+    try:
+        return list(islice(with_repeated(sampler, trial), 5)) == [*trial.batches, *trial.batches, trial.batches[0]]
+    except Exception:  # noqa: BLE001 - the user's code, tried on what it was not made for
+        return False
+
+
+class _Trial:
+    """Stands for the sampler in a copy of what may repeat it."""
+
+    def __init__(self) -> None:
+        self.batches = [[0], [1]]
+        self._begun = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._begun += 1
+        if self._begun > len(self.batches) + 1:
+            raise RuntimeError("it asks on and gives nothing")
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)

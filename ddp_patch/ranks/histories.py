@@ -1,0 +1,298 @@
+"""Which passes a rank made over its loader, and where two ranks' histories contradict each other. Without a store."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+__all__ = ["Contradiction", "History", "Pace", "Record", "Run", "Standing", "State", "contradiction"]
+
+# A record holds at most so many runs, and a history at most so many passes that may still go on.
+_MOST_RUNS = 32
+
+
+class State(IntEnum):
+    """What is known of a pass."""
+
+    OPEN = 0  # it may go on
+    LEFT = 1  # broken off before its end
+    ENDED = 2  # it came to its end
+    UNKNOWN = 3  # how far it came cannot be told, or no longer counts
+
+
+class Standing(NamedTuple):
+    """How many items of its share a pass took, and what is known of it."""
+
+    items: int
+    state: State
+
+
+class Run(NamedTuple):
+    """Passes over consecutive epochs that went alike: a training of a thousand epochs is one run.
+
+    Attributes:
+        epoch: The first pass's epoch.
+        passes: How many passes there are.
+        items: How many items each took.
+        state: What is known of each.
+        chosen: Whether ``set_epoch`` chose each pass's epoch.
+        attempt: How often the rank had begun anew before, at an epoch that it had already trained.
+    """
+
+    epoch: int
+    passes: int
+    items: int
+    state: State
+    chosen: bool
+    attempt: int
+
+    @property
+    def last(self) -> int:
+        """The last pass's epoch."""
+        return self.epoch + self.passes - 1
+
+    def followed_by(self, run: "Run") -> bool:
+        """Tell whether another run goes on where this one ends, alike in all else."""
+        return run.epoch == self.last + 1 and run[2:] == self[2:]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a rank tells the others of its passes.
+
+    Attributes:
+        runs: Its passes, by epoch.
+        since: The epoch from which on all of them are here.
+        share: Which share it takes, where the user gave it by hand.
+    """
+
+    runs: Sequence[Run] = ()
+    since: int = 0
+    share: int | None = None
+
+    def encoded(self) -> str:
+        """Return it as a short text."""
+        return json.dumps([self.since, self.share, self.runs], separators=(",", ":"))
+
+    @classmethod
+    def decoded(cls, text: str | bytes) -> "Record":
+        """Return what ``encoded`` made a text of."""
+        since, share, runs = json.loads(text)
+        return cls([Run(*run)._replace(state=State(run[3])) for run in runs], since, share)
+
+    def top(self, look: int, attempt: int | None = None) -> int:
+        """Return the latest epoch of which more than a look was taken, in one attempt or in any; -1 if none."""
+        tops = (run.last for run in self.runs if run.items > look and attempt in {None, run.attempt})
+        return max(tops, default=-1)
+
+    def after(self, epoch: int) -> int:
+        """Return the epoch of the first pass after one over ``epoch``."""
+        return min(max(run.epoch, epoch + 1) for run in self.runs if run.last > epoch)
+
+    def first_lacking(self, epochs: Run) -> int:
+        """Return the first epoch of a run that has no pass here; one past its last if all have."""
+        epoch = max(epochs.epoch, self.since)
+        for run in self.runs:
+            if run.epoch <= epoch <= run.last:
+                epoch = run.last + 1
+        return min(epoch, epochs.last + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a loader takes the items of a share.
+
+    Attributes:
+        size: How many items a batch has.
+        ahead: How many items its workers fetch before they are taken.
+        drop_last: Whether items that fill no batch are left out.
+    """
+
+    size: int = 1
+    ahead: int = 0
+    drop_last: bool = False
+
+    def taken(self, asked: int) -> int:
+        """Return how many items were surely taken when so many were asked for."""
+        taken = max(0, asked - self.ahead)
+        return taken - taken % self.size if self.drop_last else taken
+
+
+class _Pass:
+    """A pass that may still go on."""
+
+    def __init__(self, epoch: int, standing: Callable[[], Standing], chosen: bool, attempt: int) -> None:
+        self.epoch, self.chosen, self.attempt = epoch, chosen, attempt
+        self.is_doubtful = False
+        self._standing: Callable[[], Standing] | Standing = standing
+        self._at_next: int | None = None
+
+    @property
+    def standing(self) -> Standing:
+        """How far it has come."""
+        told = self._standing() if callable(self._standing) else self._standing
+        return told._replace(state=State.UNKNOWN) if self.is_doubtful else told
+
+    @property
+    def run(self) -> Run:
+        """The pass as a run of one."""
+        return Run(self.epoch, 1, *self.standing, self.chosen, self.attempt)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may go on."""
+        return self.standing.state is State.OPEN
+
+    def settle(self, next_state: State | None) -> None:
+        """Note that another pass begins now; keep no more than the numbers of one that is over.
+
+        So is one whose iterator lives, but which stood still while the whole next pass was made.
+        """
+        told = self.standing
+        if told.state is not State.OPEN:
+            self._standing = told
+        elif self._at_next is None:
+            self._at_next = told.items
+        elif next_state is State.ENDED and told.items == self._at_next:
+            self._standing = told._replace(state=State.LEFT)
+
+    def withdraw(self) -> None:
+        """Let it no longer count."""
+        self._standing = Standing(0, State.UNKNOWN)
+
+
+class History:
+    """The passes that this rank made over one loader.
+
+    A pass over an epoch replaces what was there of that epoch and of later ones. What the rank did of its own accord
+    before it chose an epoch, by ``set_epoch`` or by resuming, no longer counts: the choice sets right what it skipped.
+
+    Args:
+        look: How many items a mere look takes at most: a batch.
+    """
+
+    def __init__(self, look: int = 1) -> None:
+        self.look: int = look
+        self._settled: list[Run] = []
+        self._open: list[_Pass] = []
+        self._since = self._attempt = 0
+        self._is_chosen = False
+
+    def choose(self) -> None:
+        """Note that the user chose the epoch that comes next."""
+        self._is_chosen = True
+
+    def begin(self, epoch: int, standing: Callable[[], Standing]) -> None:
+        """Add a pass.
+
+        Args:
+            epoch: The epoch that it is over.
+            standing: Tells how far it has come.
+        """
+        chosen, self._is_chosen = self._is_chosen, False
+        self._settle()
+        self._go_back_to(epoch)
+        if chosen:
+            self._withdraw()
+        self._open.append(_Pass(epoch, standing, chosen, self._attempt))
+
+    def doubt(self, epoch: int) -> None:
+        """Note that how far the pass over an epoch came cannot be told."""
+        for one in self._open:
+            one.is_doubtful |= one.epoch == epoch
+
+    def record(self, share: int | None = None) -> Record:
+        """Return what there is to tell."""
+        runs = _joined([*self._settled, *(one.run for one in self._open)])
+        return Record(runs, self._since, share)
+
+    def _settle(self) -> None:
+        states = [one.standing.state for one in self._open]
+        for one, next_state in zip(self._open, [*states[1:], None], strict=False):
+            one.settle(next_state)
+        while self._open and (not self._open[0].is_open or len(self._open) > _MOST_RUNS):
+            one = self._open.pop(0)
+            one.is_doubtful |= one.is_open
+            self._settled.append(one.run)
+        self._settled = _joined(self._settled)
+        if len(self._settled) > _MOST_RUNS:
+            del self._settled[:-_MOST_RUNS]
+            self._since = self._settled[0].epoch
+
+    def _go_back_to(self, epoch: int) -> None:
+        """Drop the passes from an epoch on; if they were more than looks, this is another attempt."""
+        runs = self.record().runs
+        self._attempt += any(run.last >= epoch and run.items > self.look for run in runs)
+        kept = [run._replace(passes=min(run.passes, epoch - run.epoch)) for run in self._settled]
+        self._settled = [run for run in kept if run.passes > 0]
+        self._open = [one for one in self._open if one.epoch < epoch]
+        self._since = min(self._since, epoch)
+
+    def _withdraw(self) -> None:
+        """Let the passes no longer count that were made since an epoch was chosen for the last time."""
+        for one in reversed(self._open):
+            if one.chosen:
+                return
+            one.withdraw()
+        first = max((place for place, run in enumerate(self._settled, 1) if run.chosen), default=0)
+        self._settled[first:] = [run._replace(items=0, state=State.UNKNOWN) for run in self._settled[first:]]
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    """Join runs that follow each other."""
+    joined: list[Run] = []
+    for run in runs:
+        if joined and joined[-1].followed_by(run):
+            joined[-1] = joined[-1]._replace(passes=joined[-1].passes + run.passes)
+        else:
+            joined.append(run)
+    return joined
+
+
+class Contradiction(NamedTuple):
+    """One rank left an epoch and went on to a later one; another took more of it.
+
+    Attributes:
+        epoch: The epoch.
+        items: How many items the one took of it.
+        following: The epoch that it went on to.
+        is_mine: Whether it is this rank that left.
+    """
+
+    epoch: int
+    items: int
+    following: int
+    is_mine: bool
+
+
+def contradiction(mine: Record, theirs: Record, look: int, slack: int = 0) -> Contradiction | None:
+    """Return where the passes of two ranks contradict each other; None if one may only be faster than the other.
+
+    Args:
+        mine: This rank's passes.
+        theirs: Another rank's.
+        look: How many items a mere look takes at most. It contradicts nothing, because ``set_epoch`` may still follow.
+        slack: How many items more one rank's share may have.
+    """
+    found = [
+        Contradiction(*left, is_mine)
+        for is_mine, behind, further in ((True, mine, theirs), (False, theirs, mine))
+        for run in further.runs
+        if run.items > look and (left := _left(behind, run, look, slack)) is not None
+    ]
+    return min(found, default=None)
+
+
+def _left(behind: Record, further: Run, look: int, slack: int) -> tuple[int, int, int] | None:
+    """Return the first epoch of a run of which a rank took less although it went on, with how much and to where."""
+    top = behind.top(look)
+    for run in behind.runs:
+        epoch = max(run.epoch, further.epoch)
+        is_left = run.state is State.LEFT and further.state is not State.UNKNOWN and run.attempt == further.attempt
+        if is_left and further.items > run.items + slack and epoch <= min(run.last, further.last, top - 1):
+            return epoch, run.items, behind.after(epoch)
+    epoch = behind.first_lacking(further)
+    if epoch <= further.last and epoch < behind.top(look, further.attempt):
+        return epoch, 0, behind.after(epoch)
+    return None

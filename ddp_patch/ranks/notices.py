@@ -1,0 +1,165 @@
+"""Where ranks leave each other records, in the process group's store: nobody waits, and nobody is waited for."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import ref
+
+import torch.distributed as dist
+
+from ddp_patch.compat import default_store
+from ddp_patch.errors import RankMismatchError, WorldError
+from ddp_patch.ranks.comparison import ranks_text
+from ddp_patch.ranks.histories import Record
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Notices", "Peers", "agreed_peers", "given_peers", "unwatched"]
+
+# A rank reads so many others' records at most. One that differs from all others finds so by itself.
+_MOST_READ = 32
+
+_IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Who leaves records of the same loader, and where.
+
+    Attributes:
+        key: Names the loader in the store.
+        number: The number by which errors name the loader.
+        rank: This process's global rank.
+        others: The global ranks whose records are read.
+        share: Which share of how many this rank takes, where the user gave it by hand.
+        most: How many ranks may take one share, then.
+    """
+
+    key: str
+    number: int
+    rank: int
+    others: Sequence[int]
+    share: tuple[int, int] | None = None
+    most: int = 0
+
+    def require_fair_shares(self, records: Mapping[int, Record]) -> None:
+        """Raise RankMismatchError if too many ranks take the share that this one takes."""
+        if self.share is None:
+            return
+        share, num_replicas = self.share
+        takers = sorted([self.rank, *(rank for rank, record in records.items() if record.share == share)])
+        if len(takers) > self.most:
+            raise RankMismatchError(
+                f"The shares given by rank= and num_replicas= contradict the process group: {ranks_text(takers)} all "
+                f"take share {share} of {num_replicas}, and of the group's {dist.get_world_size()} ranks only "
+                f"{self.most} may, so other samples would be lost. Leave rank= and num_replicas= out, so that the "
+                "process group tells them, or pass rank=torch.distributed.get_rank() and "
+                "num_replicas=torch.distributed.get_world_size(): LOCAL_RANK repeats on every node."
+            )
+
+
+def agreed_peers(members: Sequence[int], number: int) -> Peers:
+    """Return who made an agreement with this rank."""
+    rank = dist.get_rank()
+    return Peers(f"ddp_patch/passes/{_digest(members)}/{number}", number, rank, _read_by(rank, list(members)))
+
+
+def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) -> Peers | None:
+    """Return who may share with this rank in a world that was given by hand; None if there is nothing to compare.
+
+    All ranks of the process group may. The n-th loader that looks like this one is the n-th on every rank.
+
+    Args:
+        share: Which share this rank takes.
+        num_replicas: Of how many.
+        described: How the loader looks.
+
+    Raises:
+        WorldError: There are more shares than ranks.
+        RankMismatchError: Another rank takes the same share.
+    """
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks == 1 or num_replicas == 1 or not _IS_WATCHED.get():
+        return None
+    if num_replicas > ranks:
+        raise WorldError(
+            f"num_replicas={num_replicas} was given in a process group of {ranks} ranks, so nobody would take "
+            f"{num_replicas - ranks} of the {num_replicas} shares. Leave rank= and num_replicas= out, so that the "
+            "process group tells them, or simulate other worlds where there is no process group."
+        )
+    rank, store = dist.get_rank(), default_store()
+    base = f"ddp_patch/given/{num_replicas}/{_digest(sorted(described.items()))}"
+    try:
+        number = store.add(f"{base}/count/{rank}", 1)  # in the store, so that a new process group starts from zero
+    except RuntimeError:  # the store is gone
+        return None
+    others = _read_by(rank, list(range(ranks)))
+    peers = Peers(f"{base}/{number}", number, rank, others, (share, num_replicas), ranks // num_replicas)
+    peers.require_fair_shares(Notices(peers).exchange(Record(share=share)))
+    return peers
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Let worlds be given by hand that only simulate ranks."""
+    token = _IS_WATCHED.set(False)
+    try:
+        yield
+    finally:
+        _IS_WATCHED.reset(token)
+
+
+class Notices:
+    """The records of one loader in the store of the process group in which it was patched."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        # No more than a reference: a store that is kept keeps its port, too.
+        self._store: ref[Store] | None = ref(default_store())
+        self._unseen = {rank: f"{peers.key}/{rank}" for rank in peers.others}
+        self._seen: dict[int, str] = {}
+
+    def exchange(self, record: Record) -> dict[int, Record]:
+        """Leave this rank's record, and return those that others left. Wait for none.
+
+        Once the process group is gone, or its store, there is nobody to compare with.
+        """
+        store = self._open_store()
+        if store is None:
+            return {}
+        try:
+            store.set(f"{self._peers.key}/{self._peers.rank}", record.encoded())
+            return {rank: Record.decoded(text) for rank, text in self._read(store).items()}
+        except (RuntimeError, ValueError):  # what stores raise; a fake group's holds nothing that can be read
+            self._store = None
+            return {}
+
+    def _open_store(self) -> "Store | None":
+        if self._store is None or not dist.is_initialized():
+            return None
+        store = self._store()
+        return store if store is default_store() else None
+
+    def _read(self, store: "Store") -> dict[int, bytes]:
+        # A key that is missing would be waited for.
+        if self._unseen and store.check(list(self._unseen.values())):
+            came = list(self._unseen)
+        else:
+            came = [rank for rank, key in self._unseen.items() if store.check([key])]
+        self._seen |= {rank: self._unseen.pop(rank) for rank in came}
+        return dict(zip(self._seen, store.multi_get(list(self._seen.values())), strict=True))
+
+
+def _read_by(rank: int, ranks: list[int]) -> list[int]:
+    """Return which other ranks' records a rank reads: all of few, of many those that lie evenly behind it."""
+    place = ranks.index(rank)
+    others = ranks[place + 1 :] + ranks[:place]
+    return others[:: -(-len(others) // _MOST_READ) or 1]
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,106 @@
+"""Watch that the ranks' passes over a loader do not contradict each other: always on, and without waiting."""
+
+from collections.abc import Callable, Mapping
+from threading import get_ident
+
+from ddp_patch.errors import RankMismatchError
+from ddp_patch.ranks.comparison import ranks_text
+from ddp_patch.ranks.histories import Contradiction, History, Pace, Standing, contradiction
+from ddp_patch.ranks.notices import Notices, Peers
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """Compares this rank's passes over one loader with the other ranks'.
+
+    Args:
+        peers: Who they are; None where there are none.
+        name: What errors call the loader.
+        keeps: Whether one rank's share may have an item more than another's.
+
+    Attributes:
+        pace: How the loader takes items.
+    """
+
+    def __init__(self, peers: Peers | None = None, name: str = "", *, keeps: bool = False) -> None:
+        self._peers = peers
+        self._notices = None if peers is None else Notices(peers)
+        self._history = History()
+        self._thread = get_ident()
+        self._keeps = keeps
+        self.set_pace(name, Pace())
+        self._exchange()  # so that nobody has to look for this rank's record later
+
+    def set_pace(self, name: str, pace: Pace) -> None:
+        """Set what errors call the loader and how it takes items, before its first pass."""
+        self._name = name
+        self.pace: Pace = pace
+        self._history.look = pace.size
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anybody to compare with."""
+        return self._notices is not None
+
+    def choose(self) -> None:
+        """Note that the user chose the epoch that comes next."""
+        self._history.choose()
+
+    def begin(self, epoch: int, standing: Callable[[], Standing]) -> None:
+        """Note that a pass begins, and compare.
+
+        Args:
+            epoch: The epoch that it is over.
+            standing: Tells how far it has come.
+
+        Raises:
+            RankMismatchError: As ``compare``.
+        """
+        if self.is_on:
+            self._history.begin(epoch, standing)
+            self.compare(epoch)
+
+    def compare(self, epoch: int) -> None:
+        """Tell the others how far this rank has come, in the pass over ``epoch`` and before, and compare with them.
+
+        Raises:
+            RankMismatchError: A rank left an epoch of which another took more, and went on to a later one; or too many
+                ranks take one share.
+        """
+        if self._peers is None:
+            return
+        if get_ident() != self._thread:
+            # Something reads ahead in a thread of its own, by as much as there was time for.
+            self._history.doubt(epoch)
+        found = self._exchange()
+        if found:
+            raise self._error(self._peers, found)
+
+    def _exchange(self) -> dict[int, Contradiction]:
+        """Return which ranks contradict this one, and where."""
+        if self._peers is None or self._notices is None:
+            return {}
+        mine = self._history.record(None if self._peers.share is None else self._peers.share[0])
+        others = self._notices.exchange(mine)
+        self._peers.require_fair_shares(others)
+        slack = self.pace.size if self._keeps else 0
+        compared = {rank: contradiction(mine, record, self.pace.size, slack) for rank, record in others.items()}
+        return {rank: where for rank, where in compared.items() if where is not None}
+
+    def _error(self, peers: Peers, found: Mapping[int, Contradiction]) -> RankMismatchError:
+        first = min(found.values())
+        ranks = sorted(rank for rank, where in found.items() if where == first)
+        behind, further = ([peers.rank], ranks) if first.is_mine else (ranks, [peers.rank])
+        return RankMismatchError(
+            f"Iterating the {self._name} that was patched as number {peers.number}: the ranks make different passes, "
+            f"so samples would be lost. {ranks_text(behind).capitalize()} took {self._batches(first.items)} of epoch "
+            f"{first.epoch} and went on to epoch {first.following}; {ranks_text(further)} took more of epoch "
+            f"{first.epoch}. One rank alone has iterated the loader, as 'if rank == 0: next(iter(loader))' does, or "
+            "has set another epoch. Look at a batch on every rank alike, or iterate the unpatched loader, or call "
+            "loader.set_epoch(N) with the same N on every rank before the epoch."
+        )
+
+    def _batches(self, items: int) -> str:
+        number = -(-items // self.pace.size)
+        return f"{number} batch" if number == 1 else f"{number} batches"

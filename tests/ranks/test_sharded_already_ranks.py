@@ -1,0 +1,143 @@
+"""Real ranks whose samplers or data are sharded already: known, or told before anything is lost."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from messages import assert_tells
+from quick import run_ranks
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler, TensorDataset
+from zoo import Indices, N
+
+from ddp_patch import DDPPatchError, check_loaders_is_patched, patch_dataloader_to_ddp
+
+
+class Striding(Sampler[int]):
+    """Shards by what it asks for when it is iterated, and holds no number of it."""
+
+    def __len__(self) -> int:
+        return len(range(dist.get_rank(), N, dist.get_world_size()))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(dist.get_rank(), N, dist.get_world_size()))
+
+
+class Padded(Striding):
+    """Repeats the first samples, so that all ranks have equally many."""
+
+    def __len__(self) -> int:
+        return -(-N // dist.get_world_size())
+
+    def __iter__(self) -> Iterator[int]:
+        ranks = dist.get_world_size()
+        return (place % N for place in range(dist.get_rank(), len(self) * ranks, ranks))
+
+
+class Marked(Padded):
+    is_ddp_aware = True
+
+
+class Made(Sampler[int]):
+    """As mmengine's DefaultSampler."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.world_size = rank, ranks
+
+    def __len__(self) -> int:
+        return len(range(self.rank, N, self.world_size))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, N, self.world_size))
+
+
+class Part(Dataset[int]):
+    """Holds one rank's part on purpose."""
+
+    is_ddp_aware = True
+
+    def __init__(self, data: list[int]) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> int:
+        return self.data[index]
+
+
+def split_by_node(source: Any) -> Any:
+    return source
+
+
+class Pipeline(IterableDataset[int]):
+    """As webdataset's."""
+
+    def __init__(self) -> None:
+        self.pipeline = [split_by_node]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(dist.get_rank(), N, dist.get_world_size()))
+
+
+def over(sampler: Any) -> DataLoader[Any]:
+    return DataLoader(Indices(), sampler=sampler, batch_size=4)
+
+
+def outcomes(rank: int, ranks: int) -> dict[str, tuple[str, str]]:
+    """What each loader became: itself, patched, or an error."""
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)  # webdataset looks at these first
+    half: Any = [*range(100)][rank::ranks]
+    makers: dict[str, Callable[[], Any]] = {
+        "by itself": lambda: over(Padded()),
+        "by indices": lambda: over(SubsetRandomSampler([*range(N - 1)][rank::ranks])),
+        "marked": lambda: over(Marked()),
+        "made for this world": lambda: over(Made(rank, ranks)),
+        "made for a larger one": lambda: over(Made(rank, 2 * ranks)),
+        "made for rank 0 everywhere": lambda: over(Made(0, ranks)),
+        "made for one process": lambda: over(Made(0, 1)),
+        "a pipeline": lambda: DataLoader(Pipeline()),
+        "a list": lambda: DataLoader(half),
+        "tensors": lambda: DataLoader(TensorDataset(torch.tensor(half))),
+        "a part on purpose": lambda: DataLoader(Part(half)),
+    }
+    told = {}
+    for name, make in makers.items():
+        given = make()
+        try:
+            patched = patch_dataloader_to_ddp(given)
+            told[name] = ("itself" if patched is given else "patched", str(check_loaders_is_patched(patched)))
+        except DDPPatchError as error:
+            told[name] = (type(error).__name__, str(error))
+    patched = patch_dataloader_to_ddp(DataLoader(half), agreement="seeded")
+    told["a list, not looked at"] = (str(len(patched)), "")
+    return told
+
+
+def test_what_is_sharded_already_is_known_or_told() -> None:
+    first, second = run_ranks(outcomes, 2)
+    assert first == second
+    for name in ("marked", "made for this world", "a pipeline", "a part on purpose"):
+        assert first[name] == ("itself", "True"), (name, first[name])
+    assert first["made for one process"] == ("patched", "True")
+    assert first["a list, not looked at"] == ("25", "")
+    raised = {name: message for name, (kind, message) in first.items() if kind == "RankMismatchError"}
+    assert raised.keys() == {
+        "by itself",
+        "by indices",
+        "made for a larger one",
+        "made for rank 0 everywhere",
+        "a list",
+        "tensors",
+    }
+    for name, sampler in (("by itself", "Padded"), ("by indices", "SubsetRandomSampler")):
+        remedy = (f"Build {sampler} for one process", f"is_ddp_aware = True in {sampler}")
+        assert_tells(raised[name], ("rank 0 and rank 1", "sharded already"), remedy)
+        assert "generator" not in raised[name]
+    larger = ("not for the 2 ranks", "rank 0 of 4 on rank 0", "rank 1 of 4 on rank 1")
+    assert_tells(raised["made for a larger one"], larger, ("own rank", "process_group="))
+    assert_tells(raised["made for rank 0 everywhere"], "rank 0 of 2 on ranks 0, 1", "own rank")
+    assert_tells(raised["a list"], ("rank 0 and rank 1", "the elements of a list"), "data[rank::world_size]")
+    assert_tells(raised["tensors"], ("rank 0 and rank 1", "a TensorDataset"), "is_ddp_aware = True")

@@ -1,0 +1,148 @@
+"""A pass: its states, what it keeps alive, and what it says when it finds nothing."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from messages import raises
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from zoo import Indices, N, as_it_is
+
+from ddp_patch import (
+    ExhaustedSamplerError,
+    NotDistributedWarning,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
+from ddp_patch.shares import sources
+from ddp_patch.streams.orders import Order, order_of
+from ddp_patch.streams.progress import State
+
+
+def patched(sampler: Any, **options: Any) -> Any:
+    loader: DataLoader[Any] = DataLoader(Indices(), 1, sampler=sampler, collate_fn=as_it_is)
+    return patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, **options)
+
+
+class FailsAtThree(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+        raise KeyError
+
+
+def nothing(loader: Any) -> None:
+    iter(loader.sampler)
+
+
+def one_item(loader: Any) -> Any:
+    iterator = iter(loader)
+    next(iterator)
+    return iterator  # kept: a pass whose iterator is gone was left
+
+
+def all_of_it(loader: Any) -> None:
+    list(loader)
+
+
+def a_break(loader: Any) -> None:
+    for _ in loader:
+        break
+    gc.collect()
+
+
+def an_exception(loader: Any) -> None:
+    with pytest.raises(KeyError):
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    ("do", "sampler", "state"),
+    [
+        (nothing, range(N), State.NOT_BEGUN),
+        (one_item, range(N), State.RUNNING),
+        (all_of_it, range(N), State.ENDED),
+        (all_of_it, [], State.ENDED),
+        (a_break, range(N), State.LEFT),
+        (an_exception, FailsAtThree(), State.LEFT),
+    ],
+)
+def test_the_states_of_a_pass(do: Callable[[Any], Any], sampler: Any, state: State) -> None:
+    loader = patched(sampler)
+    kept = do(loader)
+    assert loader.sampler.latest.state is state
+    assert loader.sampler.latest.is_over is (state in {State.ENDED, State.LEFT})
+    del kept
+
+
+@pytest.mark.parametrize("do", [all_of_it, a_break])
+def test_an_epochs_order_is_freed_after_it(do: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(sampler: Any, epoch: int) -> Order:
+        order = order_of(sampler, epoch)  # not that of ``sources``, which this replaces
+        at: Any = order.at
+        drawn.append(weakref.ref(at.args[0]))
+        return order
+
+    monkeypatch.setattr(sources, "order_of", watched)
+    loader = patched(RandomSampler(Indices()))
+    for number in range(1, 3):
+        do(loader)
+        assert len(drawn) == number
+        assert drawn[-1]() is None
+    kept = one_item(loader)
+    assert drawn[-1]() is not None  # while it is needed
+    del kept
+
+
+def test_a_mocked_loader_in_a_single_process_comes_back_at_once() -> None:
+    mocked = MagicMock(spec=DataLoader)
+    with pytest.warns(NotDistributedWarning, match=r"train_dataloader\(\)"):
+        assert patch_dataloader_to_ddp(mocked) is mocked
+
+
+def test_an_iterator_that_another_pass_has_drained() -> None:
+    loader = patched(iter(range(N)))
+    first, second = iter(loader.sampler), iter(loader.sampler)
+    assert list(first) == list(range(N))
+    loader.set_epoch(0)
+    with raises(ExhaustedSamplerError, ("epoch 0", "iterator"), "iterated again"):
+        next(second)
+
+
+class Reseeded(IterableDataset[int]):
+    """Has a generator of its own, which ``set_epoch`` seeds."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.generator.manual_seed(50 + epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(N, generator=self.generator).tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("done", [0, 2])
+def test_an_iterable_dataset_that_seeds_its_generator_each_epoch_resumes(workers: int, done: int) -> None:
+    def start() -> Any:
+        loader: DataLoader[Any] = DataLoader(Reseeded(), 3, num_workers=workers, collate_fn=as_it_is)
+        return patch_dataloader_to_ddp(loader, rank=1, num_replicas=2)
+
+    whole, stopped, again = start(), start(), start()
+    epochs = [list(whole) for _ in range(3)]
+    list(stopped)
+    iterator = iter(stopped)
+    for _ in range(max(1, done)):  # with none, the pass would not have begun
+        next(iterator)
+    state = loader_state(stopped, batches_done=done)
+    del iterator
+    restore_loader(again, state)
+    assert [list(again), list(again)] == [epochs[1][done:], epochs[2]]
+    assert epochs[0] != epochs[1]

@@ -1,0 +1,414 @@
+"""What shards itself: known by the numbers that it holds, by its name, or by what it says."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from messages import missing, raises
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    Subset,
+)
+from zoo import Indices, N
+
+from ddp_patch import (
+    AlreadyPatchedError,
+    DDPBatchSamplerWrapper,
+    DDPSamplerWrapper,
+    assert_loaders_patched,
+    check_loaders_is_patched,
+    patch_dataloader_to_ddp,
+)
+from ddp_patch.loaders.recognition import shards_itself
+from ddp_patch.loaders.worlds import world_of
+
+# Stand-ins hold what the real classes hold, under the same names.
+
+
+class OfReplicas(Sampler[int]):
+    """As timm's OrderedDistributedSampler and RepeatAugSampler, torchvision's and Ultralytics' hold their world."""
+
+    def __init__(self, rank: Any, ranks: Any) -> None:
+        self.num_replicas, self.rank, self.epoch = ranks, rank, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, N, self.num_replicas))
+
+    def __len__(self) -> int:
+        return len(range(self.rank, N, self.num_replicas))
+
+
+class OfMMEngine(Sampler[int]):
+    """As mmengine's DefaultSampler and InfiniteSampler, and lhotse's samplers with a world."""
+
+    def __init__(self, rank: Any, ranks: Any) -> None:
+        self.rank, self.world_size, self.shuffle, self.seed = rank, ranks, True, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(range(N), self.rank, None, self.world_size)
+
+
+class OfDetectron2(Sampler[int]):
+    def __init__(self, rank: Any, ranks: Any) -> None:
+        self._rank, self._world_size = rank, ranks
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(range(N), self._rank, None, self._world_size)
+
+
+class OfTransformers(Sampler[int]):
+    def __init__(self, rank: Any, ranks: Any) -> None:
+        self.process_index, self.num_processes = rank, ranks
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(range(N), self.process_index, None, self.num_processes)
+
+
+class InSlots:
+    __slots__ = ("num_replicas", "rank", "unset")
+
+    def __init__(self, rank: Any, ranks: Any) -> None:
+        self.rank, self.num_replicas = rank, ranks
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(range(N), self.rank, None, self.num_replicas)
+
+
+SAMPLERS: list[Callable[[Any, Any], Any]] = [OfReplicas, OfMMEngine, OfDetectron2, OfTransformers, InSlots]
+
+
+class Zipped(Sampler[Any]):
+    """As lhotse's ZipSampler and RoundRobinSampler, which are made for a world of 1 and hold those that are not."""
+
+    def __init__(self, *samplers: Any) -> None:
+        self.rank, self.world_size, self.samplers = 0, 1, samplers
+
+    def __iter__(self) -> Iterator[Any]:
+        return zip(*self.samplers, strict=False)
+
+
+class World:
+    """As mosaicml's."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.node, self.num_nodes, self.is_multinode = 0, 1, False
+        self.rank, self.num_ranks, self.ranks_per_node = rank, ranks, ranks
+        self.worker, self.num_workers, self.is_leader = rank, ranks, rank == 0
+
+
+class Stream(IterableDataset[int]):
+    """As mosaicml's StreamingDataset: two worlds, of which tensor parallelism makes one smaller."""
+
+    def __init__(self, rank: int, ranks: int, replication: int = 1) -> None:
+        self.shuffle, self.local = True, "/data"
+        self._unique_rank_world = World(rank, ranks)
+        self._parallel_rank_world = World(rank // replication, ranks // replication)
+
+    def __iter__(self) -> Iterator[int]:
+        world = self._parallel_rank_world
+        return iter(range(world.rank, N, world.num_ranks))
+
+
+class _DistributedEnv:
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.world_size, self.global_rank, self.num_nodes = ranks, rank, 1
+
+
+class _WorkerEnv:
+    """The workers of one process, which are no ranks."""
+
+    def __init__(self) -> None:
+        self.world_size, self.rank = 1, 0
+
+
+class LitData(IterableDataset[int]):
+    """As litdata's StreamingDataset."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.distributed_env, self.worker_env, self.seed = _DistributedEnv(rank, ranks), _WorkerEnv(), 42
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.distributed_env.global_rank, N, self.distributed_env.world_size))
+
+
+class Combined(IterableDataset[int]):
+    """As litdata's CombinedStreamingDataset."""
+
+    def __init__(self, *datasets: Any) -> None:
+        self._datasets = [*datasets]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._datasets[0])
+
+
+class Reader:
+    """As timm's ReaderWds."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.root, self.dist_rank, self.dist_num_replicas = "/data", rank, ranks
+
+
+class Read(IterableDataset[int]):
+    """As timm's IterableImageDataset."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.reader, self.transform = Reader(rank, ranks), None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(N))
+
+
+class Drawing(IterableDataset[int]):
+    """As lhotse's IterableDatasetWrapper."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.dataset, self.sampler = Indices(), sampler
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sampler)
+
+
+def over(sampler: Any) -> DataLoader[Any]:
+    return DataLoader(Indices(), sampler=sampler, batch_size=4)
+
+
+def by_batches(sampler: Any) -> DataLoader[Any]:
+    return DataLoader(Indices(), batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+
+
+MAKERS: list[Callable[[int, int], DataLoader[Any]]] = [
+    *(lambda rank, ranks, kind=kind: over(kind(rank, ranks)) for kind in SAMPLERS),
+    lambda rank, ranks: by_batches(OfMMEngine(rank, ranks)),
+    lambda rank, ranks: over(OfReplicas(np.int64(rank), np.int64(ranks))),
+    lambda rank, ranks: over(Zipped(OfMMEngine(rank, ranks), OfMMEngine(rank, ranks))),
+    lambda rank, ranks: over(Zipped(Zipped(OfMMEngine(0, 1), OfMMEngine(rank, ranks)))),
+    lambda rank, ranks: DataLoader(Stream(rank, ranks)),
+    lambda rank, ranks: DataLoader(LitData(rank, ranks)),
+    lambda rank, ranks: DataLoader(Combined(LitData(rank, ranks), LitData(rank, ranks))),
+    lambda rank, ranks: DataLoader(Read(rank, ranks)),
+    lambda rank, ranks: DataLoader(Drawing(OfMMEngine(rank, ranks))),
+]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_what_was_made_for_one_rank_of_several_comes_back_as_it_is(make: Callable[[int, int], Any]) -> None:
+    given = make(1, 4)
+    assert check_loaders_is_patched(given)
+    assert_loaders_patched([given])
+    assert patch_dataloader_to_ddp(given, rank=1, num_replicas=4) is given
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_what_was_made_for_another_world_is_refused(make: Callable[[int, int], Any]) -> None:
+    with raises(AlreadyPatchedError, ("sharded already", "rank 1 of 4", "rank 0 of 2"), "rank 0 of 2"):
+        patch_dataloader_to_ddp(make(1, 4), rank=0, num_replicas=2)
+    remedied = make(0, 2)
+    assert patch_dataloader_to_ddp(remedied, rank=0, num_replicas=2) is remedied
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_what_was_made_for_one_process_is_patched_as_ever(make: Callable[[int, int], Any]) -> None:
+    given = make(0, 1)
+    assert not check_loaders_is_patched(given)
+    patched = patch_dataloader_to_ddp(given, rank=1, num_replicas=4)
+    assert patched is not given
+    assert check_loaders_is_patched(patched)
+
+
+def test_ranks_that_replicate_each_other_share_as_one() -> None:
+    assert world_of(Stream(3, 4, replication=2)) == (1, 2)
+    given = DataLoader(Stream(3, 4, replication=2))
+    assert patch_dataloader_to_ddp(given, rank=1, num_replicas=2) is given
+
+
+def split_by_node(source: Any, group: Any = None) -> Any:
+    """As webdataset's: it asks for the world when it runs."""
+    return source
+
+
+class Pipeline(IterableDataset[int]):
+    """As webdataset's DataPipeline and WebDataset keep their stages."""
+
+    def __init__(self, *stages: Any) -> None:
+        self.pipeline, self.length, self.repetitions = [*stages], -1, 1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(N))
+
+
+@pytest.mark.parametrize("stage", [split_by_node, partial(split_by_node, group=None)])
+def test_a_pipeline_that_splits_by_node_shards_where_there_is_a_world(
+    stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = Pipeline(["a.tar"], stage, str)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert not shards_itself(dataset)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert shards_itself(dataset)
+    assert not shards_itself(Pipeline(["a.tar"], str))
+    given = DataLoader(Pipeline(dataset))
+    assert patch_dataloader_to_ddp(given, rank=1, num_replicas=4) is given
+
+
+# What is no such thing.
+
+
+class Matrices(Indices):
+    def __init__(self, rank: Any, ranks: Any) -> None:
+        super().__init__()
+        self.rank, self.size = 3, 10
+
+
+class Told(Indices):
+    """Tells its world by properties, which nobody may ask."""
+
+    @property
+    def rank(self) -> int:
+        raise OSError("it asks the network")
+
+    world_size = num_replicas = rank
+
+
+class Configured(Indices):
+    """As research code keeps its arguments, which say nothing of what the dataset does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.args = SimpleNamespace(rank=1, world_size=4, lr=0.1)
+        self.augment = {"rank": 1, "world_size": 4}
+
+
+def with_numbers(rank: Any, ranks: Any) -> Any:
+    return OfReplicas(rank, ranks)
+
+
+NOT_SHARDED: list[Any] = [
+    Matrices(0, 0),
+    Told(),
+    Configured(),
+    with_numbers(True, 4),
+    with_numbers(1, True),
+    with_numbers(4, 4),
+    with_numbers(-1, 4),
+    with_numbers(1.0, 4.0),
+    with_numbers("1", "4"),
+    with_numbers(None, None),
+    with_numbers(torch.tensor(1), torch.tensor(4)),
+    OfReplicas,
+    range(4),
+    None,
+]
+
+
+@pytest.mark.parametrize("holder", NOT_SHARDED)
+def test_numbers_that_tell_no_world(holder: Any) -> None:
+    assert not shards_itself(holder)
+
+
+class OwnLoader(DataLoader[Any]):
+    """Holds its world for a log."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset, batch_size=4)
+        self.rank, self.world_size = 1, 4
+
+
+def test_numbers_in_a_loader_prove_nothing() -> None:
+    given = OwnLoader(Indices())
+    assert not check_loaders_is_patched(given)
+    assert len(list(patch_dataloader_to_ddp(given, rank=0, num_replicas=2).sampler)) == 12
+    given.is_ddp_aware = True
+    assert check_loaders_is_patched(given)
+
+
+class Logging(Indices):
+    """Holds its world for a log, and gives every rank the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.world_size = 1, 4
+
+
+def test_a_map_style_dataset_that_holds_a_world_counts_and_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    given = DataLoader(Logging(), batch_size=4)
+    with caplog.at_level(logging.INFO, logger="ddp_patch"):
+        assert patch_dataloader_to_ddp(given, rank=1, num_replicas=4) is given
+        assert patch_dataloader_to_ddp(over(OfMMEngine(1, 4)), rank=1, num_replicas=4) is not None
+    dataset, sampler = caplog.records
+    assert (dataset.levelname, sampler.levelname) == ("WARNING", "INFO")
+    assert not missing(dataset.getMessage(), ("Logging", "rank 1 of 4", "as it is", "is_ddp_aware = False", "True"))
+
+
+@pytest.mark.parametrize("given", [DataLoader(Logging()), over(OfMMEngine(1, 4)), over(InSlots(1, 4))])
+def test_what_says_that_it_does_not_shard_is_sharded(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = given.dataset if isinstance(given.dataset, Logging) else given.sampler
+    monkeypatch.setattr(type(holder), "is_ddp_aware", False, raising=False)
+    assert not check_loaders_is_patched(given)
+    assert patch_dataloader_to_ddp(given, rank=0, num_replicas=2) is not given
+
+
+def test_what_says_that_it_shards_is_not_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Logging, "is_ddp_aware", True, raising=False)
+    given = DataLoader(Logging())
+    with caplog.at_level(logging.INFO, logger="ddp_patch"):
+        assert patch_dataloader_to_ddp(given, rank=1, num_replicas=4) is given
+    assert not caplog.records
+
+
+def test_a_distributed_sampler_may_say_that_it_does_not_shard() -> None:
+    sampler: Any = DistributedSampler(Indices(), num_replicas=4, rank=1, shuffle=False)
+    sampler.is_ddp_aware = False
+    assert not shards_itself(sampler)
+    with raises(AlreadyPatchedError, ("DistributedSampler", "rank 1 of 4", "rank 1 of 2"), "rank 1 of 2"):
+        patch_dataloader_to_ddp(over(DistributedSampler(Indices(), num_replicas=4, rank=1)), rank=1, num_replicas=2)
+
+
+@dataclass
+class Holding(Dataset[int]):
+    held: Any
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_datasets_are_found_wherever_they_are_kept() -> None:
+    inner = Logging()
+    held: Sequence[Any] = [inner, [inner], {"train": inner}, Subset(inner, range(N)), ConcatDataset([Indices(), inner])]
+    for one in held:
+        assert check_loaders_is_patched(DataLoader(Holding(one)))
+    around = Holding(None)
+    around.held = around  # itself
+    assert not check_loaders_is_patched(DataLoader(around))
+
+
+@pytest.mark.parametrize("wrapper", [DDPSamplerWrapper, DDPBatchSamplerWrapper])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_wrappers_refuse_what_shards_itself(wrapper: Any, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for sampler in (kind(1, 4), Zipped(OfMMEngine(1, 4))):
+        remedy = ("original sampler", "is_ddp_aware = False")
+        with raises(AlreadyPatchedError, (wrapper.__name__, type(sampler).__name__, "shards already"), remedy):
+            wrapper(sampler, False, rank=0, num_replicas=2)
+    assert len(list(wrapper(SequentialSampler(Indices()), False, rank=0, num_replicas=2))) == 12
+    monkeypatch.setattr(kind, "is_ddp_aware", False, raising=False)
+    assert list(wrapper(kind(1, 4), False, rank=0, num_replicas=2))

@@ -1,0 +1,249 @@
+"""What holds a running iterator or wraps a loader: patched where nothing that matters runs, else told what to write."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from messages import raises
+from torch.utils.data import DataLoader, IterableDataset
+from zoo import Indices
+
+from ddp_patch import (
+    NotALoaderError,
+    UnsupportedLoaderError,
+    check_loaders_is_patched,
+    loader_state,
+    patch_dataloader_to_ddp,
+)
+
+N = 12
+
+
+def indices_of(loader: Any) -> list[int]:
+    return [int(index) for batch in loader for index in torch.as_tensor(batch).reshape(-1)]
+
+
+def shares_of(make: Callable[[], DataLoader[Any]]) -> list[list[int]]:
+    return [indices_of(patch_dataloader_to_ddp(make(), rank=rank, num_replicas=2)) for rank in range(2)]
+
+
+class Saveable(DataLoader[Any]):
+    """As speechbrain's SaveableDataLoader: it keeps its latest iterator, to tell a checkpoint how far it came."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._speechbrain_iterator: Any = None
+
+    def __iter__(self) -> Any:
+        self._speechbrain_iterator = super().__iter__()
+        return self._speechbrain_iterator
+
+
+def looked_into(loader: Any, keep: bool) -> DataLoader[Any]:
+    batches = iter(loader)
+    next(batches)
+    if keep:
+        loader.batches = batches
+    return loader  # type: ignore[no-any-return]
+
+
+PEEKED: dict[str, Callable[[], DataLoader[Any]]] = {
+    "speechbrain's, new": lambda: Saveable(Indices(N), 2),
+    "speechbrain's": lambda: looked_into(Saveable(Indices(N), 2), keep=False),
+    "its iterator kept": lambda: looked_into(DataLoader(Indices(N), 2), keep=True),
+    "persistent workers": lambda: looked_into(
+        DataLoader(Indices(N), 2, num_workers=2, persistent_workers=True), keep=True
+    ),
+}
+
+
+@pytest.mark.parametrize("make", PEEKED.values(), ids=PEEKED)
+def test_a_loader_that_was_looked_into_is_patched(make: Callable[[], DataLoader[Any]]) -> None:
+    assert shares_of(make) == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
+
+
+def test_what_was_running_stays_with_the_given_loader() -> None:
+    given: Any = looked_into(DataLoader(Indices(N), 2), keep=True)
+    patched: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=2)
+    assert patched.batches is None  # it would give unsharded data
+    assert next(given.batches).tolist() == [2, 3]
+    saveable: Any = patch_dataloader_to_ddp(PEEKED["speechbrain's"](), rank=0, num_replicas=2)
+    assert saveable._speechbrain_iterator is None  # so that a checkpoint is still loaded
+    batches: Any = iter(saveable)
+    next(batches)
+    assert batches is saveable._speechbrain_iterator
+    assert loader_state(saveable, batches_done=1)["done"] == [[2, 2]]
+
+
+class GoesOn(DataLoader[Any]):
+    """It may go on with the iterator that it keeps, and has no sampler that is repeated."""
+
+    running: Any = None
+
+    def __iter__(self) -> Any:
+        self.running = super().__iter__() if self.running is None else self.running
+        return self.running
+
+
+def test_an_iterator_that_the_loader_goes_on_with_is_refused_and_may_be_forgotten() -> None:
+    loader = GoesOn(Indices(N), 2)
+    iter(loader)
+    with raises(UnsupportedLoaderError, ("GoesOn", "you have iterated it", "'running'"), "loader.running = None"):
+        patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
+    loader.running = None
+    assert indices_of(patch_dataloader_to_ddp(loader, rank=1, num_replicas=2)) == [1, 3, 5, 7, 9, 11]
+
+
+class PrefetchLoader:
+    """As timm's and PyTorch Geometric's."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+class TimmsPrefetchLoader(PrefetchLoader):
+    """It passes on some attributes of the loader inside, and is none."""
+
+    @property
+    def sampler(self) -> Any:
+        return self.loader.sampler
+
+    @property
+    def dataset(self) -> Any:
+        return self.loader.dataset
+
+
+class LoopedLoader:
+    """As speechbrain's: so many steps are an epoch, over a loader that is begun again at its end."""
+
+    def __init__(self, loader: Any, epoch_length: int) -> None:
+        self.loader, self.epoch_length, self.step = loader, epoch_length, 0
+        self.iterator: Any = None
+
+    def __iter__(self) -> Any:
+        self.iterator = iter(self.loader) if self.iterator is None else self.iterator
+        return self
+
+    def __next__(self) -> Any:
+        if self.step == self.epoch_length:
+            self.step = 0
+            raise StopIteration
+        self.step += 1
+        return next(self.iterator)
+
+
+class WebLoader(IterableDataset[Any]):
+    """As webdataset's: the loader is the first stage of a pipeline."""
+
+    def __init__(self, loader: Any, *stages: Callable[[Any], Any]) -> None:
+        self.pipeline = [loader, *stages]
+
+    def __iter__(self) -> Iterator[Any]:
+        items = iter(self.pipeline[0])
+        for stage in self.pipeline[1:]:
+            items = stage(items)
+        yield from items
+
+
+class CombinedLoader:
+    """As Lightning's: a nest of loaders, which is changed through the list of them."""
+
+    def __init__(self, iterables: dict[str, Any]) -> None:
+        self.iterables = iterables
+        self._flattened = list(iterables.values())
+
+    @property
+    def flattened(self) -> list[Any]:
+        return self._flattened
+
+    @flattened.setter
+    def flattened(self, flattened: list[Any]) -> None:
+        self.iterables = dict(zip(self.iterables, flattened, strict=True))
+        self._flattened = flattened
+
+    def __iter__(self) -> Iterator[Any]:
+        for loader in self._flattened:
+            yield from loader
+
+
+def doubled(batches: Any) -> Iterator[Any]:
+    yield from batches
+
+
+def over(size: int = 2) -> DataLoader[Any]:
+    return DataLoader(Indices(N), size)
+
+
+WRAPPERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "prefetching": (lambda: PrefetchLoader(over()), "outer.loader = "),
+    "prefetching, timm's": (lambda: TimmsPrefetchLoader(over()), "outer.loader = "),
+    "looping": (lambda: LoopedLoader(over(), 3), "outer.loader = "),
+    "a pipeline": (lambda: WebLoader(over(), doubled), "outer.pipeline[0] = "),
+    "a wrapper in a wrapper": (lambda: LoopedLoader(WebLoader(over()), 3), "outer.loader.pipeline[0] = "),
+    "several": (lambda: CombinedLoader({"a": over(), "b": over(3)}), "outer.flattened = ["),
+}
+
+
+@pytest.mark.parametrize(("make", "line"), WRAPPERS.values(), ids=WRAPPERS)
+def test_the_line_that_the_error_names_is_right(make: Callable[[], Any], line: str) -> None:
+    name = type(make()).__name__
+    seen: list[int] = []
+    for rank in range(2):
+        outer = make()
+        with raises(NotALoaderError, ("patch_dataloader_to_ddp", name), ("outer", name, line)) as caught:
+            patch_dataloader_to_ddp(outer, rank=rank, num_replicas=2)
+        written = str(caught.value).partition(f"where outer is the {name}: ")[2].removesuffix(".")
+        assert not check_loaders_is_patched(outer)
+        # As it is written; the world is that of a process group, for which an explicit one stands here.
+        told = re.sub(r"(patch_dataloader_to_ddp\([^)]+)\)", rf"\1, rank={rank}, num_replicas=2)", written)
+        exec(told, {"outer": outer, "patch_dataloader_to_ddp": patch_dataloader_to_ddp})  # noqa: S102 - the remedy
+        assert check_loaders_is_patched(outer)
+        seen += indices_of(outer)
+    assert sorted(seen) == sorted([*range(N)] * (2 if "several" in line or "flattened" in line else 1))
+
+
+def test_other_calls_name_the_loader_inside_too() -> None:
+    outer = PrefetchLoader(patch_dataloader_to_ddp(over(), rank=0, num_replicas=2))
+    with raises(NotALoaderError, ("loader_state", "PrefetchLoader"), "loader_state(outer.loader, ...)"):
+        loader_state(outer, batches_done=0)  # type: ignore[arg-type]  # on purpose
+
+
+def test_a_wrapper_of_no_loader_is_just_none() -> None:
+    for outer in (PrefetchLoader([1, 2]), WebLoader(range(3))):
+        with raises(NotALoaderError, ("patch_dataloader_to_ddp", type(outer).__name__), "the finished loader itself"):
+            patch_dataloader_to_ddp(outer, rank=0, num_replicas=2)  # type: ignore[type-var]  # on purpose
+
+
+class FastaiLoader:
+    """As fastai's DataLoader, which is not torch's."""
+
+    def __init__(self, dataset: Any, bs: int) -> None:
+        self.dataset, self.bs, self.shuffle, self.drop_last = dataset, bs, False, False
+
+    def create_batch(self, samples: list[int]) -> torch.Tensor:
+        return torch.tensor(samples)
+
+
+FastaiLoader.__module__, FastaiLoader.__qualname__ = "fastai.data.load", "DataLoader"
+FastaiLoader.__name__ = "DataLoader"
+
+
+def test_fastais_loader_is_none_of_torchs() -> None:
+    loader = FastaiLoader(Indices(N), 2)
+    facts = ("patch_dataloader_to_ddp", "fastai's DataLoader", "torch.utils.data.DataLoader")
+    with raises(NotALoaderError, facts, ("learn.distrib_ctx()", "collate_fn=loader.create_batch")) as caught:
+        patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)  # type: ignore[type-var]  # on purpose
+    found = re.search(r"torch\.utils\.data\.DataLoader\(loader.*?\)(?=\.)", str(caught.value))
+    assert found is not None
+    assert shares_of(lambda: eval(found[0], {"torch": torch, "loader": loader})) == [  # noqa: S307 - the remedy
+        [0, 2, 4, 6, 8, 10],
+        [1, 3, 5, 7, 9, 11],
+    ]
