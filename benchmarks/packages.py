@@ -30,11 +30,11 @@ Measured = tuple[list[str], list[str]]  # a row of the page, and what should not
 def measured(module: str) -> list[Measured]:
     """Try every loader of a package in every world."""
     cases = cases_of(module)
-    on_ranks = [case for case in cases if case.on_ranks]
+    in_one_process = [OneProcess(case) for case in cases]  # first, which writes the files that ranks read
+    on_ranks = any(case.on_ranks for case in cases)
     ranks = {size: run_ranks(seen_on_rank, size, module) if on_ranks else [] for size in WORLDS}
     found = []
-    for case in cases:
-        alone = OneProcess(case)
+    for case, alone in zip(cases, in_one_process, strict=True):
         worlds = [
             [rank[case.name] for rank in ranks[size]] if case.on_ranks else world_by_hand(case, size) for size in WORLDS
         ]

@@ -1,16 +1,23 @@
 """What a loader of another package has to say of itself, to be tried."""
 
+import atexit
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-__all__ = ["N", "Batch", "Case", "Fate", "Numbers", "World", "items_in", "listed"]
+__all__ = ["N", "Batch", "Case", "Fate", "Numbers", "World", "files", "items_in"]
 
 N = 23  # a prime: no world size but 1 divides it
+
+_FOLDER = "THIRD_PARTY_FILES"
 
 Batch = tuple[Any, ...]  # the items of a batch
 
@@ -100,6 +107,12 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield value
 
 
-def listed(batch: list[Any]) -> list[Any]:
-    """Make no tensor of a batch's items."""
-    return batch
+def files(name: str, write: Callable[[Path], object]) -> Path:
+    """Return a folder of files that are written where they are missing, and removed when this run ends."""
+    if _FOLDER not in os.environ:  # which processes that this one starts inherit
+        os.environ[_FOLDER] = tempfile.mkdtemp(prefix="third-party-")
+        atexit.register(shutil.rmtree, os.environ[_FOLDER], ignore_errors=True)
+    folder = Path(os.environ[_FOLDER], name)
+    if not folder.exists():
+        write(folder)
+    return folder

@@ -77,7 +77,7 @@ def judge(case: Case, alone: OneProcess, ranks: Sequence[Seen]) -> Verdict:
     incomplete = [problem for epoch in range(EPOCHS) for problem in _incompleteness(case, alone, ranks, epoch)]
     problems = [*_other_fates(case, ranks), *([] if case.repeats else incomplete)]
     if case.fate is Fate.AS_IT_IS:
-        problems += _same_on_all_ranks(ranks)
+        problems += _same_on_all_ranks(ranks) if case.repeats else []
     else:
         problems += _unequal_steps(ranks) + _lost_abilities(alone, ranks)
     return Verdict(ranks[0].fate, [len(seen.epochs[0]) for seen in ranks], not incomplete, problems)
@@ -136,7 +136,7 @@ def described(case: Case, verdict: Verdict) -> str:
     """Say what the ranks of a world got, for the page."""
     steps = sorted(set(verdict.steps), reverse=True)
     each = f"{_counted(steps[0], 'step')} each" if len(steps) == 1 else f"{' or '.join(map(str, steps))} steps"
-    return ("endless" if case.steps else each) + ("" if verdict.complete else ", not each sample once")
+    return ("endless" if case.steps else each) + ("" if verdict.complete else ", not the samples of one process")
 
 
 def _counted(number: int, thing: str) -> str:

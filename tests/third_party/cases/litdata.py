@@ -1,24 +1,25 @@
 """litdata's streams."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from litdata import StreamingDataLoader, StreamingDataset
 from litdata.streaming.writer import BinaryWriter
-from third_party.base import N, Case, Fate, World
+from third_party.base import N, Case, Fate, World, files
 from torch.utils.data import DataLoader
 
 
 def chunks() -> str:
-    """Write N numbers, once for each process, and return where they are."""
-    folder = Path(tempfile.mkdtemp(prefix="third-party-litdata-"))
+    return str(files("litdata", write))
+
+
+def write(folder: Path) -> None:
+    folder.mkdir()
     writer = BinaryWriter(str(folder), chunk_size=2)
     for number in range(N):
         writer[number] = number
     writer.done()
     writer.merge()
-    return str(folder)
 
 
 def streamed(world: World) -> Any:

@@ -30,6 +30,7 @@ def hierarchical(world: World) -> Any:
 
 
 def triplets(world: World) -> Any:
+    """The constructor draws them, on each rank others."""
     sampler = FixedSetOfTriplets(LABELS, num_triplets=21)
     return DataLoader(Numbers(N), 3, sampler=sampler)
 
@@ -38,5 +39,5 @@ CASES = [
     Case(PACKAGE, "`MPerClassSampler(batch_size=...)`", m_per_class, whole=True),
     Case(PACKAGE, "`MPerClassSampler`", m_per_class_without_batch_size, whole=True),
     Case(PACKAGE, "`HierarchicalSampler`", hierarchical, whole=True),
-    Case(PACKAGE, "`FixedSetOfTriplets`", triplets, whole=True),
+    Case(PACKAGE, "`FixedSetOfTriplets`", triplets, whole=True, on_ranks=True),
 ]

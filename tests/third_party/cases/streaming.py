@@ -1,21 +1,21 @@
 """MosaicML's streams."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
-from third_party.base import N, Case, Fate, World
+from third_party.base import N, Case, Fate, World, files
 from torch.utils.data import DataLoader
 
 
 def shards() -> str:
-    folder = Path(tempfile.gettempdir()) / f"third-party-mosaicml-{N}"
-    if not (folder / "index.json").exists():
-        with MDSWriter(out=str(folder), columns={"number": "int"}, size_limit=200) as writer:
-            for number in range(N):
-                writer.write({"number": number})
-    return str(folder)
+    return str(files("streaming", write))
+
+
+def write(folder: Path) -> None:
+    with MDSWriter(out=str(folder), columns={"number": "int"}, size_limit=200) as writer:
+        for number in range(N):
+            writer.write({"number": number})
 
 
 def streamed(world: World, kind: Any = DataLoader) -> Any:

@@ -67,7 +67,7 @@ CASES = [
         told="outer.loader = patch_dataloader_to_ddp(outer.loader)",
     ),
     Case(PACKAGE, "`OrderedDistributedSampler`", ordered, Fate.AS_IT_IS),
-    Case(PACKAGE, "`RepeatAugSampler`", repeated_augmentation, Fate.AS_IT_IS, repeats=True),
+    Case(PACKAGE, "`RepeatAugSampler`", repeated_augmentation, Fate.AS_IT_IS),
     Case(PACKAGE, "`OrderedDistributedSampler`, of one process", lambda world: ordered(World())),
     Case(PACKAGE, "`RepeatAugSampler`, of one process", lambda world: repeated_augmentation(World())),
 ]

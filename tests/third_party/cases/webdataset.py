@@ -2,12 +2,11 @@
 
 import io
 import tarfile
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import webdataset as wds
-from third_party.base import N, Case, Fate, World
+from third_party.base import N, Case, Fate, World, files
 from torch.utils.data import DataLoader
 
 from ddp_patch import patch_dataloader_to_ddp
@@ -16,24 +15,19 @@ SHARDS = 6
 
 
 def shards() -> list[str]:
-    """Write N numbers into tar files, once for each machine, and return their paths."""
-    folder = Path(tempfile.gettempdir()) / f"third-party-webdataset-{SHARDS}-{N}"
-    paths = [folder / f"{shard}.tar" for shard in range(SHARDS)]
-    if not all(path.exists() for path in paths):
-        folder.mkdir(exist_ok=True)
-        for shard, path in enumerate(paths):
-            _write(path, range(shard, N, SHARDS))
-    return [str(path) for path in paths]
+    """The paths of tar files with N numbers."""
+    return sorted(map(str, files("webdataset", write).iterdir()))
 
 
-def _write(path: Path, numbers: range) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file, tarfile.open(fileobj=file, mode="w") as tar:
-        for number in numbers:
-            text = str(number).encode()
-            member = tarfile.TarInfo(f"{number:04}.cls")
-            member.size = len(text)
-            tar.addfile(member, io.BytesIO(text))
-    Path(file.name).replace(path)  # another process may write it too
+def write(folder: Path) -> None:
+    folder.mkdir()
+    for shard in range(SHARDS):
+        with tarfile.open(folder / f"{shard}.tar", mode="w") as tar:
+            for number in range(shard, N, SHARDS):
+                text = str(number).encode()
+                member = tarfile.TarInfo(f"{number:04}.cls")
+                member.size = len(text)
+                tar.addfile(member, io.BytesIO(text))
 
 
 def stream(**options: Any) -> Any:
