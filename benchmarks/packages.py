@@ -47,7 +47,14 @@ def row(case: Case, alone: OneProcess, verdicts: Sequence[Verdict]) -> list[str]
     """Return the cells of one loader."""
     fates = {one.fate.value for one in verdicts if one.fate is not None}
     call = " or ".join(fates) + (f": `{case.told}`" if case.told else "")
-    return [case.package, version(case.package), case.name, alone.text, call, *(described(case, one) for one in verdicts)]
+    return [
+        case.package,
+        version(case.package),
+        case.name,
+        alone.text,
+        call,
+        *(described(case, one) for one in verdicts),
+    ]
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-__all__ = ["N", "Batch", "Case", "Fate", "Numbers", "World", "files", "items_in"]
+__all__ = ["Batch", "Case", "Fate", "N", "Numbers", "World", "files", "items_in"]
 
 N = 23  # a prime: no world size but 1 divides it
 
@@ -54,7 +54,6 @@ class Case:
             world is given by hand.
         remedy: What the refusal says to do, done. It gets the loader and the options of the call.
         told: What the refusal says to do, in its words.
-        options: What else is passed to the call.
         repeats: Whether its package's own sharding repeats or leaves out samples.
     """
 
@@ -68,7 +67,6 @@ class Case:
     on_ranks: bool = False
     remedy: Callable[[Any, dict[str, Any]], Any] | None = None
     told: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
     repeats: bool = False
 
     def __str__(self) -> str:

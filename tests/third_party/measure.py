@@ -8,11 +8,11 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from third_party.base import Batch, Case, Fate, World
 from zoo import seed_ambient
 
 from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.errors import NotALoaderError, UnsupportedLoaderError
+from third_party.base import Batch, Case, Fate, World
 
 __all__ = ["EPOCHS", "Seen", "cases_of", "one_process", "seen_on_rank", "world_by_hand"]
 
@@ -82,7 +82,7 @@ def _seen(case: Case, world: World, options: dict[str, Any]) -> Seen:
     with quiet():
         seed_ambient(SEED + world.rank)
         try:
-            loader = case_patched(case, case.make(world), {**options, **case.options, "seed": 0}, seen)
+            loader = case_patched(case, case.make(world), {**options, "seed": 0}, seen)
             steps = None if case.steps is None else case.steps // world.size
             return used(case, loader, seen, steps)
         except Exception as error:  # noqa: BLE001 - whatever is raised is what happened

@@ -4,8 +4,9 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler
-from third_party.base import Case, Fate, Numbers, World
 from torch.utils.data import DataLoader
+
+from third_party.base import Case, Fate, Numbers, World
 
 
 def seedable(world: World) -> Any:

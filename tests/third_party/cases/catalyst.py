@@ -3,8 +3,9 @@
 from typing import Any
 
 from catalyst.data.sampler import DistributedSamplerWrapper
-from third_party.base import Case, Fate, Numbers, World
 from torch.utils.data import DataLoader, RandomSampler
+
+from third_party.base import Case, Fate, Numbers, World
 
 
 def wrapped(world: World) -> Any:

@@ -3,8 +3,9 @@
 from typing import Any
 
 from datasets import Dataset
-from third_party.base import N, Case, World
 from torch.utils.data import DataLoader
+
+from third_party.base import Case, N
 
 
 def table() -> Dataset:
@@ -18,5 +19,7 @@ def stream() -> Any:
 CASES = [
     Case("datasets", "`Dataset`", lambda world: DataLoader(table(), batch_size=4, shuffle=True)),
     Case("datasets", "`IterableDataset`", lambda world: DataLoader(stream(), batch_size=4)),
-    Case("datasets", "`IterableDataset` with 2 workers", lambda world: DataLoader(stream(), batch_size=4, num_workers=2)),
+    Case(
+        "datasets", "`IterableDataset` with 2 workers", lambda world: DataLoader(stream(), batch_size=4, num_workers=2)
+    ),
 ]

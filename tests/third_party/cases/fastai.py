@@ -3,11 +3,10 @@
 from typing import Any
 
 from fastai.data.load import DataLoader as FastaiDataLoader
-from fastai.distributed import DistributedDL
-from third_party.base import Case, Fate, Numbers, World
 from torch.utils.data import DataLoader
 
 from ddp_patch import patch_dataloader_to_ddp
+from third_party.base import Case, Fate, World
 
 
 def own(world: World) -> Any:

@@ -14,8 +14,9 @@ from lhotse.dataset.sampling import (
     WeightedSimpleCutSampler,
     ZipSampler,
 )
-from third_party.base import N, Batch, Case, Fate, World
 from torch.utils.data import DataLoader, Dataset
+
+from third_party.base import Batch, Case, Fate, N, World
 
 ONE = {"rank": 0, "world_size": 1}  # which turns off lhotse's own sharding
 
@@ -31,7 +32,8 @@ class Cuts(Dataset[Any]):
 def cuts(n: int = N, first: int = 0) -> Any:
     """Cuts of one to four seconds, without recordings: samplers only ask for the duration."""
     return CutSet.from_cuts(
-        MonoCut(id=f"cut-{number}", start=0.0, duration=1.0 + number % 4, channel=0) for number in range(first, first + n)
+        MonoCut(id=f"cut-{number}", start=0.0, duration=1.0 + number % 4, channel=0)
+        for number in range(first, first + n)
     ).to_eager()
 
 
@@ -86,9 +88,15 @@ def on_its_own(name: str, make: Any) -> Case:
 
 CASES = [
     *(shared(name, make) for name, make in [("SimpleCutSampler", simple), ("DynamicCutSampler", dynamic)]),
-    *(shared(name, make) for name, make in [("BucketingSampler", bucketing), ("DynamicBucketingSampler", dynamic_bucketing)]),
+    *(
+        shared(name, make)
+        for name, make in [("BucketingSampler", bucketing), ("DynamicBucketingSampler", dynamic_bucketing)]
+    ),
     *(on_its_own(name, make) for name, make in [("SimpleCutSampler", simple), ("DynamicCutSampler", dynamic)]),
-    *(on_its_own(name, make) for name, make in [("BucketingSampler", bucketing), ("DynamicBucketingSampler", dynamic_bucketing)]),
+    *(
+        on_its_own(name, make)
+        for name, make in [("BucketingSampler", bucketing), ("DynamicBucketingSampler", dynamic_bucketing)]
+    ),
     Case("lhotse", "`WeightedSimpleCutSampler(rank=0, world_size=1)`", weighted, items=names, whole=True),
     Case("lhotse", "`CutPairsSampler(rank=0, world_size=1)`", pairs, items=names, whole=True),
     Case("lhotse", "`ZipSampler` of such", lambda world: two(world, ZipSampler), items=names, whole=True),

@@ -3,10 +3,10 @@
 from typing import Any
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from third_party.base import Batch, Case, Fate, Numbers, World
 from torch.utils.data import DataLoader
 
 from ddp_patch import patch_dataloader_to_ddp
+from third_party.base import Batch, Case, Fate, Numbers, World
 
 
 def combined(world: World) -> Any:
@@ -25,4 +25,6 @@ def numbers(batch: Any) -> Batch:
     return tuple(batch[0].tolist())
 
 
-CASES = [Case("lightning", "`CombinedLoader`", combined, Fate.REFUSED, numbers, remedy=patch_each, told="CombinedLoader")]
+CASES = [
+    Case("lightning", "`CombinedLoader`", combined, Fate.REFUSED, numbers, remedy=patch_each, told="CombinedLoader")
+]

@@ -5,8 +5,9 @@ from typing import Any
 
 from litdata import StreamingDataLoader, StreamingDataset
 from litdata.streaming.writer import BinaryWriter
-from third_party.base import N, Case, Fate, World, files
 from torch.utils.data import DataLoader
+
+from third_party.base import Case, Fate, N, World, files
 
 
 def chunks() -> str:

@@ -4,8 +4,9 @@ from typing import Any
 from unittest.mock import patch
 
 from mmengine.dataset import DefaultSampler, InfiniteSampler
-from third_party.base import Case, Fate, Numbers, World
 from torch.utils.data import DataLoader
+
+from third_party.base import Case, Fate, Numbers
 
 
 def drawn_by(kind: Any, **options: Any) -> DataLoader[int]:

@@ -3,7 +3,8 @@
 from typing import Any
 
 from monai.data import DataLoader, DistributedSampler, DistributedWeightedRandomSampler, ThreadDataLoader
-from third_party.base import N, Case, Fate, Numbers, World
+
+from third_party.base import Case, Fate, N, Numbers, World
 
 
 def ordered(world: World) -> Any:
@@ -12,9 +13,7 @@ def ordered(world: World) -> Any:
 
 
 def weighted(world: World) -> Any:
-    sampler = DistributedWeightedRandomSampler(
-        Numbers(), weights=range(N), num_replicas=world.size, rank=world.rank
-    )
+    sampler = DistributedWeightedRandomSampler(Numbers(), weights=range(N), num_replicas=world.size, rank=world.rank)
     return DataLoader(Numbers(), batch_size=4, sampler=sampler)
 
 

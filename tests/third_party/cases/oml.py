@@ -5,8 +5,9 @@ from typing import Any
 from oml.samplers.balance import BalanceSampler
 from oml.samplers.category_balance import CategoryBalanceSampler
 from oml.samplers.distinct_category_balance import DistinctCategoryBalanceSampler
-from third_party.base import Case, Numbers, World
 from torch.utils.data import DataLoader
+
+from third_party.base import Case, Numbers, World
 
 N = 60
 LABELS = [index % 10 for index in range(N)]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pandas as pd
 from pytorch_forecasting import TimeSeriesDataSet
+
 from third_party.base import Batch, Case, World
 
 SERIES, STEPS = 7, 12
@@ -43,7 +44,5 @@ def synchronized(world: World) -> Any:
 
 CASES = [
     Case("pytorch-forecasting", "`TimeSeriesDataSet.to_dataloader()`", shuffled, items=first_values),
-    Case(
-        "pytorch-forecasting", "`TimeSynchronizedBatchSampler`", synchronized, items=first_values, whole=True
-    ),
+    Case("pytorch-forecasting", "`TimeSynchronizedBatchSampler`", synchronized, items=first_values, whole=True),
 ]

@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 from pytorch_metric_learning.samplers import FixedSetOfTriplets, HierarchicalSampler, MPerClassSampler
-from third_party.base import Case, Numbers, World
 from torch.utils.data import DataLoader
+
+from third_party.base import Case, Numbers, World
 
 PACKAGE = "pytorch-metric-learning"
 N = 60

@@ -11,8 +11,9 @@ from sentence_transformers.base.sampler import (
     ProportionalBatchSampler,
     RoundRobinBatchSampler,
 )
-from third_party.base import N, Case, World
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSampler, SubsetRandomSampler
+from torch.utils.data import ConcatDataset, DataLoader, RandomSampler, SubsetRandomSampler
+
+from third_party.base import Case, N, World
 
 PACKAGE = "sentence-transformers"
 
@@ -69,6 +70,10 @@ CASES = [
     Case(PACKAGE, "`GroupByLabelBatchSampler`", by_label, items=numbers, whole=True),
     Case(PACKAGE, "`RoundRobinBatchSampler`", lambda world: several(RoundRobinBatchSampler), items=numbers, whole=True),
     Case(
-        PACKAGE, "`ProportionalBatchSampler`", lambda world: several(ProportionalBatchSampler), items=numbers, whole=True
+        PACKAGE,
+        "`ProportionalBatchSampler`",
+        lambda world: several(ProportionalBatchSampler),
+        items=numbers,
+        whole=True,
     ),
 ]

@@ -10,10 +10,10 @@ from speechbrain.dataio.sampler import (
     ReproducibleRandomSampler,
     ReproducibleWeightedRandomSampler,
 )
-from third_party.base import N, Case, Fate, Numbers, World
 from torch.utils.data import ConcatDataset, DataLoader, SequentialSampler
 
 from ddp_patch import patch_dataloader_to_ddp
+from third_party.base import Case, Fate, N, Numbers, World
 
 
 def made(world: World) -> Any:

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
-from third_party.base import N, Case, Fate, World, files
 from torch.utils.data import DataLoader
+
+from third_party.base import Case, Fate, N, World, files
 
 
 def shards() -> str:

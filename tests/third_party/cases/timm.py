@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-from third_party.base import N, Case, Fate, Numbers, World
 from timm.data.distributed_sampler import OrderedDistributedSampler, RepeatAugSampler
 from timm.data.loader import MultiEpochsDataLoader, PrefetchLoader
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_patch import patch_dataloader_to_ddp
+from third_party.base import Case, Fate, N, Numbers, World
 
 PACKAGE = "timm"
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from third_party.base import N, Batch, Case, Fate, World
 from torch_geometric.data import Data
 from torch_geometric.loader import (
     CachedLoader,
@@ -19,6 +18,7 @@ from torch_geometric.loader import (
 from torch_geometric.sampler import BaseSampler, SamplerOutput
 
 from ddp_patch import patch_dataloader_to_ddp
+from third_party.base import Batch, Case, Fate, N, World
 
 PACKAGE = "torch_geometric"
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from third_party.base import Case, Numbers, World
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+from third_party.base import Case, Numbers, World
 
 
 def shuffled(world: World) -> Any:

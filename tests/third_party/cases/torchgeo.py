@@ -5,10 +5,11 @@ from typing import Any
 import geopandas
 import pandas as pd
 import shapely
-from third_party.base import Batch, Case, World
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchgeo.datasets import GeoDataset
 from torchgeo.samplers import GridGeoSampler, PreChippedGeoSampler, RandomBatchGeoSampler, RandomGeoSampler
+
+from third_party.base import Batch, Case, World
 
 FILES = 7
 
@@ -17,7 +18,9 @@ class Fields(GeoDataset):
     """Square fields side by side, without pictures: a sample is where it was taken from."""
 
     def __init__(self) -> None:
-        times = pd.IntervalIndex.from_tuples([(pd.Timestamp(2024, 1, 1), pd.Timestamp(2024, 1, 2))] * FILES, name="datetime")
+        times = pd.IntervalIndex.from_tuples(
+            [(pd.Timestamp(2024, 1, 1), pd.Timestamp(2024, 1, 2))] * FILES, name="datetime"
+        )
         squares = [shapely.box(20 * number, 0, 20 * number + 20, 20) for number in range(FILES)]
         self.index = geopandas.GeoDataFrame(index=times, geometry=squares, crs="EPSG:3857")
         self.res = 1.0
@@ -42,6 +45,8 @@ def places(batch: Any) -> Batch:
 CASES = [
     Case("torchgeo", "`RandomGeoSampler`", lambda world: drawn_by(RandomGeoSampler, size=8, length=21), items=places),
     Case("torchgeo", "`GridGeoSampler`", lambda world: drawn_by(GridGeoSampler, size=8, stride=6), items=places),
-    Case("torchgeo", "`PreChippedGeoSampler`", lambda world: drawn_by(PreChippedGeoSampler, shuffle=True), items=places),
+    Case(
+        "torchgeo", "`PreChippedGeoSampler`", lambda world: drawn_by(PreChippedGeoSampler, shuffle=True), items=places
+    ),
     Case("torchgeo", "`RandomBatchGeoSampler`", batches, items=places, whole=True),
 ]

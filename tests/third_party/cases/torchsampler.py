@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from third_party.base import N, Case, Numbers, World
 from torch.utils.data import DataLoader
 from torchsampler import ImbalancedDatasetSampler
+
+from third_party.base import Case, N, Numbers, World
 
 
 def balanced(world: World) -> Any:

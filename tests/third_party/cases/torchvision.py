@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
-from third_party.base import Case, Fate, Numbers, World
 from torch.utils.data import DataLoader, Sampler
 from torchvision.datasets.samplers import DistributedSampler, RandomClipSampler, UniformClipSampler
 from torchvision.datasets.video_utils import VideoClips
+
+from third_party.base import Case, Fate, Numbers, World
 
 
 def clips() -> VideoClips:

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from third_party.base import N, Case, Fate, Numbers, World
 from torch.utils.data import DataLoader, Sampler
 from transformers.trainer_pt_utils import DistributedLengthGroupedSampler, LengthGroupedSampler
+
+from third_party.base import Case, Fate, N, Numbers, World
 
 LENGTHS = [index * 7 % N + 1 for index in range(N)]
 

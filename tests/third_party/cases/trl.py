@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from third_party.base import Case, Numbers, World
 from torch.utils.data import DataLoader
 from trl.trainer.utils import RepeatSampler
+
+from third_party.base import Case, Numbers, World
 
 
 def repeated(shuffle: bool) -> Any:

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from third_party.base import Case, Fate, Numbers, World
 from torch.utils.data import DataLoader
 from ultralytics.data.build import ContiguousDistributedSampler, InfiniteDataLoader, build_dataloader
+
+from third_party.base import Case, Fate, Numbers, World
 
 
 def infinite(world: World, **options: Any) -> Any:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import webdataset as wds
-from third_party.base import N, Case, Fate, World, files
 from torch.utils.data import DataLoader
 
 from ddp_patch import patch_dataloader_to_ddp
+from third_party.base import Case, Fate, N, World, files
 
 SHARDS = 6
 
