@@ -1,7 +1,8 @@
 """What becomes of the loaders and samplers of other packages in worlds of 2 and 3, for ``docs/packages.md``.
 
-``nox -s packages`` runs this. Each package is tried in a process of its own, because some change torch. What is expected
-of a loader is in ``tests/third_party/cases``; a loader of which something else is measured is an error, and the page stays.
+``nox -s packages`` runs this. Each package is tried in a process of its own, because some change torch. What is
+expected of a loader is in ``tests/third_party/cases``. Where something else is measured, that is an error, and the page
+stays as it is.
 """
 
 import argparse
@@ -65,7 +66,10 @@ def main() -> None:
     named = parser.parse_args().packages
     processes = ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
     with processes:
-        found = [one for package in processes.map(measured, named) for one in package]
+        found = []
+        for module, package in zip(named, processes.map(measured, named), strict=True):
+            print(module, *(told for _, told in package if told), sep="\n  ", flush=True)
+            found += package
     problems = [f"{cells[0]}, {cells[2]}: {problem}" for cells, told in found for problem in told]
     if problems:
         sys.exit("\n".join(["Not what tests/third_party/cases expects:", *problems]))

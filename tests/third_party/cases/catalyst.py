@@ -1,4 +1,7 @@
-"""Catalyst's wrapper. Its other samplers cannot be made under this torch: they call ``Sampler.__init__(data_source)``."""
+"""Catalyst's wrapper.
+
+Its other samplers cannot be made under this torch: they call ``Sampler.__init__(data_source)``.
+"""
 
 from typing import Any
 

@@ -10,7 +10,7 @@ from speechbrain.dataio.sampler import (
     ReproducibleRandomSampler,
     ReproducibleWeightedRandomSampler,
 )
-from torch.utils.data import ConcatDataset, DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from ddp_patch import patch_dataloader_to_ddp
 from third_party.base import Case, Fate, N, Numbers, World
@@ -54,8 +54,7 @@ def weighted(world: World) -> Any:
 
 def several(world: World) -> Any:
     samplers = [ReproducibleRandomSampler(Numbers(n)) for n in (12, 12)]
-    datasets = ConcatDataset([Numbers(12), Numbers(12)])
-    return SaveableDataLoader(range(24), batch_sampler=ConcatDatasetBatchSampler(samplers, [2, 2]))
+    return SaveableDataLoader(Numbers(24), batch_sampler=ConcatDatasetBatchSampler(samplers, [2, 2]))
 
 
 def wrapped(world: World) -> Any:
