@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
 from ddp_patch.plan import Done, Plan
-from ddp_patch.streams.chunks import Chunk, draw, most_ahead, own
+from ddp_patch.streams.chunks import MOST_AHEAD, Chunk, draw, own
 from ddp_patch.streams.fingerprint import Fingerprint
 from ddp_patch.streams.seeding import distributed_permutation
 
@@ -77,7 +77,7 @@ class Stream(Generic[T]):
         if epoch.before:
             stream = rest.select(stream)
         # After a break, the next pass over an iterator goes on where this one stopped.
-        most = most_ahead(plan.num_replicas) if epoch.draws_ahead and not epoch.is_one_shot else 1
+        most = MOST_AHEAD if epoch.draws_ahead and not epoch.is_one_shot else 1
         keeps_all = epoch.verify is not None or len(plans) > 1
 
         def kept(start: int, size: int) -> slice:

@@ -14,22 +14,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-__all__ = ["Chunk", "begun", "draw", "most_ahead", "own", "returns_itself"]
+__all__ = ["MOST_AHEAD", "Chunk", "begun", "draw", "own", "returns_itself"]
 
 T = TypeVar("T")
 
-# How many samples of its share a rank may draw ahead of the one in use. Large chunks swap random states less often, but
-# a sampler that adapts during training must not be drawn many steps ahead.
-_MOST_AHEAD = 8192
-# How many samples of all ranks, so that many ranks do not wait long for one chunk. A round may have more of both.
-_MOST_AT_ONCE = 65536
+# About how many samples may be drawn ahead of the one in use, unless a round has more. Large chunks swap random states
+# less often, but a sampler that adapts during training must not be drawn far ahead.
+MOST_AHEAD = 8192
 
 _IMMUTABLE = (int, float, str, bytes, np.generic)
-
-
-def most_ahead(ranks: int) -> int:
-    """Return how many samples of all ranks together may be drawn ahead of those in use, unless a round has more."""
-    return min(_MOST_AHEAD * ranks, _MOST_AT_ONCE)
 
 
 def returns_itself(iterator: object) -> bool:

@@ -30,7 +30,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
 )
 from ddp_patch.plan import Plan, blocks
-from ddp_patch.streams.chunks import most_ahead
+from ddp_patch.streams.chunks import MOST_AHEAD
 from ddp_patch.streams.orders import ScalableShuffle, has_order, order_of
 from ddp_patch.streams.random_states import PrivateRNG
 from ddp_patch.streams.seeding import Seed, epoch_seed
@@ -323,7 +323,7 @@ def test_random_states_are_swapped_per_chunk(monkeypatch: pytest.MonkeyPatch) ->
     wrapper = DDPSamplerWrapper(Counting(n), False, num_replicas=8, rank=0, seed=0, agreement="seeded")
     entered.clear()
     assert sum(1 for _ in wrapper) == n // 8
-    assert n // most_ahead(8) <= len(entered) <= n // most_ahead(8) + 20  # the first are shorter
+    assert n // MOST_AHEAD <= len(entered) <= n // MOST_AHEAD + 20  # the first are shorter
     looked_up = DDPSamplerWrapper(RandomSampler(range(n)), False, num_replicas=8, rank=0, seed=0)
     entered.clear()
     assert sum(1 for _ in looked_up) == n // 8
@@ -341,7 +341,7 @@ def test_the_first_batch_comes_after_about_as_many_items_as_it_needs(agreement: 
     assert sampler.drawn <= most
     for _ in range(10_000):
         taken = next(iterator)
-    ahead = 8 if agreement == "ambient" else most_ahead(8)
+    ahead = 8 if agreement == "ambient" else MOST_AHEAD
     assert sampler.drawn - taken <= ahead
 
 
@@ -404,7 +404,7 @@ def test_how_far_is_drawn_ahead_is_counted_in_samples(name: str) -> None:
     wrapper = DDPBatchSamplerWrapper(Endless(), False, num_replicas=4, rank=0, agreement="seeded")
     for step, _ in zip(range(3000), wrapper, strict=False):
         # Batches that grow are seen to when the next chunk begins.
-        assert sum(drawn[4 * step :]) <= 2 * most_ahead(4)
+        assert sum(drawn[4 * step :]) <= 2 * MOST_AHEAD
 
 
 @pytest.mark.parametrize("reuses", [False, True])
@@ -415,7 +415,7 @@ def test_batches_are_drawn_ahead_by_samples_and_copied_where_they_are_used_again
     for place, batch in enumerate(wrapper):
         assert batch[0] == (4 * place + 1) * 32
         assert len(batch) == 32
-        assert sampler.drawn - (4 * place + 1) <= most_ahead(4) // 32
+        assert sampler.drawn - (4 * place + 1) <= MOST_AHEAD // 32
     assert place == 2499
 
 
