@@ -34,6 +34,7 @@ __all__ = [
     "READERS",
     "RUNNING_ITERATOR",
     "WORLD_NAMES",
+    "WORLD_WORDS",
     "AccelerateLeavesAlone",
     "KeptIterator",
     "RunningLoader",
@@ -289,6 +290,10 @@ WORLD_NAMES: Final[Sequence[tuple[str, str]]] = (
     ("process_index", "num_processes"),  # accelerate 1.15.0, transformers 4.57.6
     ("data_parallel_rank", "data_parallel_size"),  # Megatron-LM
 )
+
+# What every attribute is called after in an object that tells of a world and of nothing else, as mosaicml's and
+# litdata's do. A script's arguments may be whole numbers alone, too.
+WORLD_WORDS: Final = ("rank", "world", "node", "worker", "leader")
 
 # timm's IterableImageDataset keeps what shards in this attribute; its class is no dataset.
 READERS: Final[Sequence[str]] = ("reader",)

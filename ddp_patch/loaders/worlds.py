@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeGuard
 import numpy as np
 from torch.utils.data import DistributedSampler
 
-from ddp_patch.compat import READERS, WORLD_NAMES, splits_by_node, webdataset_world
+from ddp_patch.compat import READERS, WORLD_NAMES, WORLD_WORDS, splits_by_node, webdataset_world
 from ddp_patch.streams.generators import LOOKED_AT
 
 __all__ = ["HeldWorld", "held_parts", "stored", "world_of"]
@@ -49,7 +49,7 @@ def held_parts(holder: object) -> Iterator[Any]:
 def world_of(holder: object) -> HeldWorld | None:
     """Return the rank and the number of ranks that a sampler or dataset was made for, or None if it holds no such.
 
-    It holds them itself, or in an object that holds whole numbers alone, as mosaicml's ``World`` does. A smaller world
+    It holds them itself, or in an object that holds such numbers alone, as mosaicml's ``World`` does. A smaller world
     counts before a larger one, because ranks that replicate each other share the data as one.
 
     Examples:
@@ -81,7 +81,9 @@ def _worlds(attributes: Mapping[str, Any]) -> Iterator[HeldWorld]:
 
 
 def _is_world(value: object, inner: Mapping[str, Any]) -> bool:
-    """Tell whether it holds whole numbers alone, and is neither a dataset nor a sampler, which speak for themselves."""
+    """Tell whether it holds numbers of a world alone, and is neither a dataset nor a sampler: those are asked."""
+    if not all(any(word in name for word in WORLD_WORDS) for name in inner):
+        return False
     gives = any(hasattr(type(value), name) for name in ("__iter__", "__getitem__", "__len__"))
     return not gives and all(isinstance(number, int) for number in inner.values())
 

@@ -21,6 +21,8 @@ class Watch:
 
     Attributes:
         pace: How the loader takes items.
+        epochs_differ: Whether an epoch's order may differ from another's. Where it does not, passes over different
+            epochs are alike, and no sample is lost by them.
     """
 
     def __init__(self, peers: Peers | None = None, name: str = "", *, keeps: bool = False) -> None:
@@ -29,6 +31,7 @@ class Watch:
         self._history = History()
         self._thread = get_ident()
         self._keeps = keeps
+        self.epochs_differ: bool = True
         self._name, self._units = name, ("item", "items")
         self.pace: Pace = Pace()
         self._exchange()  # so that nobody has to look for this rank's record later
@@ -59,7 +62,8 @@ class Watch:
             RankMismatchError: As ``compare``.
         """
         if self.is_on:
-            self._history.begin(epoch, standing)
+            if self.epochs_differ:
+                self._history.begin(epoch, standing)
             self.compare(epoch)
 
     def compare(self, epoch: int) -> None:

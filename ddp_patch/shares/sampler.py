@@ -21,7 +21,7 @@ from ddp_patch.shares.place import Place
 from ddp_patch.shares.sources import Drawn, LookedUp, Nothing, Source
 from ddp_patch.shares.steps import require_steps
 from ddp_patch.streams.generators import random_generators, torch_generators, unmoved
-from ddp_patch.streams.orders import has_computed_order, has_order, is_torch_sampler, scalable
+from ddp_patch.streams.orders import has_computed_order, has_order, is_always_alike, is_torch_sampler, scalable
 from ddp_patch.streams.random_states import epoch_states
 
 __all__ = ["ShardedSampler"]
@@ -52,6 +52,7 @@ class ShardedSampler(EpochSampler[T]):
         self.sampler: Iterable[T] = stream.source
         self.shuffle = shuffle
         self._batching = batching
+        self.watch.epochs_differ = shuffle or not is_always_alike(self.sampler)
         self._is_one_shot = stream.is_one_shot
         self._nested_epochs = NestedEpochs(self.sampler)
         self._torchs_generators = self._generators_of_torchs()

@@ -38,6 +38,7 @@ __all__ = [
     "ScalableShuffle",
     "has_computed_order",
     "has_order",
+    "is_always_alike",
     "is_torch_sampler",
     "order_of",
     "order_parameters",
@@ -133,6 +134,13 @@ _TORCH_SAMPLERS: Mapping[type, _TorchSampler] = {
 def is_torch_sampler(sampler: object) -> bool:
     """Return whether it is one of torch's own samplers, whose data no pass changes."""
     return type(sampler) in _TORCH_SAMPLERS
+
+
+def is_always_alike(sampler: object) -> bool:
+    """Return whether every epoch surely has the same order: that of the dataset, or of a plain list."""
+    if _is_batching(sampler):
+        return is_always_alike(sampler.sampler)
+    return type(sampler) in {SequentialSampler, range, list, tuple}
 
 
 def order_parameters(sampler: object) -> list[object] | None:

@@ -292,6 +292,7 @@ class Configured(Indices):
         super().__init__()
         self.args = SimpleNamespace(rank=1, world_size=4, lr=0.1)
         self.augment = {"rank": 1, "world_size": 4}
+        self.numbers = SimpleNamespace(rank=1, world_size=4, epochs=3)
 
 
 def with_numbers(rank: Any, ranks: Any) -> Any:
