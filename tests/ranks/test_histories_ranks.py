@@ -160,11 +160,7 @@ def honest(rank: int, world_size: int, workers: int) -> None:
             whole(alone)  # validates on one rank
         if rank == 1 and epoch == 1:
             break  # stops here
-    shown = patch_dataloader_to_ddp(DataLoader(Indices(N), batch_size=4, collate_fn=as_it_is, num_workers=workers))
-    for _ in range(3):
-        if rank == 0:
-            next(iter(shown))  # every epoch has the same order, so nothing is lost
-        in_step_with_all(shown)
+    shows_a_batch(rank, patch_dataloader_to_ddp(DataLoader(Indices(N), batch_size=4, num_workers=workers)))
     for options in ({"uneven": "keep"}, {"uneven": "drop"}, {"layout": "contiguous"}, {"agreement": "leader"}):
         various(patch_dataloader_to_ddp(given(workers), **options))  # type: ignore[arg-type]  # their values are fit
     various(patch_dataloader_to_ddp(stream(workers), iterable_sharding="by_worker"))
@@ -194,9 +190,13 @@ def honest(rank: int, world_size: int, workers: int) -> None:
     whole(by_hand)
 
 
-def in_step_with_all(train: Any) -> None:
-    for _ in train:
-        dist.barrier()
+def shows_a_batch(rank: int, ordered: Any) -> None:
+    """Every epoch has the same order, so nothing is lost."""
+    for _ in range(3):
+        if rank == 0:
+            next(iter(ordered))
+        for _ in ordered:
+            dist.barrier()
 
 
 def slowly(rank: int, train: Any) -> None:
