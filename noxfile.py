@@ -18,6 +18,9 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 LOWEST_PYTHON = PROJECT["requires-python"].removeprefix(">=")
 LOWEST = [requirement.replace(">=", "==") for requirement in PROJECT["dependencies"]]
 DIST = Path("dist")
+# What these need for what the session packages tries. All of their needs would be other versions, and clouds' clients.
+OML_NEEDS = ["gdown", "omegaconf", "pandas", "validators"]
+STREAMING_NEEDS = ["brotli", "python-snappy", "xxhash", "zstd"]
 
 
 @nox.session
@@ -61,9 +64,10 @@ def integrations(session: nox.Session) -> None:
     install_wheel(session, "integrations")
     # What the pages use of these needs no other packages; and newer pips refuse the metadata of catalyst.
     install(session, "--no-deps", "open-metric-learning")
-    session.install("pip==24.0")
-    session.install("-c", "constraints.txt", "--no-deps", "catalyst")
-    session.install("--upgrade", "pip")  # which the next run of this session needs
+    install_catalyst(session, "constraints.txt")
+    # mmengine's samplers do without OpenCV.
+    install(session, "addict", "termcolor", "yapf")
+    install(session, "--no-deps", "mmengine")
     run_tests(session, "--write-frameworks", *INTEGRATIONS)
 
 
@@ -139,6 +143,18 @@ def samplers(session: nox.Session) -> None:
 
 
 @nox.session
+def packages(session: nox.Session) -> None:
+    """Try the loaders of other packages, and write ``docs/packages.md``; installs torchvision, and 8 GB in all."""
+    pinned = ("-c", "constraints-packages.txt")
+    session.install(*pinned, ".[packages]")
+    session.install(*pinned, *OML_NEEDS, *STREAMING_NEEDS)
+    session.install(*pinned, "--no-deps", "open-metric-learning", "mosaicml-streaming")
+    install_catalyst(session, "constraints-packages.txt")
+    environment = {"PYTHONPATH": "tests", "OMP_NUM_THREADS": "1"}
+    session.run("python", "-W", "ignore", "benchmarks/packages.py", *session.posargs, env=environment)
+
+
+@nox.session
 def pictures(session: nox.Session) -> None:
     """Share a loader on four ranks in three ways, and draw the picture of ``docs/index.md``."""
     install(session, ".[bench]")
@@ -148,6 +164,13 @@ def pictures(session: nox.Session) -> None:
 def install(session: nox.Session, *packages: str) -> None:
     """Install what is named and all that it needs, in the versions of constraints.txt only."""
     session.install("-c", "constraints.txt", "--build-constraint", "constraints.txt", *packages)
+
+
+def install_catalyst(session: nox.Session, constraints: str) -> None:
+    """Install catalyst, whose metadata newer pips refuse, without what its samplers do without."""
+    session.install("pip==24.0")
+    session.install("-c", constraints, "--no-deps", "catalyst")
+    session.install("--upgrade", "pip")  # which the next run of the session needs
 
 
 def install_wheel(session: nox.Session, extras: str) -> None:

@@ -32,13 +32,14 @@ class Watch:
         self._thread = get_ident()
         self._keeps = keeps
         self.epochs_differ: bool = True
-        self.set_pace(name, Pace())
+        self._name, self._units = name, ("item", "items")
+        self.pace: Pace = Pace()
         self._exchange()  # so that nobody has to look for this rank's record later
 
     def set_pace(self, name: str, pace: Pace) -> None:
-        """Set what errors call the loader and how it takes items, before its first pass."""
-        self._name = name
-        self.pace: Pace = pace
+        """Set what errors call the loader and how it takes batches, before its first pass."""
+        self._name, self._units = name, ("batch", "batches")
+        self.pace = pace
         self._history.look = pace.size
 
     @property
@@ -98,13 +99,13 @@ class Watch:
         behind, further = ([peers.rank], ranks) if first.is_mine else (ranks, [peers.rank])
         return RankMismatchError(
             f"Iterating the {self._name} that was patched as number {peers.number}: the ranks make different passes, "
-            f"so samples would be lost. {ranks_text(behind).capitalize()} took {self._batches(first.items)} of epoch "
+            f"so samples would be lost. {ranks_text(behind).capitalize()} took {self._told(first.items)} of epoch "
             f"{first.epoch} and went on to epoch {first.following}; {ranks_text(further)} took more of epoch "
             f"{first.epoch}. One rank alone has iterated the loader, as 'if rank == 0: next(iter(loader))' does, or "
             "has set another epoch. Look at a batch on every rank alike, or iterate the unpatched loader, or call "
             "loader.set_epoch(N) with the same N on every rank before the epoch."
         )
 
-    def _batches(self, items: int) -> str:
+    def _told(self, items: int) -> str:
         number = -(-items // self.pace.size)
-        return f"{number} batch" if number == 1 else f"{number} batches"
+        return f"{number} {self._units[number != 1]}"

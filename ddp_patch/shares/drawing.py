@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
 from ddp_patch.plan import Done, Plan
-from ddp_patch.streams.chunks import MOST_AHEAD, draw, own
+from ddp_patch.streams.chunks import MOST_AHEAD, Chunk, draw, own
 from ddp_patch.streams.fingerprint import Fingerprint
 from ddp_patch.streams.seeding import distributed_permutation
 
@@ -78,9 +78,15 @@ class Stream(Generic[T]):
             stream = rest.select(stream)
         # After a break, the next pass over an iterator goes on where this one stopped.
         most = MOST_AHEAD if epoch.draws_ahead and not epoch.is_one_shot else 1
-        self._chunks = _ReadAhead(draw(stream, epoch.rng, round_size=plan.num_replicas, most=most))
+        keeps_all = epoch.verify is not None or len(plans) > 1
+
+        def kept(start: int, size: int) -> slice:
+            # The first round is for padding.
+            return slice(None) if keeps_all or not start else plan.part(start, size, len(rest))
+
+        self._chunks = _ReadAhead(draw(stream, epoch.rng, round_size=plan.num_replicas, most=most, kept=kept))
         must_give = epoch.is_one_shot and epoch.comes_late()
-        chunks: Iterator[list[T]] = _not_empty(self._chunks, epoch.number) if must_give else self._chunks
+        chunks: Iterator[Chunk[T]] = _not_empty(self._chunks, epoch.number) if must_give else self._chunks
         running = Fingerprint()
         if epoch.verify is not None:
             chunks = running.watching(chunks)
@@ -106,13 +112,14 @@ class Stream(Generic[T]):
 
 
 def share(
-    plans: Sequence[Plan], chunks: Iterable[list[T]], length: int, at_end: Callable[[int], None]
+    plans: Sequence[Plan], chunks: Iterable[Chunk[T]], length: int, at_end: Callable[[int], None]
 ) -> Iterator[list[list[T]]]:
     """Yield each plan's items of a stream, chunk by chunk, then their padding.
 
     Args:
         plans: Which positions are whose, in one world.
-        chunks: The stream, in chunks of whole rounds; only the last may be shorter.
+        chunks: The stream, in chunks of whole rounds; only the last may be shorter. The first has all its items; others
+            may have those alone that are in the one plan.
         length: The stream's length, for ``layout="contiguous"``. Interleaved, the end is found and not predicted.
         at_end: Called with the number of items that came: before any padding, and before the items of an incomplete
             round, so that every rank knows the end when some come to it.
@@ -120,12 +127,13 @@ def share(
     kept = plans[0].num_replicas - 1  # padding repeats the stream's first items, and never more than these
     first: list[T] = []
     drawn, ended = 0, False
-    for chunk in chunks:
-        first += chunk[: kept - len(first)]
-        start, drawn = drawn, drawn + len(chunk)
-        if ended := len(chunk) % plans[0].num_replicas > 0:
+    for count, items in chunks:
+        first += items[: kept - len(first)]
+        start, drawn = drawn, drawn + count
+        if ended := count % plans[0].num_replicas > 0:
             at_end(drawn)
-        yield [chunk[plan.part(start, len(chunk), length)] for plan in plans]
+        is_cut = len(items) < count
+        yield [items] if is_cut else [items[plan.part(start, count, length)] for plan in plans]
     if not ended:
         at_end(drawn)
     yield [[first[position % drawn] for position in plan.padding(drawn)] for plan in plans]
@@ -141,15 +149,15 @@ def require_sure_length(plan: Plan, who: str, kind: str, drawn: int, assumed: in
         )
 
 
-class _ReadAhead(Iterator[list[T]]):
+class _ReadAhead(Iterator[Chunk[T]]):
     """An iterator over chunks that can read on before it is asked to."""
 
-    def __init__(self, chunks: Iterator[list[T]]) -> None:
+    def __init__(self, chunks: Iterator[Chunk[T]]) -> None:
         self._chunks = chunks
-        self._read: deque[list[T]] = deque()
+        self._read: deque[Chunk[T]] = deque()
         self._failure: list[Exception] = []
 
-    def __next__(self) -> list[T]:
+    def __next__(self) -> Chunk[T]:
         if not self._read and self._failure:
             raise self._failure.pop()
         return self._read.popleft() if self._read else next(self._chunks)
@@ -161,7 +169,7 @@ class _ReadAhead(Iterator[list[T]]):
         """
 
         def rounds() -> int:
-            return 0 if plan.needs_length else sum(plan.rounds(len(chunk)) for chunk in self._read)
+            return 0 if plan.needs_length else sum(plan.rounds(chunk.length) for chunk in self._read)
 
         while not self._failure and rounds() <= most:
             try:
@@ -173,12 +181,12 @@ class _ReadAhead(Iterator[list[T]]):
         return False
 
 
-def _not_empty(chunks: Iterator[list[T]], epoch: int) -> Iterator[list[T]]:
+def _not_empty(chunks: Iterator[Chunk[T]], epoch: int) -> Iterator[Chunk[T]]:
     """Pass chunks on; raise if there is none."""
-    chunk: list[T] = []
+    chunk: Chunk[T] | None = None
     for chunk in chunks:
         yield chunk
-    if not chunk:
+    if chunk is None:
         raise ExhaustedSamplerError(
             f"Nothing is left for epoch {epoch}: the sampler is an iterator, which gives its items once. Give the "
             "loader something that can be iterated again (a list, or a sampler whose __iter__ begins anew)."

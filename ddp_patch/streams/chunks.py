@@ -1,23 +1,25 @@
 """Draw a sampler in chunks of whole rounds, never a whole epoch at once."""
 
 import copy
+import sys
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from itertools import islice
+from itertools import compress, islice, repeat
+from operator import length_hint
 from types import WrapperDescriptorType
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-__all__ = ["MOST_AHEAD", "begun", "draw", "own", "returns_itself"]
+__all__ = ["MOST_AHEAD", "Chunk", "begun", "draw", "own", "returns_itself"]
 
 T = TypeVar("T")
 
-# How many samples may be drawn ahead of the one in use, unless a round has more. Large chunks swap random states less
-# often, but a sampler that adapts during training must not be drawn far ahead.
+# About how many samples may be drawn ahead of the one in use, unless a round has more. Large chunks swap random states
+# less often, but a sampler that adapts during training must not be drawn far ahead.
 MOST_AHEAD = 8192
 
 _IMMUTABLE = (int, float, str, bytes, np.generic)
@@ -47,14 +49,27 @@ def _by_next(iterator: Iterator[T]) -> Iterator[T]:
         yield item
 
 
+class Chunk(NamedTuple, Generic[T]):
+    """Items that were drawn at once.
+
+    Attributes:
+        length: How many were drawn.
+        items: All of them, or those alone that are kept.
+    """
+
+    length: int
+    items: list[T]
+
+
 def draw(
     iterator: Iterator[T],
     rng: AbstractContextManager[None],
     *,
     round_size: int,
-    most: int = MOST_AHEAD,
+    most: int = 1,
     copies: bool = True,
-) -> Iterator[list[T]]:
+    kept: Callable[[int, int], slice] = lambda _start, _size: slice(None),
+) -> Iterator[Chunk[T]]:
     """Yield the iterator's items in chunks, entering ``rng`` while drawing each.
 
     Every chunk's length is a multiple of ``round_size``, except that the last may be shorter; none is empty. The first
@@ -66,53 +81,81 @@ def draw(
             before are yielded first, and then the exception is raised unchanged.
         rng: Entered for each chunk.
         round_size: Items in a round: one for each rank.
-        most: The most samples to draw at once, unless a round has more. An index is one sample, a batch as many as it
-            holds.
-        copies: Whether to copy items that their source may change later.
+        most: The most samples to draw at once, unless a round has more. An index is one sample. A round of batches
+            counts as many as the largest that was looked at: the first of each chunk.
+        copies: Whether to copy the items that are kept, because their source may change them later.
+        kept: Tells which of some items to keep, by the position of the first and their number.
     """
-    largest = max(1, most // round_size) * round_size
-    size, is_plain, ended = round_size, not copies, False
-    while not ended:
-        chunk: list[T] = []
+    source = _Source(iterator, copies=copies)
+    largest, rounds = max(1, most // round_size), 1
+    while not source.is_ended:
+        start, size = source.drawn, rounds * round_size
+        items: list[T] = []
         failure: Exception | None = None
         with rng:
             try:  # keep what comes before an exception
-                if is_plain:
-                    chunk.extend(islice(iterator, size))
-                    ended = len(chunk) < size
-                else:
-                    ended = _extend_by_rounds(chunk, iterator, size, round_size, most)
+                if source.copies and (size > round_size or not start):
+                    source.look(items, round_size, kept(start, round_size))
+                    size = min(size, max(1, most // source.samples) * round_size)
+                if not source.is_ended:
+                    at, end = source.drawn, start + size
+                    source.take(items, end - at, kept(at, end - at))
             except Exception as error:  # noqa: BLE001 - the user's own, raised again below
                 failure = error
-                del chunk[len(chunk) - len(chunk) % round_size :]  # an incomplete round would mean the end
-        if chunk:
-            yield chunk
+        length = source.drawn - start
+        if failure is not None:
+            length -= length % round_size  # an incomplete round would mean the end
+        if length < size:
+            del items[len(range(length)[kept(start, length)]) :]
+        if length:
+            yield Chunk(length, items)
         if failure is not None:
             raise failure
-        if chunk and isinstance(chunk[0], _IMMUTABLE):
-            is_plain = True  # a stream of indices needs no copies
-        size = min(2 * size, largest)
+        rounds = min(2 * rounds, largest)
 
 
-def _extend_by_rounds(chunk: list[T], iterator: Iterator[T], size: int, round_size: int, most: int) -> bool:
-    """Add copies of up to ``size`` items, of up to ``most`` samples, to the chunk; return whether the stream ended."""
-    samples = latest = 0
-    while len(chunk) < size and samples + latest <= most:
-        before = len(chunk)
-        chunk.extend(map(own, islice(iterator, round_size)))
-        if len(chunk) - before < round_size:
-            return True
-        latest = sum(map(_samples, chunk[before:]))
-        samples += latest
-    return False
+class _Source:
+    """Draws from an iterator, and counts.
 
+    Attributes:
+        copies: Whether the items that are kept are copied.
+        samples: How many samples the largest round has that was looked at.
+        is_ended: Whether the iterator has no more items.
+    """
 
-def _samples(item: Any) -> int:
-    """Return how many samples an item is: a batch's length, or 1 for an empty batch or a key."""
-    try:
-        return max(1, len(item))
-    except TypeError:  # a key, not a batch
-        return 1
+    def __init__(self, iterator: Iterator[Any], *, copies: bool) -> None:
+        self.copies: bool = copies
+        self.samples: int = 1
+        self.is_ended: bool = False
+        self._left = repeat(True, sys.maxsize)
+        self._items: Iterator[Any] = compress(iterator, self._left)  # no faster way to count
+
+    @property
+    def drawn(self) -> int:
+        """How many items were drawn."""
+        return sys.maxsize - length_hint(self._left)
+
+    def look(self, kept: list[Any], size: int, part: slice) -> None:
+        """Draw a round and keep a part of it. What all of it shows, every rank learns alike."""
+        items, is_lazy = [], False
+        for item in islice(self._items, size):
+            is_lazy |= isinstance(item, Iterator)
+            items.append(own(item))
+        if is_lazy:  # read them all from now on: several may draw from the same source
+            self._items = map(own, self._items)
+        kept += items[part]
+        self.copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
+        self.samples = max(self.samples, sum(length_hint(item, 1) or 1 for item in items))
+        self.is_ended = len(items) < size
+
+    def take(self, kept: list[Any], size: int, part: slice) -> None:
+        """Draw so many items and keep a part of them; those that are not kept are not copied."""
+        before = self.drawn
+        first, last, step = part.indices(size)
+        items = islice(self._items, first, last, step)
+        kept.extend(map(own, items) if self.copies else items)
+        deque(islice(self._items, size - last), maxlen=0)
+        self.is_ended = self.drawn - before < size
 
 
 def own(item: Any) -> Any:

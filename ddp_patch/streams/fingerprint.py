@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from ddp_patch.streams.chunks import Chunk
+
 __all__ = ["COMPARED", "Fingerprint", "fingerprint"]
 
 T = TypeVar("T")
@@ -44,10 +46,10 @@ class Fingerprint:
             for part in _encoded(item):
                 self._hash.update(part)
 
-    def watching(self, chunks: Iterable[list[T]]) -> Iterator[list[T]]:
+    def watching(self, chunks: Iterable[Chunk[T]]) -> Iterator[Chunk[T]]:
         """Pass the chunks of a stream on, after adding their items."""
         for chunk in chunks:
-            self.add(chunk)
+            self.add(chunk.items)
             yield chunk
 
     def hexdigest(self) -> str:

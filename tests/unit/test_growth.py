@@ -13,7 +13,7 @@ from zoo import Indices, as_it_is
 
 from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.plan import Plan
-from ddp_patch.streams import chunks
+from ddp_patch.streams.chunks import MOST_AHEAD
 from ddp_patch.streams.permutation import Permutation
 
 RANKS = [1, 16, 1024, 16_384]
@@ -60,7 +60,7 @@ def test_any_sampler_is_drawn_a_bounded_way_ahead(n: int, world_size: int) -> No
     first = list(islice(iter(wrapper), BATCH))
     needed = min(n, world_size * BATCH)
     assert first == [position % n for position in Plan(world_size - 1, world_size).share(n)[:BATCH]]
-    assert sampler.drawn <= needed + max(chunks.MOST_AHEAD, world_size)
+    assert sampler.drawn <= needed + max(MOST_AHEAD, world_size)
     assert sampler.drawn <= 2 * needed
 
 

@@ -145,7 +145,7 @@ class ShardedIterable(IterableDataset[T]):
         stream = rest.select(read_as(None, self.dataset))
         # One round at a time, and no copies: these are samples, not indices, and most are other ranks'.
         rng = epoch_states(self._options, self._seed, epoch)
-        chunks = draw(stream, rng, round_size=self._plan.num_replicas, most=1, copies=False)
+        chunks = draw(stream, rng, round_size=self._plan.num_replicas, copies=False)
         running = Fingerprint()
         if self._options.verify:
             chunks = running.watching(chunks)
@@ -166,8 +166,8 @@ class ShardedIterable(IterableDataset[T]):
 
     def _by_worker(self, epoch: int, start: _Start) -> Iterator[T]:
         stream = read_as(self._reader(start.skip), self.dataset)
-        chunks = draw(stream, epoch_states(self._options, self._seed, epoch), round_size=1, most=1, copies=False)
-        items = (item for chunk in chunks for item in chunk)
+        chunks = draw(stream, epoch_states(self._options, self._seed, epoch), round_size=1, copies=False)
+        items = (item for chunk in chunks for item in chunk.items)
         role, workers = self._role(start.skip)
         # The loader asks its workers in turn, so this one made every workers-th of the batches that were done.
         size = self._batching.size

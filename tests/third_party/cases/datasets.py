@@ -1,0 +1,25 @@
+"""Hugging Face's data sets."""
+
+from typing import Any
+
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+from third_party.base import Case, N
+
+
+def table() -> Dataset:
+    return Dataset.from_dict({"number": list(range(N))})
+
+
+def stream() -> Any:
+    return table().to_iterable_dataset(num_shards=6)
+
+
+CASES = [
+    Case("datasets", "`Dataset`", lambda world: DataLoader(table(), batch_size=4, shuffle=True)),
+    Case("datasets", "`IterableDataset`", lambda world: DataLoader(stream(), batch_size=4)),
+    Case(
+        "datasets", "`IterableDataset` with 2 workers", lambda world: DataLoader(stream(), batch_size=4, num_workers=2)
+    ),
+]

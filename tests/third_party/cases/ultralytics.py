@@ -1,0 +1,32 @@
+"""Ultralytics' loader and sampler, which every YOLO training uses."""
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+from ultralytics.data.build import ContiguousDistributedSampler, InfiniteDataLoader, build_dataloader
+
+from third_party.base import Case, Fate, Numbers, World
+
+
+def infinite(world: World, **options: Any) -> Any:
+    return InfiniteDataLoader(Numbers(), batch_size=4, shuffle=True, **options)
+
+
+def contiguous(world: World) -> Any:
+    sampler = ContiguousDistributedSampler(Numbers(), world.size, batch_size=4, rank=world.rank, shuffle=True)
+    return DataLoader(Numbers(), batch_size=4, sampler=sampler)
+
+
+class Pictures(Numbers):
+    """A YOLO data set tells how its samples are put together."""
+
+    collate_fn = staticmethod(list)
+
+
+CASES = [
+    Case("ultralytics", "`InfiniteDataLoader`", infinite),
+    Case("ultralytics", "`InfiniteDataLoader` with 2 workers", lambda world: infinite(world, num_workers=2)),
+    Case("ultralytics", "`build_dataloader()`", lambda world: build_dataloader(Pictures(), batch=4, workers=0)),
+    Case("ultralytics", "`ContiguousDistributedSampler`", contiguous, Fate.AS_IT_IS),
+    Case("ultralytics", "`ContiguousDistributedSampler`, of one process", lambda world: contiguous(World())),
+]

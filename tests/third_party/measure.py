@@ -1,0 +1,135 @@
+"""What happens to a loader of another package when it is patched: measured in one process, or on real ranks."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import islice
+from typing import Any
+
+from zoo import seed_ambient
+
+from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch.errors import NotALoaderError, UnsupportedLoaderError
+from third_party.base import Batch, Case, Fate, World
+
+__all__ = ["EPOCHS", "Seen", "cases_of", "one_process", "seen_on_rank", "world_by_hand"]
+
+EPOCHS = 2
+SEED = 100
+TOO_MANY = 100  # batches: no case has as many in an epoch, so a loader that gives them repeats itself for ever
+
+
+@dataclass
+class Seen:
+    """What one rank saw of a loader.
+
+    Attributes:
+        fate: What patching did; None where it failed otherwise.
+        message: What a refusal, or another error, said.
+        epochs: The batches of each epoch.
+        length: ``len()`` of the loader, or the name of the error that it raises.
+        counted: Whether the guard takes it for sharded.
+    """
+
+    fate: Fate | None = None
+    message: str = ""
+    epochs: list[list[Batch]] = field(default_factory=list)
+    length: int | str = 0
+    counted: bool = False
+
+
+def cases_of(module: str) -> list[Case]:
+    """Return the cases of a package."""
+    with quiet():
+        found: list[Case] = import_module(f"third_party.cases.{module}").CASES
+    return found
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let packages deprecate what they like: nothing is learnt from it here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def one_process(case: Case, seed: int = SEED, patched: bool = False) -> Seen:
+    """Use the loader in one process: as it is, or patched for a world of one, whose order follows from the seed."""
+    with quiet():
+        seed_ambient(seed)
+        loader = case.make(World())
+        if patched:
+            loader = case_patched(case, loader, {"rank": 0, "num_replicas": 1, "seed": 0}, Seen())
+        return used(case, loader, Seen(), case.steps)
+
+
+def world_by_hand(case: Case, size: int) -> list[Seen]:
+    """Patch the loader for each rank of a world that is given by hand, in this process."""
+    return [_seen(case, World(rank, size), {"rank": rank, "num_replicas": size}) for rank in range(size)]
+
+
+def seen_on_rank(rank: int, world_size: int, module: str) -> dict[str, Seen]:
+    """On a real rank, patch each loader of a package that asks the process group for the world."""
+    cases = [case for case in cases_of(module) if case.on_ranks]
+    return {case.name: _seen(case, World(rank, world_size), {"timeout": 60.0}) for case in cases}
+
+
+def _seen(case: Case, world: World, options: dict[str, Any]) -> Seen:
+    """Make the loader as this rank would, seeded like no other, patch it and use it."""
+    seen = Seen()
+    with quiet():
+        seed_ambient(SEED + world.rank)
+        try:
+            loader = case_patched(case, case.make(world), {**options, "seed": 0}, seen)
+            steps = None if case.steps is None else case.steps // world.size
+            return used(case, loader, seen, steps)
+        except Exception as error:  # noqa: BLE001 - whatever is raised is what happened
+            seen.fate, seen.message = None, f"{type(error).__name__}: {error}"
+            return seen
+
+
+def case_patched(case: Case, loader: Any, options: dict[str, Any], seen: Seen) -> Any:
+    """Patch the loader, and where that is refused do what the refusal says."""
+    try:
+        patched = patch_dataloader_to_ddp(loader, **options)
+    except (NotALoaderError, UnsupportedLoaderError) as error:
+        seen.fate, seen.message = Fate.REFUSED, str(error)
+        if case.remedy is None:
+            raise
+        return case.remedy(loader, options)
+    seen.fate = Fate.AS_IT_IS if patched is loader else Fate.SHARED
+    return patched
+
+
+def used(case: Case, loader: Any, seen: Seen, steps: int | None) -> Seen:
+    """Go through two epochs, and tell each to what takes it, as a training loop does."""
+    for epoch in range(EPOCHS):
+        _set_epoch(loader, epoch)
+        seen.epochs.append([case.items(batch) for batch in islice(loader, steps or TOO_MANY)])
+    seen.length = _length(loader)
+    seen.counted = _is_counted(loader)
+    return seen
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    holders = [loader, *(getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset"))]
+    for holder in holders:
+        if hasattr(holder, "set_epoch"):
+            holder.set_epoch(epoch)
+            return
+
+
+def _is_counted(loader: Any) -> bool:
+    try:
+        return check_loaders_is_patched([loader])
+    except NotALoaderError:
+        return False
+
+
+def _length(loader: Any) -> int | str:
+    try:
+        return len(loader)
+    except Exception as error:  # noqa: BLE001 - it has no length, however it says so
+        return type(error).__name__
