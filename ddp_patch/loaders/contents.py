@@ -65,20 +65,30 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
         >>> chosen_samples(["a", "b"]) == chosen_samples(["a", "c"])
         False
     """
-    found: dict[tuple[str, bool], list[Any]] = defaultdict(list)
+    found: dict[tuple[str, bool], list[list[Any]]] = defaultdict(list)
     for part in islice(nested_datasets(dataset), LOOKED_AT):
         with suppress(Exception):  # the user's indices, or a row that cannot be read yet
             for name, is_held, values in _contents(part):
                 if values:
-                    found[name, is_held].append(values)
+                    found[name, is_held].append([*values])
     return tuple(
-        Content(name, fingerprint(told), is_held, all(len({*map(_alone, one)}) == len(one) for one in told))
+        Content(name, fingerprint(told), is_held, all(map(_identifies, told)))
         for (name, is_held), told in found.items()
     )
 
 
-def _alone(value: Any) -> str:
-    return fingerprint([value])
+def _identifies(told: list[Any]) -> bool:
+    """Tell whether no two elements are alike; but positions are the same for any data."""
+    return len({fingerprint([value]) for value in told}) == len(told) and told != _positions(told)
+
+
+def _positions(told: list[Any]) -> list[int]:
+    """Return what would be told if each element were its own position."""
+    return _spread(told[-1] + 1) if isinstance(told[-1], int) else []
+
+
+def _spread(n: int) -> list[int]:
+    return [*dict.fromkeys(place * (n - 1) // (_SAMPLES - 1) for place in range(_SAMPLES))] if n > 0 else []
 
 
 def _contents(dataset: Any) -> Iterator[tuple[str, bool, Sequence[Any]]]:
@@ -124,14 +134,9 @@ def _length(values: Any) -> int | None:
 
 
 def _looked_at(values: Any) -> list[Any]:
-    """Return what is told of some elements, evenly spread; nothing where they tell nothing of the samples."""
-    n = len(values)
-    positions = [*dict.fromkeys(place * (n - 1) // (_SAMPLES - 1) for place in range(_SAMPLES))] if n else []
-    elements = [values[position] for position in positions]
-    if any(element is None for element in elements):
-        return []  # a cache that fills up
-    told = [_told(element) for element in elements]
-    return [] if told == positions and n > 1 else told  # positions are the same for any data
+    """Return what is told of some elements, evenly spread; nothing of a cache that fills up."""
+    elements = [values[position] for position in _spread(len(values))]
+    return [] if any(element is None for element in elements) else [_told(element) for element in elements]
 
 
 def _told(value: Any) -> Any:

@@ -6,7 +6,7 @@ from types import MemberDescriptorType
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
-from torch.utils.data import DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from ddp_patch.compat import READERS, WORLD_NAMES, WORLD_WORDS, splits_by_node, webdataset_world
 from ddp_patch.streams.generators import LOOKED_AT
@@ -34,15 +34,14 @@ def stored(holder: object) -> dict[str, Any]:
 
 
 def held_parts(holder: object) -> Iterator[Any]:
-    """Yield what an object stores, and what the lists, tuples and dicts among it hold.
+    """Yield what an object stores, and the datasets and samplers that lists, tuples and dicts among it hold.
 
-    A container whose first elements are numbers or strings may be long, so only one that begins with an object of a
-    class of its own is read to its end.
+    A container may hold as many samples as a dataset has, so only one that begins with a dataset or sampler is read.
     """
     for value in stored(holder).values():
         yield value
         held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        if any(hasattr(part, "__dict__") for part in islice(held, LOOKED_AT)):
+        if any(isinstance(part, Dataset | Sampler) for part in islice(held, LOOKED_AT)):
             yield from held
 
 

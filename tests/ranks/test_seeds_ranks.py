@@ -107,7 +107,7 @@ def uninterrupted(rank: int, world_size: int) -> list[Any]:
     told = []
     for kind in KINDS:
         whole, stopped = started(100, rank, *kind), started(100, rank, *kind)
-        # Of one job there is one. The other is to go on as that would.
+        # A job has one such loader. The other is to go on as that would.
         restore_loader(stopped, loader_state(whole, batches_done=0))
         epochs = [list(whole) for _ in range(3)]
         list(stopped)

@@ -68,6 +68,8 @@ BY_HAND: dict[str, Callable[[], list[Any]]] = {
     "list of dicts": lambda: split([{"path": name, "label": 1} for name in names()]),
     "list of tensors": lambda: split([torch.tensor([index, 1.0]) for index in range(2 * N)]),
     "list of texts": lambda: split([f"{index}{'long ' * 10**6}" for index in range(2)]),
+    "list in runs": lambda: [[*range(N)], [*range(N, 2 * N)]],  # of which the first holds its own positions
+    "range in runs": lambda: [range(N), range(N, 2 * N)],
     "tuple": lambda: split(tuple(range(2 * N))),
     "range": lambda: split(range(2 * N)),
     "array": lambda: split(np.arange(2 * N * 5).reshape(-1, 5)),
