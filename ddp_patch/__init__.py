@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ddp_patch.errors import (
     AlreadyPatchedError,
+    AssumedShardedWarning,
     AuditError,
     DDPPatchError,
     ExhaustedSamplerError,
@@ -59,6 +60,7 @@ else:
 
 __all__ = [
     "AlreadyPatchedError",
+    "AssumedShardedWarning",
     "AuditError",
     "DDPBatchSamplerWrapper",
     "DDPPatchError",

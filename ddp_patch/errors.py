@@ -23,6 +23,7 @@
         └── RanksFailedError             also a RuntimeError: a rank of ``run_ranks`` did not return
     Warning
     └── UserWarning
+        ├── AssumedShardedWarning        a map-style dataset holds the numbers of one rank of several
         ├── LeaderWarning                ranks would draw different orders, so rank 0 draws for all
         ├── NotDistributedWarning        there is one process, so the loader is unchanged
         └── StreamLengthWarning          a sampler gave another number of items than its len()
@@ -30,6 +31,7 @@
 
 __all__ = [
     "AlreadyPatchedError",
+    "AssumedShardedWarning",
     "AuditError",
     "DDPPatchError",
     "ExhaustedSamplerError",
@@ -123,6 +125,10 @@ class RanksFailedError(DDPPatchError, RuntimeError):
 
 class ExhaustedSamplerError(DDPPatchError, RuntimeError):
     """The sampler is an iterator, which gives its items once, and a later epoch found none left."""
+
+
+class AssumedShardedWarning(UserWarning):
+    """A map-style dataset counts as sharded only because it holds the numbers of one rank of several."""
 
 
 class StreamLengthWarning(UserWarning):

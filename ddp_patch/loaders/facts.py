@@ -1,5 +1,6 @@
 """One look at a loader, or at a sampler by itself: everything that sharing it depends on, as one frozen value."""
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -31,6 +32,8 @@ from ddp_patch.streams.generators import LOOKED_AT, torch_generators
 from ddp_patch.streams.orders import why_not_scalable
 
 __all__ = ["Level", "LoaderFacts", "StreamFacts", "look_at"]
+
+logger: logging.Logger = logging.getLogger("ddp_patch")
 
 L = TypeVar("L", bound=DataLoader[Any])
 
@@ -110,7 +113,10 @@ class StreamFacts:
     @cached_property
     def order(self) -> str | None:
         """A fingerprint of the stream's first items; None where that cannot be told."""
-        return None if self.is_one_shot else sample_order(self.source, self.dataset)
+        if self.is_one_shot:
+            logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
+            return None
+        return sample_order(self.source, self.dataset)
 
     @cached_property
     def samples(self) -> tuple[Content, ...]:

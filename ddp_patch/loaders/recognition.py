@@ -1,13 +1,14 @@
 """Recognise a loader, and what shards it already."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from ddp_patch.compat import LISTED_LOADERS, held_loaders, is_fastai_loader, is_split_by_node, shards_in_accelerate
-from ddp_patch.errors import NotALoaderError
+from ddp_patch.errors import AssumedShardedWarning, NotALoaderError
 from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.loaders.worlds import held_parts, world_of
 
@@ -116,20 +117,23 @@ def _says(holder: object) -> bool | None:
     return is_known or None
 
 
-def tell_if_assumed(holder: object) -> None:
-    """Log that the numbers alone which it holds make it count as sharded, so that a mistake shows.
+def tell_if_assumed(holder: object, stacklevel: int = 3) -> None:
+    """Tell that the numbers alone which it holds make it count as sharded, so that a mistake shows.
 
     A map-style dataset is worth a warning: its sampler chooses what is read, so it may hold them for another reason.
     """
-    if _says(holder) is None and (world := world_of(holder)) is not None:
-        is_map_style = isinstance(holder, Dataset) and not isinstance(holder, IterableDataset)
-        logger.log(
-            logging.WARNING if is_map_style else logging.INFO,
-            "%s holds the numbers of rank %d of %d, so it counts as sharded, and its loader comes back as it is. Say "
-            "is_ddp_aware = False in its class if it gives every rank the same, or True if it shards.",
-            type(holder).__name__,
-            *world,
-        )
+    if _says(holder) is not None or (world := world_of(holder)) is None:
+        return
+    rank, size = world
+    text = (
+        f"{type(holder).__name__} holds the numbers of rank {rank} of {size}, so it counts as sharded, and its loader "
+        "comes back as it is. Say is_ddp_aware = False in its class if it gives every rank the same, or True if it "
+        "shards."
+    )
+    if isinstance(holder, Dataset) and not isinstance(holder, IterableDataset):
+        warnings.warn(text, AssumedShardedWarning, stacklevel=stacklevel)
+    else:
+        logger.info(text)
 
 
 def samplers_within(sampler: object) -> Iterator[object]:

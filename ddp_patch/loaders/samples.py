@@ -52,9 +52,6 @@ def sample_order(sampler: object, dataset: object = None) -> str | None:
         return None
     if (parameters := order_parameters(sampler)) is not None:
         return fingerprint(parameters)
-    if is_one_shot(sampler, dataset):
-        logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
-        return None
     try:
         with copy_to_draw(sampler, dataset) as drawn:
             if has_order(drawn):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from threading import get_ident
+from time import perf_counter
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.ranks.comparison import ranks_text
@@ -9,6 +10,11 @@ from ddp_patch.ranks.histories import Contradiction, History, Pace, Standing, co
 from ddp_patch.ranks.notices import Notices, Peers
 
 __all__ = ["Watch"]
+
+# So many comparisons are made whenever they are due, which finds early mistakes at once. Later ones may take one part
+# in so many of the time: of epochs of a few steps, each would have several.
+_FREE = 100
+_TIMES_THEIR_COST = 200
 
 
 class Watch:
@@ -34,6 +40,7 @@ class Watch:
         self.epochs_differ: bool = True
         self._name, self._units = name, ("item", "items")
         self.pace: Pace = Pace()
+        self._made, self._cost_s, self._ended_s = 0, 0.0, 0.0
         self._exchange()  # so that nobody has to look for this rank's record later
 
     def set_pace(self, name: str, pace: Pace) -> None:
@@ -73,14 +80,20 @@ class Watch:
             RankMismatchError: A rank left an epoch of which another took more, and went on to a later one; or too many
                 ranks take one share.
         """
-        if self._peers is None:
+        if self._peers is None or self._is_too_soon():
             return
         if get_ident() != self._thread:
             # Something reads ahead in a thread of its own, by as much as there was time for.
             self._history.doubt(epoch)
+        began_s = perf_counter()
         found = self._exchange()
+        self._ended_s = perf_counter()
+        self._made, self._cost_s = self._made + 1, self._ended_s - began_s
         if found:
             raise self._error(self._peers, found)
+
+    def _is_too_soon(self) -> bool:
+        return self._made >= _FREE and perf_counter() - self._ended_s < _TIMES_THEIR_COST * self._cost_s
 
     def _exchange(self) -> dict[int, Contradiction]:
         """Return which ranks contradict this one, and where."""

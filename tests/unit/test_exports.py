@@ -45,6 +45,7 @@ FLOORS = {
 def test_the_public_names_are_these() -> None:
     assert ddp_patch.__all__ == [
         "AlreadyPatchedError",
+        "AssumedShardedWarning",
         "AuditError",
         "DDPBatchSamplerWrapper",
         "DDPPatchError",

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from ddp_patch.ranks import watching
 from ddp_patch.ranks.histories import Contradiction, History, Pace, Record, Run, Standing, State, contradiction
+from ddp_patch.ranks.notices import Peers
 
 OPEN, LEFT, ENDED, UNKNOWN = State
 SIZE = 4
@@ -69,3 +71,27 @@ def test_what_was_surely_taken() -> None:
     assert Pace(4, ahead=8).taken(9) == 1
     assert Pace(4, ahead=8).taken(5) == 0
     assert Pace(4, drop_last=True).taken(9) == 8
+
+
+def test_comparisons_take_no_more_than_a_small_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, cost, step = 0.0, 0.001, 0.01
+    made: list[float] = []
+
+    class Counted:
+        def __init__(self, _: Peers) -> None: ...
+
+        def exchange(self, _: Record) -> dict[int, Record]:
+            nonlocal now
+            now += cost
+            made.append(now)
+            return {}
+
+    monkeypatch.setattr(watching, "Notices", Counted)
+    monkeypatch.setattr(watching, "perf_counter", lambda: now)
+    watch = watching.Watch(Peers("loader", 1, 0, [1]))
+    for due in range(10_000):
+        watch.compare(due)
+        if due == 50:
+            assert len(made) == 52  # whenever they are due, at first; one when the watch begins
+        now += step
+    assert len(made) * cost < 0.01 * now

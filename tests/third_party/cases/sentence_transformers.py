@@ -54,7 +54,7 @@ def by_label(world: World) -> Any:
 
 
 def several(kind: Any) -> Any:
-    datasets = ConcatDataset([pairs(13), pairs(8, first=13)])
+    datasets: Any = ConcatDataset([pairs(13), pairs(8, first=13)])
     samplers = [
         DefaultBatchSampler(RandomSampler(range(len(one)), generator=generator()), batch_size=3, drop_last=False)
         for one in datasets.datasets

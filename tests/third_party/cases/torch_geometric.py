@@ -67,7 +67,7 @@ def patch_inner(outer: Any, options: dict[str, Any]) -> Any:
     return outer
 
 
-class Alone(BaseSampler):
+class Alone(BaseSampler):  # type: ignore[misc]  # not installed where types are checked
     """Samples no neighbours, which needs no compiled extension."""
 
     def sample_from_nodes(self, index: Any, **options: Any) -> Any:

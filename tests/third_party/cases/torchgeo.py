@@ -14,7 +14,7 @@ from third_party.base import Batch, Case, World
 FILES = 7
 
 
-class Fields(GeoDataset):
+class Fields(GeoDataset):  # type: ignore[misc]  # torchgeo is not installed where types are checked
     """Square fields side by side, without pictures: a sample is where it was taken from."""
 
     def __init__(self) -> None:
