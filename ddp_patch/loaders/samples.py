@@ -44,7 +44,7 @@ def or_unknown(length: int | None) -> int | str:
 def sample_order(sampler: object, dataset: object = None) -> str | None:
     """Return a fingerprint of the first items that a sampler would give, or None where that cannot be told.
 
-    They are drawn from a copy, which shares datasets and modules with the original, under the same random states on
+    It must be one that can be begun anew. The items are drawn from a copy, which shares datasets and modules with the original, under the same random states on
     every rank. torch's own samplers count by their parameters.
     """
     if isinstance(sampler, IterableDataset):

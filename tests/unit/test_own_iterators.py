@@ -18,7 +18,6 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.loaders.facts import StreamFacts
-from ddp_patch.loaders.samples import sample_order
 from ddp_patch.streams.chunks import begun
 
 N = 300
@@ -116,7 +115,7 @@ ONE_SHOT: dict[str, tuple[Callable[[], Any], bool]] = {
 def test_what_gives_its_items_once_is_told_and_nothing_is_used_up(make: Callable[[], Any], expected: bool) -> None:
     sampler = make()
     assert StreamFacts.of(sampler).is_one_shot is expected
-    assert (sample_order(sampler) is None) is expected
+    assert (StreamFacts.of(sampler).order is None) is expected
     assert len(list(begun(sampler))) == len(list(begun(make())))
 
 
