@@ -44,8 +44,8 @@ def or_unknown(length: int | None) -> int | str:
 def sample_order(sampler: object, dataset: object = None) -> str | None:
     """Return a fingerprint of the first items that a sampler would give, or None where that cannot be told.
 
-    It must be one that can be begun anew. The items are drawn from a copy, which shares datasets and modules with the original, under the same random states on
-    every rank. torch's own samplers count by their parameters.
+    It must be one that can be begun anew. The items are drawn from a copy, which shares datasets and modules with the
+    original, under the same random states on every rank. torch's own samplers count by their parameters.
     """
     if isinstance(sampler, IterableDataset):
         logger.info("The order of an iterable dataset is not compared between ranks: reading it would use it up.")
