@@ -177,6 +177,7 @@ class History:
         self._settled: list[Run] = []
         self._open: list[_Pass] = []
         self._since = self._attempt = 0
+        self._furthest = -1  # the latest epoch of this attempt of which more than a look was taken
         self._is_chosen = False
 
     def choose(self) -> None:
@@ -222,8 +223,9 @@ class History:
 
     def _go_back_to(self, epoch: int) -> None:
         """Drop the passes from an epoch on; if they were more than looks, this is another attempt."""
-        runs = self.record().runs
-        self._attempt += any(run.last >= epoch and run.items > self.look for run in runs)
+        self._furthest = max(self._furthest, self.record().top(self.look))
+        if self._furthest >= epoch:
+            self._attempt, self._furthest = self._attempt + 1, epoch - 1
         kept = [run._replace(passes=min(run.passes, epoch - run.epoch)) for run in self._settled]
         self._settled = [run for run in kept if run.passes > 0]
         self._open = [one for one in self._open if one.epoch < epoch]

@@ -36,6 +36,7 @@ from zoo import (
 
 from ddp_patch import RankMismatchError, patch_dataloader_to_ddp
 from ddp_patch.loaders.contents import chosen_samples
+from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import sample_order
 from ddp_patch.ranks.comparison import require_same
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader, _pieces
@@ -141,7 +142,7 @@ def open_forever() -> Iterator[int]:
 def test_what_cannot_be_copied_is_said_to_be_unchecked(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="ddp_patch"):
         assert sample_order(Holding(open_forever())) is None
-        assert sample_order(iter(range(3))) is None
+        assert StreamFacts.of(iter(range(3))).order is None
         assert sample_order(Source()) is None
     held, iterator, dataset = (record.getMessage() for record in caplog.records)
     assert not missing(held, ("order of Holding", "not compared", "TypeError: cannot pickle 'generator' object"))
@@ -226,7 +227,7 @@ def test_a_dataset_that_is_its_own_sampler_is_not_drawn() -> None:
 def test_an_iterator_is_not_drawn() -> None:
     counter = count()
     once = iter(lambda: next(counter), 600)  # its copy would share the counter
-    assert sample_order(once) is None
+    assert StreamFacts.of(once).order is None
     assert next(once) == 0
 
 

@@ -160,8 +160,9 @@ def test_only_exactly_torchs_samplers_and_random_access_have_an_order() -> None:
     assert not has_order(OfSomethingElse(3))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 200])
-@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
+@pytest.mark.parametrize(
+    ("world_size", "uneven"), [*itertools.product([1, 2, 3, 8], ["pad", "drop", "keep"]), (200, "pad"), (200, "keep")]
+)
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 def test_each_rank_reads_its_part(world_size: int, uneven: Any, layout: Any) -> None:
     torch.manual_seed(epoch_seed(5, epoch=0))
@@ -445,7 +446,7 @@ def test_a_rank_copies_what_it_keeps(options: Any) -> None:
 
 @pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-@pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 300, 301, 5000])
+@pytest.mark.parametrize("n", [0, 3, 4, 7, 300, 301, 5000])
 def test_what_is_left_out_of_chunks_is_other_ranks(n: int, layout: Any, uneven: Any) -> None:
     for stream in (list(range(n)), batches_of_four(n)):
         for rank in range(3):

@@ -45,6 +45,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.plan import Batching, Plan
 from ddp_patch.samplers import GroupedBatchSampler, WeightedClassSampler
 from ddp_patch.streams.orders import order_of
 
@@ -884,9 +885,11 @@ def test_a_batch_that_drop_last_leaves_out_is_none_that_is_done() -> None:
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
 def test_within_the_loops_last_turn_the_next_epoch_comes_whatever_is_still_to_be_drawn(
-    uneven: str, layout: str
+    uneven: Any, layout: Any
 ) -> None:
     for n, world, size, drop_last in product([1, 4, 7, 11, 15, 18], [1, 2, 3], [1, 3, 5], [False, True]):
+        if Batching(size, drop_last).loses_a_rank(Plan(0, world, uneven, layout), n):
+            continue  # refused
         states = []
         for rank in range(world):
             given = DataLoader(Numbers(n), size, sampler=Shuffled(n), drop_last=drop_last)

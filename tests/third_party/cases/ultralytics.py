@@ -26,7 +26,13 @@ class Pictures(Numbers):
 CASES = [
     Case("ultralytics", "`InfiniteDataLoader`", infinite),
     Case("ultralytics", "`InfiniteDataLoader` with 2 workers", lambda world: infinite(world, num_workers=2)),
-    Case("ultralytics", "`build_dataloader()`", lambda world: build_dataloader(Pictures(), batch=4, workers=0)),
+    # Its generator is seeded by rank, so ranks have to agree on it.
+    Case(
+        "ultralytics",
+        "`build_dataloader()`",
+        lambda world: build_dataloader(Pictures(), batch=4, workers=0),
+        on_ranks=True,
+    ),
     Case("ultralytics", "`ContiguousDistributedSampler`", contiguous, Fate.AS_IT_IS),
     Case("ultralytics", "`ContiguousDistributedSampler`, of one process", lambda world: contiguous(World())),
 ]
