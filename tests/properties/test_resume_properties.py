@@ -180,5 +180,5 @@ class Resuming(RuleBasedStateMachine):
         self.start(len(self.loaders), 2)
 
 
-Resuming.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
+Resuming.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestResuming = Resuming.TestCase
