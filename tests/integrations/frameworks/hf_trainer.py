@@ -30,7 +30,8 @@ class OwnLoader(Trainer):  # type: ignore[misc]  # it is not there where types a
 
     def get_train_dataloader(self) -> Any:
         if self.patched:
-            return patch_dataloader_to_ddp(self.given)
+            # The same seed for every Trainer that a script makes, as a script that is started again has it.
+            return patch_dataloader_to_ddp(self.given, seed=0)
         # What the Trainer's own method does with the loader that it makes.
         return self.accelerator.prepare(self.given)
 
