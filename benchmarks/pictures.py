@@ -21,7 +21,7 @@ from ddp_patch.testing import run_ranks
 
 SAMPLES, RANKS, COLUMNS = 40, 4, 20
 DOCS = Path(__file__).parents[1] / "docs"
-# Of a colour-blind safe palette: never seen, once, more than once. The number in each cell says it without colour.
+# From a colour-blind safe palette: never seen, once, more than once. The number in each cell says it without colour.
 NEVER, ONCE, OFTEN = "#d55e00", "#56b4e9", "#e69f00"
 INK = {"light": "#222222", "dark": "#e6e6e6"}
 

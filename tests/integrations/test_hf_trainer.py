@@ -92,7 +92,7 @@ def on_rank(rank: int, world_size: int, shared: str) -> list[tuple[bool, ...]]:
 def test_resumed_from_checkpoints() -> None:
     with tempfile.TemporaryDirectory() as shared:
         ranks = run_ranks(on_rank, 2, shared, timeout=240)
-    # Of an iterable dataset accelerate makes a loader anew to skip batches; that is refused, and a state does it.
+    # To skip batches of an iterable dataset, accelerate makes a loader anew; that is refused, and a state does it.
     assert ranks == [[(True, True, True)] * (len(KINDS) - 1) + [(False, True, True)]] * 2
 
 

@@ -35,7 +35,7 @@ from ddp_patch import (
 sys.path.append(str(CHECKOUT / "docs" / "examples" / "frameworks"))
 from lightning_place import ResumableLoader
 
-# Of an iterable dataset predict() loses the sampler.
+# predict() loses the sampler of an iterable dataset.
 MAP_STYLE = [kind for kind in KINDS if not isinstance(kind.make().dataset, IterableDataset)]
 
 

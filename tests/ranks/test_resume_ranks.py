@@ -112,7 +112,7 @@ class Step(NamedTuple):
 def steps_of(folder: Path) -> list[Step]:
     """The steps that count: at each start, those after the checkpoint that it found are cut off."""
     starts = lines(folder / "starts")
-    # Of a step that was done again, the last line.
+    # The last line counts, where a step was done again.
     logs = [{line["steps"]: line for line in lines(folder / f"taken-{rank}")} for rank in range(4)]
     steps = []
     for number in range(max(logs[0]) + 1):

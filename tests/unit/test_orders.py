@@ -65,7 +65,7 @@ SAMPLERS: dict[str, Callable[[torch.Generator | None], Sampler[Any]]] = {
 }
 
 
-# Of the user's generator nothing is drawn ahead of the turn in use, so these are iterated.
+# The user's generator may not be drawn ahead of the turn in use, so these are iterated.
 LAZY = {name for name in SAMPLERS if "replacement" in name or name.endswith(("more samples", "twice as many"))}
 
 
