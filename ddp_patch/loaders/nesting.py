@@ -5,9 +5,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-__all__ = ["NestedEpochs", "deep_copy", "nested_samplers", "tell_epoch"]
+__all__ = ["NestedEpochs", "deep_copy", "iterated_by", "nested_samplers", "tell_epoch"]
 
 V = TypeVar("V")
+
+
+def iterated_by(loader: Any) -> Any:
+    """Return what a loader iterates: its batch sampler, or its sampler where it has none.
+
+    Beside a batch sampler of the user's, ``loader.sampler`` is a default that torch never draws from.
+    """
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def nested_samplers(sampler: object) -> Iterator[object]:

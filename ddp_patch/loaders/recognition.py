@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from ddp_patch.compat import LISTED_LOADERS, held_loaders, is_fastai_loader, is_split_by_node, shards_in_accelerate
 from ddp_patch.errors import AssumedShardedWarning, NotALoaderError
-from ddp_patch.loaders.nesting import nested_samplers
+from ddp_patch.loaders.nesting import iterated_by, nested_samplers
 from ddp_patch.loaders.worlds import held_parts, world_of
 
 __all__ = [
@@ -74,8 +74,7 @@ def line_for_inner(operation: str, wrapper: object) -> str | None:
 
 def samplers_in_use(loader: DataLoader[Any]) -> Iterator[object]:
     """Yield the samplers that the loader draws from, from the outside in."""
-    # Beside a batch sampler of the user's, `loader.sampler` is a default that torch never draws from.
-    return nested_samplers(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    return nested_samplers(iterated_by(loader))
 
 
 def sharded_by(loader: DataLoader[Any]) -> object | None:
@@ -87,8 +86,7 @@ def sharded_by(loader: DataLoader[Any]) -> object | None:
 
 def _holders(loader: DataLoader[Any]) -> Iterator[object]:
     """Yield what may shard a loader: its samplers, its datasets, and the samplers that iterable datasets draw from."""
-    iterated = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    yield from samplers_within(iterated)
+    yield from samplers_within(iterated_by(loader))
     for dataset in nested_datasets(loader.dataset):
         yield dataset
         if isinstance(dataset, IterableDataset):

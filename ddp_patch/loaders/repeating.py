@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from ddp_patch.compat import has_own_iteration, has_own_iterators
+from ddp_patch.loaders.nesting import iterated_by
 
 __all__ = ["repeated_in", "repeater_in", "with_repeated"]
 
@@ -23,7 +24,7 @@ def repeater_in(loader: Any) -> object | None:
     kind = type(loader)
     if not has_own_iteration(kind) or has_own_iterators(kind) or isinstance(loader.dataset, IterableDataset):
         return None
-    outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    outer = iterated_by(loader)
     return outer if _repeats(outer) else None
 
 

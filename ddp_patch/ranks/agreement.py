@@ -232,8 +232,8 @@ def _refuse_communication(options: Options) -> None:
     asked = "agreement='leader'" if options.agreement == "leader" else "verify=True" if options.verify else None
     if asked is not None:
         raise InvalidOptionError(
-            f"{asked} has the ranks communicate, and in a world given by rank= and num_replicas= nothing is sent. "
-            "Leave these out, after torch.distributed.init_process_group(), or leave that out."
+            f"{asked} has the ranks communicate, and in a world given by rank= and num_replicas= none waits for "
+            "another. Leave these out, after torch.distributed.init_process_group(), or leave that out."
         )
 
 

@@ -1,7 +1,7 @@
 """An epoch in which a rank makes no step, though one process makes some, is refused."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, get_args
 
@@ -216,26 +216,19 @@ def test_what_was_asked_for_or_is_nothing_in_one_process_either_is_allowed() -> 
     assert [list(DDPSamplerWrapper(Bare([]), False, rank=rank, num_replicas=2)) for rank in range(2)] == [[], []]
 
 
-def test_the_rest_of_an_epoch_may_have_no_full_batch() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: given(26, {"batch_size": 4, "drop_last": True}, Bare(range(26))),
+        lambda: DataLoader(Source(26), batch_size=4, drop_last=True, collate_fn=as_it_is),
+    ],
+    ids=["map-style", "iterable"],
+)
+def test_the_rest_of_an_epoch_may_have_no_full_batch(make: Callable[[], DataLoader[Any]]) -> None:
     """Two ranks took four batches of 26 samples, and four ranks make none of the ten that are left."""
 
     def start(ranks: int, rank: int) -> DataLoader[Any]:
-        made = given(26, {"batch_size": 4, "drop_last": True}, Bare(range(26)))
-        return patch_dataloader_to_ddp(made, rank=rank, num_replicas=ranks)
-
-    running = start(2, 0)
-    iterator = iter(running)
-    state = [next(iterator), next(iterator), loader_state(running, batches_done=2)][-1]
-    for rank in range(4):
-        resumed = start(4, rank)
-        restore_loader(resumed, state)
-        assert [len(list(resumed)), len(list(resumed))] == [0, 1]
-
-
-def test_the_rest_of_an_iterable_dataset_may_have_none_either() -> None:
-    def start(ranks: int, rank: int) -> DataLoader[Any]:
-        made = DataLoader(Source(26), batch_size=4, drop_last=True, collate_fn=as_it_is)
-        return patch_dataloader_to_ddp(made, rank=rank, num_replicas=ranks)
+        return patch_dataloader_to_ddp(make(), rank=rank, num_replicas=ranks)
 
     running = start(2, 0)
     iterator = iter(running)
