@@ -6,7 +6,7 @@ alone. Each entry says why it is needed, in which version it was seen, and wheth
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -50,6 +50,7 @@ __all__ = [
     "is_split_by_node",
     "is_torch_batch_sampler",
     "made_worker_info",
+    "noted_worker_info",
     "replace_worker_seed",
     "root_mesh",
     "shards_in_accelerate",
@@ -119,6 +120,28 @@ def gloo_group(store: "Store", rank: int, size: int, timeout: timedelta) -> Any:
 def made_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> torch_worker.WorkerInfo:
     """Return what ``get_worker_info()`` tells a worker. torch makes such values for its own workers only."""
     return torch_worker.WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
+
+
+# What a worker info tells of a worker.
+_TELLING: Final = frozenset({"id", "num_workers", "seed", "dataset"})
+
+
+class _NotedWorkerInfo(torch_worker.WorkerInfo):
+    """A worker info that notes which of its attributes are read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _TELLING:
+            object.__getattribute__(self, "note")(name)
+        return object.__getattribute__(self, name)
+
+
+def noted_worker_info(
+    worker: int, workers: int, seed: int, dataset: Any, note: Callable[[str], object]
+) -> torch_worker.WorkerInfo:
+    """Return what ``made_worker_info`` does, calling ``note`` with the name of each attribute that somebody reads."""
+    info = _NotedWorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
+    object.__setattr__(info, "note", note)  # frozen; set last, because making it reads nothing
+    return info
 
 
 @contextmanager

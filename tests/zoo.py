@@ -4,10 +4,10 @@ A kind's ``make`` builds the loader as a user would, from ambient randomness tha
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import count, islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from ddp_patch.plan import Plan
 from ddp_patch.samplers import (
     GroupedBatchSampler,
     IterationBatchSampler,
@@ -337,6 +338,7 @@ class Kind:
         endless: There is no end; the first ``STEPS`` steps of each epoch are looked at.
         epochs: How many epochs it lasts.
         warning: What a warning tells, if there is one.
+        parts: Into how many parts the stream splits itself, one for each worker.
     """
 
     name: str
@@ -348,6 +350,34 @@ class Kind:
     endless: bool = False
     epochs: int = 3
     warning: tuple[str, ...] | None = None
+    parts: int = 1
+
+    def of_rank(self, stream: list[Any], plan: Plan) -> list[Any]:
+        """Return a rank's share of what one process gets: of the stream, or of each worker's part of it."""
+        size = 1 if self.parts == 1 else self.make().batch_size
+        parts = [share_of(part, plan) for part in in_parts(stream, self.parts, size or 1)]
+        return in_turns(parts, size or 1)
+
+
+def share_of(stream: Sequence[Any], plan: Plan) -> list[Any]:
+    return [stream[place % len(stream)] for place in plan.share(len(stream))]
+
+
+def in_parts(stream: list[Any], parts: int, size: int) -> list[list[Any]]:
+    """Undo ``in_turns``: give each worker its batches back, of a stream that it split item by item."""
+    lengths = [len(range(part, len(stream), parts)) for part in range(parts)]
+    found: list[list[Any]] = [[] for _ in range(parts)]
+    items = iter(stream)
+    while any(len(part) < length for part, length in zip(found, lengths, strict=True)):
+        for part, length in zip(found, lengths, strict=True):
+            part += islice(items, min(size, length - len(part)))
+    return found
+
+
+def in_turns(parts: Sequence[list[Any]], size: int) -> list[Any]:
+    """Return the items of workers that take turns at giving a batch of theirs."""
+    batches = ([part[start : start + size] for start in range(0, len(part), size)] for part in parts)
+    return [item for turn in zip_longest(*batches, fillvalue=()) for batch in turn for item in batch]
 
 
 STEPS = 5  # of an endless loader
@@ -444,10 +474,10 @@ KINDS = [
     # Iterable datasets.
     Kind("iterable", stream(), shuffles=False, sized=False),
     Kind("iterable, 2 workers", stream(2), shuffles=False, sized=False),
-    Kind("iterable, splits itself, 2 workers", stream(2, splits=True), shuffles=False, sized=False),
-    Kind("iterable, splits itself, 4 workers", stream(4, splits=True), shuffles=False, sized=False),
+    Kind("iterable, splits itself, 2 workers", stream(2, splits=True), shuffles=False, sized=False, parts=2),
+    Kind("iterable, splits itself, 4 workers", stream(4, splits=True), shuffles=False, sized=False, parts=4),
     Kind("iterable, global random states, 2 workers", stream(2, shuffles=True), sized=False),
-    Kind("iterable, persistent workers", stream(2, persistent=True, splits=True, shuffles=True), sized=False),
+    Kind("iterable, persistent workers", stream(2, persistent=True, splits=True, shuffles=True), sized=False, parts=2),
     Kind("iterable, shorter than ranks x workers x batch", stream(4, n=5), shuffles=False, sized=False),
     Kind("iterable, empty", stream(2, n=0), shuffles=False, sized=False),
     Kind("iterable, endless", stream(2, n=float("inf")), shuffles=False, sized=False, endless=True),

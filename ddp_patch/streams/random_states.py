@@ -60,8 +60,8 @@ class PrivateRNG:
         True
     """
 
-    def __init__(self, seed: int, epoch: int) -> None:
-        for_torch, for_numpy, for_python = order_seeds(seed, epoch)
+    def __init__(self, seed: int, epoch: int, reader: int | None = None) -> None:
+        for_torch, for_numpy, for_python = order_seeds(seed, epoch, reader)
         self._private = _GlobalState(
             torch.Generator().manual_seed(for_torch).get_state(),
             np.random.MT19937(for_numpy),
@@ -84,9 +84,16 @@ class PrivateRNG:
         self._swapping.release()
 
 
-def epoch_states(options: Options, seed: Seed, epoch: int) -> AbstractContextManager[None]:
-    """Return what to enter while an epoch is drawn: its private states, or nothing with ``agreement="ambient"``."""
-    return nullcontext() if options.agreement == "ambient" else PrivateRNG(seed.value, epoch)
+def epoch_states(options: Options, seed: Seed, epoch: int, reader: int | None = None) -> AbstractContextManager[None]:
+    """Return what to enter while an epoch is drawn: its private states, or nothing with ``agreement="ambient"``.
+
+    Args:
+        options: What the user chose.
+        seed: The seed in force.
+        epoch: The epoch.
+        reader: Which worker reads a part of it, if that has states of its own.
+    """
+    return nullcontext() if options.agreement == "ambient" else PrivateRNG(seed.value, epoch, reader)
 
 
 def ambient_state() -> tuple[object, ...]:
