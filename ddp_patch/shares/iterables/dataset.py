@@ -220,7 +220,8 @@ class ShardedIterable(IterableDataset[T]):
                 raise UnsupportedLoaderError(
                     f"{type(self.dataset).__name__} cannot be shared with {readers} workers: it asked "
                     f"get_worker_info() which worker it is in after it had given items without asking, so these came "
-                    "from every worker and later ones from one. Ask at the beginning of __iter__, or use num_workers=0."
+                    "from every worker and later ones from one. Call get_worker_info() first in __iter__, or use "
+                    "num_workers=0."
                 )
             yield chunk
 
@@ -232,8 +233,8 @@ class ShardedIterable(IterableDataset[T]):
         if len(ways := self.board.ways(start.number)) > 1:
             raise UnsupportedLoaderError(
                 f"{name} cannot be shared with {readers} workers: it asked get_worker_info() which worker it is in "
-                "in some of them, and not in others, so it is neither one stream nor split into parts. Ask in every "
-                "worker, at the beginning of __iter__, or use num_workers=0."
+                "in some of them, and not in others, so it is neither one stream nor split into parts. Call it in "
+                "every worker, first in __iter__, or use num_workers=0."
             )
         if ways == {"parts"} and self._plan.needs_length:
             raise InvalidOptionError(
@@ -285,7 +286,7 @@ class ShardedIterable(IterableDataset[T]):
                 raise UnsupportedLoaderError(
                     f"{name} cannot be shared with {self.board.readers} workers: it never asked get_worker_info() "
                     f"which worker it is in, and yet gave {' and '.join(map(str, lengths))} items in two of them. "
-                    "Split it by get_worker_info() in __iter__, or use num_workers=0."
+                    "Use get_worker_info() to split it, in __iter__, or use num_workers=0."
                 )
         if start.is_whole and None not in lengths:
             require_steps(self._plan, self._batching, name, cast("list[int]", lengths), in_batches=False)
