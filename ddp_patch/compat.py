@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +38,7 @@ __all__ = [
     "AccelerateLeavesAlone",
     "KeptIterator",
     "RunningLoader",
+    "WorkerInfo",
     "arranges_neighbours",
     "default_store",
     "forget_iterator",
@@ -117,16 +118,20 @@ def gloo_group(store: "Store", rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def made_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> torch_worker.WorkerInfo:
+# The class of what ``get_worker_info()`` returns, which has no public name.
+WorkerInfo: TypeAlias = torch_worker.WorkerInfo
+
+
+def made_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> WorkerInfo:
     """Return what ``get_worker_info()`` tells a worker. torch makes such values for its own workers only."""
-    return torch_worker.WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
+    return WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
 
 
 # What a worker info tells of a worker.
 _TELLING: Final = frozenset({"id", "num_workers", "seed", "dataset"})
 
 
-class _NotedWorkerInfo(torch_worker.WorkerInfo):
+class _NotedWorkerInfo(WorkerInfo):
     """A worker info that notes which of its attributes are read."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -135,9 +140,7 @@ class _NotedWorkerInfo(torch_worker.WorkerInfo):
         return object.__getattribute__(self, name)
 
 
-def noted_worker_info(
-    worker: int, workers: int, seed: int, dataset: Any, note: Callable[[str], object]
-) -> torch_worker.WorkerInfo:
+def noted_worker_info(worker: int, workers: int, seed: int, dataset: Any, note: Callable[[str], object]) -> WorkerInfo:
     """Return what ``made_worker_info`` does, calling ``note`` with the name of each attribute that somebody reads."""
     info = _NotedWorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
     object.__setattr__(info, "note", note)  # frozen; set last, because making it reads nothing

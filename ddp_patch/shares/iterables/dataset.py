@@ -1,15 +1,14 @@
 """One rank's share of an iterable dataset, whose stream is made inside the loader's workers."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, cast
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ddp_patch.compat import WorkerInfo, worker_info_told
 from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching, Done, Plan
@@ -172,7 +171,7 @@ class ShardedIterable(IterableDataset[T]):
             # In workers too: a loader may have drawn its workers' seed from these generators since.
             set_generator_states([random_holder(self.dataset)], self._resumed[1].held.generators)
         start = self._start(number, epoch)
-        with self._told(start):
+        with worker_info_told(self._info(start)):
             # Told after that, because it may seed these generators.
             if callable(tell := getattr(self.dataset, "set_epoch", None)):
                 tell(epoch)
@@ -187,10 +186,10 @@ class ShardedIterable(IterableDataset[T]):
                 "which starts new workers, or load the state before the first pass."
             )
 
-    def _told(self, start: _Start) -> AbstractContextManager[None]:
-        """Return what to enter while the dataset's code runs, so that it knows which worker it is in."""
+    def _info(self, start: _Start) -> WorkerInfo | None:
+        """Return what the dataset is told of the worker that it is in."""
         reader, readers = self._reader_of(start)
-        return self._reader.told(reader, readers, reader_seed(self._seed.value, start.epoch) + reader, self.dataset)
+        return self._reader.info(reader, readers, reader_seed(self._seed.value, start.epoch) + reader, self.dataset)
 
     def _reader_of(self, start: _Start) -> tuple[int, int]:
         """Return which worker of how many the dataset is told that it is in."""
@@ -253,7 +252,7 @@ class ShardedIterable(IterableDataset[T]):
     def _exact(self, start: _Start) -> Iterator[T]:
         plan, name = self._plan, type(self.dataset).__name__
         rest = plan.rest_of_stream(self.stream_length, start.before)
-        stream = rest.select(self._reader.read(self.dataset, partial(self._told, start)))
+        stream = rest.select(self._reader.read(self.dataset, self._info(start)))
         chunks = self._drawn(start, stream, plan.num_replicas)
         running = Fingerprint()
         if self._options.verify:
@@ -292,7 +291,7 @@ class ShardedIterable(IterableDataset[T]):
             require_steps(self._plan, self._batching, name, cast("list[int]", lengths), in_batches=False)
 
     def _by_worker(self, start: _Start) -> Iterator[T]:
-        stream = self._reader.read(self.dataset, partial(self._told, start))
+        stream = self._reader.read(self.dataset, self._info(start))
         items = (item for chunk in self._drawn(start, stream, 1) for item in chunk.items)
         # The loader asks its workers in turn, so this one made every workers-th of the batches that were done.
         size, role, workers = self._batching.size, start.role, this_worker()[1]
@@ -313,7 +312,7 @@ class ShardedIterable(IterableDataset[T]):
             return
         start = self._start(number, epoch)
         reader, _ = self._reader_of(start)
-        with self._told(start):
+        with worker_info_told(self._info(start)):
             self._reader.prepare(self.dataset, worker_init_fn, reader)
         if self._reader.has_asked:
             self._made_for = start.role
