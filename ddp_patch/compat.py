@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
@@ -51,6 +52,7 @@ __all__ = [
     "is_split_by_node",
     "is_torch_batch_sampler",
     "made_worker_info",
+    "may_hold_a_normal",
     "noted_worker_info",
     "replace_worker_seed",
     "root_mesh",
@@ -161,6 +163,35 @@ def worker_info_told(info: object) -> Iterator[None]:
 def replace_worker_seed(seed: int) -> None:
     """Have ``get_worker_info().seed`` be this one. The value is frozen, and datasets read their seed nowhere else."""
     object.__setattr__(get_worker_info(), "seed", seed)
+
+
+# ---- numpy, seen in 2.4.6 ----
+
+
+class _Stateless:
+    """Stands for a bit generator whose state nobody wants to copy."""
+
+    @property
+    def state(self) -> dict[str, object]:
+        return {"bit_generator": ""}
+
+
+def may_hold_a_normal() -> bool:
+    """Tell whether numpy's global generator holds the second of two normal draws, or may do so.
+
+    It lies beside the bit generator. The public ``np.random.get_state()`` tells, and copies 624 numbers one by one
+    before that, which takes longer than all the rest of a swap of random states. So a stub is there meanwhile.
+    """
+    try:
+        numpys = np.random.get_state.__self__  # type: ignore[attr-defined]  # a bound method, in numpy's stubs a function
+        bit_generator = numpys._bit_generator
+    except AttributeError:
+        return True
+    try:
+        numpys._bit_generator = _Stateless()
+        return bool(numpys.get_state(legacy=False)["has_gauss"])
+    finally:
+        numpys._bit_generator = bit_generator
 
 
 # ---- torchdata, seen in 0.11.0: its classes are torch's in all but name ----

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, cast
 
@@ -198,15 +198,22 @@ class ShardedIterable(IterableDataset[T]):
             return start.role, workers
         return self._plan.rank * workers + start.role, self._plan.num_replicas * workers
 
-    def _drawn(self, start: _Start, stream: Iterator[T], round_size: int) -> Iterator[Chunk[T]]:
-        """Yield the stream in rounds, of which the first shows whether the dataset asks which worker it is in.
+    def _drawn(self, start: _Start, stream: Iterator[T], plan: Plan, length: int) -> Iterator[Chunk[T]]:
+        """Yield the stream in whole batches, after a first round that shows whether the dataset asks for its worker.
 
         Up to then all workers draw from the same random states, so that a dataset may shuffle its files and then take
         its own. After it, one that asked draws from states of its worker's own, as in torch.
         """
         states = Switching(epoch_states(self._options, self._seed, start.epoch))
-        # One round at a time, and no copies: these are samples, not indices, and most are other ranks'.
-        chunks = draw(stream, states, round_size=round_size, copies=False)
+        size = self._batching.size
+
+        def kept(at: int, items: int) -> slice:
+            # The first round is for padding.
+            return slice(None) if self._options.verify or not at else plan.part(at, items, length)
+
+        # A batch at a time, which no batch can come without, and no copies: these are samples, not indices.
+        rounds = chain([1, (start.skip - 1) % size or size], repeat(size))
+        chunks = draw(stream, states, round_size=plan.num_replicas, rounds=rounds, copies=False, kept=kept)
         first = next(chunks, None)
         asked = self._reader.has_split if first is not None else self._reader.has_asked
         reader, readers = self._reader_of(start)
@@ -253,7 +260,7 @@ class ShardedIterable(IterableDataset[T]):
         plan, name = self._plan, type(self.dataset).__name__
         rest = plan.rest_of_stream(self.stream_length, start.before)
         stream = rest.select(self._reader.read(self.dataset, self._info(start)))
-        chunks = self._drawn(start, stream, plan.num_replicas)
+        chunks = self._drawn(start, stream, plan, len(rest))
         running = Fingerprint()
         if self._options.verify:
             chunks = running.watching(chunks)
@@ -292,7 +299,7 @@ class ShardedIterable(IterableDataset[T]):
 
     def _by_worker(self, start: _Start) -> Iterator[T]:
         stream = self._reader.read(self.dataset, self._info(start))
-        items = (item for chunk in self._drawn(start, stream, 1) for item in chunk.items)
+        items = (item for chunk in self._drawn(start, stream, Plan(0, 1), 0) for item in chunk.items)
         # The loader asks its workers in turn, so this one made every workers-th of the batches that were done.
         size, role, workers = self._batching.size, start.role, this_worker()[1]
         done = max(0, -(-(start.skip // size - role) // workers)) * size
