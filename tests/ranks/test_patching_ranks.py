@@ -13,7 +13,19 @@ import torch.distributed as dist
 from messages import assert_tells
 from quick import run_ranks
 from torch.utils.data import DataLoader, DistributedSampler
-from zoo import ALL_KINDS, BY_NAME, STEPS, Indices, Kind, draw_ambient, loader, seed_ambient, seeded_generator, units
+from zoo import (
+    ALL_KINDS,
+    BY_NAME,
+    STEPS,
+    Indices,
+    Kind,
+    draw_ambient,
+    loader,
+    seed_ambient,
+    seeded_generator,
+    share_of,
+    units,
+)
 
 from ddp_patch import DDPSamplerWrapper, WorldError, check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.plan import Plan
@@ -79,7 +91,7 @@ def test_every_kind_is_shared_exactly(world_size: int) -> None:
         streams = [units(kind, alone, STEPS * world_size) for _ in range(kind.epochs)]
         for epoch, stream in enumerate(streams):
             for rank in range(world_size):
-                share = [stream[p % len(stream)] for p in Plan(rank, world_size).share(len(stream))]
+                share = share_of(kind, stream, Plan(rank, world_size))
                 assert ranks[rank][kind.name][1][epoch] == share, (kind.name, epoch, rank)
 
 
