@@ -192,9 +192,12 @@ def init_splits(worker: int) -> None:
 
 
 class AsksLate(IterableDataset[int]):
-    """It asks who reads it when it has given an item."""
+    """It asks who reads it when it has given some items."""
+
+    def __init__(self, late: int) -> None:
+        self.late = late
 
     def __iter__(self) -> Iterator[int]:
-        yield 0
+        yield from range(self.late)
         info = get_worker_info()
-        yield from range(1 + (info.id if info else 0), 10, info.num_workers if info else 1)
+        yield from range(self.late + (info.id if info else 0), 23, info.num_workers if info else 1)

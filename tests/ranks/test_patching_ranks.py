@@ -23,7 +23,6 @@ from zoo import (
     loader,
     seed_ambient,
     seeded_generator,
-    share_of,
     units,
 )
 
@@ -91,7 +90,7 @@ def test_every_kind_is_shared_exactly(world_size: int) -> None:
         streams = [units(kind, alone, STEPS * world_size) for _ in range(kind.epochs)]
         for epoch, stream in enumerate(streams):
             for rank in range(world_size):
-                share = share_of(kind, stream, Plan(rank, world_size))
+                share = kind.of_rank(stream, Plan(rank, world_size))
                 assert ranks[rank][kind.name][1][epoch] == share, (kind.name, epoch, rank)
 
 

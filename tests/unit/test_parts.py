@@ -22,12 +22,13 @@ from iterables import (
     SplitByInit,
     init_splits,
 )
+from messages import raises
 from parts import assert_nothing_is_lost, assert_parts_are_shared, epoch, loader_of, ranks, share
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 from zoo import Source
 
-from ddp_patch import DDPPatchError, patch_dataloader_to_ddp
+from ddp_patch import InvalidOptionError, UnsupportedLoaderError, patch_dataloader_to_ddp
 from ddp_patch.options import Uneven
 
 THREE: Any = {"lengths": (2, 14, 7)}
@@ -181,18 +182,27 @@ def test_the_seed_that_a_worker_is_told_is_another_one_in_the_next_epoch() -> No
 # Limits.
 
 
-def test_a_dataset_that_asks_after_its_first_item_is_refused() -> None:
-    """By then it has been read as one that never asks."""
-    with pytest.raises(DDPPatchError) as caught:
-        ranks(lambda: loader_of(AsksLate(), 2), 2)
-    assert "AsksLate" in str(caught.value)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_dataset_that_asks_within_its_first_round_makes_parts(world_size: int) -> None:
+    """Nothing of it has been given away by then."""
+    assert_parts_are_shared(partial(AsksLate, 1), 2, world_size, "pad")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_dataset_that_asks_later_is_refused(world_size: int) -> None:
+    """What came before was taken for one stream, of which each worker gives a part."""
+    with raises(UnsupportedLoaderError, ("AsksLate", "2 workers", "get_worker_info()"), ("__iter__", "num_workers=0")):
+        ranks(lambda: loader_of(AsksLate(3), 2), world_size)
+
+
+def test_a_main_process_may_ask_at_any_time() -> None:
+    assert_parts_are_shared(partial(AsksLate, 3), 0, 2, "pad")
 
 
 def test_contiguous_shares_of_parts_are_refused() -> None:
     """Because len() tells how long the whole is, and nobody how long a part."""
-    with pytest.raises(DDPPatchError) as caught:
+    with raises(InvalidOptionError, ("layout='contiguous'", "SizedShards", "num_workers=2"), "layout='interleaved'"):
         ranks(lambda: loader_of(SizedShards(), 2), 2, layout="contiguous")
-    assert "layout='contiguous'" in str(caught.value)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
