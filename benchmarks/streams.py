@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, pairwise, starmap
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ ITEMS = {0: 2000, 1: 200, 10: 60}  # by what an item costs in ms: how many are t
 LIMIT_S = 60.0
 
 Events = list[tuple[float, list[int]]]  # when a rank got a batch, and what was in it
-Failure = str
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,7 @@ class World:
         """Return the shards: of one length, or from half of it to one and a half."""
         steps = range(self.readers) if self.unequal else [(self.readers - 1) / 2] * self.readers
         lengths = [round(ITEMS[cost_ms] * (0.5 + step / (self.readers - 1))) for step in steps]
-        ends = [sum(lengths[: place + 1]) for place in range(len(lengths))]
-        return [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+        return list(starmap(range, pairwise(accumulate(lengths, initial=0))))
 
     def __str__(self) -> str:
         return f"{self.ranks} x {self.workers}{', unequal shards' if self.unequal else ''}"
@@ -188,14 +186,15 @@ class Result:
     steps: list[int]
 
 
-def measure(name: str, world: World, cost_ms: int) -> Result | Failure:
-    """Run one case."""
+def measure(name: str, world: World, cost_ms: int) -> Result | None:
+    """Run one case; None where it fails or takes too long."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (name, world, cost_ms, folder)
         try:
             ranks = run_ranks(events_on_rank, world.ranks, *arguments, timeout=LIMIT_S, start_method="forkserver")
         except RanksFailedError as error:
-            return str(error).strip().splitlines()[-1]
+            print(error)
+            return None
     return judged(world.shards(cost_ms), ranks)
 
 
@@ -214,17 +213,17 @@ def judged(shards: list[range], ranks: list[Events]) -> Result:
     return Result(speed, (wanted - got).total(), (got - wanted).total(), steps)
 
 
-def row(world: World, name: str, results: Sequence[Result | Failure]) -> list[str]:
+def row(world: World, name: str, results: Sequence[Result | None]) -> list[str]:
     """Tell what came of one implementation in one world, at every cost: the most that was missing and repeated."""
     cells = [str(world), name]
     for cost_ms, result in zip(ITEMS, results, strict=True):
-        if isinstance(result, Failure):
-            cells.append(result)
+        if result is None:
+            cells.append("fails")
         elif cost_ms:
             cells.append(f"{result.speed * cost_ms / 1000 / world.readers:.2f}")
         else:
             cells.append(f"{result.speed:,.0f}")
-    found = [result for result in results if isinstance(result, Result)]
+    found = [result for result in results if result is not None]
     if not found:
         return [*cells, "", "", ""]
     steps = found[-1].steps

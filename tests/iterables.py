@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain, pairwise, starmap
 from typing import Any
 
 import torch
@@ -31,8 +31,7 @@ UNEQUAL = (2, 14, 0, 7)  # lengths of shards, which hold 23 items together
 
 def shards_of(lengths: Sequence[int]) -> list[range]:
     """Runs of numbers, one after the other."""
-    ends = [sum(lengths[: place + 1]) for place in range(len(lengths))]
-    return [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    return list(starmap(range, pairwise(accumulate(lengths, initial=0))))
 
 
 class ShardPerWorker(IterableDataset[int]):
