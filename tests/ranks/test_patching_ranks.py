@@ -81,7 +81,7 @@ def every_kind(rank: int, world_size: int) -> dict[str, tuple[int, list[list[Any
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")
 def test_every_kind_is_shared_exactly(world_size: int) -> None:
-    ranks = run_ranks(every_kind, world_size, timeout=300)
+    ranks = run_ranks(every_kind, world_size, timeout=600)
     for kind in WHOLE:
         seeds = {rank[kind.name][0] for rank in ranks}
         assert len(seeds) == 1
