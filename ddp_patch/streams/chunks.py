@@ -157,7 +157,7 @@ class _Source:
             self._items = map(own, self._items)
         kept += items[part]
         self.copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
-        self._is_plain = all(isinstance(item, _IMMUTABLE) or _is_plain_list(item) for item in items)
+        self._is_plain = all(isinstance(_first(item), int | np.integer) for item in items)
         self._samples = max(self._samples, sum(length_hint(item, 1) or 1 for item in items))
         self.is_ended = len(items) < self._round_size
 
@@ -171,9 +171,9 @@ class _Source:
         self.is_ended = self.drawn - before < size
 
 
-def _is_plain_list(item: Any) -> bool:
-    """Tell whether it is a list of indices, as most batches are, without a look at each."""
-    return type(item) is list and bool(item) and isinstance(item[0], _IMMUTABLE) and isinstance(item[-1], _IMMUTABLE)
+def _first(item: Any) -> Any:
+    """Return what a list begins with; anything else itself."""
+    return item[0] if type(item) is list and item else item
 
 
 def own(item: Any) -> Any:
@@ -181,8 +181,8 @@ def own(item: Any) -> Any:
 
     Copy containers with their contents, clone tensors, read iterators into lists; return anything else as it is.
     """
-    if _is_plain_list(item):
-        return item[:]
+    if type(item) is list and item and isinstance(item[0], _IMMUTABLE) and isinstance(item[-1], _IMMUTABLE):
+        return item[:]  # most batches hold plain indices: don't look at each
     match item:
         case torch.Tensor():
             return item.clone()

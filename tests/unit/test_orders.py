@@ -406,6 +406,7 @@ GROWING: dict[str, Callable[[int], Any]] = {
     "tuples": lambda _: (0,) * 64,
     "larger and larger": lambda step: [0] * min(step + 1, 512),
     "empty": lambda _: [],
+    "names": lambda _: ["a name"] * 64,
 }
 
 
