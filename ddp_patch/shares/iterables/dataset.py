@@ -14,6 +14,7 @@ from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching, Done, Plan
 from ddp_patch.shares.drawing import require_sure_length, share
+from ddp_patch.shares.iterables.first_items import FirstItems
 from ddp_patch.shares.iterables.workers import Board, read_as, this_worker
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.steps import require_steps
@@ -48,6 +49,7 @@ class ShardedIterable(IterableDataset[T]):
     Attributes:
         dataset: The dataset that the user gave.
         board: What the main process and the workers tell each other.
+        first_items: Where readers note what they read first, for the ranks to compare; None where nobody does.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ShardedIterable(IterableDataset[T]):
     ) -> None:
         self.dataset = dataset
         self.board: Board = Board()
+        self.first_items: FirstItems | None = None
         self._plan = plan
         self._options, self._seed = options, seed
         self._batching = batching
@@ -141,8 +144,12 @@ class ShardedIterable(IterableDataset[T]):
             )
 
     def _exact(self, epoch: int, number: int, start: _Start) -> Iterator[T]:
+        worker, workers = this_worker()
         rest = self._plan.rest_of_stream(self.stream_length, start.before)
-        stream = rest.select(read_as(None, self.dataset))
+        read = read_as(None, self.dataset)
+        if self.first_items is not None:
+            read = self.first_items.watching(worker, number, read)
+        stream = rest.select(read)
         # One round at a time, and no copies: these are samples, not indices, and most are other ranks'.
         rng = epoch_states(self._options, self._seed, epoch)
         chunks = draw(stream, rng, round_size=self._plan.num_replicas, copies=False)
@@ -158,7 +165,6 @@ class ShardedIterable(IterableDataset[T]):
             require_sure_length(self._plan, type(self.dataset).__name__, "dataset", drawn, len(rest))
             self.board.end(number, drawn)
 
-        worker, workers = this_worker()
         items = (item for (part,) in share([self._plan], chunks, len(rest), at_end) for item in part)
         for place, item in enumerate(islice(items, start.skip, None)):
             if place // self._batching.size % workers == worker:

@@ -8,7 +8,7 @@ from torch.utils.data import get_worker_info
 
 from ddp_patch.compat import worker_info_told
 
-__all__ = ["Board", "read_as", "this_worker"]
+__all__ = ["Board", "read_as", "shared", "this_worker"]
 
 T = TypeVar("T")
 
@@ -24,10 +24,10 @@ class Board:
     """
 
     def __init__(self) -> None:
-        self._latest = _shared(1)
-        self._epochs = _shared(_LATEST)
-        self._ends = _shared(_LATEST, 2)
-        self._loads = _shared(1)
+        self._latest = shared(1)
+        self._epochs = shared(_LATEST)
+        self._ends = shared(_LATEST, 2)
+        self._loads = shared(1)
 
     @property
     def latest_pass(self) -> int:
@@ -74,7 +74,7 @@ class Board:
         return {"drawn in the epoch before": drawn, "order of the epoch before": order} if order >= 0 else {}
 
 
-def _shared(*shape: int) -> torch.Tensor:
+def shared(*shape: int) -> torch.Tensor:
     """Return a tensor of -1 in memory that the workers share."""
     tensor = torch.full(shape, -1, dtype=torch.int64, device="cpu")
     return tensor.share_memory_()  # type: ignore[no-any-return,no-untyped-call]  # torch leaves it unannotated
