@@ -30,7 +30,7 @@ class Noted(Protocol):
 
 
 def compare_workers(parts: Sequence[Notes]) -> Finding:
-    """Compare the workers of one rank, which all read the same stream; ``part`` is the one that differs from the first."""
+    """Compare the workers of one rank, which all read one stream; ``part`` is the one that differs from the first."""
     firsts = [parts[0]] * (len(parts) - 1)
     found = compare_parts(firsts, parts[1:])
     return Finding(found.verdict, found.part + 1, found.item, found.is_final)
