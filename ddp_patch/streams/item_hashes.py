@@ -14,6 +14,7 @@ __all__ = ["ItemHashes", "hashes_of"]
 
 _HAS_STABLE, _IS_KEY = 2, 1
 _NOTHING: Final = object()
+_STABLE: Final = {bool, bytes, int, str, type(None)}
 
 
 class ItemHashes(NamedTuple):
@@ -64,6 +65,8 @@ def _stable(value: Any) -> Any:
             return value
         case Mapping():
             return _kept(value.items())
+        case list() | tuple() if value and _STABLE.issuperset(map(type, value)):
+            return value  # as below, in a fraction of the time
         case list() | tuple():
             return _kept(enumerate(value))
         case _ if is_dataclass(value) and not isinstance(value, type):

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from zoo import as_it_is, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.compat import default_store
 
 N = 400
 BATCHES = 12  # of 16 samples: 256 are noted within eight
@@ -345,3 +346,33 @@ def in_other_worlds(rank: int, world_size: int) -> list[str]:
 
 def test_orders_are_compared_in_worlds_that_are_given_by_hand_and_after_a_look_at_a_batch() -> None:
     assert run_ranks(in_other_worlds, 2) == [[FOUND] * 3] * 2
+
+
+def counted(rank: int, world_size: int) -> tuple[int, int, int]:
+    """How often and how much a rank leaves in the first pass, and how often it comes to the store afterwards."""
+    train: Any = patch_dataloader_to_ddp(loader(Stream(row, by_epoch, n=4096), 0))
+    left: list[int] = []
+    calls: list[str] = []
+
+    class Counting:
+        def set(self, key: str, value: str) -> None:
+            left.append(len(value))
+            default_store().set(key, value)
+
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return getattr(default_store(), name)
+
+    train.sampler.watch.orders.__self__._letters._open_store = Counting
+    in_step(train, 128)
+    calls.clear()
+    times, size = len(left), sum(left)
+    in_step(train, 128)
+    return times, size, len(left) - times + len(calls)
+
+
+def test_notes_are_left_a_few_times_and_then_nobody_comes_to_the_store() -> None:
+    for times, size, later in run_ranks(counted, 2):
+        assert 1 <= times <= 6
+        assert size < 16_384  # of 256 items, with what was left before
+        assert later == 0
