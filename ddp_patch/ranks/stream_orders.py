@@ -87,17 +87,27 @@ def compare(mine: Notes, theirs: Notes) -> Verdict:
     if not differing:
         return Verdict.ALIKE
     pairs = [(mine.items[place], theirs.items[place]) for place in differing]
-    if any(one.is_keyed and other.is_keyed and one.stable != other.stable for one, other in pairs):
+    if any(one.is_keyed and other.is_keyed and one.names != other.names for one, other in pairs):
         return Verdict.OTHER_ORDER
     is_all = mine.is_all and theirs.is_all
-    wholes = [[item.whole for item in notes.items] for notes in (mine, theirs)]
-    stables = [[item.stable for item in notes.items] for notes in (mine, theirs)]
-    if _is_reordered(*wholes, is_all=is_all) or _is_reordered(*stables, is_all=is_all):
+    both = list(zip(zip(*mine.items, strict=True), zip(*theirs.items, strict=True), strict=True))
+    if any(_is_reordered(one, other, is_all=is_all) for one, other in both):
         return Verdict.OTHER_ORDER
-    kept = {one.stable for one, other in pairs if one.stable == other.stable}
-    is_kept = 0 not in kept and all(one.stable == other.stable for one, other in pairs)
-    # What all items have alike, such as one label, would be alike in any order too.
-    return Verdict.ALIKE if is_kept and len(kept) >= min(2, len(pairs)) else Verdict.UNKNOWN
+    is_kept = _is_kept([(one.names, other.names) for one, other in pairs])
+    return (
+        Verdict.ALIKE
+        if is_kept or _is_kept([(one.numbers, other.numbers) for one, other in pairs])
+        else Verdict.UNKNOWN
+    )
+
+
+def _is_kept(pairs: Sequence[tuple[int, int]]) -> bool:
+    """Tell whether two readers have the same values in the same places; 0 stands for no value.
+
+    What all items have alike, such as one label, would be alike in any order, too.
+    """
+    kept = {one for one, other in pairs if one == other != 0}
+    return all(one == other != 0 for one, other in pairs) and len(kept) >= min(2, len(pairs))
 
 
 def _differing(mine: Notes, theirs: Notes) -> list[int]:
@@ -138,5 +148,5 @@ def _encoded(notes: Notes) -> tuple[bool, bool, str]:
 
 
 def _decoded(is_final: bool, is_all: bool, text: str) -> Notes:
-    hashes = np.frombuffer(base64.b64decode(text), dtype="<i8").reshape(-1, 2)
+    hashes = np.frombuffer(base64.b64decode(text), dtype="<i8").reshape(-1, 3)
     return Notes([ItemHashes(*pair) for pair in hashes.tolist()], is_final, is_all)

@@ -123,6 +123,19 @@ def flipped_pairs(index: int, own: random.Random) -> Any:
     return torch.tensor([index % (N // 2), own.random() < 0.5]), index % 7
 
 
+def cut(index: int, own: random.Random) -> Any:
+    """Tells where it was cut."""
+    return {"x": torch.full((3,), index + own.random()), "file": f"{index}.jpg", "cut at": own.randrange(32)}
+
+
+def masked(index: int, own: random.Random) -> Any:
+    return {"ids": [index if own.random() < 0.8 else 0 for _ in range(20)], "url": f"https://{index}"}
+
+
+def by_reader(index: int, own: random.Random) -> Any:
+    return {"text": f"line {index}", "rank": int(os.environ["RANK"]), "process": os.getpid(), "at": time.time_ns()}
+
+
 def timed(index: int, own: random.Random) -> Any:
     return {"text": f"line {index}", "read at": time.time()}
 
@@ -187,6 +200,9 @@ CASES = {
     "keys kept, augmented": Case(lambda: Stream(noisy_keyed), ""),
     "flipped": Case(lambda: Stream(flipped, by_epoch), ""),
     "flipped pairs": Case(lambda: Stream(flipped_pairs), ""),
+    "cut": Case(lambda: Stream(cut, by_epoch), ""),
+    "masked": Case(lambda: Stream(masked), ""),
+    "by whom": Case(lambda: Stream(by_reader, by_epoch), ""),
     "timed": Case(lambda: Stream(timed), ""),
     "all alike": Case(lambda: Stream(alike, unseeded), ""),
     "two classes": Case(lambda: Stream(classes, by_epoch), ""),

@@ -97,7 +97,7 @@ class Locked(dict[Any, Any]):
 def test_an_item_that_cannot_be_looked_into_counts_as_any_other_such() -> None:
     first, locked = FirstItems(1), Locked(a=1)
     assert list(first.watching(0, 1, iter([locked, 1]))) == [locked, 1]
-    assert first.of(0, 1).items == [(0, 0), hashes_of(1)]
+    assert first.of(0, 1).items == [(0, 0, 0), hashes_of(1)]
 
 
 def test_large_items_are_noted_only_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:

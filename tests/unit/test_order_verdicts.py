@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from enum import Enum
+from enum import Enum, IntEnum
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -70,7 +70,24 @@ TABLE: dict[str, tuple[Sequence[Any], Sequence[Any], bool, Verdict]] = {
     "augmented, classes kept": (augmented(0, 0, 1, 0), augmented(0, 0, 1, 0), False, ALIKE),
     "one is augmented": ([("a", 0.5), ("b", 0.5)], [("a", 0.5), ("b", 0.25)], False, ALIKE),
     "one, augmented": (augmented("a"), augmented("a"), True, ALIKE),
-    "dates kept": (augmented(date(2020, 1, 1), None), augmented(date(2020, 1, 1), None), False, ALIKE),
+    "augmented, names kept and numbers drawn": (
+        [(name, random.random(), random.randrange(10**9)) for name in "abc"],
+        [(name, random.random(), random.randrange(10**9)) for name in "abc"],
+        False,
+        ALIKE,
+    ),
+    "augmented, texts drawn and labels kept": (
+        [(str(random.random()), index % 3) for index in range(9)],
+        [(str(random.random()), index % 3) for index in range(9)],
+        False,
+        ALIKE,
+    ),
+    "dates kept": (
+        augmented(date(2020, 1, 1), date(2021, 1, 1)),
+        augmented(date(2020, 1, 1), date(2021, 1, 1)),
+        False,
+        ALIKE,
+    ),
     # cannot be told
     "two of a few": ([0, 1], [1, 0], False, UNKNOWN),
     "few moved": (range(7), range(7)[::-1], False, UNKNOWN),
@@ -121,7 +138,10 @@ def test_items_that_come_several_times_each_augmented_or_not_are_no_evidence(n: 
     assert compare(notes(one), notes(other)) is not OTHER_ORDER
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)).map(lambda pair: ItemHashes(*pair))))
+hashes = st.integers(0, 2**62)
+
+
+@given(st.lists(st.builds(ItemHashes, hashes, hashes, hashes)))
 def test_notes_are_sent_whole(items: list[ItemHashes]) -> None:
     sent = {"epoch 0": [Notes(items, is_final=True), Notes(items[:1], is_all=True), Notes([])]}
     assert decoded(encoded(sent)) == sent
@@ -149,7 +169,7 @@ def test_the_workers_of_one_rank_are_compared_with_its_first() -> None:
 @dataclass
 class Row:
     image: Any
-    name: str
+    name: str | None
 
 
 class Split(Enum):
@@ -157,44 +177,58 @@ class Split(Enum):
     TEST = 1
 
 
+class Count(IntEnum):
+    ONE = 1
+    TWO = 2
+
+
 class Opaque:
     def __init__(self, value: int) -> None:
         self.value = value
 
 
-# Items that differ in all that is stable, and so should their hashes.
-STABLE: list[tuple[Any, Any]] = [
-    ("a", "b"),
-    (b"a", b"b"),
-    (1, 2),
-    (1, True),
-    (PurePosixPath("a"), PurePosixPath("b")),
-    (date(2020, 1, 1), date(2020, 1, 2)),
-    (Split.TRAIN, Split.TEST),
-    ({"x": torch.rand(2), "id": 1}, {"x": torch.rand(2), "id": 2}),
-    ({"x": 0.5, "a": 1}, {"x": 0.5, "b": 1}),
-    ((np.ones(1), ["a"]), (np.ones(1), ["b"])),
-    (Row(torch.ones(1), "a"), Row(torch.ones(1), "b")),
-    ([torch.ones(1), "a"], ["a", torch.ones(1)]),
-    (None, 0),
+NAMES, NUMBERS = "names", "numbers"
+# Two items, and by which of their hashes they differ, apart from that of the whole.
+KEPT: list[tuple[Any, Any, str]] = [
+    ("a", "b", NAMES),
+    (b"a", b"b", NAMES),
+    (PurePosixPath("a"), PurePosixPath("b"), NAMES),
+    (Split.TRAIN, Split.TEST, NAMES),
+    (Count.ONE, Count.TWO, NAMES),
+    (1, 2, NUMBERS),
+    (1, True, NUMBERS),
+    (date(2020, 1, 1), date(2020, 1, 2), NUMBERS),
+    ({"x": torch.rand(2), "id": 1}, {"x": torch.rand(2), "id": 2}, NUMBERS),
+    ({"x": 0.5, "a": 1}, {"x": 0.5, "b": 1}, NUMBERS),
+    ({"name": "a", "crop": 1}, {"name": "a", "crop": 2}, NUMBERS),
+    ({"name": "a", "label": 1}, {"name": "b", "label": 1}, NAMES),
+    ((np.ones(1), ["a"]), (np.ones(1), ["b"]), NAMES),
+    ([1, 2, 3], [1, 2, 4], NUMBERS),
+    ([1, 2, "a"], [1, 2, "b"], NAMES),
+    (Row(torch.ones(1), "a"), Row(torch.ones(1), "b"), NAMES),
+    ([torch.ones(1), "a"], ["a", torch.ones(1)], NAMES),
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), STABLE)
-def test_what_augmentation_keeps_has_a_hash(one: Any, other: Any) -> None:
-    assert hashes_of(one).stable != hashes_of(other).stable
-    assert 0 not in {hashes_of(one).stable, hashes_of(other).stable}
+@pytest.mark.parametrize(("one", "other", "by"), KEPT)
+def test_names_and_numbers_have_hashes_of_their_own(one: Any, other: Any, by: str) -> None:
+    hashes = [hashes_of(item)._asdict() for item in (one, other)]
+    assert [name for name in (NAMES, NUMBERS) if hashes[0][name] != hashes[1][name]] == [by]
+    assert 0 not in {told[by] for told in hashes}
 
 
-@pytest.mark.parametrize("item", [0.5, torch.ones(2), np.ones(2), np.int64(3), [0.5], {}, (), Opaque(3), Row(1.0, 0.5)])  # type: ignore[arg-type]  # a row without a name
+UNNAMED: list[Any] = [0.5, None, torch.ones(2), np.ones(2), np.int64(3), [0.5], {}, (), [], Opaque(3), Row(1.0, None)]
+
+
+@pytest.mark.parametrize("item", UNNAMED)
 def test_what_augmentation_changes_has_none(item: Any) -> None:
-    assert hashes_of(item).stable == 0
+    assert hashes_of(item)[1:] == (0, 0)
 
 
 def test_a_key_alone_counts_where_there_is_one() -> None:
     one, other = hashes_of({"__key__": "a", "crop": 3}), hashes_of({"__key__": "a", "crop": 4})
     assert one.is_keyed
-    assert one.stable == other.stable
+    assert one.names == other.names
     assert one.whole != other.whole
     assert not hashes_of({"key": "a"}).is_keyed
 

@@ -54,7 +54,7 @@ class FirstItems:
     def __init__(self, parts: int) -> None:
         self.parts: int = parts
         self._most = min(COMPARED, max(_FEWEST, _OF_ALL_PARTS // parts))
-        self._hashes = shared(_PASSES, parts, self._most, 2)
+        self._hashes = shared(_PASSES, parts, self._most, 3)
         self._counts = shared(_PASSES, parts)
         self._statuses = shared(_PASSES, parts)
         self._is_settled = shared(1)
@@ -115,7 +115,7 @@ class FirstItems:
         status = self._statuses[number - 1, part]  # read first: what is final stays so
         is_final, is_all = bool(status >= _Status.FULL), bool(status == _Status.ENDED)
         hashes = self._hashes[number - 1, part, : self._count(part, number)].tolist()
-        return Notes([ItemHashes(*pair) for pair in hashes], is_final, is_all)
+        return Notes([ItemHashes(*item) for item in hashes], is_final, is_all)
 
     def passes(self) -> dict[str, Sequence[Notes]]:
         """Return what was noted of each pass, part by part, by what the ranks call the pass."""
@@ -127,4 +127,4 @@ def _hashes_if_any(item: Any) -> ItemHashes:
     try:
         return hashes_of(item)
     except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
-        return ItemHashes(0, 0)
+        return ItemHashes(0, 0, 0)
