@@ -106,7 +106,7 @@ def _is_kept(pairs: Sequence[tuple[int, int]]) -> bool:
 
     What all items have alike, such as one label, would be alike in any order, too.
     """
-    kept = {one for one, other in pairs if one == other != 0}
+    kept = {one for one, _ in pairs}
     return all(one == other != 0 for one, other in pairs) and len(kept) >= min(2, len(pairs))
 
 
