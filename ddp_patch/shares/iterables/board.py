@@ -7,7 +7,7 @@ import torch
 
 from ddp_patch.streams.fingerprint import fingerprint
 
-__all__ = ["Board"]
+__all__ = ["Board", "shared"]
 
 # Remember the epochs of so many passes: iterators may live side by side.
 _LATEST = 64
@@ -26,11 +26,11 @@ class Board:
 
     def __init__(self, readers: int = 1) -> None:
         self.readers: int = readers
-        self._latest = _shared(1)
-        self._epochs = _shared(_LATEST)
-        self._roles = _shared(_LATEST, readers)
-        self._ends = _shared(_LATEST, readers, 2)
-        self._loads = _shared(1)
+        self._latest = shared(1)
+        self._epochs = shared(_LATEST)
+        self._roles = shared(_LATEST, readers)
+        self._ends = shared(_LATEST, readers, 2)
+        self._loads = shared(1)
 
     @property
     def latest_pass(self) -> int:
@@ -92,7 +92,7 @@ class Board:
         return {"drawn in the epoch before": sum(drawn) if is_split else drawn[0], "order of the epoch before": order}
 
 
-def _shared(*shape: int) -> torch.Tensor:
+def shared(*shape: int) -> torch.Tensor:
     """Return a tensor of -1 in memory that the workers share."""
     tensor = torch.full(shape, -1, dtype=torch.int64, device="cpu")
     return tensor.share_memory_()  # type: ignore[no-any-return,no-untyped-call]  # torch leaves it unannotated

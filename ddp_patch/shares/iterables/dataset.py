@@ -14,6 +14,7 @@ from ddp_patch.options import Options
 from ddp_patch.plan import Batching, Done, Plan
 from ddp_patch.shares.drawing import require_sure_length, share
 from ddp_patch.shares.iterables.board import Board
+from ddp_patch.shares.iterables.first_items import FirstItems
 from ddp_patch.shares.iterables.reading import Reader, Switching, this_worker
 from ddp_patch.shares.place import Place, split
 from ddp_patch.shares.steps import require_steps
@@ -76,6 +77,7 @@ class ShardedIterable(IterableDataset[T]):
     Attributes:
         dataset: The dataset that the user gave.
         board: What the main process and the workers tell each other.
+        first_items: Where readers note what they read first, for the ranks to compare; None where nobody does.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class ShardedIterable(IterableDataset[T]):
     ) -> None:
         self.dataset = dataset
         self.board: Board = Board(readers)
+        self.first_items: FirstItems | None = None
         self._plan = plan
         self._options, self._seed = options, seed
         self._batching = batching
@@ -259,8 +262,10 @@ class ShardedIterable(IterableDataset[T]):
     def _exact(self, start: _Start) -> Iterator[T]:
         plan, name = self._plan, type(self.dataset).__name__
         rest = plan.rest_of_stream(self.stream_length, start.before)
-        stream = rest.select(self._reader.read(self.dataset, self._info(start)))
-        chunks = self._drawn(start, stream, plan, len(rest))
+        read = self._reader.read(self.dataset, self._info(start))
+        if self.first_items is not None:
+            read = self.first_items.watching(start.role, start.number, read)
+        chunks = self._drawn(start, rest.select(read), plan, len(rest))
         running = Fingerprint()
         if self._options.verify:
             chunks = running.watching(chunks)
