@@ -156,8 +156,7 @@ def _whole(facts: LoaderFacts[Any]) -> LoaderFacts[Any]:
         batches = facts.makes_batches(facts.stream.source, facts.batch_size, False)
         return look_at(copy_loader(facts.loader, **facts.placed({"drop_last": False, "batch_sampler": batches})))
     if facts.level is Level.ITERABLE:
-        # Keep one worker where there are some: the dataset or worker_init_fn may ask which worker it is.
-        return look_at(copy_loader(facts.loader, drop_last=False, num_workers=min(1, facts.num_workers)))
+        return look_at(copy_loader(facts.loader, drop_last=False))
     return facts
 
 

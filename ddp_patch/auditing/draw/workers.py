@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.compat import made_worker_info, worker_info_told
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.nesting import deep_copy
-from ddp_patch.shares.iterables.workers import Board
+from ddp_patch.shares.iterables.board import Board
 from ddp_patch.streams.chunks import begun
 from ddp_patch.streams.random_states import PrivateRNG
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from ddp_patch.ranks.stream_orders import Notes
-from ddp_patch.shares.iterables.workers import shared
+from ddp_patch.shares.iterables.board import shared
 from ddp_patch.streams.fingerprint import COMPARED
 from ddp_patch.streams.item_hashes import ItemHashes, hashes_of
 
