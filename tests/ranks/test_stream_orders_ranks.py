@@ -13,7 +13,7 @@ import torch
 from messages import assert_tells
 from quick import run_ranks
 from told import FOUND, WARNED, Told, in_step
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import as_it_is, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
@@ -49,6 +49,17 @@ class Stream(IterableDataset[Any]):
         indices = count() if self.n is None else range(self.n)
         for index in indices if self.order is None else shuffled(indices, self.order(self.epoch)):
             yield self.item(index, own)
+
+
+class Parts(Stream):
+    """As one that gives each worker a part of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers, seed = (0, 1, 0) if info is None else (info.id, info.num_workers, info.seed)
+        rng = random.Random(seed) if self.order is None else self.order(self.epoch)
+        for index in shuffled(range(worker, N, workers), rng):
+            yield self.item(index, random.Random())
 
 
 def shuffled(indices: Any, rng: random.Random) -> Iterator[int]:
@@ -178,6 +189,7 @@ CASES = {
     "strings, unseeded": Case(lambda: Stream(text, unseeded), FOUND),
     "rows, unseeded": Case(lambda: Stream(row, unseeded), FOUND),
     "rows, unseeded, endless": Case(lambda: Stream(row, unseeded, n=None), FOUND),
+    "parts, unseeded": Case(lambda: Parts(row, unseeded), FOUND),
     "few rows, unseeded": Case(lambda: Stream(row, unseeded, n=24), FOUND),
     "names kept, augmented, unseeded": Case(lambda: Stream(noisy_named, unseeded), FOUND),
     "keys kept, augmented, unseeded": Case(lambda: Stream(noisy_keyed, unseeded), FOUND),
@@ -193,6 +205,8 @@ CASES = {
     "in order": Case(lambda: Stream(row), ""),
     "by epoch": Case(lambda: Stream(row, by_epoch), ""),
     "by the global generators": Case(lambda: Stream(row, by_ambient), ""),
+    "parts, by epoch": Case(lambda: Parts(row, by_epoch), ""),
+    "parts, by worker": Case(lambda: Parts(noisy_named), ""),
     "strings, by epoch": Case(lambda: Stream(text, by_epoch), ""),
     "endless": Case(lambda: Stream(row, by_epoch, n=None), ""),
     "labels kept, augmented": Case(lambda: Stream(noisy_row, by_epoch), ""),

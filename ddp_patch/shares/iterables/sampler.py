@@ -104,18 +104,19 @@ class StreamSampler(EpochSampler[None]):
         self.dataset: ShardedIterable[Any] = dataset
         peers = agreed.peers
         if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
-            dataset.first_items = FirstItems(max(1, given.num_workers))
-            self.watch.orders = OrderGuard(peers, dataset.dataset, dataset.first_items, self._reads_one_stream).compare
+            dataset.first_items = FirstItems(dataset.board.readers)
+            guard = OrderGuard(peers, dataset.dataset, dataset.first_items, self._read_one_stream)
+            self.watch.orders = guard.compare
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
-
-    def _reads_one_stream(self, number: int) -> bool:
-        """Tell whether it is known that all workers of this rank read the same stream in a pass."""
-        return self.dataset.board.ways(number) == {"stream"}
 
     def _stream_length(self, epoch: int) -> int:
         if self.agreed.options.iterable_sharding == "by_worker":
             raise TypeError("how many items each worker reads is up to the dataset")
         return self.dataset.stream_length()
+
+    def _read_one_stream(self, number: int) -> bool:
+        """Tell whether all workers read the same stream in a pass; False while that is unknown."""
+        return self.dataset.board.ways(number) == {"stream"}
 
     def __iter__(self) -> Iterator[None]:
         self._iterated = self.epochs.upcoming
