@@ -39,6 +39,7 @@ __all__ = [
     "KeptIterator",
     "RunningLoader",
     "arranges_neighbours",
+    "asks_for_its_own_dataset",
     "default_store",
     "forget_iterator",
     "gloo_group",
@@ -257,6 +258,17 @@ def held_loaders(wrapper: object) -> tuple[str, object] | None:
 def is_fastai_loader(kind: type) -> bool:
     """Tell whether a class is fastai's own ``DataLoader``, which is no subclass of torch's."""
     return "fastai.data.load.DataLoader" in map(_name, kind.__mro__)
+
+
+# ---- litdata, seen in 0.2.76 ----
+
+
+def asks_for_its_own_dataset(loader_kind: type) -> bool:
+    """Tell whether a class is litdata's ``StreamingDataLoader``, which raises unless its dataset is of its own classes.
+
+    Its ``__iter__`` takes any other dataset for one that mixes several, and asks it for methods that those have.
+    """
+    return "litdata.streaming.dataloader.StreamingDataLoader" in map(_name, loader_kind.__mro__)
 
 
 # ---- Hugging Face datasets, seen in 5.2.0 ----
