@@ -5,6 +5,7 @@ alone. Each entry says why it is needed, in which version it was seen, and wheth
 """
 
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
@@ -54,6 +57,7 @@ __all__ = [
     "noted_worker_info",
     "replace_worker_seed",
     "root_mesh",
+    "seed_as_worker",
     "shards_in_accelerate",
     "splits_by_node",
     "torchdata_batch_sampler",
@@ -154,6 +158,13 @@ def worker_info_told(info: object) -> Iterator[None]:
         yield
     finally:
         torch_worker._worker_info = before
+
+
+def seed_as_worker(base_seed: int, worker: int) -> None:
+    """Seed the global generators of the CPU as torch seeds those of a worker, which it does in workers only."""
+    random.seed(base_seed + worker)
+    torch.default_generator.manual_seed(base_seed + worker)
+    np.random.seed(torch_worker._generate_state(base_seed, worker))
 
 
 def replace_worker_seed(seed: int) -> None:

@@ -486,7 +486,9 @@ def test_there_may_be_fewer_samples_than_ranks(n: int, uneven: str) -> None:
 def test_of_a_large_loader_four_bytes_for_each_index_are_kept() -> None:
     n, world_size = 200_000, 4
     given: DataLoader[Any] = DataLoader(Untouchable(n), batch_size=250, shuffle=True)
-    drawn = [rank.epoch(0, Coding()) for rank in ranks_of(Subject(look_at(given), True, {}, False, n), world_size)]
+    drawn = [
+        rank.epoch(0, Coding()) for rank in ranks_of(Subject(look_at(given), True, {}, False, n), range(world_size))
+    ]
     assert sum(one.items.nbytes for one in drawn) == 4 * n
     assert sum(one.sizes.nbytes for one in drawn) == 4 * n // 250
     report = audit(given, world_size)

@@ -259,8 +259,9 @@ class StreamingDataLoader(DataLoader[Any]):
         super().__init__(dataset, batch_size)
 
     def __iter__(self) -> Any:
-        if not isinstance(self.dataset, OwnStream):
-            self.dataset._set_use_streaming_dataloader(True)
+        dataset: Any = self.dataset
+        if not isinstance(dataset, OwnStream):
+            dataset._set_use_streaming_dataloader(True)
         return super().__iter__()
 
 

@@ -27,6 +27,7 @@ class Drawn:
         seconds: Time spent drawing, without the time spent recording.
         memory: Bytes by which the process grew while drawing; None where the system does not report it.
         error: The exception that ended the epoch, as text; None without one.
+        asked: Whether an iterable dataset asked which worker it is in.
     """
 
     items: Numbers
@@ -36,6 +37,7 @@ class Drawn:
     seconds: float = 0.0
     memory: int | None = None
     error: str | None = None
+    asked: bool = False
 
     def first_steps(self, steps: int) -> "Drawn":
         """Return what the first ``steps`` steps drew."""
@@ -53,6 +55,7 @@ class Epoch:
         alone: What a single process would draw, its last incomplete batch included.
         units: Whether ranks shard samples or whole batches.
         is_iterable: Whether items are samples read from an iterable dataset, not indices.
+        unpatched: What the unpatched loader of an iterable dataset gives a single process; None where none is patched.
     """
 
     number: int
@@ -60,6 +63,7 @@ class Epoch:
     alone: Drawn
     units: Units
     is_iterable: bool
+    unpatched: Drawn | None = None
 
     @property
     def is_sample(self) -> bool:
