@@ -164,7 +164,7 @@ def seed_as_worker(base_seed: int, worker: int) -> None:
     """Seed the global generators of the CPU as torch seeds those of a worker, which it does in workers only."""
     random.seed(base_seed + worker)
     torch.default_generator.manual_seed(base_seed + worker)
-    np.random.seed(torch_worker._generate_state(base_seed, worker))
+    np.random.seed(torch_worker._generate_state(base_seed, worker))  # type: ignore[no-untyped-call]  # torch's
 
 
 def replace_worker_seed(seed: int) -> None:

@@ -49,7 +49,7 @@ def draw(facts: LoaderFacts[Any], workers: Workers, coding: Coding, subject: Sub
         with suppress(Exception):
             ended = next(steps, None) is None
     drawn = record.drawn(ended, (length_before, length_of(facts.loader)))
-    return replace(drawn, asked=workers.have_asked)
+    return replace(drawn, asked=workers.have_asked, parts=workers.parts)
 
 
 class _Record:

@@ -16,6 +16,7 @@ from ddp_patch.compat import made_worker_info, seed_as_worker, worker_info_told
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.nesting import deep_copy
 from ddp_patch.shares.iterables.board import Board
+from ddp_patch.shares.iterables.dataset import ShardedIterable
 from ddp_patch.shares.iterables.reading import Reader
 from ddp_patch.streams.chunks import begun
 from ddp_patch.streams.generators import LOOKED_AT
@@ -49,6 +50,16 @@ class Workers:
     def have_asked(self) -> bool:
         """Tell whether the dataset asked in the latest pass which worker it is in, in any of them."""
         return any(worker.reader.has_asked for worker in self._latest)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Return how long each part of the latest pass is, where workers of a patched loader read one each; else ()."""
+        dataset = self._facts.dataset
+        if not isinstance(dataset, ShardedIterable):
+            return ()
+        number = dataset.board.latest_pass
+        found = tuple(length for length in dataset.board.lengths(number) if length is not None)
+        return found if dataset.board.ways(number) == {"parts"} and len(found) == dataset.board.readers else ()
 
     def batches(self) -> Iterator[list[Any]]:
         """Yield the batches of the next pass, in the order in which the loader gives them."""
