@@ -5,6 +5,7 @@ alone. Each entry says why it is needed, in which version it was seen, and wheth
 """
 
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
@@ -42,6 +44,7 @@ __all__ = [
     "RunningLoader",
     "WorkerInfo",
     "arranges_neighbours",
+    "asks_for_its_own_dataset",
     "default_store",
     "forget_iterator",
     "gloo_group",
@@ -58,6 +61,7 @@ __all__ = [
     "order_remedy",
     "replace_worker_seed",
     "root_mesh",
+    "seed_as_worker",
     "shards_in_accelerate",
     "splits_by_node",
     "torchdata_batch_sampler",
@@ -160,6 +164,13 @@ def worker_info_told(info: object) -> Iterator[None]:
         yield
     finally:
         torch_worker._worker_info = before
+
+
+def seed_as_worker(base_seed: int, worker: int) -> None:
+    """Seed the global generators of the CPU as torch seeds those of a worker, which it does in workers only."""
+    random.seed(base_seed + worker)
+    torch.default_generator.manual_seed(base_seed + worker)
+    np.random.seed(torch_worker._generate_state(base_seed, worker))  # type: ignore[no-untyped-call]  # torch's
 
 
 def replace_worker_seed(seed: int) -> None:
@@ -293,6 +304,17 @@ def held_loaders(wrapper: object) -> tuple[str, object] | None:
 def is_fastai_loader(kind: type) -> bool:
     """Tell whether a class is fastai's own ``DataLoader``, which is no subclass of torch's."""
     return "fastai.data.load.DataLoader" in map(_name, kind.__mro__)
+
+
+# ---- litdata, seen in 0.2.76 ----
+
+
+def asks_for_its_own_dataset(loader_kind: type) -> bool:
+    """Tell whether a class is litdata's ``StreamingDataLoader``, which raises unless its dataset is of its own classes.
+
+    Its ``__iter__`` takes any other dataset for one that mixes several, and asks it for methods that those have.
+    """
+    return "litdata.streaming.dataloader.StreamingDataLoader" in map(_name, loader_kind.__mro__)
 
 
 # ---- Hugging Face datasets, seen in 5.2.0 ----
