@@ -119,7 +119,7 @@ class StreamSampler(EpochSampler[None]):
             }
         super().__init__(agreed, [random_holder(dataset.dataset)], facts)
         self.dataset: ShardedIterable[Any] = dataset
-        self._reads_here, self._batching = given.num_workers == 0, given.batching
+        self._workers, self._batching = given.num_workers, given.batching
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def _stream_length(self, epoch: int) -> int:
@@ -241,9 +241,8 @@ class StreamSampler(EpochSampler[None]):
         if place.parts is not None and len(place.parts.done) != readers:
             raise StateError(
                 f"{type(self.dataset.dataset).__name__} cannot go on from the state, which counts the items of "
-                f"{len(place.parts.done)} workers: each reads a part, and this loader has {readers} "
-                f"({'one worker or none' if readers == 1 else f'num_workers={readers}'}). Use "
-                f"num_workers={len(place.parts.done)}; the number of ranks may change."
+                f"{len(place.parts.done)} workers that each read a part: this loader has num_workers={self._workers}. "
+                f"Use num_workers={len(place.parts.done)}; the number of ranks may change."
             )
         return place
 
@@ -264,7 +263,7 @@ class StreamSampler(EpochSampler[None]):
 
     def _is_done(self, one: Pass[Any]) -> bool:
         """Tell whether a loader without workers has found the end of a pass: it asked for more than there is."""
-        if not self._reads_here:
+        if self._workers:
             return False
         if self.dataset.loaded_at_end == one.epoch:
             return one.taken > one.skip
