@@ -134,7 +134,12 @@ class ShardedIterable(IterableDataset[T]):
         return getattr(self.dataset, name)
 
     def __iter__(self) -> Iterator[T]:
-        return Items(self._items, self._note_loaded)
+        return Items(self._items, self._unbegun, self._note_loaded)
+
+    def _unbegun(self) -> Loaded:
+        number = self.board.latest_pass + 1 if self._first_pass is None else self._first_pass
+        generators = generator_states([random_holder(self.dataset)])
+        return Loaded(self._start(number, epoch=-1), self._seed.value, generators, is_over=False)
 
     def _note_loaded(self, loaded: Loaded) -> None:
         self.loaded_at_end = loaded.start.epoch if loaded.is_over else None
@@ -180,12 +185,12 @@ class ShardedIterable(IterableDataset[T]):
 
     def _start_of(self, loaded: Loaded, number: int, epoch: int) -> Start:
         """Return where a pass begins that another package's loader resumes."""
-        start = replace(loaded.start, number=number)
-        if start.epoch != epoch or self._made_for not in {None, start.role}:
+        start = replace(loaded.start, number=number, epoch=epoch)
+        if loaded.start.epoch not in {-1, epoch} or self._made_for not in {None, start.role}:
             raise StateError(
                 f"{type(self.dataset).__name__} cannot go on from the state of its iterator, which is of worker "
-                f"{start.role} in epoch {start.epoch}: this is worker {this_worker()[0]} in epoch {epoch}. Load the "
-                "state of the whole loader, and set no other epoch before it goes on."
+                f"{start.role} in epoch {loaded.start.epoch}: this is worker {this_worker()[0]} in epoch {epoch}. Load "
+                "the state of the whole loader, and set no other epoch before it goes on."
             )
         self.board.note_offset(number, this_worker()[0], start.offset)
         set_generator_states([random_holder(self.dataset)], loaded.generators)

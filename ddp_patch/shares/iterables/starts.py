@@ -21,7 +21,7 @@ class Start:
 
     Attributes:
         number: The pass.
-        epoch: Which epoch it is over.
+        epoch: Which epoch it is over; -1 before that is known.
         role: Which worker of this rank's loader it stands for; another than it is where a pass resumes.
         before: What other numbers of ranks took.
         skip: How many items of this rank's share were done when the pass began.
@@ -75,18 +75,24 @@ class Items(Iterator[T]):
 
     Args:
         begin: Called with the iterator when its first item is asked for. Returns the items.
+        standing: Tells where it will begin.
         note: Called with what was loaded.
 
     Attributes:
         loaded: What was loaded, if anything was.
-        standing: Tells where it stands, once it was begun.
+        standing: Tells where it stands.
     """
 
-    def __init__(self, begin: Callable[["Items[T]"], Iterator[T]], note: Callable[["Loaded"], object]) -> None:
+    def __init__(
+        self,
+        begin: Callable[["Items[T]"], Iterator[T]],
+        standing: Callable[[], Loaded],
+        note: Callable[[Loaded], object],
+    ) -> None:
         self._begin, self._note = begin, note
         self._items: Iterator[T] | None = None
         self.loaded: Loaded | None = None
-        self.standing: Callable[[], Loaded] | None = None
+        self.standing: Callable[[], Loaded] = standing
 
     def __next__(self) -> T:
         if self._items is None:
@@ -94,10 +100,8 @@ class Items(Iterator[T]):
         return next(self._items)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it stands, as the only value; nothing before it was begun."""
-        loaded = self.loaded if self.standing is None else self.standing()
-        if loaded is None:
-            return {_KEY: None}
+        """Return where it stands, as the only value."""
+        loaded = self.loaded if self._items is None and self.loaded is not None else self.standing()
         start = loaded.start
         done, first = [list(stint) for stint in start.before], start.mark.first
         return {
@@ -120,8 +124,6 @@ class Items(Iterator[T]):
                 f"The state of a worker's iterator has no {_KEY!r}, so the loader that told it was not patched. "
                 "Restore it with the loader that it was taken of, or take one of the patched loader."
             )
-        if state_dict[_KEY] is None:
-            return
         epoch, role, done, skip, counts, offset, first, state, seed, generators, is_over = state_dict[_KEY]
         mark = Mark(None if first is None else (first[0], first[1]), tuple(state))
         before = tuple((ranks, taken) for ranks, taken in done)
