@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
@@ -38,6 +39,7 @@ __all__ = [
     "AccelerateLeavesAlone",
     "KeptIterator",
     "RunningLoader",
+    "WorkerInfo",
     "arranges_neighbours",
     "default_store",
     "forget_iterator",
@@ -52,6 +54,7 @@ __all__ = [
     "is_torch_batch_sampler",
     "loses_items_when_loaded",
     "made_worker_info",
+    "may_hold_a_normal",
     "noted_worker_info",
     "replace_worker_seed",
     "root_mesh",
@@ -119,16 +122,20 @@ def gloo_group(store: "Store", rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def made_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> torch_worker.WorkerInfo:
+# The class of what ``get_worker_info()`` returns, which has no public name.
+WorkerInfo: TypeAlias = torch_worker.WorkerInfo
+
+
+def made_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> WorkerInfo:
     """Return what ``get_worker_info()`` tells a worker. torch makes such values for its own workers only."""
-    return torch_worker.WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
+    return WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
 
 
 # What a worker info tells of a worker.
 _TELLING: Final = frozenset({"id", "num_workers", "seed", "dataset"})
 
 
-class _NotedWorkerInfo(torch_worker.WorkerInfo):
+class _NotedWorkerInfo(WorkerInfo):
     """A worker info that notes which of its attributes are read."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -137,9 +144,7 @@ class _NotedWorkerInfo(torch_worker.WorkerInfo):
         return object.__getattribute__(self, name)
 
 
-def noted_worker_info(
-    worker: int, workers: int, seed: int, dataset: Any, note: Callable[[str], object]
-) -> torch_worker.WorkerInfo:
+def noted_worker_info(worker: int, workers: int, seed: int, dataset: Any, note: Callable[[str], object]) -> WorkerInfo:
     """Return what ``made_worker_info`` does, calling ``note`` with the name of each attribute that somebody reads."""
     info = _NotedWorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
     object.__setattr__(info, "note", note)  # frozen; set last, because making it reads nothing
@@ -160,6 +165,35 @@ def worker_info_told(info: object) -> Iterator[None]:
 def replace_worker_seed(seed: int) -> None:
     """Have ``get_worker_info().seed`` be this one. The value is frozen, and datasets read their seed nowhere else."""
     object.__setattr__(get_worker_info(), "seed", seed)
+
+
+# ---- numpy, seen in 2.4.6 ----
+
+
+class _Stateless:
+    """Stands for a bit generator whose state nobody wants to copy."""
+
+    @property
+    def state(self) -> dict[str, object]:
+        return {"bit_generator": ""}
+
+
+def may_hold_a_normal() -> bool:
+    """Tell whether numpy's global generator holds the second of two normal draws, or may do so.
+
+    It lies beside the bit generator. The public ``np.random.get_state()`` tells, and copies 624 numbers one by one
+    before that, which takes longer than all the rest of a swap of random states. So a stub is there meanwhile.
+    """
+    try:
+        numpys = np.random.get_state.__self__  # type: ignore[attr-defined]  # a bound method, in numpy's stubs a function
+        bit_generator = numpys._bit_generator
+    except AttributeError:
+        return True
+    try:
+        numpys._bit_generator = _Stateless()
+        return bool(numpys.get_state(legacy=False)["has_gauss"])
+    finally:
+        numpys._bit_generator = bit_generator
 
 
 # ---- torchdata, seen in 0.11.0: its classes are torch's in all but name ----

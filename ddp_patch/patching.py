@@ -77,10 +77,10 @@ def patch_dataloader_to_ddp(
             every rank, which follows from rank 0's ``torch.initial_seed()`` and how many such loaders were patched
             before; in a ``process_group`` of only some ranks it follows from 0 instead, and in an explicit world it
             is 0. A restored state's seed replaces the default.
-        iterable_sharding: How to shard an iterable dataset. With ``"exact"``, every rank reads the whole stream and
-            keeps its share, which is right for any dataset. With ``"by_worker"``, the dataset splits itself by
-            ``get_worker_info()``, which counts all ranks' workers as one loader's. Nothing is read twice, but the
-            dataset decides whether ranks make equally many steps, and ``uneven`` has no effect.
+        iterable_sharding: How to shard an iterable dataset. With ``"exact"``, every rank reads what one process with
+            the same workers reads, and keeps its share of each worker's part. With ``"by_worker"``, the dataset splits
+            itself by ``get_worker_info()``, which counts all ranks' workers as one loader's. Nothing is read twice, but
+            the dataset decides whether ranks make equally many steps, and ``uneven`` has no effect.
         share: What a rank takes at a time. With ``"samples"``, each rank makes its own batches of every
             num_replicas-th sample. With ``"batches"``, it takes whole batches, as the unpatched loader makes them: so
             groups stay together that a sampler puts into one batch. ``"auto"`` takes whole batches of a batch sampler

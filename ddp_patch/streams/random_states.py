@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddp_patch.compat import may_hold_a_normal
 from ddp_patch.options import Options
 from ddp_patch.streams.generators import plain
 from ddp_patch.streams.seeding import Seed, order_seeds
@@ -33,8 +34,7 @@ class _GlobalState:
     @classmethod
     def capture(cls) -> "_GlobalState":
         # numpy keeps a second normal draw beside the bit generator. Swapping bit generators would lose it.
-        numpy = np.random.get_state(legacy=False)
-        gauss = numpy if numpy["has_gauss"] and numpy["bit_generator"] == "MT19937" else None
+        gauss = np.random.get_state(legacy=False) if may_hold_a_normal() else None
         bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
         return cls(torch.get_rng_state(), bit_generator, gauss, random.getstate())
 

@@ -69,7 +69,7 @@ def test_every_rank_takes_its_share_of_the_one_stream(kind: Kind) -> None:
             assert shares == [kind.of_rank(stream, Plan(rank, num_replicas)) for stream in streams]
 
 
-@over([kind for kind in FINITE if not kind.shuffles and "workers" not in kind.name])
+@over([kind for kind in FINITE if not kind.shuffles and (kind.parts or not kind.make().num_workers)])
 def test_the_one_stream_is_the_unpatched_loaders(kind: Kind) -> None:
     assert epochs_of(kind, 0, 1) == [units(kind, kind.make()) for _ in range(kind.epochs)]
 

@@ -68,10 +68,10 @@ def lengths_of(kind: Kind) -> list[int]:
 
 def padding(kind: Kind, n: int, plan: Plan) -> Iterator[bool]:
     """Tell of each item of a rank's share whether it is padding."""
-    if kind.parts == 1:
+    if not kind.parts:
         return (place >= n for place in plan.share(n))
-    lengths = [len(range(part, n, kind.parts)) for part in range(kind.parts)]
-    return iter(in_turns([[place >= m for place in plan.share(m)] for m in lengths], kind.make().batch_size or 1))
+    parts = [[place >= length for place in plan.share(length)] for length in kind.parts]
+    return iter(in_turns(parts, kind.make().batch_size or 1))
 
 
 def masked(kind: Kind, given: DataLoader[Any]) -> Masked:

@@ -1,6 +1,8 @@
 """Iterable datasets: what one process with the same workers reads, and who reads what."""
 
+import multiprocessing
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
 from ddp_patch import (
+    InvalidOptionError,
     UnsupportedLoaderError,
     check_loaders_is_patched,
     loader_state,
@@ -172,6 +175,94 @@ def test_by_worker_splits_one_order_where_the_dataset_shuffles(workers: int) -> 
     options = {"iterable_sharding": "by_worker"}
     ranks = [batches(Source(splits=True, shuffles=True), rank, workers, **options) for rank in (0, 1)]
     assert Counter(item for batch in chain(*ranks) for item in batch) == Counter(range(N))
+
+
+class Asking(IterableDataset[int]):
+    """Gives 8 numbers, and asks for the worker's number before the n-th."""
+
+    def __init__(self, before: int, name: str = "id") -> None:
+        self.before, self.name = before, name
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(9):
+            if number == self.before and (info := get_worker_info()) is not None:
+                getattr(info, self.name)
+            if number < 8:
+                yield number
+
+
+@pytest.mark.parametrize("name", ["id", "num_workers", "seed"])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_dataset_that_asks_which_worker_it_is_in_gives_what_torch_has_it_give(before: int, name: str) -> None:
+    """Within the first round: here each worker reads all, as without the patch."""
+    ranks = [chain.from_iterable(batches(Asking(before, name), rank, 2)) for rank in (0, 1)]
+    assert Counter(chain(*ranks)) == Counter(2 * [*range(8)])
+
+
+def test_asking_after_the_last_item_splits_nothing() -> None:
+    ranks = [chain.from_iterable(batches(Asking(8), rank, 2)) for rank in (0, 1)]
+    assert Counter(chain(*ranks)) == Counter(range(8))
+
+
+def test_a_dataset_that_asks_only_after_its_first_items_is_refused() -> None:
+    with raises(UnsupportedLoaderError, ("Asking", "2 workers", "after"), ("__iter__", "num_workers=0")):
+        batches(Asking(5), 0, 2)
+
+
+class OwnWay(IterableDataset[int]):
+    """Splits itself in a way that cannot be seen."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4 + multiprocessing.current_process()._identity[-1] % 2))
+
+
+def test_a_dataset_that_gives_workers_unequally_much_without_asking_is_refused() -> None:
+    with raises(UnsupportedLoaderError, ("OwnWay", "never asked", "4 and 5"), ("get_worker_info()", "num_workers=0")):
+        batches(OwnWay(), 0, 2)
+
+
+HELD = Splittable()
+
+
+def split_what_the_module_holds(worker_id: int) -> None:
+    """A forked worker's dataset is the module's."""
+    HELD.start, HELD.end = 10 * worker_id, 10 * worker_id + 5 + worker_id
+
+
+def test_a_dataset_that_worker_init_fn_changes_unasked_is_in_parts() -> None:
+    ranks: list[int] = []
+    for rank in (0, 1):
+        loader: DataLoader[Any] = DataLoader(
+            HELD, 3, num_workers=2, worker_init_fn=split_what_the_module_holds, collate_fn=as_it_is
+        )
+        ranks += chain.from_iterable(patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2))
+    assert Counter(ranks) == Counter([*range(5), 0, *range(10, 16)])
+
+
+def test_runs_of_a_dataset_in_parts_are_refused() -> None:
+    class Sized(Source):
+        def __len__(self) -> int:
+            return N
+
+    assert batches(Sized(splits=False), 1, 2, layout="contiguous")[0] == [12, 13, 14]
+    with raises(InvalidOptionError, ("contiguous", "Sized", "num_workers=2"), ("interleaved", "num_workers=0")):
+        batches(Sized(splits=True), 1, 2, layout="contiguous")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_random_numbers_are_alike_until_the_first_item_and_each_workers_own_after_it(workers: int) -> None:
+    class Drawing(IterableDataset[float]):
+        def __iter__(self) -> Iterator[float]:
+            info = get_worker_info()
+            assert info is None or info.num_workers == workers
+            for _ in range(4):
+                yield random.random()
+
+    ranks = [[*chain.from_iterable(batches(Drawing(), rank, workers))] for rank in (0, 1)]
+    drawn = Counter(chain(*ranks))
+    assert drawn.total() == 4 * workers
+    assert max(drawn.values()) == workers  # the first round, which is of 2
+    assert len(drawn) == 4 * workers - 2 * (workers - 1)
 
 
 class Slow(Source):

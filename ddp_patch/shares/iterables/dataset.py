@@ -1,15 +1,15 @@
 """One rank's share of an iterable dataset, whose stream is made inside the loader's workers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ddp_patch.compat import WorkerInfo, worker_info_told
 from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching, Done, Plan
@@ -172,7 +172,7 @@ class ShardedIterable(IterableDataset[T]):
             set_generator_states([random_holder(self.dataset)], self._resumed[1].held.generators)
         start = self._start(number, epoch) if loaded is None else self._start_of(loaded, number, epoch)
         generators = generator_states([random_holder(self.dataset)])
-        with self._told(start):
+        with worker_info_told(self._info(start)):
             # Told after that, because it may seed these generators.
             if callable(tell := getattr(self.dataset, "set_epoch", None)):
                 tell(epoch)
@@ -205,10 +205,10 @@ class ShardedIterable(IterableDataset[T]):
                 "which starts new workers, or load the state before the first pass."
             )
 
-    def _told(self, start: Start) -> AbstractContextManager[None]:
-        """Return what to enter while the dataset's code runs, so that it knows which worker it is in."""
+    def _info(self, start: Start) -> WorkerInfo | None:
+        """Return what the dataset is told of the worker that it is in."""
         reader, readers = self._reader_of(start)
-        return self._reader.told(reader, readers, reader_seed(self._seed.value, start.epoch) + reader, self.dataset)
+        return self._reader.info(reader, readers, reader_seed(self._seed.value, start.epoch) + reader, self.dataset)
 
     def _reader_of(self, start: Start) -> tuple[int, int]:
         """Return which worker of how many the dataset is told that it is in."""
@@ -217,14 +217,23 @@ class ShardedIterable(IterableDataset[T]):
             return start.role, workers
         return self._plan.rank * workers + start.role, self._plan.num_replicas * workers
 
-    def _drawn(self, start: Start, stream: Iterator[T], round_size: int, states: Switching) -> Iterator[Chunk[T]]:
-        """Yield the stream in rounds, of which the first shows whether the dataset asks which worker it is in.
+    def _drawn(
+        self, start: Start, stream: Iterator[T], plan: Plan, length: int, states: Switching, skip: int
+    ) -> Iterator[Chunk[T]]:
+        """Yield the stream in whole batches, after a first round that shows whether the dataset asks for its worker.
 
         Up to then all workers draw from the same random states, so that a dataset may shuffle its files and then take
         its own. After it, one that asked draws from states of its worker's own, as in torch.
         """
-        # One round at a time, and no copies: these are samples, not indices, and most are other ranks'.
-        chunks = draw(stream, states, round_size=round_size, copies=False)
+        size = self._batching.size
+
+        def kept(at: int, items: int) -> slice:
+            # The first round is for padding.
+            return slice(None) if self._options.verify or not at else plan.part(at, items, length)
+
+        # A batch at a time, which no batch can come without, and no copies: these are samples, not indices.
+        rounds = chain([1, (skip - 1) % size or size], repeat(size))
+        chunks = draw(stream, states, round_size=plan.num_replicas, rounds=rounds, copies=False, kept=kept)
         first = next(chunks, None)
         asked = self._reader.has_split if first is not None else self._reader.has_asked
         reader, readers = self._reader_of(start)
@@ -237,7 +246,8 @@ class ShardedIterable(IterableDataset[T]):
                 raise UnsupportedLoaderError(
                     f"{type(self.dataset).__name__} cannot be shared with {readers} workers: it asked "
                     f"get_worker_info() which worker it is in after it had given items without asking, so these came "
-                    "from every worker and later ones from one. Ask at the beginning of __iter__, or use num_workers=0."
+                    "from every worker and later ones from one. Call get_worker_info() first in __iter__, or use "
+                    "num_workers=0."
                 )
             yield chunk
 
@@ -249,8 +259,8 @@ class ShardedIterable(IterableDataset[T]):
         if len(ways := self.board.ways(start.number)) > 1:
             raise UnsupportedLoaderError(
                 f"{name} cannot be shared with {readers} workers: it asked get_worker_info() which worker it is in "
-                "in some of them, and not in others, so it is neither one stream nor split into parts. Ask in every "
-                "worker, at the beginning of __iter__, or use num_workers=0."
+                "in some of them, and not in others, so it is neither one stream nor split into parts. Call it in "
+                "every worker, first in __iter__, or use num_workers=0."
             )
         if ways == {"parts"} and self._plan.needs_length:
             raise InvalidOptionError(
@@ -274,10 +284,10 @@ class ShardedIterable(IterableDataset[T]):
         marker = Marker(self.dataset, self.board, start.number, worker, states if self._snapshots else None)
         before = self._before(start, marker)
         if before is None:
-            stream = rest.select(marker.watch(self._read(start), start.mark))
+            stream, skip = rest.select(marker.watch(self._read(start), start.mark)), start.skip
         else:
-            stream = marker.follow(self._read(start, partial(begun_at, self.dataset, start.mark.state[0])))
-        chunks = self._drawn(start, stream, plan.num_replicas, states)
+            stream, skip = marker.follow(self._read(start, partial(begun_at, self.dataset, start.mark.state[0]))), 0
+        chunks = self._drawn(start, stream, plan, len(rest), states, skip)
         running = Fingerprint()
         is_verified = self._options.verify and before is None
         if is_verified:
@@ -318,7 +328,7 @@ class ShardedIterable(IterableDataset[T]):
 
     def _snapshot(self, start: Start, marker: Marker) -> tuple[Any, ...]:
         asked = self._reader.has_asked
-        with self._told(start):
+        with worker_info_told(self._info(start)):
             state = marker.snapshot()
         self._reader.has_asked = asked
         return state
@@ -327,7 +337,7 @@ class ShardedIterable(IterableDataset[T]):
         return Switching(epoch_states(self._options, self._seed, start.epoch))
 
     def _read(self, start: Start, begin: Callable[[], Iterator[T]] | None = None) -> Iterator[T]:
-        return self._reader.read(begin or partial(iter, self.dataset), partial(self._told, start))
+        return self._reader.read(begin or partial(iter, self.dataset), self._info(start))
 
     def _before(self, start: Start, marker: Marker) -> Chunk[T] | None:
         """Return the rounds that need not be read again because the dataset says where it stood; None to read them.
@@ -354,13 +364,13 @@ class ShardedIterable(IterableDataset[T]):
                 raise UnsupportedLoaderError(
                     f"{name} cannot be shared with {self.board.readers} workers: it never asked get_worker_info() "
                     f"which worker it is in, and yet gave {' and '.join(map(str, lengths))} items in two of them. "
-                    "Split it by get_worker_info() in __iter__, or use num_workers=0."
+                    "Use get_worker_info() to split it, in __iter__, or use num_workers=0."
                 )
         if start.is_whole and None not in lengths:
             require_steps(self._plan, self._batching, name, cast("list[int]", lengths), in_batches=False)
 
     def _by_worker(self, start: Start) -> Iterator[T]:
-        chunks = self._drawn(start, self._read(start), 1, self._states(start))
+        chunks = self._drawn(start, self._read(start), Plan(0, 1), 0, self._states(start), start.skip)
         items = (item for chunk in chunks for item in chunk.items)
         # The loader asks its workers in turn, so this one made every workers-th of the batches that were done.
         size, role, workers = self._batching.size, start.role, this_worker()[1]
@@ -381,7 +391,7 @@ class ShardedIterable(IterableDataset[T]):
             return
         start = self._start(number, epoch)
         reader, _ = self._reader_of(start)
-        with self._told(start):
+        with worker_info_told(self._info(start)):
             self._reader.prepare(self.dataset, worker_init_fn, reader)
         if self._reader.has_asked:
             self._made_for = start.role

@@ -1,13 +1,13 @@
 """How a worker reads the user's dataset: which worker it is told to be in, and which random states it draws from."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeVar
 
 from torch.utils.data import get_worker_info
 
-from ddp_patch.compat import noted_worker_info, worker_info_told
+from ddp_patch.compat import WorkerInfo, noted_worker_info, worker_info_told
 from ddp_patch.streams.random_states import PrivateRNG
 
 __all__ = ["Reader", "Switching", "this_worker"]
@@ -37,14 +37,11 @@ class Reader:
         self.has_split: bool = False
         self._has_dataset = False  # whether somebody reached for the dataset through the worker info
 
-    @contextmanager
-    def told(self, worker: int, workers: int, seed: int, dataset: Any) -> Iterator[None]:
-        """Have ``get_worker_info()`` tell of this worker; in the main process, where torch tells nothing, of none."""
+    def info(self, worker: int, workers: int, seed: int, dataset: Any) -> WorkerInfo | None:
+        """Return what ``get_worker_info()`` shall tell the dataset; in the main process torch tells nothing."""
         if get_worker_info() is None and workers == 1:
-            yield
-            return
-        with worker_info_told(noted_worker_info(worker, workers, seed, dataset, self._note)):
-            yield
+            return None
+        return noted_worker_info(worker, workers, seed, dataset, self._note)
 
     def prepare(self, dataset: Any, worker_init_fn: Callable[[int], object], worker: int) -> None:
         """Call the user's ``worker_init_fn``, and note whether it made the dataset another one for this worker.
@@ -58,14 +55,12 @@ class Reader:
         is_changed = before.keys() != after.keys() or any(after[name] is not value for name, value in before.items())
         self.has_asked = asked or self._has_dataset or is_changed
 
-    def read(
-        self, begin: Callable[[], Iterator[Any]], told: Callable[[], AbstractContextManager[None]]
-    ) -> Iterator[Any]:
-        """Iterate a dataset, which ``begin()`` begins, by ``next()``; enter ``told()`` whenever its code runs."""
-        with told():
+    def read(self, begin: Callable[[], Iterator[Any]], info: WorkerInfo | None) -> Iterator[Any]:
+        """Iterate a dataset, which ``begin()`` begins, by ``next()``; tell it ``info`` whenever its code runs."""
+        with worker_info_told(info):
             iterator = begin()
         while True:
-            with told():
+            with worker_info_told(info):
                 try:
                     item = next(iterator)
                 except StopIteration:
