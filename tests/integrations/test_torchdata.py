@@ -346,3 +346,26 @@ def test_real_ranks_share_and_resume() -> None:
         assert_shared_exactly(list(shares), N)
     assert first[0] != first[1] != first[2]
     assert not torch.distributed.is_initialized()
+
+
+def a_stream_on_rank(rank: int, world_size: int) -> Any:
+    """Each start has another seed, which the state replaces: in the workers too, which torchdata starts before."""
+
+    def start(ambient_seed: int) -> Any:
+        seed_ambient(ambient_seed)
+        given = StatefulDataLoader(Source(splits=True, shuffles=True), 2, collate_fn=as_it_is, num_workers=2)
+        return patch_dataloader_to_ddp(given)
+
+    patched = start(100 + rank)
+    epochs = [list(patched) for _ in range(2)]
+    stopped = start(100 + rank)
+    list(islice(stopped, 1))
+    resumed = start(200 + rank)
+    resumed.load_state_dict(stopped.state_dict())
+    assert [list(resumed), list(resumed)] == [epochs[0][1:], epochs[1]]
+    return [item for batch in epochs[0] for item in batch]
+
+
+def test_real_ranks_adopt_the_seed_of_a_stream_in_their_workers() -> None:
+    shares = run_ranks(a_stream_on_rank, 2)
+    assert {item for share in shares for item in share} == set(range(N))

@@ -68,6 +68,26 @@ class Stateful(Shards):
         self.place = 0
 
 
+class Noisy(Stateful):
+    """Draws from the global states with each item, which its own state does not hold."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            yield item, int(torch.randint(1000, ()))
+
+
+class NoisyByItsOwn(Stateful):
+    """Draws from a generator that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            yield item, int(torch.randint(1000, (), generator=self.generator))
+
+
 class OwnIterator(Stateful):
     """Is its own iterator, whose ``iter()`` begins anew or does not."""
 
@@ -162,6 +182,8 @@ MAKES: dict[str, Callable[[], IterableDataset[Any]]] = {
     "stateful parts": Stateful,
     "stateful parts, shuffled": partial(Stateful, shuffles=True),
     "stateful stream": partial(Stateful, splits=False),
+    "stateful parts, augmented": Noisy,
+    "stateful parts, augmented by a generator": NoisyByItsOwn,
     "own iterator": partial(OwnIterator, False),
     "own iterator that begins anew": partial(OwnIterator, True),
     "own iterator without a state": partial(StatelessIterator, True, splits=False),
