@@ -34,6 +34,7 @@ __all__ = [
     "MAKE_ITERATOR",
     "READERS",
     "RUNNING_ITERATOR",
+    "SAMPLE_KEY",
     "WORLD_NAMES",
     "WORLD_WORDS",
     "AccelerateLeavesAlone",
@@ -56,6 +57,7 @@ __all__ = [
     "made_worker_info",
     "may_hold_a_normal",
     "noted_worker_info",
+    "order_remedy",
     "replace_worker_seed",
     "root_mesh",
     "shards_in_accelerate",
@@ -341,6 +343,29 @@ def forget_loaded_state(dataset: object) -> None:
 
 def _is_hugging_face_stage(value: object) -> bool:
     return any(kind.__module__ == _HUGGING_FACE for kind in type(value).__mro__)
+
+
+# ---- what shuffles an iterable dataset ----
+
+# The field by which webdataset names a sample, seen in 1.0.2. It is the name of the sample's files.
+SAMPLE_KEY: Final = "__key__"
+
+# How a package's datasets are told to shuffle alike in every process. Seen in webdataset 1.0.2, whose detshuffle=True
+# alone takes its seed from Python's global generator, and in Hugging Face datasets 5.2.0.
+_ORDER_REMEDIES: Final = {
+    "webdataset": "Pass a seed that is the same on every rank: WebDataset(..., detshuffle=True, seed=0) for shards, "
+    "and .compose(webdataset.detshuffle(1000, seed=0)) or .shuffle(1000, seed=0) in place of .shuffle(1000)",
+    "datasets": "Pass a seed that is the same on every rank: .shuffle(seed=0, buffer_size=1000)",
+}
+
+
+def order_remedy(dataset: object) -> str | None:
+    """Return how to have a dataset of another package, or one that it holds, shuffle alike on every rank."""
+    for one in (dataset, *getattr(dataset, "__dict__", {}).values()):
+        for kind in type(one).__mro__:
+            if (remedy := _ORDER_REMEDIES.get(kind.__module__.split(".")[0])) is not None:
+                return remedy
+    return None
 
 
 # ---- samplers that put together what belongs in one batch ----

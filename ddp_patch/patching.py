@@ -113,7 +113,8 @@ def patch_dataloader_to_ddp(
         AlreadyPatchedError: The loader was sharded for another world.
         UnsupportedLoaderError: The loader cannot be copied correctly.
         RankMismatchError: The ranks' loaders or options differ; raised on every rank. Also while iterating: the ranks
-            make different passes. Also in an explicit world: too many ranks take one share.
+            make different passes, or read an iterable dataset in different orders. Also in an explicit world: too many
+            ranks take one share.
         MissingRanksError: A rank did not arrive in time.
 
     Examples:

@@ -109,6 +109,39 @@ class OwnIterator(Stateful):
         return items[self.place - 1]
 
 
+class OwnIteratorFromNextIter(OwnIterator):
+    """Takes a state when ``iter()`` is called next."""
+
+    begins = 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begins = state["place"]
+
+    def __iter__(self) -> Iterator[int]:
+        self.place, self.begins = self.begins, 0
+        return self
+
+
+class Deaf(OwnIteratorFromNextIter):
+    """Takes none."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class IteratorWithState(Stateful):
+    """The place is in the iterator's state, and another thing in the dataset's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(OwnIterator(True))
+
+
 class StatelessIterator(OwnIterator):
     state_dict: Any = property()
     load_state_dict: Any = property()
@@ -186,6 +219,8 @@ MAKES: dict[str, Callable[[], IterableDataset[Any]]] = {
     "stateful parts, augmented by a generator": NoisyByItsOwn,
     "own iterator": partial(OwnIterator, False),
     "own iterator that begins anew": partial(OwnIterator, True),
+    "own iterator that takes a state at iter()": partial(OwnIteratorFromNextIter, True),
+    "iterator with a state": IteratorWithState,
     "own iterator without a state": partial(StatelessIterator, True, splits=False),
 }
 SET_UPS: dict[str, dict[str, Any]] = {
@@ -298,6 +333,14 @@ def test_over_the_same_object_it_is_exact_or_refused(kind: Any, resets: bool, wo
         assert "anew" in str(error)  # noqa: PT017 - it may be exact instead
     else:
         assert rest == [rank[2:] for rank in whole]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_does_not_take_its_state_is_refused(workers: int) -> None:
+    job = Job(partial(Deaf, True), workers=workers)
+    _, state = step(job.start(), 2)
+    with raises(StateError, ("Deaf", "state_dict()"), "methods"):
+        list(job.start(state)[0])
 
 
 class Other(Shards):

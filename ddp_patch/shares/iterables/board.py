@@ -8,7 +8,7 @@ import torch
 from ddp_patch.shares.iterables.ring import Ring
 from ddp_patch.streams.fingerprint import fingerprint
 
-__all__ = ["FIRST", "Board"]
+__all__ = ["FIRST", "Board", "shared"]
 
 # By how many of its first items a stream is known again.
 FIRST = 8
@@ -33,13 +33,13 @@ class Board:
     def __init__(self, readers: int = 1, ahead: int | None = None) -> None:
         self.readers: int = readers
         self._ring = None if ahead is None else Ring(readers, ahead)
-        self._firsts = _shared(_LATEST, readers, FIRST)
-        self._offsets = _shared(_LATEST, readers)
-        self._latest = _shared(1)
-        self._epochs = _shared(_LATEST)
-        self._roles = _shared(_LATEST, readers)
-        self._ends = _shared(_LATEST, readers, 2)
-        self._loads = _shared(1)
+        self._firsts = shared(_LATEST, readers, FIRST)
+        self._offsets = shared(_LATEST, readers)
+        self._latest = shared(1)
+        self._epochs = shared(_LATEST)
+        self._roles = shared(_LATEST, readers)
+        self._ends = shared(_LATEST, readers, 2)
+        self._loads = shared(1)
 
     @property
     def latest_pass(self) -> int:
@@ -132,7 +132,7 @@ class Board:
         return {"drawn in the epoch before": sum(drawn) if is_split else drawn[0], "order of the epoch before": order}
 
 
-def _shared(*shape: int) -> torch.Tensor:
+def shared(*shape: int) -> torch.Tensor:
     """Return a tensor of -1 in memory that the workers share."""
     tensor = torch.full(shape, -1, dtype=torch.int64, device="cpu")
     return tensor.share_memory_()  # type: ignore[no-any-return,no-untyped-call]  # torch leaves it unannotated

@@ -15,7 +15,8 @@ from ddp_patch.options import Options
 from ddp_patch.plan import Batching, Done, Plan
 from ddp_patch.shares.drawing import require_sure_length, share
 from ddp_patch.shares.iterables.board import Board
-from ddp_patch.shares.iterables.marks import Marker, begun_at, can_snapshot
+from ddp_patch.shares.iterables.first_items import FirstItems
+from ddp_patch.shares.iterables.marks import Marker, can_snapshot
 from ddp_patch.shares.iterables.reading import Reader, Switching, this_worker
 from ddp_patch.shares.iterables.starts import Items, Loaded, Start
 from ddp_patch.shares.place import Mark, Place, split
@@ -54,6 +55,7 @@ class ShardedIterable(IterableDataset[T]):
     Attributes:
         dataset: The dataset that the user gave.
         board: What the main process and the workers tell each other.
+        first_items: Where readers note what they read first, for the ranks to compare; None where nobody does.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ShardedIterable(IterableDataset[T]):
         self.dataset = dataset
         self._snapshots: bool = can_snapshot(dataset, options)
         self.board: Board = Board(readers, ahead if self._snapshots else None)
+        self.first_items: FirstItems | None = None
         self.loaded_at_end: int | None = None  # the epoch of which nothing is left in an iterator that was loaded here
         self._plan = plan
         self._options, self._seed = options, seed
@@ -284,9 +287,12 @@ class ShardedIterable(IterableDataset[T]):
         marker = Marker(self.dataset, self.board, start.number, worker, states if self._snapshots else None)
         before = self._before(start, marker)
         if before is None:
-            stream, skip = rest.select(marker.watch(self._read(start), start.mark)), start.skip
+            read = marker.watch(self._read(start, marker.begin), start.mark)
+            if self.first_items is not None:
+                read = self.first_items.watching(start.role, start.number, read)
+            stream, skip = rest.select(read), start.skip
         else:
-            stream, skip = marker.follow(self._read(start, partial(begun_at, self.dataset, start.mark.state[0]))), 0
+            stream, skip = marker.follow(self._read(start, partial(marker.begin_at, start.mark.state[0]))), 0
         chunks = self._drawn(start, stream, plan, len(rest), states, skip)
         running = Fingerprint()
         is_verified = self._options.verify and before is None
@@ -336,8 +342,8 @@ class ShardedIterable(IterableDataset[T]):
     def _states(self, start: Start) -> Switching:
         return Switching(epoch_states(self._options, self._seed, start.epoch))
 
-    def _read(self, start: Start, begin: Callable[[], Iterator[T]] | None = None) -> Iterator[T]:
-        return self._reader.read(begin or partial(iter, self.dataset), self._info(start))
+    def _read(self, start: Start, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
+        return self._reader.read(begin, self._info(start))
 
     def _before(self, start: Start, marker: Marker) -> Chunk[T] | None:
         """Return the rounds that need not be read again because the dataset says where it stood; None to read them.
@@ -352,7 +358,7 @@ class ShardedIterable(IterableDataset[T]):
         if repeats:
             looked_at = max(repeats, 0 if start.mark.first is None else start.mark.first[0])
             with self._states(start):
-                first = marker.first(self._read(start), start.mark, looked_at)
+                first = marker.first(self._read(start, marker.begin), start.mark, looked_at)
         return Chunk(rounds * plan.num_replicas, first)
 
     def _require_ends(self, start: Start) -> None:
@@ -370,7 +376,9 @@ class ShardedIterable(IterableDataset[T]):
             require_steps(self._plan, self._batching, name, cast("list[int]", lengths), in_batches=False)
 
     def _by_worker(self, start: Start) -> Iterator[T]:
-        chunks = self._drawn(start, self._read(start), Plan(0, 1), 0, self._states(start), start.skip)
+        chunks = self._drawn(
+            start, self._read(start, partial(iter, self.dataset)), Plan(0, 1), 0, self._states(start), start.skip
+        )
         items = (item for chunk in chunks for item in chunk.items)
         # The loader asks its workers in turn, so this one made every workers-th of the batches that were done.
         size, role, workers = self._batching.size, start.role, this_worker()[1]

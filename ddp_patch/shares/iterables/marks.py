@@ -17,10 +17,10 @@ from ddp_patch.shares.held import is_stateful
 from ddp_patch.shares.iterables.board import FIRST, Board
 from ddp_patch.shares.iterables.reading import Switching
 from ddp_patch.shares.place import Mark
-from ddp_patch.streams.fingerprint import Fingerprint
+from ddp_patch.streams.fingerprint import Fingerprint, fingerprint
 from ddp_patch.streams.generators import generator_states
 
-__all__ = ["Marker", "begun_at", "can_snapshot"]
+__all__ = ["Marker", "can_snapshot"]
 
 T = TypeVar("T")
 
@@ -34,16 +34,6 @@ def can_snapshot(dataset: object, options: Options) -> bool:
         and is_stateful(dataset)
         and not loses_items_when_loaded(dataset)
     )
-
-
-def begun_at(dataset: IterableDataset[T], state: Any) -> Iterator[T]:
-    """Begin to iterate a dataset where its ``state_dict`` was taken, in the order that torchdata's loader keeps."""
-    stateful = cast(Any, dataset)
-    if isinstance(dataset, Iterator) and iter(dataset) is dataset:
-        stateful.load_state_dict(state)  # its iter() may begin anew
-        return dataset
-    stateful.load_state_dict(state)
-    return iter(dataset)
 
 
 class Marker:
@@ -65,6 +55,37 @@ class Marker:
         self._states = states
         self._generators = generator_states([dataset]) if states is not None else ()
         self._is_over = False
+
+    def begin(self) -> Iterator[Any]:
+        """Begin to iterate the dataset. If its iterator has a state of its own, the dataset's does not tell the place."""
+        iterator = iter(self._dataset)
+        if iterator is not self._dataset and is_stateful(iterator):
+            self._states = None
+        return iterator
+
+    def begin_at(self, state: Any) -> Iterator[Any]:
+        """Begin to iterate the dataset where its ``state_dict()`` was taken.
+
+        One that is its own iterator may take a state before ``iter()`` or after it, as torchdata's loader gives it.
+
+        Raises:
+            StateError: It took it neither time.
+        """
+        dataset = cast(Any, self._dataset)
+        dataset.load_state_dict(state)
+        iterator: Iterator[Any] = iter(dataset)
+        if iterator is dataset and not self._stands_at(state):
+            dataset.load_state_dict(state)
+            if not self._stands_at(state):
+                raise StateError(
+                    f"{type(dataset).__name__} cannot go on from the state: after load_state_dict() and iter(), its "
+                    "state_dict() is another one than was loaded. Correct these methods, or leave them out: then its "
+                    "stream is read again."
+                )
+        return iterator
+
+    def _stands_at(self, state: Any) -> bool:
+        return fingerprint([cast(Any, self._dataset).state_dict()]) == fingerprint([state])
 
     def watch(self, items: Iterator[T], mark: Mark) -> Iterator[T]:
         """Pass the items of a stream on that is read from its beginning.

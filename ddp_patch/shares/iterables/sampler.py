@@ -9,9 +9,11 @@ from ddp_patch.errors import StateError
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.plan import Batching, Done
 from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.ranks.order_guard import OrderGuard
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.iterables.board import Board
 from ddp_patch.shares.iterables.dataset import ShardedIterable, random_holder
+from ddp_patch.shares.iterables.first_items import FirstItems
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Mark, PartsDone, Place, split
 from ddp_patch.shares.sources import Source
@@ -120,12 +122,21 @@ class StreamSampler(EpochSampler[None]):
         super().__init__(agreed, [random_holder(dataset.dataset)], facts)
         self.dataset: ShardedIterable[Any] = dataset
         self._workers, self._batching = given.num_workers, given.batching
+        peers = agreed.peers
+        if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
+            dataset.first_items = FirstItems(dataset.board.readers)
+            guard = OrderGuard(peers, dataset.dataset, dataset.first_items, self._read_one_stream)
+            self.watch.orders = guard.compare
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def _stream_length(self, epoch: int) -> int:
         if self.agreed.options.iterable_sharding == "by_worker":
             raise TypeError("how many items each worker reads is up to the dataset")
         return self.dataset.stream_length()
+
+    def _read_one_stream(self, number: int) -> bool:
+        """Tell whether all workers read the same stream in a pass; False while that is unknown."""
+        return self.dataset.board.ways(number) == {"stream"}
 
     def __iter__(self) -> Iterator[None]:
         self._iterated = self.epochs.upcoming
@@ -144,6 +155,8 @@ class StreamSampler(EpochSampler[None]):
         # Workers cannot meet. What they have drawn is compared here, in the main process, when the next pass begins.
         self._begin(epoch, {"position": one.begins_at}, self.dataset.board.facts(self.epochs.passes))
         self.dataset.board.begin(number, epoch)
+        if self.dataset.first_items is not None:
+            self.dataset.first_items.begin(number, f"epoch {epoch} from {one.begins_at}")
         if self.place is None:
             self.dataset.forget()
         self.latest, self.place = one, None
