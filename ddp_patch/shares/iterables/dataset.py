@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ddp_patch.compat import WorkerInfo, worker_info_told
 from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
 from ddp_patch.options import Options
-from ddp_patch.plan import Batching, Done, Plan
+from ddp_patch.plan import Batching, Done, Plan, Rest
 from ddp_patch.shares.drawing import require_sure_length, share
 from ddp_patch.shares.iterables.board import Board
 from ddp_patch.shares.iterables.first_items import FirstItems
@@ -286,13 +286,10 @@ class ShardedIterable(IterableDataset[T]):
         states = self._states(start)
         marker = Marker(self.dataset, self.board, start.number, worker, states if self._snapshots else None)
         before = self._before(start, marker)
-        if before is None:
-            read = marker.watch(self._read(start, marker.begin), start.mark)
-            if self.first_items is not None:
-                read = self.first_items.watching(start.role, start.number, read)
-            stream, skip = rest.select(read), start.skip
-        else:
-            stream, skip = marker.follow(self._read(start, partial(marker.begin_at, start.mark.state[0]))), 0
+        stream = (
+            self._opened(start, marker, rest) if before is None else marker.follow(self._resumed_read(start, marker))
+        )
+        skip = start.skip if before is None else 0
         chunks = self._drawn(start, stream, plan, len(rest), states, skip)
         running = Fingerprint()
         is_verified = self._options.verify and before is None
@@ -314,11 +311,7 @@ class ShardedIterable(IterableDataset[T]):
         size, place = self._batching.size, start.offset
 
         def standing(*, is_over: bool) -> Loaded:
-            raw = sum(ranks * taken for ranks, taken in start.before) + plan.num_replicas * (start.skip + place)
-            mark = start.mark
-            if place > start.offset:
-                first = self.board.first(start.number, worker, raw) or mark.first
-                mark = Mark(first, self._snapshot(start, marker))
+            mark = start.mark if place == start.offset else self._mark(start, place, marker)
             return Loaded(replace(start, offset=place, mark=mark), self._seed.value, generators, is_over)
 
         items.standing = partial(standing, is_over=False)
@@ -331,6 +324,22 @@ class ShardedIterable(IterableDataset[T]):
                     self.board.leave(start.number, worker, place // size, self._snapshot(start, marker))
                 yield item
         items.standing = partial(standing, is_over=True)
+
+    def _opened(self, start: Start, marker: Marker, rest: Rest) -> Iterator[T]:
+        """Return the rest of the stream, which is read from its beginning."""
+        read = marker.watch(self._read(start, marker.begin), start.mark)
+        if self.first_items is not None:
+            read = self.first_items.watching(start.role, start.number, read)
+        return rest.select(read)
+
+    def _resumed_read(self, start: Start, marker: Marker) -> Iterator[T]:
+        return self._read(start, partial(marker.begin_at, start.mark.state[0]))
+
+    def _mark(self, start: Start, place: int, marker: Marker) -> Mark:
+        """Return what is known of the stream after so many items of this rank's share, counted as ``Start.offset``."""
+        taken = sum(ranks * each for ranks, each in start.before) + self._plan.num_replicas * (start.skip + place)
+        first = self.board.first(start.number, this_worker()[0], taken)
+        return Mark(first or start.mark.first, self._snapshot(start, marker))
 
     def _snapshot(self, start: Start, marker: Marker) -> tuple[Any, ...]:
         asked = self._reader.has_asked

@@ -57,9 +57,10 @@ class Marker:
         self._is_over = False
 
     def begin(self) -> Iterator[Any]:
-        """Begin to iterate the dataset. If its iterator has a state of its own, the dataset's does not tell the place."""
-        iterator = iter(self._dataset)
-        if iterator is not self._dataset and is_stateful(iterator):
+        """Begin to iterate the dataset; take no states of it if its iterator has one, which then tells the place."""
+        dataset = cast(Any, self._dataset)
+        iterator: Iterator[Any] = iter(dataset)
+        if iterator is not dataset and is_stateful(iterator):
             self._states = None
         return iterator
 
@@ -73,7 +74,7 @@ class Marker:
         """
         dataset = cast(Any, self._dataset)
         dataset.load_state_dict(state)
-        iterator: Iterator[Any] = iter(dataset)
+        iterator: Any = iter(dataset)
         if iterator is dataset and not self._stands_at(state):
             dataset.load_state_dict(state)
             if not self._stands_at(state):
@@ -82,7 +83,7 @@ class Marker:
                     "state_dict() is another one than was loaded. Correct these methods, or leave them out: then its "
                     "stream is read again."
                 )
-        return iterator
+        return cast(Iterator[Any], iterator)
 
     def _stands_at(self, state: Any) -> bool:
         return fingerprint([cast(Any, self._dataset).state_dict()]) == fingerprint([state])
