@@ -109,6 +109,14 @@ class OwnIterator(Stateful):
         return items[self.place - 1]
 
 
+class Short(Stateful):
+    """The first part ends within a round, though the batch is full by padding, long before the other one."""
+
+    def items(self) -> list[int]:
+        info = get_worker_info()
+        return list(range(5)) if info is None or info.id == 0 else list(range(100, 120))
+
+
 class OwnIteratorFromNextIter(OwnIterator):
     """Takes a state when ``iter()`` is called next."""
 
@@ -276,6 +284,13 @@ def test_other_numbers_of_ranks_take_what_is_left(make: Any, workers: int) -> No
         else:
             assert not found - ITEMS
             assert (ITEMS - found).total() <= max(1, workers)
+
+
+def test_a_part_that_has_ended_is_not_begun_anew_where_the_dataset_would() -> None:
+    job = Job(Short)
+    whole = job.passes(job.start(), 1)[0]
+    _, state = step(job.start(), 3)
+    assert job.passes(job.start(state), 1)[0] == [rank[3:] for rank in whole]
 
 
 def test_a_dataset_that_never_asks_goes_on_with_any_number_of_workers() -> None:
