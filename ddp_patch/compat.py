@@ -47,6 +47,7 @@ __all__ = [
     "asks_for_its_own_dataset",
     "default_store",
     "forget_iterator",
+    "forget_loaded_state",
     "gloo_group",
     "has_own_iteration",
     "has_own_iterators",
@@ -55,6 +56,7 @@ __all__ = [
     "is_hugging_face_table",
     "is_split_by_node",
     "is_torch_batch_sampler",
+    "loses_items_when_loaded",
     "made_worker_info",
     "may_hold_a_normal",
     "noted_worker_info",
@@ -329,6 +331,40 @@ def is_hugging_face_table(dataset: object) -> bool:
     """Tell whether it is a map-style ``datasets.Dataset``, which is not imported."""
     is_table = "datasets.arrow_dataset.Dataset" in map(_name, type(dataset).__mro__)
     return is_table and not isinstance(dataset, IterableDataset)
+
+
+_HUGGING_FACE: Final = "datasets.iterable_dataset"
+_BUFFERS: Final = f"{_HUGGING_FACE}.BufferShuffledExamplesIterable"
+
+
+def loses_items_when_loaded(dataset: object) -> bool:
+    """Tell whether a dataset's ``load_state_dict`` leaves items out: what ``.shuffle(buffer_size=...)`` had buffered.
+
+    The package warns of it. Its stages hold each other in attributes, alone or in lists; a dataset of the user's may
+    hold them too.
+    """
+    left, seen = [dataset], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if any(_name(kind) == _BUFFERS for kind in type(one).__mro__):
+            return True
+        for value in getattr(one, "__dict__", {}).values():
+            parts = value if isinstance(value, list | tuple) else [value]
+            left += [part for part in parts if isinstance(part, IterableDataset) or _is_hugging_face_stage(part)]
+    return False
+
+
+def forget_loaded_state(dataset: object) -> None:
+    """Have a dataset's next pass over an epoch be whole: it would begin again where the latest state was taken."""
+    if getattr(dataset, "_starting_state_dict", None) is not None and _is_hugging_face_stage(dataset):
+        vars(dataset)["_starting_state_dict"] = None
+
+
+def _is_hugging_face_stage(value: object) -> bool:
+    return any(kind.__module__ == _HUGGING_FACE for kind in type(value).__mro__)
 
 
 # ---- what shuffles an iterable dataset ----

@@ -212,8 +212,8 @@ def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampl
     from ddp_patch.shares.iterables.sampler import StreamSampler
 
     plan = agreed.plan(agreed.world.rank)
-    readers = max(1, facts.num_workers)
-    dataset = ShardedIterable(facts.dataset, plan, agreed.options, agreed.seed, facts.batching, readers)
+    readers, ahead = max(1, facts.num_workers), getattr(facts.loader, "prefetch_factor", None) or 2
+    dataset = ShardedIterable(facts.dataset, plan, agreed.options, agreed.seed, facts.batching, readers, ahead)
     sampler = StreamSampler(dataset, facts, agreed)
     new: dict[str, Any] = {"dataset": dataset, "sampler": sampler}
     if facts.num_workers > 0:

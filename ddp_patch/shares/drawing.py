@@ -112,7 +112,11 @@ class Stream(Generic[T]):
 
 
 def share(
-    plans: Sequence[Plan], chunks: Iterable[Chunk[T]], length: int, at_end: Callable[[int], None]
+    plans: Sequence[Plan],
+    chunks: Iterable[Chunk[T]],
+    length: int,
+    at_end: Callable[[int], None],
+    before: Chunk[T] | None = None,
 ) -> Iterator[list[list[T]]]:
     """Yield each plan's items of a stream, chunk by chunk, then their padding.
 
@@ -123,10 +127,11 @@ def share(
         length: The stream's length, for ``layout="contiguous"``. Interleaved, the end is found and not predicted.
         at_end: Called with the number of items that came: before any padding, and before the items of an incomplete
             round, so that every rank knows the end when some come to it.
+        before: The rounds that came before, if any; with those items alone that padding may repeat.
     """
     kept = plans[0].num_replicas - 1  # padding repeats the stream's first items, and never more than these
-    first: list[T] = []
-    drawn, ended = 0, False
+    first: list[T] = [] if before is None else before.items[:kept]
+    drawn, ended = 0 if before is None else before.length, False
     for count, items in chunks:
         first += items[: kept - len(first)]
         start, drawn = drawn, drawn + count

@@ -7,7 +7,7 @@ from typing import Any
 from ddp_patch.plan import Done
 from ddp_patch.shares.held import Held
 
-__all__ = ["PartsDone", "Place", "Snapshots", "split"]
+__all__ = ["Mark", "PartsDone", "Place", "Snapshots", "split"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,19 @@ class PartsDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """What is known of an iterable dataset's stream, or of one worker's part of it, besides how much was taken.
+
+    Attributes:
+        first: How many of its first items were looked at, and their fingerprint: nothing else begins like that.
+        state: The dataset's own state there, as the only element; none where it has none that tells the place.
+    """
+
+    first: tuple[int, int] | None = None
+    state: Sequence[Any] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a pass begins or stands.
 
@@ -49,6 +62,7 @@ class Place:
         ended: Whether nothing of it is left, so that the pass that comes next has nothing to give.
         snapshots: Where the generators stood meanwhile.
         parts: What was taken of each part, where workers read parts of the stream.
+        marks: What is known of an iterable dataset's stream there, or of each of its parts.
         seed: The seed of the state that it was read from, if it was.
     """
 
@@ -58,6 +72,7 @@ class Place:
     ended: bool = False
     snapshots: Snapshots = field(default_factory=Snapshots)
     parts: PartsDone | None = None
+    marks: Sequence[Mark] = ()
     seed: int | None = None
 
     @property

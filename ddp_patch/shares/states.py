@@ -1,12 +1,12 @@
 """Read a saved state; refuse one that is damaged, newer than this package, or of another loader."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from ddp_patch.errors import StateError
 from ddp_patch.plan import Done
 from ddp_patch.shares.held import Held, is_stateful
-from ddp_patch.shares.place import PartsDone, Place, Snapshots
+from ddp_patch.shares.place import Mark, PartsDone, Place, Snapshots
 from ddp_patch.streams.generators import random_generators, set_generator_state, unmoved
 from ddp_patch.streams.seeding import Seed
 
@@ -16,7 +16,7 @@ _VERSION = 1
 
 # In a state, "drawn_from" is Snapshots.at_first and "now" is Snapshots.latest.
 _FIELDS = (
-    *("version", "loader", "epoch", "done", "parts", "ended"),
+    *("version", "loader", "epoch", "done", "parts", "marks", "ended"),
     *("generators", "samplers", "attributes", "drawn_from", "now"),
 )
 
@@ -36,6 +36,7 @@ def write_state(place: Place, facts: Mapping[str, object], seed: int) -> dict[st
         "epoch": place.epoch,
         "done": _listed(place.done),
         "parts": None if place.parts is None else [place.parts.first, [_listed(done) for done in place.parts.done]],
+        "marks": [[None if mark.first is None else list(mark.first), list(mark.state)] for mark in place.marks],
         "ended": place.ended,
         "generators": list(place.held.generators),
         "samplers": list(place.held.samplers),
@@ -80,7 +81,8 @@ def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Seq
         at_first = _read_generators("drawn_from", at_first, holders)
     held, latest = _read_held(state, holders), _read_latest(state["now"], holders)
     snapshots, parts = Snapshots(at_first, latest), _read_parts(state["parts"])
-    return Place(state["epoch"], done, held, state["ended"], snapshots, parts, state["loader"]["seed"])
+    marks = _read_marks(state["marks"], parts)
+    return Place(state["epoch"], done, held, state["ended"], snapshots, parts, marks, state["loader"]["seed"])
 
 
 def _listed(done: Done) -> list[list[int]]:
@@ -100,6 +102,26 @@ def _read_parts(parts: Any) -> PartsDone | None:
     ):
         raise _damaged(f"its field parts is {parts!r}, not a pair: whose turn is next, and what was taken of each part")
     return PartsDone(parts[0], tuple(tuple((ranks, taken) for ranks, taken in done) for done in parts[1]))
+
+
+def _read_marks(marks: Any, parts: PartsDone | None) -> Sequence[Mark]:
+    if not (isinstance(marks, list | tuple) and all(map(_is_mark, marks))):
+        raise _damaged(f"its field marks is {marks!r}, not a list of pairs: what a stream began with, and its state")
+    if len(marks) not in {0, 1 if parts is None else len(parts.done)}:
+        raise _damaged(f"its field marks has {len(marks)} elements, not one for each part")
+    return tuple(Mark(None if first is None else (first[0], first[1]), tuple(state)) for first, state in marks)
+
+
+def _is_mark(mark: object) -> bool:
+    return _is_list(mark, 2, 2) and (mark[0] is None or _is_first(mark[0])) and _is_list(mark[1], 0, 1)
+
+
+def _is_first(first: object) -> bool:
+    return _is_list(first, 2, 2) and all(map(_is_count, first))
+
+
+def _is_list(value: object, least: int, most: int) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple) and least <= len(value) <= most
 
 
 def _read_generators(name: str, states: Any, holders: Sequence[Any]) -> Sequence[Any]:

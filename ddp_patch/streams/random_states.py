@@ -38,6 +38,17 @@ class _GlobalState:
         bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
         return cls(torch.get_rng_state(), bit_generator, gauss, random.getstate())
 
+    def is_same(self, other: "_GlobalState") -> bool:
+        """Tell whether the same numbers would be drawn from another one."""
+        mine, others = self.numpy.state, other.numpy.state
+        return (
+            torch.equal(self.torch, other.torch)
+            and self.python == other.python
+            and (self.numpy_gauss is None) == (other.numpy_gauss is None)
+            and mine["state"]["pos"] == others["state"]["pos"]
+            and np.array_equal(mine["state"]["key"], others["state"]["key"])
+        )
+
     def install(self) -> None:
         torch.set_rng_state(self.torch)
         np.random.set_bit_generator(self.numpy)  # type: ignore[attr-defined]  # as get_bit_generator
@@ -61,13 +72,25 @@ class PrivateRNG:
     """
 
     def __init__(self, seed: int, epoch: int, reader: int | None = None) -> None:
-        for_torch, for_numpy, for_python = order_seeds(seed, epoch, reader)
-        self._private = _GlobalState(
+        self._key = seed, epoch, reader
+        self._private = self._at_first()
+        self._first: _GlobalState | None = None
+
+    def _at_first(self) -> _GlobalState:
+        for_torch, for_numpy, for_python = order_seeds(*self._key)
+        return _GlobalState(
             torch.Generator().manual_seed(for_torch).get_state(),
             np.random.MT19937(for_numpy),
             None,
             random.Random(for_python).getstate(),
         )
+
+    @property
+    def is_unmoved(self) -> bool:
+        """Whether nothing was drawn from the private stream."""
+        if self._first is None:
+            self._first = self._at_first()
+        return self._private.is_same(self._first)
 
     # All threads share the global generators. If two threads swapped them at once, each would take the other's private
     # states for the ambient ones.

@@ -1,11 +1,13 @@
 """Hugging Face's datasets: map-style and streamed ones, which split themselves over a loader's workers."""
 
+import json
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,14 @@ from torch.utils.data import ChainDataset, DataLoader
 from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
 from zoo import N, seed_ambient
 
-from ddp_patch import DDPPatchError, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch import (
+    DDPPatchError,
+    check_loaders_is_patched,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
+from ddp_patch.compat import loses_items_when_loaded
 from ddp_patch.loaders.contents import chosen_samples
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
@@ -185,3 +194,75 @@ def test_why_a_streamed_dataset_is_not_split_by_node_of_itself() -> None:
     split = [split_dataset_by_node(dataset, rank=rank, world_size=2) for rank in range(2)]
     assert [len(list(part)) for part in split] == [20, 11]
     assert_shared_exactly(epoch_of(ranks_of(lambda: loader(dataset), 2), numbers), 31)
+
+
+def mapped(**options: Any) -> Any:
+    return generated().map(lambda batch: batch, **options)
+
+
+def mixed() -> Any:
+    return datasets.interleave_datasets([generated(), streamed()], probabilities=[0.7, 0.3], seed=1)
+
+
+RESUMED: dict[str, Callable[[], Any]] = {
+    "generated": generated,
+    "of a table": streamed,
+    "of a table, as tensors": lambda: streamed().with_format("torch"),
+    "mapped": mapped,
+    "mapped in batches": partial(mapped, batched=True, batch_size=4),
+    "filtered": lambda: generated().filter(lambda sample: sample["number"] % 5),
+    "mixed": mixed,
+    "skipped and cut": lambda: generated().skip(2).take(20),
+    "repeated": lambda: streamed().repeat(2),
+    "shards shuffled": lambda: generated().shuffle(seed=1, buffer_size=1),
+    "shuffled": lambda: generated().shuffle(seed=1, buffer_size=5),
+    "shuffled, then mapped": lambda: mapped().shuffle(seed=1, buffer_size=5).map(lambda sample: sample),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", RESUMED.values(), ids=RESUMED)
+def test_stopped_and_resumed_it_goes_on_as_if_never_stopped(make: Any, workers: int) -> None:
+    """By its own state, but not where that would lose what a buffer of samples held."""
+
+    def start(state: Any = None) -> Any:
+        patched = patch_dataloader_to_ddp(loader(make(), num_workers=workers), rank=1, num_replicas=2)
+        if state is not None:
+            restore_loader(patched, json.loads(json.dumps(state)))
+        return patched
+
+    running = start()
+    whole = [[numbers(batch) for batch in running] for _ in range(2)]
+    state, own = None, []
+    for done in range(3):
+        stopped = start(state)
+        assert [numbers(batch) for batch in islice(stopped, 1)] == whole[0][done : done + 1]
+        state = loader_state(stopped, batches_done=1)
+        own += [state for _, state in state["marks"] if state]
+    resumed = start(state)
+    assert [[numbers(batch) for batch in resumed] for _ in range(2)] == [whole[0][3:], whole[1]]
+    assert bool(own) != loses_items_when_loaded(make())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shards_that_were_done_are_not_read_again(workers: int, tmp_path: Path) -> None:
+    def start(reads: Path) -> Any:
+        return patch_dataloader_to_ddp(loader(generated(reads), num_workers=workers), rank=0, num_replicas=1)
+
+    stopped = start(tmp_path / "before")
+    list(islice(stopped, 6))
+    resumed = start(tmp_path / "after")
+    restore_loader(resumed, loader_state(stopped, batches_done=6))
+    assert sum(len(numbers(batch)) for batch in resumed) == N - 18
+    # The package begins the shard anew in which a worker stood: 2 and 3, of which a sample has been done or more.
+    assert set(map(int, (tmp_path / "after").read_text().split())).isdisjoint(range(12))
+
+
+def test_an_epoch_that_is_begun_again_after_a_resume_is_whole() -> None:
+    """The package would begin it where the state was loaded."""
+    patched: Any = patch_dataloader_to_ddp(loader(generated()), rank=0, num_replicas=1)
+    list(islice(patched, 3))
+    restore_loader(patched, loader_state(patched, batches_done=3))
+    list(islice(patched, 1))
+    patched.set_epoch(0)
+    assert [number for batch in patched for number in numbers(batch)] == list(range(N))

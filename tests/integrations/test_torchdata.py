@@ -1,7 +1,8 @@
 """torchdata's StatefulDataLoader: shared like any loader, and resumed in the middle of an epoch."""
 
+import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -10,13 +11,27 @@ from typing import Any
 import pytest
 import torch
 import torchdata.stateful_dataloader.sampler as torchdata_samplers
+from messages import raises
 from quick import run_ranks
 from torch.utils.data import BatchSampler, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
 from zoo import Drawn, Indices, N, PKBatches, Source, as_it_is, by_numpy, seed_ambient, seeded_generator
 
-from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch import (
+    DDPBatchSamplerWrapper,
+    DDPSamplerWrapper,
+    StateError,
+    check_loaders_is_patched,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
+from ddp_patch.shares.iterables.starts import Items
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
+
+import datasets
 
 # torchdata 0.11 calls it in the constructor of every loader.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -63,6 +78,7 @@ LOADERS |= {
     "P x K batches": pk_batches,
 }
 every_loader = pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 with_and_without_workers = pytest.mark.parametrize("num_workers", [0, 2])
 
 
@@ -193,6 +209,119 @@ def test_an_iterable_dataset_is_resumed_in_its_epoch(num_workers: int) -> None:
     assert_resumes_anywhere(run)
 
 
+class Stood(Source):
+    """Goes on by its own state."""
+
+    place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+    def __iter__(self) -> Iterator[int]:
+        for item in islice(super().__iter__(), self.place, None):
+            self.place += 1
+            yield item
+        self.place = 0
+
+
+class Restarting(Source):
+    """Is its own iterator, and begins anew at each ``iter()``."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.left = iter(list(super().__iter__()))
+        return self
+
+    def __next__(self) -> int:
+        return next(self.left)
+
+
+STREAMS: dict[str, Callable[[], Any]] = {
+    "one stream": partial(Source, shuffles=True),
+    "parts": partial(Source, splits=True, shuffles=True),
+    "own state": partial(Stood, splits=True),
+    "own state, one stream": Stood,
+    "own iterator": Restarting,
+    "Hugging Face": lambda: datasets.Dataset.from_dict({"n": range(N)}).to_iterable_dataset(num_shards=3),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 2}, PERSISTENT], ids=str)
+@pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)
+def test_an_iterable_dataset_is_exact_over_three_stops_and_at_an_epochs_end(make: Make, options: Any) -> None:
+    run = Run(lambda: StatefulDataLoader(make(), 3, collate_fn=as_it_is, **options))
+    whole = run.uninterrupted()[:3]
+    for stops in [(1, 1, 1), (0, 2, 0), (4, 0, 0), (5, 2, 1)]:  # there are 4 batches; the fifth is the end
+        state, epoch, done = None, 0, 0
+        for stop, batches in enumerate(stops):
+            stopped = run.start(stop, state)
+            iterator = iter(stopped)
+            taken = list(islice(iterator, batches))
+            assert taken == whole[epoch][done : done + batches], stops
+            state, done = stopped.state_dict(), done + len(taken)
+            if len(taken) < batches:
+                epoch, done = epoch + 1, 0
+        resumed = run.start(9, state)
+        rest = [list(resumed) for _ in range(3 - epoch)]
+        assert rest == [whole[epoch][done:], *whole[epoch + 1 :]], stops
+
+
+def test_a_dataset_that_would_go_on_where_it_was_read_is_refused() -> None:
+    class Once(Source):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = iter(range(N))
+
+        def __iter__(self) -> Iterator[int]:
+            return self
+
+        def __next__(self) -> int:
+            return next(self.left)
+
+    dataset = Once()
+    run = Run(lambda: StatefulDataLoader(dataset, 3, collate_fn=as_it_is))
+    stopped = run.start(1)
+    list(islice(stopped, 2))
+    resumed = run.start(2, stopped.state_dict())
+    with raises(StateError, ("Once", "begin"), "anew"):
+        list(resumed)
+
+
+@with_and_without_workers
+def test_batches_are_not_counted_in_a_pass_that_it_resumed(num_workers: int) -> None:
+    run = Run(lambda: StatefulDataLoader(Source(), 3, collate_fn=as_it_is, num_workers=num_workers))
+    stopped = run.start(1)
+    list(islice(stopped, 1))
+    resumed = run.start(2, stopped.state_dict())
+    list(islice(resumed, 1))
+    with raises(StateError, ("Source", "load_state_dict()"), "state_dict()"):
+        loader_state(resumed, batches_done=1)
+
+
+@with_and_without_workers
+def test_resumed_by_both_ways_in_turn(num_workers: int) -> None:
+    run = Run(lambda: StatefulDataLoader(Source(splits=True), 2, collate_fn=as_it_is, num_workers=num_workers))
+    whole, *_ = run.uninterrupted()
+    stopped = run.start(1)
+    list(islice(stopped, 1))
+    second = run.start(2)
+    restore_loader(second, loader_state(stopped, batches_done=1))
+    assert list(islice(second, 2)) == whole[1:3]
+    third = run.start(3, second.state_dict())
+    assert list(third) == whole[3:]
+
+
+def test_a_state_of_a_loader_that_was_not_patched_is_refused() -> None:
+    given = StatefulDataLoader(Stood(), 3, collate_fn=as_it_is)
+    list(islice(given, 1))
+    with raises(StateError, "ddp_patch", "loader"):
+        Items(lambda _: iter(()), lambda: pytest.fail("not begun"), lambda _: None).load_state_dict(
+            given.dataset.state_dict()
+        )
+
+
 def on_rank(rank: int, world_size: int) -> Any:
     """torchdata's RandomSampler seeds itself from a state that is another on each rank: rank 0's must be sent."""
 
@@ -217,3 +346,26 @@ def test_real_ranks_share_and_resume() -> None:
         assert_shared_exactly(list(shares), N)
     assert first[0] != first[1] != first[2]
     assert not torch.distributed.is_initialized()
+
+
+def a_stream_on_rank(rank: int, world_size: int) -> Any:
+    """Each start has another seed, which the state replaces: in the workers too, which torchdata starts before."""
+
+    def start(ambient_seed: int) -> Any:
+        seed_ambient(ambient_seed)
+        given = StatefulDataLoader(Source(splits=True, shuffles=True), 2, collate_fn=as_it_is, num_workers=2)
+        return patch_dataloader_to_ddp(given)
+
+    stopped = start(100 + rank)
+    iterator = iter(stopped)
+    first = [next(iterator)]
+    resumed = start(200 + rank)
+    resumed.load_state_dict(stopped.state_dict())
+    rest = list(iterator)
+    assert [list(resumed), list(resumed)] == [rest, list(stopped)]
+    return [item for batch in first + rest for item in batch]
+
+
+def test_real_ranks_adopt_the_seed_of_a_stream_in_their_workers() -> None:
+    shares = run_ranks(a_stream_on_rank, 2)
+    assert {item for share in shares for item in share} == set(range(N))

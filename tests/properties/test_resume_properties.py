@@ -51,6 +51,25 @@ class Items(IterableDataset[int]):
         yield from torch.randperm(self.n).tolist()
 
 
+class Standing(IterableDataset[int]):
+    """Goes on by its own state."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.place = n, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < self.n:
+            self.place += 1
+            yield self.place
+        self.place = 0
+
+
 def indices(n: int, batch_size: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(Anything(n), batch_size, collate_fn=as_it_is, **options)
 
@@ -86,13 +105,14 @@ SAMPLES: dict[str, Make] = {
     "without length": lambda n, size: indices(n, size, sampler=Lazily(n)),
     "bare": lambda n, size: indices(n, size, sampler=Bare(range(n))),
     "iterable": lambda n, size: DataLoader(Items(n), size, collate_fn=as_it_is),
+    "iterable with a state": lambda n, size: DataLoader(Standing(n), size, collate_fn=as_it_is),
 }
 BATCHES: dict[str, Make] = {
     "batches": lambda n, _: DataLoader(Anything(n), batch_sampler=Batches(n), collate_fn=as_it_is),
     "batches without collation": lambda n, _: DataLoader(Anything(n), batch_size=None, sampler=Batches(n)),
 }
 MOST_RANKS = 6
-WITHOUT_LENGTH = {"without length", "bare"}
+WITHOUT_LENGTH = {"without length", "bare", "iterable with a state"}
 
 
 class Resuming(RuleBasedStateMachine):

@@ -1,13 +1,17 @@
 """What the main process and the workers tell each other, in memory that they share."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from ddp_patch.shares.iterables.ring import Ring
 from ddp_patch.streams.fingerprint import fingerprint
 
-__all__ = ["Board", "shared"]
+__all__ = ["FIRST", "Board", "shared"]
+
+# By how many of its first items a stream is known again.
+FIRST = 8
 
 # Remember the epochs of so many passes: iterators may live side by side.
 _LATEST = 64
@@ -18,14 +22,19 @@ class Board:
     """What the main process and its workers tell each other, in memory that they share.
 
     The main process writes which epoch each of the latest passes is over, and how many states were loaded. A worker
-    writes whose part of the dataset it reads, and at the end how many items that had, and their fingerprint.
+    writes whose part of the dataset it reads, how that begins, what the dataset says of where it stands, and at the end
+    how many items that had, and their fingerprint.
 
     Args:
         readers: How many workers read the dataset; 1 where the main process does.
+        ahead: How many batches each may be ahead, where the dataset says where it stands; else None.
     """
 
-    def __init__(self, readers: int = 1) -> None:
+    def __init__(self, readers: int = 1, ahead: int | None = None) -> None:
         self.readers: int = readers
+        self._ring = None if ahead is None else Ring(readers, ahead)
+        self._firsts = shared(_LATEST, readers, FIRST)
+        self._offsets = shared(_LATEST, readers)
         self._latest = shared(1)
         self._epochs = shared(_LATEST)
         self._roles = shared(_LATEST, readers)
@@ -50,7 +59,8 @@ class Board:
     def begin(self, number: int, epoch: int) -> None:
         """Write which epoch pass ``number`` is over."""
         self._epochs[number % _LATEST] = epoch
-        self._roles[number % _LATEST] = self._ends[number % _LATEST] = -1
+        for noted in (self._roles, self._ends, self._firsts, self._offsets):
+            noted[number % _LATEST] = -1
         self._latest[0] = number
 
     def epoch_of(self, number: int) -> int | None:
@@ -71,6 +81,36 @@ class Board:
         """Return whose part the first reader of pass ``number`` reads; each next one reads the next."""
         found = self._roles[number % _LATEST].tolist()
         return next(((role - reader) % self.readers for reader, role in enumerate(found) if role >= 0), 0)
+
+    def note_first(self, number: int, reader: int, count: int, digest: int) -> None:
+        """Write the fingerprint of the first ``count`` items that a reader read in pass ``number``."""
+        self._firsts[number % _LATEST, reader, count - 1] = digest
+
+    def note_offset(self, number: int, reader: int, items: int) -> None:
+        """Write that a reader left out so many items in pass ``number`` because another package's loader resumed."""
+        self._offsets[number % _LATEST, reader] = items
+
+    def offset(self, number: int) -> int:
+        """Return how many items the reader of pass ``number`` left out that left out most, as above."""
+        return max(0, int(self._offsets[number % _LATEST].max()))
+
+    def leave(self, number: int, reader: int, batches: int, state: tuple[Any, ...]) -> None:
+        """Leave what the dataset says of where it stands after so many batches of pass ``number``."""
+        if self._ring is not None:
+            self._ring.write(number, reader, batches, state)
+
+    def snapshot(self, number: int, reader: int, batches: int) -> tuple[Any, ...]:
+        """Return what the dataset said of where it stands after so many batches of pass ``number``, if it did."""
+        return () if self._ring is None else self._ring.read(number, reader, batches)
+
+    def first(self, number: int, reader: int, items: int) -> tuple[int, int] | None:
+        """Return how many of the first items, of so many, a reader looked at in pass ``number``; their fingerprint.
+
+        None where it did not read the beginning.
+        """
+        count = min(FIRST, items)
+        digest = int(self._firsts[number % _LATEST, reader, count - 1]) if count else -1
+        return None if digest < 0 else (count, digest)
 
     def end(self, number: int, role: int, length: int, order: str | None = None) -> None:
         """Write how many items the reader of a role found in pass ``number``, and their fingerprint if it was taken."""

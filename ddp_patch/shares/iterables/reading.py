@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch.utils.data import get_worker_info
 
 from ddp_patch.compat import WorkerInfo, noted_worker_info, worker_info_told
+from ddp_patch.streams.random_states import PrivateRNG
 
 __all__ = ["Reader", "Switching", "this_worker"]
 
@@ -54,10 +55,10 @@ class Reader:
         is_changed = before.keys() != after.keys() or any(after[name] is not value for name, value in before.items())
         self.has_asked = asked or self._has_dataset or is_changed
 
-    def read(self, dataset: Any, info: WorkerInfo | None) -> Iterator[Any]:
-        """Iterate the dataset by ``next()``, and tell it ``info`` whenever its code runs."""
+    def read(self, begin: Callable[[], Iterator[Any]], info: WorkerInfo | None) -> Iterator[Any]:
+        """Iterate a dataset, which ``begin()`` begins, by ``next()``; tell it ``info`` whenever its code runs."""
         with worker_info_told(info):
-            iterator = iter(dataset)
+            iterator = begin()
         while True:
             with worker_info_told(info):
                 try:
@@ -84,12 +85,23 @@ class Switching(AbstractContextManager[None]):
     """
 
     def __init__(self, states: AbstractContextManager[Any]) -> None:
-        self.states: AbstractContextManager[Any] = states
+        self._states = states
+        self._moved = False
+
+    def replace(self, states: AbstractContextManager[Any]) -> None:
+        """Enter others from now on."""
+        self._moved = not self.are_unmoved
+        self._states = states
+
+    @property
+    def are_unmoved(self) -> bool:
+        """Whether nothing was drawn from any of them."""
+        return not self._moved and (not isinstance(self._states, PrivateRNG) or self._states.is_unmoved)
 
     def __enter__(self) -> None:
-        self.states.__enter__()
+        self._states.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        return self.states.__exit__(kind, error, trace)
+        return self._states.__exit__(kind, error, trace)

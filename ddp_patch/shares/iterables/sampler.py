@@ -15,7 +15,7 @@ from ddp_patch.shares.iterables.board import Board
 from ddp_patch.shares.iterables.dataset import ShardedIterable, random_holder
 from ddp_patch.shares.iterables.first_items import FirstItems
 from ddp_patch.shares.passes import Pass
-from ddp_patch.shares.place import PartsDone, Place, split
+from ddp_patch.shares.place import Mark, PartsDone, Place, split
 from ddp_patch.shares.sources import Source
 from ddp_patch.shares.turns import Part, Turns
 
@@ -68,6 +68,25 @@ class _ReadByWorkers(Source[None]):
         lengths = self._board.lengths(self._number)
         return lengths if self.is_in_parts else [next((length for length in lengths if length is not None), None)]
 
+    def mark(self, reader: int, batches: int, done: Done, before: Mark) -> Mark:
+        """Return what is known of a reader's stream.
+
+        Args:
+            reader: Which worker it is.
+            batches: How many batches of it were made in this pass.
+            done: What was taken of it then.
+            before: What was known of it when the pass began.
+        """
+        if not batches:
+            return before
+        first = self._board.first(self._number, reader, sum(ranks * taken for ranks, taken in done))
+        return Mark(first or before.first, self._board.snapshot(self._number, reader, batches))
+
+    @property
+    def left_out(self) -> int:
+        """How many items were left out because another package's loader resumed within the pass."""
+        return self._board.offset(self._number)
+
 
 def _source_of(one: Pass[Any]) -> _ReadByWorkers:
     return cast(_ReadByWorkers, one.source)
@@ -102,6 +121,7 @@ class StreamSampler(EpochSampler[None]):
             }
         super().__init__(agreed, [random_holder(dataset.dataset)], facts)
         self.dataset: ShardedIterable[Any] = dataset
+        self._workers, self._batching = given.num_workers, given.batching
         peers = agreed.peers
         if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
             dataset.first_items = FirstItems(dataset.board.readers)
@@ -192,25 +212,52 @@ class StreamSampler(EpochSampler[None]):
 
     def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
         """Return where a pass stands when so many of its batches were taken."""
-        place = super().place_after(one, batching, batches)
+        place, source = super().place_after(one, batching, batches), _source_of(one)
         if not batches:
-            return replace(place, parts=one.start.parts)
-        source, turns = _source_of(one), self.turns(one, batching)
+            return replace(place, parts=one.start.parts, marks=one.start.marks)
+        if not source.is_counted:
+            return place
+        self._require_own_pass(source)
+        turns = self.turns(one, batching)
+        readers, marks = self.dataset.board.readers, one.start.marks or [Mark()] * len(turns.parts)
         if not source.is_in_parts:
-            return one.place(turns.taken(batches)[0])
+            place = one.place(turns.taken(batches)[0])
+            return replace(place, marks=[source.mark((batches - 1) % readers, batches, place.done, marks[0])])
         if not turns.are_alike(batches):
             raise StateError(
                 f"The state of {type(self.dataset.dataset).__name__} cannot be told after {batches} batches: with "
                 "uneven='keep' a worker has come to its end on some ranks and not on others, so the ranks' workers no "
                 "longer take turns alike. Use uneven='pad' or 'drop', or take the state earlier, or at the epoch's end."
             )
-        readers, first, taken = len(turns.parts), source.first_part, turns.taken(batches)
-        done = [
-            (*split(before, self.num_replicas)[0], (self.num_replicas, taken[(role - first) % readers]))
-            for role, before in enumerate(_done_of_parts(one, readers))
-        ]
+        first, taken, made = source.first_part, turns.taken(batches), turns.made(batches)
+        done, known = [], []
+        for role, before in enumerate(_done_of_parts(one, readers)):
+            reader = (role - first) % readers
+            done.append((*split(before, self.num_replicas)[0], (self.num_replicas, taken[reader])))
+            known.append(source.mark(reader, made[reader], done[-1], marks[role]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
-        return replace(place, parts=PartsDone((first + turns.turn(batches - 1).part + 1) % readers, done))
+        upcoming = (first + turns.turn(batches - 1).part + 1) % readers
+        return replace(place, parts=PartsDone(upcoming, done), marks=known)
+
+    def _require_own_pass(self, source: _ReadByWorkers) -> None:
+        """Refuse to count batches of a pass that another package's loader resumed in the workers."""
+        if source.left_out:
+            raise StateError(
+                f"The state of {type(self.dataset.dataset).__name__} cannot be told by batches: the loader's own "
+                "load_state_dict() went on within this pass, so its first batches were counted elsewhere. Take the "
+                "loader's own state_dict(), or resume by restore_loader()."
+            )
+
+    def read(self, state: Any) -> Place:
+        """Return the place that a state describes; raise StateError unless it is a place in this loader."""
+        place, readers = super().read(state), self.dataset.board.readers
+        if place.parts is not None and len(place.parts.done) != readers:
+            raise StateError(
+                f"{type(self.dataset.dataset).__name__} cannot go on from the state, which counts the items of "
+                f"{len(place.parts.done)} workers that each read a part: this loader has num_workers={self._workers}. "
+                f"Use num_workers={len(place.parts.done)}; the number of ranks may change."
+            )
+        return place
 
     def given_after(self, one: Pass[Any], taken: int) -> int:
         """Return 0: what was drawn ahead was drawn in workers."""
@@ -220,6 +267,20 @@ class StreamSampler(EpochSampler[None]):
         # Other packages' loaders find the place in an epoch by reading it again.
         if self.place is not None:
             return self.place
-        if self.latest is None or self.latest.epoch != self._iterated:
+        one = self.latest
+        if one is None or one.epoch != self._iterated:
             return Place(self._iterated, held=self.held())
-        return self.latest.place(self.latest.skip)
+        if self._is_done(one):
+            return Place(one.epoch + 1, held=self.held())
+        return replace(one.place(one.skip), parts=one.start.parts, marks=one.start.marks)
+
+    def _is_done(self, one: Pass[Any]) -> bool:
+        """Tell whether a loader without workers has found the end of a pass: it asked for more than there is."""
+        if self._workers:
+            return False
+        if self.dataset.loaded_at_end == one.epoch:
+            return one.taken > one.skip
+        batching, source = self._batching, _source_of(one)
+        count = self.turns(one, batching).count
+        asked = batching.count(one.taken - one.skip) + batching.count(source.left_out)
+        return count is not None and asked > count

@@ -1,0 +1,424 @@
+"""Iterable datasets that are stopped and go on: parts, one stream, by their own state or read again."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+import pytest
+import torch
+from messages import raises
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from zoo import as_it_is, seed_ambient
+
+from ddp_patch import StateError, loader_state, patch_dataloader_to_ddp, restore_loader
+
+# This machine may have fewer cores.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+SIZES = (9, 14, 0, 4, 1)
+SHARDS = [[100 * shard + item for item in range(size)] for shard, size in enumerate(SIZES)]
+ITEMS = Counter(chain.from_iterable(SHARDS))
+
+
+class Shards(IterableDataset[int]):
+    """Every worker takes its shards: parts of unequal lengths. It shuffles them by the global states, if it shuffles.
+
+    Attributes:
+        read: How many items were read, in memory that the workers share.
+    """
+
+    def __init__(self, shuffles: bool = False, splits: bool = True) -> None:
+        self.shuffles, self.splits = shuffles, splits
+        self.read = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def items(self) -> list[int]:
+        shards = list(SHARDS)
+        if self.shuffles:
+            shards = [shards[place] for place in torch.randperm(len(shards)).tolist()]
+        info = get_worker_info() if self.splits else None
+        return list(chain.from_iterable(shards[info.id :: info.num_workers] if info else shards))
+
+    def __iter__(self) -> Iterator[int]:
+        for item in self.items():
+            self.read += 1
+            yield item
+
+
+class Stateful(Shards):
+    """Goes on by its own state, and begins anew after its end."""
+
+    place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+    def __iter__(self) -> Iterator[int]:
+        items = self.items()
+        while self.place < len(items):
+            self.place += 1
+            self.read += 1
+            yield items[self.place - 1]
+        self.place = 0
+
+
+class Noisy(Stateful):
+    """Draws from the global states with each item, which its own state does not hold."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            yield item, int(torch.randint(1000, ()))
+
+
+class NoisyByItsOwn(Stateful):
+    """Draws from a generator that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            yield item, int(torch.randint(1000, (), generator=self.generator))
+
+
+class OwnIterator(Stateful):
+    """Is its own iterator, whose ``iter()`` begins anew or does not."""
+
+    def __init__(self, resets: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.resets = resets
+
+    def __iter__(self) -> Iterator[int]:
+        if self.resets:
+            self.place = 0
+        return self
+
+    def __next__(self) -> int:
+        items = self.items()
+        if self.place == len(items):
+            raise StopIteration
+        self.place += 1
+        self.read += 1
+        return items[self.place - 1]
+
+
+class Short(Stateful):
+    """The first part ends within a round, though the batch is full by padding, long before the other one."""
+
+    def items(self) -> list[int]:
+        info = get_worker_info()
+        return list(range(5)) if info is None or info.id == 0 else list(range(100, 120))
+
+
+class OwnIteratorFromNextIter(OwnIterator):
+    """Takes a state when ``iter()`` is called next."""
+
+    begins = 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begins = state["place"]
+
+    def __iter__(self) -> Iterator[int]:
+        self.place, self.begins = self.begins, 0
+        return self
+
+
+class Deaf(OwnIteratorFromNextIter):
+    """Takes none."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class IteratorWithState(Stateful):
+    """The place is in the iterator's state, and another thing in the dataset's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(OwnIterator(True))
+
+
+class StatelessIterator(OwnIterator):
+    state_dict: Any = property()
+    load_state_dict: Any = property()
+
+
+@dataclass(frozen=True)
+class Job:
+    """Ranks that all make a loader of their own, and step together."""
+
+    make: Callable[[], IterableDataset[Any]]
+    ranks: int = 2
+    workers: int = 2
+    batch_size: int | None = 3
+    drop_last: bool = False
+    persistent: bool = False
+    uneven: Any = "pad"
+    init: Any = None
+
+    def start(self, state: Any = None, datasets: Sequence[IterableDataset[Any]] | None = None) -> list[Any]:
+        loaders = []
+        for rank in range(self.ranks):
+            seed_ambient(rank)
+            loader: DataLoader[Any] = DataLoader(
+                self.make() if datasets is None else datasets[rank],
+                self.batch_size,
+                drop_last=self.drop_last,
+                num_workers=self.workers,
+                persistent_workers=self.persistent,
+                worker_init_fn=self.init,
+                collate_fn=as_it_is,
+            )
+            patched = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=self.ranks, uneven=self.uneven, seed=5)
+            if state is not None:
+                restore_loader(patched, state)
+            loaders.append(patched)
+        return loaders
+
+    def passes(self, loaders: list[Any], count: int) -> list[list[list[Any]]]:
+        return [[list(loader) for loader in loaders] for _ in range(count)]
+
+
+def step(loaders: list[Any], batches: int) -> tuple[list[list[Any]], Any]:
+    """Take so many batches on every rank; return them and the state, which is the same on every rank."""
+    taken, states = [], []
+    for loader in loaders:
+        iterator = iter(loader)
+        taken.append(list(islice(iterator, batches)))
+        states.append(json.loads(json.dumps(loader_state(loader, batches_done=batches))))
+        del iterator
+    assert all(state == states[0] for state in states)
+    return taken, states[0]
+
+
+def items(*passes: list[list[Any]]) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for ranks in passes:
+        for batch in chain.from_iterable(ranks):
+            found.update(batch if isinstance(batch, list) else [batch])
+    return found
+
+
+def split_by_init(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.splits = True
+
+
+MAKES: dict[str, Callable[[], IterableDataset[Any]]] = {
+    "parts": Shards,
+    "parts, shuffled": partial(Shards, shuffles=True),
+    "one stream": partial(Shards, splits=False),
+    "stateful parts": Stateful,
+    "stateful parts, shuffled": partial(Stateful, shuffles=True),
+    "stateful stream": partial(Stateful, splits=False),
+    "stateful parts, augmented": Noisy,
+    "stateful parts, augmented by a generator": NoisyByItsOwn,
+    "own iterator": partial(OwnIterator, False),
+    "own iterator that begins anew": partial(OwnIterator, True),
+    "own iterator that takes a state at iter()": partial(OwnIteratorFromNextIter, True),
+    "iterator with a state": IteratorWithState,
+    "own iterator without a state": partial(StatelessIterator, True, splits=False),
+}
+SET_UPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "three ranks": {"ranks": 3, "batch_size": 2},
+    "no workers": {"workers": 0},
+    "a worker": {"workers": 1},
+    "three workers": {"workers": 3, "batch_size": 2},
+    "drop_last": {"drop_last": True},
+    "single samples": {"batch_size": None},
+    "drop": {"uneven": "drop", "batch_size": 2},
+    "persistent": {"persistent": True},
+}
+
+
+CASES = [(name, set_up) for name in MAKES for set_up in ("plain", "no workers")]
+CASES += [(name, set_up) for name in ("parts, shuffled", "stateful parts", "stateful stream") for set_up in SET_UPS]
+
+
+@pytest.mark.parametrize(("name", "set_up"), dict.fromkeys(CASES))
+def test_stopped_three_times_it_goes_on_as_a_run_that_never_stopped(name: str, set_up: str) -> None:
+    make = MAKES[name]
+    job = Job(make, **SET_UPS[set_up])
+    count = 1 if name == "own iterator" and job.workers == 0 else 2  # which has nothing more to give
+    whole = job.passes(job.start(), count)
+    steps = min(len(batches) for batches in whole[0])
+    for stops in [(1, 1, 1), (0, 3), (steps - 1,)]:
+        state, done = None, 0
+        for batches in islice(stops, max(1, steps - 2)):
+            if done + batches >= steps:
+                break
+            taken, state = step(job.start(state), batches)
+            assert taken == [rank[done : done + batches] for rank in whole[0]], stops
+            done += batches
+        rest = job.passes(job.start(state), count)
+        assert rest[0] == [rank[done:] for rank in whole[0]], stops
+        assert rest[1:] == whole[1:], stops
+
+
+@pytest.mark.parametrize("workers", [0, 2, 3])
+@pytest.mark.parametrize("make", [MAKES[name] for name in ("parts", "one stream", "stateful parts", "stateful stream")])
+def test_other_numbers_of_ranks_take_what_is_left(make: Any, workers: int) -> None:
+    for uneven in ("pad", "drop") if workers != 3 else ("pad",):
+        state, taken = None, []
+        for ranks, batches in [(2, 1), (3, 1), (1, 2), (2, 1)]:
+            got, state = step(Job(make, ranks, workers, 2, uneven=uneven).start(state), batches)
+            taken.append(got)
+        rest = Job(make, 2, workers, 2, uneven=uneven).passes(Job(make, 2, workers, 2, uneven=uneven).start(state), 1)
+        found = items(*taken, *rest)
+        if uneven == "pad":
+            assert not ITEMS - found
+            assert (found - ITEMS).total() <= max(1, workers)
+        else:
+            assert not found - ITEMS
+            assert (ITEMS - found).total() <= max(1, workers)
+
+
+def test_a_part_that_has_ended_is_not_begun_anew_where_the_dataset_would() -> None:
+    job = Job(Short)
+    whole = job.passes(job.start(), 1)[0]
+    _, state = step(job.start(), 3)
+    assert job.passes(job.start(state), 1)[0] == [rank[3:] for rank in whole]
+
+
+def test_a_dataset_that_never_asks_goes_on_with_any_number_of_workers() -> None:
+    for make in (MAKES["one stream"], MAKES["stateful stream"]):
+        whole = Job(make, workers=0).passes(Job(make, workers=0).start(), 1)[0]
+        state = None
+        for done, workers in enumerate((0, 1, 2, 3, 0)):
+            taken, state = step(Job(make, workers=workers).start(state), 1)
+            assert taken == [rank[done : done + 1] for rank in whole]
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2), (2, 0), (2, 1)])
+def test_parts_of_other_workers_are_refused_and_both_numbers_named(before: int, now: int) -> None:
+    _, state = step(Job(Shards, workers=before).start(), 1)
+    (loader, *_) = Job(Shards, workers=now).start()
+    with raises(StateError, ("Shards", f"{before} workers", f"num_workers={now}"), f"num_workers={before}"):
+        restore_loader(loader, state)
+    assert list(loader) == list(Job(Shards, workers=now).start()[0])  # it is as it was
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [Stateful, partial(Stateful, splits=False), partial(OwnIterator, False)])
+def test_what_says_where_it_stands_is_not_read_again(make: Any, workers: int) -> None:
+    job = Job(make, workers=workers, batch_size=2)
+    _, state = step(job.start(), 3)
+    datasets = [make() for _ in range(2)]
+    loaders = job.start(state, datasets)
+    rest = job.passes(loaders, 1)[0]
+    readers = max(1, workers)
+    for dataset, batches in zip(datasets, rest, strict=True):
+        given = 2 * sum(map(len, batches))  # by both ranks
+        looked_at = 8 * readers  # at most: for padding, and to know the stream again
+        copies = readers if not getattr(dataset, "splits", True) else 1
+        assert int(dataset.read) <= (given + looked_at) * copies
+    again = [make() for _ in range(2)]
+    state["marks"] = [[first, []] for first, _ in state["marks"]]
+    assert job.passes(job.start(state, again), 1)[0] == rest
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("resets", [True, False])
+@pytest.mark.parametrize("kind", [OwnIterator, StatelessIterator])
+def test_over_the_same_object_it_is_exact_or_refused(kind: Any, resets: bool, workers: int) -> None:
+    make = partial(kind, resets)
+    job = Job(make, workers=workers)
+    whole = job.passes(job.start(), 1)[0]
+    datasets = [make() for _ in range(2)]
+    _, state = step(job.start(datasets=datasets), 2)
+    loaders = job.start(state, datasets)
+    try:
+        rest = [list(loader) for loader in loaders]
+    except StateError as error:
+        assert workers == 0
+        assert not resets
+        assert "anew" in str(error)  # noqa: PT017 - it may be exact instead
+    else:
+        assert rest == [rank[2:] for rank in whole]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_does_not_take_its_state_is_refused(workers: int) -> None:
+    job = Job(partial(Deaf, True), workers=workers)
+    _, state = step(job.start(), 2)
+    with raises(StateError, ("Deaf", "state_dict()"), "methods"):
+        list(job.start(state)[0])
+
+
+class Other(Shards):
+    def items(self) -> list[int]:
+        return [item + 1 for item in super().items()]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_begins_with_other_items_is_refused(workers: int) -> None:
+    _, state = step(Job(Shards, workers=workers).start(), 2)
+    Other.__name__ = Other.__qualname__ = "Shards"
+    with raises(StateError, ("Shards", "begin"), "same samples"):
+        list(Job(Other, workers=workers).start(state)[0])
+
+
+class Augmented(Shards):
+    """Floats and tensors differ in each run, as those do of a generator that nobody seeded."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            yield {"item": item, "noise": id(object()) / 7, "image": torch.tensor([float(id(self) % 1000)])}
+
+
+def test_augmentation_is_no_other_stream() -> None:
+    loaders = Job(Augmented, workers=0).start()
+    list(islice(loaders[0], 2))
+    state = loader_state(loaders[0], batches_done=2)
+    rest = list(Job(Augmented, workers=0).start(state)[0])
+    assert [sample["item"] for batch in rest for sample in batch][:1] == [103]
+
+
+class Huge(Stateful):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"ballast": "x" * 10**6}
+
+
+class Unpicklable(Stateful):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"function": lambda: None}
+
+
+class Failing(Stateful):
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("make", [Huge, Unpicklable, Failing])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_that_cannot_be_kept_leaves_the_stream_to_be_read_again(make: Any, workers: int) -> None:
+    job = Job(make, workers=workers)
+    whole = job.passes(job.start(), 1)[0]
+    _, state = step(job.start(), 2)
+    assert all(not own for _, own in state["marks"])
+    assert job.passes(job.start(state), 1)[0] == [rank[2:] for rank in whole]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_early_count_goes_on_by_reading_again(workers: int) -> None:
+    job = Job(partial(Stateful, splits=False), workers=workers, batch_size=1)
+    whole = job.passes(job.start(), 1)[0]
+    loaders = job.start()
+    for loader in loaders:
+        list(islice(loader, 13))
+    state = loader_state(loaders[0], batches_done=1)
+    assert not state["marks"][0][1]
+    assert job.passes(job.start(state), 1)[0] == [rank[1:] for rank in whole]
