@@ -10,13 +10,24 @@ from typing import Any
 import pytest
 import torch
 import torchdata.stateful_dataloader.sampler as torchdata_samplers
+from messages import raises
 from quick import run_ranks
 from torch.utils.data import BatchSampler, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
 from zoo import Drawn, Indices, N, PKBatches, Source, as_it_is, by_numpy, seed_ambient, seeded_generator
 
-from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch import (
+    DDPBatchSamplerWrapper,
+    DDPSamplerWrapper,
+    UnsupportedLoaderError,
+    check_loaders_is_patched,
+    patch_dataloader_to_ddp,
+)
+from ddp_patch.loaders.facts import look_at
+from ddp_patch.options import Options
+from ddp_patch.ranks.world import World
+from ddp_patch.shares.refusals import require_shareable
 
 # torchdata 0.11 calls it in the constructor of every loader.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -217,3 +228,13 @@ def test_real_ranks_share_and_resume() -> None:
         assert_shared_exactly(list(shares), N)
     assert first[0] != first[1] != first[2]
     assert not torch.distributed.is_initialized()
+
+
+def test_it_is_refused_where_ranks_hand_each_other_batches() -> None:
+    """Its state tells what one rank's workers have read, of which other ranks got some."""
+    facts, options = look_at(StatefulDataLoader(Source(splits=True))), Options(iterable_sharding="by_worker")
+    with raises(
+        UnsupportedLoaderError, ("StatefulDataLoader", "by_worker"), ("'exact'", "torch.utils.data.DataLoader")
+    ):
+        require_shareable(facts, options, World(0, 2, {0: 0, 1: 1}))
+    require_shareable(facts, Options(iterable_sharding="by_worker", uneven="keep"), World(0, 2))

@@ -14,7 +14,7 @@ from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching, Done, Plan
 from ddp_patch.shares.drawing import require_sure_length, share
-from ddp_patch.shares.iterables.workers import Board, read_as, this_worker
+from ddp_patch.shares.iterables.workers import Board, Ends, read_as, this_worker
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.steps import require_steps
 from ddp_patch.streams.chunks import draw
@@ -48,13 +48,15 @@ class ShardedIterable(IterableDataset[T]):
     Attributes:
         dataset: The dataset that the user gave.
         board: What the main process and the workers tell each other.
+        ends: How many batches the workers made, with ``iterable_sharding="by_worker"``.
     """
 
     def __init__(
-        self, dataset: IterableDataset[T], plan: Plan, options: Options, seed: Seed, batching: Batching
+        self, dataset: IterableDataset[T], plan: Plan, options: Options, seed: Seed, batching: Batching, workers: int
     ) -> None:
         self.dataset = dataset
         self.board: Board = Board()
+        self.ends: Ends = Ends(workers)
         self._plan = plan
         self._options, self._seed = options, seed
         self._batching = batching
@@ -129,7 +131,7 @@ class ShardedIterable(IterableDataset[T]):
             tell(epoch)
         start = self._start(number)
         is_exact = self._options.iterable_sharding == "exact"
-        yield from self._exact(epoch, number, start) if is_exact else self._by_worker(epoch, start)
+        yield from self._exact(epoch, number, start) if is_exact else self._by_worker(epoch, number, start)
 
     def _require_all_loads(self) -> None:
         """Refuse to go on in a worker that was started before a state was loaded: it has neither place nor seed."""
@@ -164,7 +166,7 @@ class ShardedIterable(IterableDataset[T]):
             if place // self._batching.size % workers == worker:
                 yield item
 
-    def _by_worker(self, epoch: int, start: _Start) -> Iterator[T]:
+    def _by_worker(self, epoch: int, number: int, start: _Start) -> Iterator[T]:
         stream = read_as(self._reader(start.skip), self.dataset)
         chunks = draw(stream, epoch_states(self._options, self._seed, epoch), round_size=1, copies=False)
         items = (item for chunk in chunks for item in chunk.items)
@@ -179,7 +181,10 @@ class ShardedIterable(IterableDataset[T]):
                 f"{skipped} items before its end, so the workers no longer took turns and which batches were done "
                 "cannot be told. Begin the epoch anew, or use iterable_sharding='exact'."
             )
-        yield from items
+        made = skipped
+        for made, item in enumerate(items, skipped + 1):  # noqa: B007 - told after the loop
+            yield item
+        self.ends.write(role, number, self._batching.count(made))
 
     def _role(self, skip: int) -> tuple[int, int]:
         """Return which of how many workers' part this worker plays: batches go on with the one whose turn it was."""

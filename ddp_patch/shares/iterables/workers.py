@@ -8,7 +8,7 @@ from torch.utils.data import get_worker_info
 
 from ddp_patch.compat import worker_info_told
 
-__all__ = ["Board", "read_as", "this_worker"]
+__all__ = ["Board", "Ends", "read_as", "this_worker"]
 
 T = TypeVar("T")
 
@@ -72,6 +72,25 @@ class Board:
         """Return what pass ``number`` has drawn, as facts to compare; nothing if it did not come to its end."""
         drawn, order = self._ends[number % _LATEST].tolist()
         return {"drawn in the epoch before": drawn, "order of the epoch before": order} if order >= 0 else {}
+
+
+class Ends:
+    """How many batches each worker made in its latest pass, in memory that the main process and its workers share.
+
+    Args:
+        workers: How many workers there are; with 0, the main process reads.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._ends = _shared(max(1, workers), 2)
+
+    def write(self, worker: int, number: int, batches: int) -> None:
+        """Write that a worker made so many batches in pass ``number``."""
+        self._ends[worker] = torch.tensor([number, batches])
+
+    def of(self, number: int) -> list[int]:
+        """Return how many each worker made in pass ``number``; -1 for those that have not come to its end."""
+        return [batches if passed == number else -1 for passed, batches in self._ends.tolist()]
 
 
 def _shared(*shape: int) -> torch.Tensor:
