@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -29,11 +29,10 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from zoo import BY_NAME, KINDS, STEPS, Kind, comparable, seed_ambient
 
 from ddp_patch import RanksFailedError, patch_dataloader_to_ddp
-from ddp_patch.loaders.copying import random_generators
-from ddp_patch.shares import sampler as sharded_sampler
+from ddp_patch.shares import sources
+from ddp_patch.streams.generators import random_generators, unmoved
 from ddp_patch.streams.orders import Order, order_of
 from ddp_patch.streams.random_states import ambient_unmoved
-from ddp_patch.streams.seeding import unmoved
 from ddp_patch.testing import run_ranks
 
 SEED = 100
@@ -248,7 +247,7 @@ def recording(kind: Kind, draws: list[Draw]) -> Iterator[None]:
     # This package looks torch's own orders up instead of iterating: what iterating would give is recorded then.
     with (
         patch.object(type(sampler), "__iter__", recorded),
-        patch.object(sharded_sampler, "order_of", iterated_first),
+        patch.object(sources, "order_of", iterated_first),
     ):
         yield
 
@@ -390,8 +389,9 @@ def candidates(kind: Kind, number: int, reports: list[Report]) -> list[list[Unit
     """Return what rank 0 drew from the user's sampler, and what one process reads where that is always the same."""
     streams = [draw.units for draw in reports[0].draws if draw.ended or kind.endless]
     for workers in {0, kind.make().num_workers}:  # an iterable that does not split itself is read once by each worker
-        alone, again = (unpatched(kind, workers, seed)[number] for seed in (SEED, SEED + 1))
-        streams += [alone] if Counter(alone) == Counter(again) else []
+        with suppress(AttributeError):  # some can be read by workers only
+            alone, again = (unpatched(kind, workers, seed)[number] for seed in (SEED, SEED + 1))
+            streams += [alone] if Counter(alone) == Counter(again) else []
     return streams
 
 
@@ -427,9 +427,14 @@ def compare(kind: Kind, together: list[Unit], stream: list[Unit]) -> str:
         return "items lost" if not kind.batches or Counter(items(stream)) - Counter(items(together)) else "batches torn"
     if set(repeated) - set(stream):
         return "batches torn" if kind.batches else "other items"
-    if repeated.total() <= -len(stream) % RANKS:
+    if repeated.total() <= padding(kind, stream, RANKS):
         return YES
-    return PADDED if repeated.total() <= -len(stream) % (RANKS * batch_size) else "items repeated"
+    return PADDED if repeated.total() <= padding(kind, stream, RANKS * batch_size) else "items repeated"
+
+
+def padding(kind: Kind, stream: list[Unit], of: int) -> int:
+    """Count what completes the last round or batch of the stream, or of each worker's part of it."""
+    return sum(-length % of for length in kind.parts or [len(stream)])
 
 
 def items(batches: list[Unit]) -> list[str]:

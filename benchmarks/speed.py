@@ -41,7 +41,7 @@ from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, 
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 BATCH, WORLD, N = 64, 8, 10**7
-PEERS = ("accelerate", "lightning", "pytorch-ignite", "open-metric-learning")
+PEERS = ("accelerate", "lightning", "pytorch-ignite", "open-metric-learning", "datasets", "webdataset")
 
 
 class Numbers(Dataset[int]):
@@ -351,7 +351,10 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=8, help="the largest n, as a power of ten, from 5 to 8")
     parser.add_argument("--repeats", type=int, default=3, help="how often each case is repeated")
     parser.add_argument(
-        "--only", nargs="+", choices=("peers", "samplers", "scalable", "loaders"), help="measure these tables alone"
+        "--only",
+        nargs="+",
+        choices=("peers", "samplers", "scalable", "loaders", "streams"),
+        help="measure these tables alone",
     )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -367,8 +370,10 @@ def main() -> None:
         "samplers": lambda: samplers(n, arguments.repeats),
         "scalable": lambda: scalable_shuffles(arguments.repeats),
         "loaders": lambda: loaders(arguments.repeats),
+        "streams": lambda: streams.table(),
     }
-    from pages import show_and_put  # not where a case is measured: what it imports takes memory
+    import streams  # not where a case is measured: what these import takes memory
+    from pages import show_and_put
 
     for name in arguments.only or tables:
         show_and_put(PAGE, name, tables[name](), name)

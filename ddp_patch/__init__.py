@@ -25,6 +25,7 @@ from ddp_patch.errors import (
     StateError,
     StreamLengthError,
     StreamLengthWarning,
+    StreamOrderWarning,
     UnsupportedLoaderError,
     WorldError,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "StateError",
     "StreamLengthError",
     "StreamLengthWarning",
+    "StreamOrderWarning",
     "UnsupportedLoaderError",
     "WorldError",
     "assert_loaders_patched",

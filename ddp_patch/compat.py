@@ -5,13 +5,15 @@ alone. Each entry says why it is needed, in which version it was seen, and wheth
 """
 
 import os
+import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
@@ -36,13 +38,16 @@ __all__ = [
     "MAKE_ITERATOR",
     "READERS",
     "RUNNING_ITERATOR",
+    "SAMPLE_KEY",
     "WORLD_NAMES",
     "WORLD_WORDS",
     "AccelerateLeavesAlone",
     "KeptIterator",
     "RunningLoader",
+    "WorkerInfo",
     "WrappedIterator",
     "arranges_neighbours",
+    "asks_for_its_own_dataset",
     "default_store",
     "forget_iterator",
     "gather_in_background",
@@ -55,9 +60,13 @@ __all__ = [
     "is_split_by_node",
     "is_torch_batch_sampler",
     "made_worker_info",
+    "may_hold_a_normal",
+    "noted_worker_info",
+    "order_remedy",
     "pinned_by",
     "replace_worker_seed",
     "root_mesh",
+    "seed_as_worker",
     "shards_in_accelerate",
     "splits_by_node",
     "torchdata_batch_sampler",
@@ -155,9 +164,33 @@ def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, time
     return group.allgather([list(rows)], [row], options)
 
 
-def made_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> torch_worker.WorkerInfo:
+# The class of what ``get_worker_info()`` returns, which has no public name.
+WorkerInfo: TypeAlias = torch_worker.WorkerInfo
+
+
+def made_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> WorkerInfo:
     """Return what ``get_worker_info()`` tells a worker. torch makes such values for its own workers only."""
-    return torch_worker.WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
+    return WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
+
+
+# What a worker info tells of a worker.
+_TELLING: Final = frozenset({"id", "num_workers", "seed", "dataset"})
+
+
+class _NotedWorkerInfo(WorkerInfo):
+    """A worker info that notes which of its attributes are read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _TELLING:
+            object.__getattribute__(self, "note")(name)
+        return object.__getattribute__(self, name)
+
+
+def noted_worker_info(worker: int, workers: int, seed: int, dataset: Any, note: Callable[[str], object]) -> WorkerInfo:
+    """Return what ``made_worker_info`` does, calling ``note`` with the name of each attribute that somebody reads."""
+    info = _NotedWorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
+    object.__setattr__(info, "note", note)  # frozen; set last, because making it reads nothing
+    return info
 
 
 @contextmanager
@@ -171,9 +204,45 @@ def worker_info_told(info: object) -> Iterator[None]:
         torch_worker._worker_info = before
 
 
+def seed_as_worker(base_seed: int, worker: int) -> None:
+    """Seed the global generators of the CPU as torch seeds those of a worker, which it does in workers only."""
+    random.seed(base_seed + worker)
+    torch.default_generator.manual_seed(base_seed + worker)
+    np.random.seed(torch_worker._generate_state(base_seed, worker))  # type: ignore[no-untyped-call]  # torch's
+
+
 def replace_worker_seed(seed: int) -> None:
     """Have ``get_worker_info().seed`` be this one. The value is frozen, and datasets read their seed nowhere else."""
     object.__setattr__(get_worker_info(), "seed", seed)
+
+
+# ---- numpy, seen in 2.4.6 ----
+
+
+class _Stateless:
+    """Stands for a bit generator whose state nobody wants to copy."""
+
+    @property
+    def state(self) -> dict[str, object]:
+        return {"bit_generator": ""}
+
+
+def may_hold_a_normal() -> bool:
+    """Tell whether numpy's global generator holds the second of two normal draws, or may do so.
+
+    It lies beside the bit generator. The public ``np.random.get_state()`` tells, and copies 624 numbers one by one
+    before that, which takes longer than all the rest of a swap of random states. So a stub is there meanwhile.
+    """
+    try:
+        numpys = np.random.get_state.__self__  # type: ignore[attr-defined]  # a bound method, in numpy's stubs a function
+        bit_generator = numpys._bit_generator
+    except AttributeError:
+        return True
+    try:
+        numpys._bit_generator = _Stateless()
+        return bool(numpys.get_state(legacy=False)["has_gauss"])
+    finally:
+        numpys._bit_generator = bit_generator
 
 
 # ---- torchdata, seen in 0.11.0: its classes are torch's in all but name ----
@@ -275,6 +344,17 @@ def is_fastai_loader(kind: type) -> bool:
     return "fastai.data.load.DataLoader" in map(_name, kind.__mro__)
 
 
+# ---- litdata, seen in 0.2.76 ----
+
+
+def asks_for_its_own_dataset(loader_kind: type) -> bool:
+    """Tell whether a class is litdata's ``StreamingDataLoader``, which raises unless its dataset is of its own classes.
+
+    Its ``__iter__`` takes any other dataset for one that mixes several, and asks it for methods that those have.
+    """
+    return "litdata.streaming.dataloader.StreamingDataLoader" in map(_name, loader_kind.__mro__)
+
+
 # ---- Hugging Face datasets, seen in 5.2.0 ----
 
 
@@ -287,6 +367,29 @@ def is_hugging_face_table(dataset: object) -> bool:
     """Tell whether it is a map-style ``datasets.Dataset``, which is not imported."""
     is_table = "datasets.arrow_dataset.Dataset" in map(_name, type(dataset).__mro__)
     return is_table and not isinstance(dataset, IterableDataset)
+
+
+# ---- what shuffles an iterable dataset ----
+
+# The field by which webdataset names a sample, seen in 1.0.2. It is the name of the sample's files.
+SAMPLE_KEY: Final = "__key__"
+
+# How a package's datasets are told to shuffle alike in every process. Seen in webdataset 1.0.2, whose detshuffle=True
+# alone takes its seed from Python's global generator, and in Hugging Face datasets 5.2.0.
+_ORDER_REMEDIES: Final = {
+    "webdataset": "Pass a seed that is the same on every rank: WebDataset(..., detshuffle=True, seed=0) for shards, "
+    "and .compose(webdataset.detshuffle(1000, seed=0)) or .shuffle(1000, seed=0) in place of .shuffle(1000)",
+    "datasets": "Pass a seed that is the same on every rank: .shuffle(seed=0, buffer_size=1000)",
+}
+
+
+def order_remedy(dataset: object) -> str | None:
+    """Return how to have a dataset of another package, or one that it holds, shuffle alike on every rank."""
+    for one in (dataset, *getattr(dataset, "__dict__", {}).values()):
+        for kind in type(one).__mro__:
+            if (remedy := _ORDER_REMEDIES.get(kind.__module__.split(".")[0])) is not None:
+                return remedy
+    return None
 
 
 # ---- samplers that put together what belongs in one batch ----

@@ -26,7 +26,8 @@
         ├── AssumedShardedWarning        a map-style dataset holds the numbers of one rank of several
         ├── LeaderWarning                ranks would draw different orders, so rank 0 draws for all
         ├── NotDistributedWarning        there is one process, so the loader is unchanged
-        └── StreamLengthWarning          a sampler gave another number of items than its len()
+        ├── StreamLengthWarning          a sampler gave another number of items than its len()
+        └── StreamOrderWarning           whether the ranks read in one order cannot be told
 """
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "StateError",
     "StreamLengthError",
     "StreamLengthWarning",
+    "StreamOrderWarning",
     "UnsupportedLoaderError",
     "WorldError",
 ]
@@ -133,6 +135,10 @@ class AssumedShardedWarning(UserWarning):
 
 class StreamLengthWarning(UserWarning):
     """A sampler gave another number of items than its ``__len__`` says; all of them were shared."""
+
+
+class StreamOrderWarning(UserWarning):
+    """The ranks read other items of an iterable dataset, and whether only augmentation differs cannot be told."""
 
 
 class LeaderWarning(UserWarning):

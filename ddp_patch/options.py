@@ -50,7 +50,7 @@ _AGREEMENT = {
     "leader": "has rank 0 draw and send every rank its share",
 }
 _ITERABLE_SHARDING = {
-    "exact": "has every rank read the whole stream and keep its share",
+    "exact": "has every rank read what one process with the same workers reads, and keep its share",
     "by_worker": "has the dataset split itself by get_worker_info(), over the workers of all ranks",
 }
 _SHARE = {

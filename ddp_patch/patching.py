@@ -77,12 +77,12 @@ def patch_dataloader_to_ddp(
             every rank, which follows from rank 0's ``torch.initial_seed()`` and how many such loaders were patched
             before; in a ``process_group`` of only some ranks it follows from 0 instead, and in an explicit world it
             is 0. A restored state's seed replaces the default.
-        iterable_sharding: How to shard an iterable dataset. With ``"exact"``, every rank reads the whole stream and
-            keeps its share, which is right for any dataset. With ``"by_worker"``, the dataset splits itself by
-            ``get_worker_info()``, which counts all ranks' workers as one loader's. Nothing is read twice. Ranks whose
-            workers still have batches hand some to those that have none, so that all make the same number of steps,
-            and ``uneven`` says what becomes of the last ones; every pass then needs all ranks. In an explicit world,
-            it must be ``"keep"``, and steps are unequal.
+        iterable_sharding: How to shard an iterable dataset. With ``"exact"``, every rank reads what one process with
+            the same workers reads, and keeps its share of each worker's part. With ``"by_worker"``, the dataset splits
+            itself by ``get_worker_info()``, which counts all ranks' workers as one loader's. Nothing is read twice.
+            Ranks whose workers still have batches hand some to those that have none, so that all make the same number
+            of steps, and ``uneven`` says what becomes of the last ones; every pass then needs all ranks. In an explicit
+            world, it must be ``"keep"``, and steps are unequal.
         share: What a rank takes at a time. With ``"samples"``, each rank makes its own batches of every
             num_replicas-th sample. With ``"batches"``, it takes whole batches, as the unpatched loader makes them: so
             groups stay together that a sampler puts into one batch. ``"auto"`` takes whole batches of a batch sampler
@@ -115,7 +115,8 @@ def patch_dataloader_to_ddp(
         AlreadyPatchedError: The loader was sharded for another world.
         UnsupportedLoaderError: The loader cannot be copied correctly.
         RankMismatchError: The ranks' loaders or options differ; raised on every rank. Also while iterating: the ranks
-            make different passes. Also in an explicit world: too many ranks take one share.
+            make different passes, or read an iterable dataset in different orders. Also in an explicit world: too many
+            ranks take one share.
         MissingRanksError: A rank did not arrive in time.
 
     Examples:
@@ -224,7 +225,8 @@ def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampl
     from ddp_patch.shares.iterables.sampler import StreamSampler
 
     plan = agreed.plan(agreed.world.rank)
-    dataset = ShardedIterable(facts.dataset, plan, agreed.options, agreed.seed, facts.batching, facts.num_workers)
+    readers = max(1, facts.num_workers)
+    dataset = ShardedIterable(facts.dataset, plan, agreed.options, agreed.seed, facts.batching, readers)
     sampler = StreamSampler(dataset, facts, agreed)
     new: dict[str, Any] = {"dataset": dataset, "sampler": sampler}
     if facts.num_workers > 0:

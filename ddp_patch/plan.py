@@ -171,14 +171,18 @@ class Batching:
         """Return how many of a number of items end up in batches."""
         return items - items % self.size if self.drop_last else items
 
-    def loses_a_rank(self, plan: Plan, n: int) -> bool:
-        """Tell whether a rank makes no step in an epoch of n items, of which one process makes some.
+    def loses_a_rank(self, plan: Plan, *lengths: int) -> bool:
+        """Tell whether a rank makes no step in an epoch of which one process makes some.
 
         With ``uneven="keep"`` and no ``drop_last``, such a rank loses nothing: others have all items.
+
+        Args:
+            plan: A rank's share.
+            lengths: How many items the epoch has, or each of the parts in which workers read it.
         """
         if plan.uneven == "keep" and not self.drop_last:
             return False
-        return self.count(n) > 0 and self.count(plan.least(n)) == 0
+        return any(map(self.count, lengths)) and not any(self.count(plan.least(n)) for n in lengths)
 
 
 # Each item is a step: it is a whole batch, or nobody is known to make batches of it.

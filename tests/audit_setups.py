@@ -345,6 +345,77 @@ def stream_read_by_every_worker(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(Stream(), batch_size=4, num_workers=2)
 
 
+SHARDS = [[*range(5)], [*range(5, 12)], [*range(12, 16)], [*range(16, 22)]]  # of 22 samples, for 4 workers
+FILES = [*SHARDS, [22, 23], [24, 25, 26], [*range(27, 35)], [35]]
+
+
+class Shards(IterableDataset[int]):
+    """One shard for each worker from the ``first`` on, told by its number; never read without a worker."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
+
+    def __iter__(self) -> Iterator[int]:
+        info: Any = get_worker_info()
+        return iter(SHARDS[self.first + info.id])
+
+
+class EveryNth(IterableDataset[int]):
+    """Every ``step``-th sample of a dataset, as libraries give a rank its share."""
+
+    def __init__(self, dataset: IterableDataset[int], start: int, step: int) -> None:
+        self.dataset, self.start, self.step = dataset, start, step
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(iter(self.dataset), self.start, None, self.step)
+
+
+def shards_read_by_one_worker(rank: int, world_size: int) -> DataLoader[Any]:
+    """Ranks tell the dataset that there is one worker, so it gives them the first of four shards."""
+    return DataLoader(EveryNth(Shards(), rank, world_size), 2, num_workers=4 if world_size == 1 else 1)
+
+
+def shards_of_fewer_workers(rank: int, world_size: int) -> DataLoader[Any]:
+    """Four workers are divided among the ranks, and each numbers its own from 0."""
+    return DataLoader(Shards(), 2, num_workers=4 // world_size)
+
+
+def shards_uneven(rank: int, world_size: int) -> DataLoader[Any]:
+    workers = 4 // world_size
+    return DataLoader(Shards(rank * workers), 2, num_workers=workers)
+
+
+class Files(IterableDataset[int]):
+    """Files split by node, then by worker, as webdataset does it."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.files = FILES[rank::world_size]
+
+    def __iter__(self) -> Iterator[int]:
+        info: Any = get_worker_info()
+        return (sample for file in self.files[info.id :: info.num_workers] for sample in file)
+
+
+def files_split_by_node(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Files(rank, world_size), 2, num_workers=2)
+
+
+class ShuffledByWorker(Stream):
+    """Each worker shuffles by its own number, and reads all."""
+
+    def __iter__(self) -> Iterator[int]:
+        info: Any = get_worker_info()
+        return iter(np.random.default_rng(info.id).permutation([*super().__iter__()]).tolist())
+
+
+def stream_shuffled_by_every_worker(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(ShuffledByWorker(), batch_size=4, num_workers=2)
+
+
+def share_shuffled_by_every_worker(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(ShuffledByWorker(rank, world_size, n=104), batch_size=4, num_workers=2)
+
+
 class Augmented(Stream):
     """Makes its samples anew each time."""
 

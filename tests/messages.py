@@ -14,8 +14,8 @@ E = TypeVar("E", bound=Exception)
 
 # A remedy begins with one of these, at the beginning of a sentence, of a line or behind a colon.
 _VERBS = (
-    "Begin|Build|Call|Correct|Give|Go|Iterate|Leave|Let|Look|Make|Mend|Name|Pass|Patch|Restore|Return|See|Share|Store|"
-    "Take|Use|Wrap"
+    "Ask|Begin|Build|Call|Correct|Give|Go|Iterate|Leave|Let|Look|Make|Mend|Name|Pass|Patch|Restore|Return|See|Share|"
+    "Split|Store|Take|Use|Wrap"
 )
 _REMEDY = re.compile(rf"(?:^|(?<=[.:]\s))(?i:{_VERBS})\s", re.MULTILINE)
 

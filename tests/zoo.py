@@ -4,12 +4,13 @@ A kind's ``make`` builds the loader as a user would, from ambient randomness tha
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import count, islice, zip_longest
 from typing import Any
 
+import iterables
 import numpy as np
 import torch
 from torch.utils.data import (
@@ -25,6 +26,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from ddp_patch.plan import Plan
 from ddp_patch.samplers import (
     GroupedBatchSampler,
     IterationBatchSampler,
@@ -323,6 +325,12 @@ def stream(workers: int = 0, persistent: bool = False, **source: Any) -> Callabl
     )
 
 
+def read_by(
+    make: Callable[[], IterableDataset[int]], workers: int = 0, **options: Any
+) -> Callable[[], DataLoader[Any]]:
+    return lambda: DataLoader(make(), batch_size=3, num_workers=workers, collate_fn=as_it_is, **options)
+
+
 @dataclass(frozen=True)
 class Kind:
     """One kind of loader.
@@ -337,6 +345,7 @@ class Kind:
         endless: There is no end; the first ``STEPS`` steps of each epoch are looked at.
         epochs: How many epochs it lasts.
         warning: What a warning tells, if there is one.
+        parts: How many items each of its workers reads, where each reads a part of its own.
     """
 
     name: str
@@ -348,6 +357,34 @@ class Kind:
     endless: bool = False
     epochs: int = 3
     warning: tuple[str, ...] | None = None
+    parts: tuple[int, ...] = ()
+
+    def of_rank(self, stream: list[Any], plan: Plan) -> list[Any]:
+        """Return a rank's share of what one process gets: of the stream, or of each worker's part of it."""
+        size = self.make().batch_size or 1
+        parts = in_parts(stream, self.parts or [len(stream)], size)
+        return in_turns([share_of(part, plan) for part in parts], size)
+
+
+def share_of(stream: Sequence[Any], plan: Plan) -> list[Any]:
+    return [stream[place % len(stream)] for place in plan.share(len(stream))]
+
+
+def in_parts(stream: Iterable[Any], lengths: Sequence[int], size: int) -> list[list[Any]]:
+    """Undo ``in_turns``: give each worker its batches back."""
+    found: list[list[Any]] = [[] for _ in lengths]
+    items = iter(stream)
+    for _ in range(max(lengths)):
+        for part, length in zip(found, lengths, strict=True):
+            part += islice(items, min(size, length - len(part)))
+    assert next(items, None) is None
+    return found
+
+
+def in_turns(parts: Sequence[list[Any]], size: int) -> list[Any]:
+    """Return the items of workers that take turns at giving a batch of theirs."""
+    batches = ([part[start : start + size] for start in range(0, len(part), size)] for part in parts)
+    return [item for turn in zip_longest(*batches, fillvalue=()) for batch in turn for item in batch]
 
 
 STEPS = 5  # of an endless loader
@@ -444,10 +481,15 @@ KINDS = [
     # Iterable datasets.
     Kind("iterable", stream(), shuffles=False, sized=False),
     Kind("iterable, 2 workers", stream(2), shuffles=False, sized=False),
-    Kind("iterable, splits itself, 2 workers", stream(2, splits=True), shuffles=False, sized=False),
-    Kind("iterable, splits itself, 4 workers", stream(4, splits=True), shuffles=False, sized=False),
+    Kind("iterable, splits itself, 2 workers", stream(2, splits=True), shuffles=False, sized=False, parts=(12, 11)),
+    Kind("iterable, splits itself, 4 workers", stream(4, splits=True), shuffles=False, sized=False, parts=(6, 6, 6, 5)),
     Kind("iterable, global random states, 2 workers", stream(2, shuffles=True), sized=False),
-    Kind("iterable, persistent workers", stream(2, persistent=True, splits=True, shuffles=True), sized=False),
+    Kind(
+        "iterable, persistent workers",
+        stream(2, persistent=True, splits=True, shuffles=True),
+        sized=False,
+        parts=(12, 11),
+    ),
     Kind("iterable, shorter than ranks x workers x batch", stream(4, n=5), shuffles=False, sized=False),
     Kind("iterable, empty", stream(2, n=0), shuffles=False, sized=False),
     Kind("iterable, endless", stream(2, n=float("inf")), shuffles=False, sized=False, endless=True),
@@ -457,6 +499,78 @@ KINDS = [
         lambda: DataLoader(EpochSource(), 3, collate_fn=as_it_is, num_workers=2, persistent_workers=True),
     ),
     Kind("iterable, batch_size=None", lambda: DataLoader(Source(), batch_size=None), shuffles=False, sized=False),
+    # Iterable datasets, by what they make of the worker that reads them. Unequal shards have 2, 14, 0 and 7 items.
+    Kind(
+        "iterable, a shard for each worker, 3 workers",
+        read_by(partial(iterables.ShardPerWorker, (2, 14, 7)), 3),
+        shuffles=False,
+        sized=False,
+        parts=(2, 14, 7),
+    ),
+    Kind(
+        "iterable, unequal shards, 2 workers",
+        read_by(iterables.Shards, 2),
+        shuffles=False,
+        sized=False,
+        parts=(2, 21),
+    ),
+    Kind(
+        "iterable, unequal shards with len, 3 workers",
+        read_by(iterables.SizedShards, 3),
+        shuffles=False,
+        sized=False,
+        parts=(9, 14, 0),
+    ),
+    Kind("iterable, unequal shards, no workers", read_by(iterables.SizedShards), shuffles=False),
+    Kind(
+        "iterable, a run for each worker, 2 workers",
+        read_by(partial(iterables.RunPerWorker, (16, 7)), 2),
+        shuffles=False,
+        sized=False,
+        parts=(16, 7),
+    ),
+    Kind(
+        "iterable, the iterator has a state, 2 workers",
+        read_by(partial(iterables.RunWithState, (16, 7)), 2),
+        shuffles=False,
+        sized=False,
+        parts=(16, 7),
+    ),
+    Kind(
+        "iterable, the dataset has a state, 2 workers",
+        read_by(partial(iterables.HasState, (16, 7)), 2),
+        shuffles=False,
+        sized=False,
+        parts=(16, 7),
+    ),
+    Kind("iterable, its own iterator", read_by(iterables.OwnIterator), shuffles=False, sized=False),
+    Kind("iterable, its own iterator, 2 workers", read_by(iterables.OwnIterator, 2), shuffles=False, sized=False),
+    Kind(
+        "iterable, its own iterator with a state, 2 workers",
+        read_by(iterables.OwnIteratorWithState, 2),
+        shuffles=False,
+        sized=False,
+    ),
+    Kind(
+        "iterable, its own iterator, once",
+        read_by(partial(iterables.OwnIterator, begins_anew=False)),
+        shuffles=False,
+        sized=False,
+        epochs=1,
+    ),
+    Kind(
+        "iterable, shuffled by worker seed, 2 workers",
+        read_by(iterables.SeededByWorker, 2),
+        sized=False,
+        parts=(2, 21),
+    ),
+    Kind(
+        "iterable, split by worker_init_fn, 2 workers",
+        read_by(iterables.SplitByInit, 2, worker_init_fn=iterables.init_splits),
+        shuffles=False,
+        sized=False,
+        parts=(2, 21),
+    ),
 ]
 
 LABELS = [0] * 12 + [1] * 7 + [2] * 4  # of N samples

@@ -49,8 +49,8 @@ def audit(
             returns a rank's finished loader, prepared by any library, which is not patched. ``make(0, 1)`` is called,
             too: it shows what a single process would get. Indices are drawn from the ``batch_sampler`` or ``sampler``,
             and no dataset's ``__getitem__`` is called, but that of lists, arrays and tensors of which every rank has
-            others. An iterable dataset has no indices, so each simulated worker of
-            each rank reads it. What a subclass adds in its own ``__iter__`` is not seen.
+            others. An iterable dataset has no indices, so each simulated worker of each rank reads it, and so do those
+            of one process. What a subclass adds in its own ``__iter__`` is not seen.
         world_size: The number of ranks.
         epochs: How many epochs each rank draws.
         patch: Whether to patch a loader by ``patch_dataloader_to_ddp`` first; with False, it is audited as it is.

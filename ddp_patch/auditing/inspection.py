@@ -1,6 +1,7 @@
 """Inspect a world's epochs one after the other, collect problems, and make the report."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from ddp_patch.auditing.judge.properties import (
     order_problem,
     steps_problem,
 )
+from ddp_patch.auditing.judge.unpatched import unpatched_problem
 from ddp_patch.auditing.pictured import Pictured
 from ddp_patch.auditing.report import EpochReport, Problem, Report
 from ddp_patch.auditing.show.binning import pictured
@@ -178,6 +180,7 @@ class Inspection:
         self._add(steps_problem(epoch, self._allowance(epoch).uneven))
         self._add(length_problem(epoch))
         self._add(no_step := no_step_problem(epoch))
+        self._add(self._lost_by_patching(epoch))
         if judged.is_covered and (problem := self._unsharded(epoch, judged)) is not None:
             self._add(problem)
             self.seeds_agree = None
@@ -192,6 +195,11 @@ class Inspection:
             and not judged.found.unexpected
         ):
             self.lost.append(lost_of(epoch, judged, self.world.traits))
+
+    def _lost_by_patching(self, epoch: Epoch) -> Problem | None:
+        """Check that a patched loader leaves out nothing of the unpatched one."""
+        again = partial(self.world.unpatched_anew, epoch.number)
+        return unpatched_problem(epoch, again, self.world.coding, self.world.traits.num_workers)
 
     def _coverage_problems(self) -> list[Problem]:
         return [problem for problem in self.problems if problem.kind in coverage_kinds]

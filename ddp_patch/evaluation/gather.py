@@ -103,7 +103,7 @@ class _Said:
     Attributes:
         dst: Which rank gets the result.
         at: Which pass the outputs are from.
-        given: How many rows this rank contributes, without padding.
+        given: How many rows this rank contributes to each stretch of the result, without padding.
         structure: The outputs' structure.
         pickled: The size of its pickled rows in bytes, by path.
         problem: Why the outputs are not those of a whole pass; empty if they are.
@@ -111,7 +111,7 @@ class _Said:
 
     dst: int | None
     at: str = ""
-    given: int = 0
+    given: Sequence[int] = (0,)
     structure: Structure = field(default_factory=lambda: structure_of(None))
     pickled: Mapping[str, int] = field(default_factory=dict)
     problem: str = ""
@@ -122,18 +122,17 @@ def _say(outputs: Any, batches: Batches, dst: int | None) -> tuple[_Said, Packed
     sampler, one = batches.sampler, batches.sampler.latest
     if one is None:
         return _Said(dst, problem="has made no pass over the loader"), {}
-    length = sampler.length_of_whole(one)
-    if length is None or (sampler.given is not None and sampler.given.is_within):
+    turns = sampler.turns_of_whole(one, batches)
+    if turns is None or (sampler.given is not None and sampler.given.is_within):
         return _Said(dst, problem=f"is in the middle of epoch {one.epoch}"), {}
     begins = "" if one.begins_at == "0" else f" from {one.begins_at} on"
-    at = f"gives the outputs of epoch {one.epoch}{begins}, of {length} items"
-    samples = batches.items_in(max(0, len(sampler.plan.share(length)) - one.skip))
+    at = f"gives the outputs of epoch {one.epoch}{begins}, of {turns.length} items"
     structure = structure_of(outputs)
-    if problem := structure.problem(samples, _UNITS[batches.level]):
+    if problem := structure.problem(turns.samples, _UNITS[batches.level]):
         return _Said(dst, at, problem=problem), {}
-    given = len(sampler.plan.sources(length)[0][one.skip : one.skip + samples])
+    given = turns.rows()
     try:
-        own = packed(outputs, structure, given)
+        own = packed(outputs, structure, sum(given))
     except Exception as error:  # noqa: BLE001 - the user's objects; all ranks get the error
         return _Said(dst, at, problem=f"gives what cannot be pickled: {error}"), {}
     return _Said(dst, at, given, structure, {path: len(data) for path, data in own.items()}), own
@@ -167,7 +166,7 @@ def _judge(plan: Plan, ranks: Collection[int], records: Mapping[int, _Said]) -> 
     structure = structures[0].widened(structures) if structures else structure_of(None)
     counts = [said.given for said in records.values()]
     pickled = [said.pickled for said in records.values()]
-    arrangement = Arrangement(structure, sum(counts), _places(plan, counts), pickled, uuid4().hex)
+    arrangement = Arrangement(structure, sum(map(sum, counts)), _places(plan, counts), pickled, uuid4().hex)
     return dict.fromkeys(records, arrangement)
 
 
@@ -175,23 +174,24 @@ def _unless_same(said: Mapping[int, str]) -> Mapping[int, str]:
     return said if len(by_value(said)) > 1 else {}
 
 
-def _places(plan: Plan, counts: Sequence[int]) -> list[list[range]]:
+def _places(plan: Plan, counts: Sequence[Sequence[int]]) -> list[list[range]]:
     """Return the positions of each share's rows among all rows, in the stream's order.
 
     Args:
         plan: How the stream was sharded.
-        counts: The number of rows of each share.
+        counts: The number of rows of each share in each stretch of the stream.
     """
     if plan.needs_length:
-        runs = zip(counts, accumulate(counts), strict=True)
+        runs = [(sum(count), end) for count, end in zip(counts, accumulate(map(sum, counts)), strict=True)]
         return [[range(end - count, end)] if count else [] for count, end in runs]
     places: list[list[range]] = [[] for _ in counts]
     start = 0
-    # Place rounds together in which the same ranks have a row: with drop_last and uneven="keep", some lack a batch.
-    for before, until in pairwise(sorted({0, *counts})):
-        takers = [share for share, count in enumerate(counts) if count >= until]
-        end = start + len(takers) * (until - before)
-        for place, share in enumerate(takers):
-            places[share].append(range(start + place, end, len(takers)))
-        start = end
+    for stretch in zip(*counts, strict=True):
+        # Place rounds together in which the same ranks have a row: with drop_last and uneven="keep", some lack a batch.
+        for before, until in pairwise(sorted({0, *stretch})):
+            takers = [share for share, count in enumerate(stretch) if count >= until]
+            end = start + len(takers) * (until - before)
+            for place, share in enumerate(takers):
+                places[share].append(range(start + place, end, len(takers)))
+            start = end
     return places

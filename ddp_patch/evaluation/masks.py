@@ -68,15 +68,10 @@ def _masked(loader: DataLoader[Any], batches: Batches) -> Iterator[tuple[Any, to
 
 def _mask(batches: Batches, one: Pass[Any], number: int) -> torch.Tensor:
     """Return the mask of batch ``number`` of a pass, True for samples that are not padding."""
-    plan = batches.sampler.plan
-    length = one.source.length_found()
-    first = one.skip + number * batches.size
-    # No padding comes before the stream's end is found.
-    share = first + batches.size if length is None else len(plan.share(length))
-    real = share if length is None else share - len(plan.padding(length))
+    turn = batches.sampler.turns(one, batches).turn(number)
     if (samples := one.next_size()) is not None:
-        return torch.full((samples,), first < real)
-    return torch.arange(first, min(first + batches.size, share)) < real
+        return torch.full((samples,), turn.real > 0)
+    return torch.arange(turn.items) < turn.real
 
 
 def _all_real(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:

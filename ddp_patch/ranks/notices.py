@@ -15,7 +15,7 @@ from ddp_patch.errors import RankMismatchError, WorldError
 from ddp_patch.ranks.comparison import ranks_text
 from ddp_patch.ranks.histories import Record
 
-__all__ = ["Notices", "Peers", "agreed_peers", "given_peers", "unwatched"]
+__all__ = ["Letters", "Notices", "Peers", "agreed_peers", "given_peers", "unwatched"]
 
 # A rank reads so many others' records at most. One that differs from all others finds so by itself.
 _MOST_READ = 32
@@ -42,6 +42,11 @@ class Peers:
     others: Sequence[int]
     share: tuple[int, int] | None = None
     most: int = 0
+
+    @property
+    def read_one_stream(self) -> bool:
+        """Whether all share one stream: of worlds that were given by hand, a process group may hold several."""
+        return self.share is None or self.most == 1
 
     def require_fair_shares(self, records: Mapping[int, Record]) -> None:
         """Raise RankMismatchError if too many ranks take the share that this one takes."""
@@ -110,18 +115,24 @@ def unwatched() -> Iterator[None]:
         _IS_WATCHED.reset(token)
 
 
-class Notices:
-    """The records of one loader in the store of the process group in which it was patched."""
+class Letters:
+    """What the ranks leave each other about one loader, in the store of the process group in which it was patched.
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+    Args:
+        peers: Who they are.
+        subject: What it is about, if it is not which passes they make.
+    """
+
+    def __init__(self, peers: Peers, subject: str = "") -> None:
+        key = peers.key + (subject and f"/{subject}")
+        self._own_key = f"{key}/{peers.rank}"
         # No more than a reference: a store that is kept keeps its port, too.
         self._store: ref[Any] | None = ref(default_store())
-        self._unseen = {rank: f"{peers.key}/{rank}" for rank in peers.others}
+        self._unseen = {rank: f"{key}/{rank}" for rank in peers.others}
         self._seen: dict[int, str] = {}
 
-    def exchange(self, record: Record) -> dict[int, Record]:
-        """Leave this rank's record, and return those that others left. Wait for none.
+    def exchange(self, text: str | None) -> dict[int, bytes]:
+        """Leave a text, unless it is None, and return what others left. Wait for none.
 
         Once the process group is gone, or its store, there is nobody to compare with.
         """
@@ -129,11 +140,17 @@ class Notices:
         if store is None:
             return {}
         try:
-            store.set(f"{self._peers.key}/{self._peers.rank}", record.encoded())
-            return {rank: Record.decoded(text) for rank, text in self._read(store).items()}
+            if text is not None:
+                store.set(self._own_key, text)
+            return self._read(store)
         except (RuntimeError, ValueError):  # what stores raise; a fake group's holds nothing that can be read
             self._store = None
             return {}
+
+    def drop(self, rank: int) -> None:
+        """Read no more of what a rank leaves."""
+        self._unseen.pop(rank, None)
+        self._seen.pop(rank, None)
 
     def _open_store(self) -> Any:
         """Return the store, or None where it is gone."""
@@ -150,6 +167,17 @@ class Notices:
             came = [rank for rank, key in self._unseen.items() if store.check([key])]
         self._seen |= {rank: self._unseen.pop(rank) for rank in came}
         return dict(zip(self._seen, store.multi_get(list(self._seen.values())), strict=True))
+
+
+class Notices:
+    """The records of one loader's passes."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._letters = Letters(peers)
+
+    def exchange(self, record: Record) -> dict[int, Record]:
+        """Leave this rank's record, and return those that others left; see ``Letters``."""
+        return {rank: Record.decoded(text) for rank, text in self._letters.exchange(record.encoded()).items()}
 
 
 def _read_by(rank: int, ranks: list[int]) -> list[int]:

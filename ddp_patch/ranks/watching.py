@@ -27,6 +27,7 @@ class Watch:
 
     Attributes:
         pace: How the loader takes items.
+        orders: Compares the orders in which they read, where that is for the readers to say; None elsewhere.
         epochs_differ: Whether an epoch's order may differ from another's. Where it does not, passes over different
             epochs are alike, and no sample is lost by them.
     """
@@ -37,6 +38,7 @@ class Watch:
         self._history = History()
         self._thread = get_ident()
         self._keeps = keeps
+        self.orders: Callable[[], None] | None = None
         self.epochs_differ: bool = True
         self._name, self._units = name, ("item", "items")
         self.pace: Pace = Pace()
@@ -78,7 +80,7 @@ class Watch:
 
         Raises:
             RankMismatchError: A rank left an epoch of which another took more, and went on to a later one; or too many
-                ranks take one share.
+                ranks take one share; or they read in different orders.
         """
         if self._peers is None or self._is_too_soon():
             return
@@ -87,10 +89,12 @@ class Watch:
             self._history.doubt(epoch)
         began_s = perf_counter()
         found = self._exchange()
-        self._ended_s = perf_counter()
-        self._made, self._cost_s = self._made + 1, self._ended_s - began_s
         if found:
             raise self._error(self._peers, found)
+        if self.orders is not None:
+            self.orders()
+        self._ended_s = perf_counter()
+        self._made, self._cost_s = self._made + 1, self._ended_s - began_s
 
     def _is_too_soon(self) -> bool:
         return self._made >= _FREE and perf_counter() - self._ended_s < _TIMES_THEIR_COST * self._cost_s

@@ -45,14 +45,13 @@ class Batches(Batching):
             )
         if one is None:
             return sampler.state_dict()
-        taken = one.skip + batches * self.size
-        length = sampler.pass_length(one)
-        if length is not None and batches == self.count(sampler.plan.rounds(length) - one.skip):
+        if batches == sampler.most_batches(one, self):
             # This is the last batch. If more was given than it holds, the length is wrong.
+            taken = one.skip + batches * self.size
             unused = (self.size - 1 if self.drop_last else 0) - sampler.given_after(one, taken)
             if unused >= 0 and one.ends_within(unused):
                 return sampler.state_at(one.place_at_end(sampler.held()).following())
-        return sampler.state_at(one.place(taken))
+        return sampler.state_at(sampler.place_after(one, self, batches))
 
 
 def _require_count(batches: int, sampler: EpochSampler[Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
 from ddp_patch.plan import Done, Plan
-from ddp_patch.streams.chunks import MOST_AHEAD, Chunk, draw, own
+from ddp_patch.streams.chunks import Chunk, draw, own
 from ddp_patch.streams.fingerprint import Fingerprint
 from ddp_patch.streams.seeding import distributed_permutation
 
@@ -77,14 +77,14 @@ class Stream(Generic[T]):
         if epoch.before:
             stream = rest.select(stream)
         # After a break, the next pass over an iterator goes on where this one stopped.
-        most = MOST_AHEAD if epoch.draws_ahead and not epoch.is_one_shot else 1
+        ahead = epoch.draws_ahead and not epoch.is_one_shot
         keeps_all = epoch.verify is not None or len(plans) > 1
 
         def kept(start: int, size: int) -> slice:
             # The first round is for padding.
             return slice(None) if keeps_all or not start else plan.part(start, size, len(rest))
 
-        self._chunks = _ReadAhead(draw(stream, epoch.rng, round_size=plan.num_replicas, most=most, kept=kept))
+        self._chunks = _ReadAhead(draw(stream, epoch.rng, round_size=plan.num_replicas, ahead=ahead, kept=kept))
         must_give = epoch.is_one_shot and epoch.comes_late()
         chunks: Iterator[Chunk[T]] = _not_empty(self._chunks, epoch.number) if must_give else self._chunks
         running = Fingerprint()

@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 from torch.utils.data import DistributedSampler
 
 from ddp_patch.errors import InvalidOptionError, StateError
-from ddp_patch.plan import Done, Plan
+from ddp_patch.plan import Batching, Done, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.watching import Watch
 from ddp_patch.shares.held import Held, Holders
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.states import read_state, write_state
+from ddp_patch.shares.turns import Part, Turns
 from ddp_patch.streams.progress import Given
 from ddp_patch.streams.seeding import EpochCounter
 
@@ -109,13 +110,25 @@ class EpochSampler(DistributedSampler[T]):
         length, (before, skip) = self._length_if_any(place.epoch), place.split(self.num_replicas)
         return None if length is None else len(self.plan.share(len(self.plan.rest(length, before)))) - skip
 
-    def length_of_whole(self, one: Pass[Any]) -> int | None:
-        """Return how many items all ranks share in a pass if this rank has reached its end, else None."""
-        if one.is_ended:
-            return one.length
+    def turns(self, one: Pass[Any], batching: Batching) -> Turns:
+        """Return the batches of a pass, with the ends that this rank has found so far."""
+        return Turns(self.plan, batching, [Part(one.skip, one.source.length_found())])
+
+    def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
+        """Return the batches of a pass if this rank has reached its end, else None."""
+        length = one.length if one.is_ended else self.pass_length(one)
         # A loop that takes len() batches never asks for the end.
-        length = self.pass_length(one)
-        return length if length is not None and one.taken >= len(self.plan.share(length)) else None
+        if length is None or not (one.is_ended or one.taken >= len(self.plan.share(length))):
+            return None
+        return Turns(self.plan, batching, [Part(one.skip, length)])
+
+    def most_batches(self, one: Pass[Any], batching: Batching) -> int | None:
+        """Return how many batches the largest share has in a pass, where every rank knows that; else None."""
+        return Turns(self.plan, batching, [Part(one.skip, self.pass_length(one))]).most
+
+    def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
+        """Return where a pass stands when so many of its batches were taken."""
+        return one.place(one.skip + batches * batching.size)
 
     @property
     def epoch(self) -> int:

@@ -38,6 +38,7 @@ class Pass(Progress, Generic[T]):
             that others have no match for.
 
     Attributes:
+        start: Where it began.
         before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
     """
 
@@ -59,7 +60,8 @@ class Pass(Progress, Generic[T]):
         self.source: Source[T] = source
         self._resumes, self._at_end = resumes, at_end
         self._sizes: deque[int] | None = deque() if keeps_sizes else None
-        self._start, self._num_replicas, self._holders = start, num_replicas, holders
+        self.start: Place = start
+        self._num_replicas, self._holders = num_replicas, holders
         self._watch = watch
         # Ranks compare when 1, 2, 4, ... batches were taken.
         self._steps, self._surely_taken, self._awaited = 1, skip, 0
@@ -72,7 +74,7 @@ class Pass(Progress, Generic[T]):
     @property
     def epoch(self) -> int:
         """Which epoch it is over."""
-        return self._start.epoch
+        return self.start.epoch
 
     @property
     def length(self) -> int | None:
@@ -139,7 +141,7 @@ class Pass(Progress, Generic[T]):
             return
         if self._snapshots.at_first is not None:
             self._holders.reinstate_generators(self._snapshots.at_first)
-        elif not self._resumes and (now := self._holders.generators()) != self._start.held.generators:
+        elif not self._resumes and (now := self._holders.generators()) != self.start.held.generators:
             self._snapshots = replace(self._snapshots, at_first=now)
         self._catch_up()
 
@@ -161,7 +163,7 @@ class Pass(Progress, Generic[T]):
         return Place(
             self.epoch,
             (*(stint for stint in self.before if stint[1]), (self._num_replicas, taken)),
-            self.source.held_before or self._start.held,
+            self.source.held_before or self.start.held,
             snapshots=replace(self._snapshots, latest=latest),
         )
 

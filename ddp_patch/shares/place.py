@@ -7,7 +7,7 @@ from typing import Any
 from ddp_patch.plan import Done
 from ddp_patch.shares.held import Held
 
-__all__ = ["Place", "Snapshots"]
+__all__ = ["PartsDone", "Place", "Snapshots", "split"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,19 @@ class Snapshots:
 
 
 @dataclass(frozen=True, slots=True)
+class PartsDone:
+    """What was taken of an iterable dataset that each of several workers reads a part of.
+
+    Attributes:
+        first: Whose turn is next.
+        done: What was taken of each worker's part.
+    """
+
+    first: int
+    done: Sequence[Done]
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a pass begins or stands.
 
@@ -35,6 +48,7 @@ class Place:
         held: What the samplers held before it; or after it, where it has ended.
         ended: Whether nothing of it is left, so that the pass that comes next has nothing to give.
         snapshots: Where the generators stood meanwhile.
+        parts: What was taken of each part, where workers read parts of the stream.
         seed: The seed of the state that it was read from, if it was.
     """
 
@@ -43,6 +57,7 @@ class Place:
     held: Held = field(default_factory=Held)
     ended: bool = False
     snapshots: Snapshots = field(default_factory=Snapshots)
+    parts: PartsDone | None = None
     seed: int | None = None
 
     @property
@@ -57,10 +72,15 @@ class Place:
 
     def split(self, num_replicas: int) -> tuple[Done, int]:
         """Return what other numbers of ranks took, and how many items each of so many took after that."""
-        if self.done and self.done[-1][0] == num_replicas:
-            return self.done[:-1], self.done[-1][1]
-        return self.done, 0
+        return split(self.done, num_replicas)
 
     def following(self) -> "Place":
         """Return where the next epoch begins, if this one has ended; else this place."""
         return Place(self.epoch + 1, held=self.held, seed=self.seed) if self.ended else self
+
+
+def split(done: Done, num_replicas: int) -> tuple[Done, int]:
+    """Return what other numbers of ranks took, and how many items each of so many took after that."""
+    if done and done[-1][0] == num_replicas:
+        return done[:-1], done[-1][1]
+    return done, 0

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import is_split_by_node, torchdata_batch_sampler
+from ddp_patch.compat import asks_for_its_own_dataset, is_split_by_node, torchdata_batch_sampler
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
 from ddp_patch.loaders.recognition import line_for_inner, nested_datasets
@@ -66,6 +66,15 @@ def _require_copyable(facts: LoaderFacts[Any]) -> None:
         raise UnsupportedLoaderError(
             f"{name} cannot be patched: it is a framework's wrapper around a DataLoader. Patch the loader first, and "
             f"hand the patched one to the framework.{inside}"
+        )
+    if asks_for_its_own_dataset(type(facts.loader)):
+        dataset = type(facts.dataset).__name__
+        raise UnsupportedLoaderError(
+            f"{name} cannot be patched: it iterates litdata's own classes of datasets alone, so none that shares a "
+            f"{dataset} can take its place. litdata shards by itself a {dataset} that is made when the process group "
+            f"exists: make it, and the {name}, after init_process_group(). For an explicit world, patch torch's loader "
+            "of it: torch.utils.data.DataLoader(loader.dataset, batch_size=loader.batch_size, "
+            "num_workers=loader.num_workers, collate_fn=loader.collate_fn)."
         )
     if facts.other_loader_in is not None:
         raise UnsupportedLoaderError(
@@ -140,7 +149,7 @@ def require_steps_known(
     """Refuse an epoch without steps where its length is known now; else a pass does that when it comes to the end."""
     if (n := stream.length) is not None:
         plan = Plan(world.rank, world.num_replicas, options.uneven, options.layout)
-        require_steps(plan, batching, stream.name, n, in_batches=in_batches)
+        require_steps(plan, batching, stream.name, [n], in_batches=in_batches)
 
 
 def require_shuffle(stream: StreamFacts) -> None:

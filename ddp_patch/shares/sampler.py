@@ -233,7 +233,7 @@ class ShardedSampler(EpochSampler[T]):
         """Refuse an epoch without steps. The rest of one may well have none."""
         if start.is_whole:
             name = type(self.sampler).__name__
-            require_steps(self.plan, self._batching, name, length, in_batches=self._batching.size > 1)
+            require_steps(self.plan, self._batching, name, [length], in_batches=self._batching.size > 1)
 
     def _turn(self, epoch: int) -> dict[str, object]:
         """Return which pass is being made, to be compared between the ranks."""

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddp_patch.errors import StateError
+from ddp_patch.plan import Done
 from ddp_patch.shares.held import Held, is_stateful
-from ddp_patch.shares.place import Place, Snapshots
+from ddp_patch.shares.place import PartsDone, Place, Snapshots
 from ddp_patch.streams.generators import random_generators, set_generator_state, unmoved
 from ddp_patch.streams.seeding import Seed
 
@@ -14,7 +15,10 @@ __all__ = ["read_state", "write_state"]
 _VERSION = 1
 
 # In a state, "drawn_from" is Snapshots.at_first and "now" is Snapshots.latest.
-_FIELDS = ("version", "loader", "epoch", "done", "ended", "generators", "samplers", "attributes", "drawn_from", "now")
+_FIELDS = (
+    *("version", "loader", "epoch", "done", "parts", "ended"),
+    *("generators", "samplers", "attributes", "drawn_from", "now"),
+)
 
 
 def write_state(place: Place, facts: Mapping[str, object], seed: int) -> dict[str, Any]:
@@ -30,7 +34,8 @@ def write_state(place: Place, facts: Mapping[str, object], seed: int) -> dict[st
         "version": _VERSION,
         "loader": {**facts, "seed": seed},
         "epoch": place.epoch,
-        "done": [list(stint) for stint in place.done],
+        "done": _listed(place.done),
+        "parts": None if place.parts is None else [place.parts.first, [_listed(done) for done in place.parts.done]],
         "ended": place.ended,
         "generators": list(place.held.generators),
         "samplers": list(place.held.samplers),
@@ -74,7 +79,27 @@ def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Seq
     if at_first is not None:
         at_first = _read_generators("drawn_from", at_first, holders)
     held, latest = _read_held(state, holders), _read_latest(state["now"], holders)
-    return Place(state["epoch"], done, held, state["ended"], Snapshots(at_first, latest), state["loader"]["seed"])
+    snapshots, parts = Snapshots(at_first, latest), _read_parts(state["parts"])
+    return Place(state["epoch"], done, held, state["ended"], snapshots, parts, state["loader"]["seed"])
+
+
+def _listed(done: Done) -> list[list[int]]:
+    return [list(stint) for stint in done]
+
+
+def _read_parts(parts: Any) -> PartsDone | None:
+    if parts is None:
+        return None
+    if not (
+        isinstance(parts, list | tuple)
+        and len(parts) == 2
+        and isinstance(parts[1], list | tuple)
+        and _is_count(parts[0])
+        and parts[0] < len(parts[1])
+        and all(map(_is_done, parts[1]))
+    ):
+        raise _damaged(f"its field parts is {parts!r}, not a pair: whose turn is next, and what was taken of each part")
+    return PartsDone(parts[0], tuple(tuple((ranks, taken) for ranks, taken in done) for done in parts[1]))
 
 
 def _read_generators(name: str, states: Any, holders: Sequence[Any]) -> Sequence[Any]:

@@ -1,6 +1,6 @@
 """Refuse an epoch in which a rank would make no step, though one process makes some."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -11,47 +11,48 @@ from ddp_patch.plan import ITEMS, Batching, Plan
 __all__ = ["require_steps"]
 
 
-def require_steps(plan: Plan, batching: Batching, name: str, n: int, *, in_batches: bool) -> None:
-    """Refuse an epoch of n items if a rank would make no step in it. Every rank comes to the same conclusion.
+def require_steps(plan: Plan, batching: Batching, name: str, lengths: Sequence[int], *, in_batches: bool) -> None:
+    """Refuse an epoch if a rank would make no step in it. Every rank comes to the same conclusion.
 
     Args:
         plan: A rank's share.
         batching: How the rank makes batches of it.
         name: What yields the items.
-        n: How many it yields.
+        lengths: How many items it yields, in each of the parts that are shared.
         in_batches: Whether the loader's whole batches can be shared instead.
 
     Raises:
         NoStepsError: One process makes at least one step of them.
     """
-    if not batching.loses_a_rank(plan, n):
+    if not batching.loses_a_rank(plan, *lengths):
         return
     why = (
         f", and drop_last=True leaves out a batch of fewer than batch_size={batching.size}"
         if batching.drop_last
         else ""
     )
+    parts = f" in {len(lengths)} parts, one for each worker" if len(lengths) > 1 else ""
     raise NoStepsError(
-        f"A rank would make no step in an epoch: {name} has {_counted(n, 'item')}, of which {plan.num_replicas} ranks "
-        f"take {plan.least(n)} each with uneven={plan.uneven!r}{why}. One process makes "
-        f"{_counted(batching.count(n), 'step')} of them. Use one of these: "
-        f"{', '.join(_remedies(plan, batching, n, in_batches))}."
+        f"A rank would make no step in an epoch: {name} has {_counted(sum(lengths), 'item')}{parts}, of which "
+        f"{plan.num_replicas} ranks take {sum(map(plan.least, lengths))} each with uneven={plan.uneven!r}{why}. One "
+        f"process makes {_counted(sum(map(batching.count, lengths)), 'step')} of them. Use one of these: "
+        f"{', '.join(_remedies(plan, batching, lengths, in_batches))}."
     )
 
 
-def _remedies(plan: Plan, batching: Batching, n: int, in_batches: bool) -> Iterator[str]:
+def _remedies(plan: Plan, batching: Batching, lengths: Sequence[int], in_batches: bool) -> Iterator[str]:
     """Yield what, changed alone, gives every rank a step, or loses nothing."""
-    if batching.drop_last and plan.least(n):
-        yield f"a batch_size of at most {plan.least(n)}"
-    if batching.drop_last and not Batching(batching.size, drop_last=False).loses_a_rank(plan, n):
+    if batching.drop_last and (most := max(map(plan.least, lengths))):
+        yield f"a batch_size of at most {most}"
+    if batching.drop_last and not Batching(batching.size, drop_last=False).loses_a_rank(plan, *lengths):
         yield "drop_last=False"
     for uneven in get_args(Uneven):
-        if not batching.loses_a_rank(replace(plan, uneven=uneven), n):
+        if not batching.loses_a_rank(replace(plan, uneven=uneven), *lengths):
             yield f"uneven={uneven!r}"
-    if in_batches and not ITEMS.loses_a_rank(plan, batching.count(n)):
+    if in_batches and not ITEMS.loses_a_rank(plan, *map(batching.count, lengths)):
         yield "share='batches'"
     fewer = (Plan(0, ranks, plan.uneven) for ranks in range(plan.num_replicas - 1, 0, -1))
-    most = next(some.num_replicas for some in fewer if not batching.loses_a_rank(some, n))
+    most = next(some.num_replicas for some in fewer if not batching.loses_a_rank(some, *lengths))
     yield f"at most {_counted(most, 'rank')}"
 
 

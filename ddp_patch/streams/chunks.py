@@ -14,13 +14,16 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-__all__ = ["MOST_AHEAD", "Chunk", "begun", "draw", "own", "returns_itself"]
+__all__ = ["MOST_AHEAD", "MOST_PLAIN", "Chunk", "begun", "draw", "own", "returns_itself"]
 
 T = TypeVar("T")
 
 # About how many samples may be drawn ahead of the one in use, unless a round has more. Large chunks swap random states
 # less often, but a sampler that adapts during training must not be drawn far ahead.
 MOST_AHEAD = 8192
+# So many of a stream of indices, or of lists of them, if that is at most this part of what came before: then a chunk
+# takes no longer than that part of the time that the stream has taken, and how far it is ahead matters as little.
+MOST_PLAIN, _PART_AHEAD = 65536, 64
 
 _IMMUTABLE = (int, float, str, bytes, np.generic)
 
@@ -66,37 +69,41 @@ def draw(
     rng: AbstractContextManager[None],
     *,
     round_size: int,
-    most: int = 1,
+    ahead: bool = False,
+    rounds: Iterable[int] = repeat(1),
     copies: bool = True,
     kept: Callable[[int, int], slice] = lambda _start, _size: slice(None),
 ) -> Iterator[Chunk[T]]:
     """Yield the iterator's items in chunks, entering ``rng`` while drawing each.
 
-    Every chunk's length is a multiple of ``round_size``, except that the last may be shorter; none is empty. The first
-    chunk is one round, so that the first batch comes at once; each next one is twice as long, up to ``most`` samples.
-    Chunks depend only on the stream, so every rank draws the same ones at the same step.
+    Every chunk's length is a multiple of ``round_size``, except that the last may be shorter; none is empty. Chunks
+    depend only on the stream, so every rank draws the same ones at the same step.
 
     Args:
         iterator: What to draw from, as ``begun`` returns it. If it raises an exception, the whole rounds that came
             before are yielded first, and then the exception is raised unchanged.
         rng: Entered for each chunk.
         round_size: Items in a round: one for each rank.
-        most: The most samples to draw at once, unless a round has more. An index is one sample. A round of batches
-            counts as many as the largest that was looked at: the first of each chunk.
+        ahead: Whether chunks may grow. The first is one round, so that the first batch comes at once; each has twice
+            as many as the one before, up to ``MOST_AHEAD`` samples, or ``MOST_PLAIN`` in a long stream of indices. An
+            index is one sample. A round of batches counts as many as the largest that was looked at: the first of
+            each chunk.
+        rounds: How many rounds each chunk has, where they may not grow.
         copies: Whether to copy the items that are kept, because their source may change them later.
         kept: Tells which of some items to keep, by the position of the first and their number.
     """
-    source = _Source(iterator, copies=copies)
-    largest, rounds = max(1, most // round_size), 1
+    source = _Source(iterator, round_size, copies=copies)
+    sizes = iter(rounds)
+    now = 1 if ahead else next(sizes)
     while not source.is_ended:
-        start, size = source.drawn, rounds * round_size
+        start, size = source.drawn, now * round_size
         items: list[T] = []
         failure: Exception | None = None
         with rng:
             try:  # keep what comes before an exception
                 if source.copies and (size > round_size or not start):
-                    source.look(items, round_size, kept(start, round_size))
-                    size = min(size, max(1, most // source.samples) * round_size)
+                    source.look(items, kept(start, round_size))
+                    size = min(size, source.rounds_ahead() * round_size)
                 if not source.is_ended:
                     at, end = source.drawn, start + size
                     source.take(items, end - at, kept(at, end - at))
@@ -111,7 +118,7 @@ def draw(
             yield Chunk(length, items)
         if failure is not None:
             raise failure
-        rounds = min(2 * rounds, largest)
+        now = min(2 * now, source.rounds_ahead()) if ahead else next(sizes)
 
 
 class _Source:
@@ -119,14 +126,14 @@ class _Source:
 
     Attributes:
         copies: Whether the items that are kept are copied.
-        samples: How many samples the largest round has that was looked at.
         is_ended: Whether the iterator has no more items.
     """
 
-    def __init__(self, iterator: Iterator[Any], *, copies: bool) -> None:
+    def __init__(self, iterator: Iterator[Any], round_size: int, *, copies: bool) -> None:
         self.copies: bool = copies
-        self.samples: int = 1
         self.is_ended: bool = False
+        self._round_size = self._samples = round_size  # samples: in the largest round that was looked at
+        self._is_plain = False
         self._left = repeat(True, sys.maxsize)
         self._items: Iterator[Any] = compress(iterator, self._left)  # no faster way to count
 
@@ -135,18 +142,24 @@ class _Source:
         """How many items were drawn."""
         return sys.maxsize - length_hint(self._left)
 
-    def look(self, kept: list[Any], size: int, part: slice) -> None:
+    def rounds_ahead(self) -> int:
+        """Return how many rounds may be drawn at once."""
+        before = self.drawn // self._round_size // _PART_AHEAD if self._is_plain else 0
+        return max(1, MOST_AHEAD // self._samples, min(before, MOST_PLAIN // self._samples))
+
+    def look(self, kept: list[Any], part: slice) -> None:
         """Draw a round and keep a part of it. What all of it shows, every rank learns alike."""
         items, is_lazy = [], False
-        for item in islice(self._items, size):
+        for item in islice(self._items, self._round_size):
             is_lazy |= isinstance(item, Iterator)
             items.append(own(item))
         if is_lazy:  # read them all from now on: several may draw from the same source
             self._items = map(own, self._items)
         kept += items[part]
         self.copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
-        self.samples = max(self.samples, sum(length_hint(item, 1) or 1 for item in items))
-        self.is_ended = len(items) < size
+        self._is_plain = all(isinstance(_first(item), int | np.integer) for item in items)
+        self._samples = max(self._samples, sum(length_hint(item, 1) or 1 for item in items))
+        self.is_ended = len(items) < self._round_size
 
     def take(self, kept: list[Any], size: int, part: slice) -> None:
         """Draw so many items and keep a part of them; those that are not kept are not copied."""
@@ -156,6 +169,11 @@ class _Source:
         kept.extend(map(own, items) if self.copies else items)
         deque(islice(self._items, size - last), maxlen=0)
         self.is_ended = self.drawn - before < size
+
+
+def _first(item: Any) -> Any:
+    """Return what a list begins with; anything else itself."""
+    return item[0] if type(item) is list and item else item
 
 
 def own(item: Any) -> Any:

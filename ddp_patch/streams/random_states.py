@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddp_patch.compat import may_hold_a_normal
 from ddp_patch.options import Options
 from ddp_patch.streams.generators import plain
 from ddp_patch.streams.seeding import Seed, order_seeds
@@ -33,8 +34,7 @@ class _GlobalState:
     @classmethod
     def capture(cls) -> "_GlobalState":
         # numpy keeps a second normal draw beside the bit generator. Swapping bit generators would lose it.
-        numpy = np.random.get_state(legacy=False)
-        gauss = numpy if numpy["has_gauss"] and numpy["bit_generator"] == "MT19937" else None
+        gauss = np.random.get_state(legacy=False) if may_hold_a_normal() else None
         bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
         return cls(torch.get_rng_state(), bit_generator, gauss, random.getstate())
 
@@ -60,8 +60,8 @@ class PrivateRNG:
         True
     """
 
-    def __init__(self, seed: int, epoch: int) -> None:
-        for_torch, for_numpy, for_python = order_seeds(seed, epoch)
+    def __init__(self, seed: int, epoch: int, reader: int | None = None) -> None:
+        for_torch, for_numpy, for_python = order_seeds(seed, epoch, reader)
         self._private = _GlobalState(
             torch.Generator().manual_seed(for_torch).get_state(),
             np.random.MT19937(for_numpy),
@@ -84,9 +84,16 @@ class PrivateRNG:
         self._swapping.release()
 
 
-def epoch_states(options: Options, seed: Seed, epoch: int) -> AbstractContextManager[None]:
-    """Return what to enter while an epoch is drawn: its private states, or nothing with ``agreement="ambient"``."""
-    return nullcontext() if options.agreement == "ambient" else PrivateRNG(seed.value, epoch)
+def epoch_states(options: Options, seed: Seed, epoch: int, reader: int | None = None) -> AbstractContextManager[None]:
+    """Return what to enter while an epoch is drawn: its private states, or nothing with ``agreement="ambient"``.
+
+    Args:
+        options: What the user chose.
+        seed: The seed in force.
+        epoch: The epoch.
+        reader: Which worker reads a part of it, if that has states of its own.
+    """
+    return nullcontext() if options.agreement == "ambient" else PrivateRNG(seed.value, epoch, reader)
 
 
 def ambient_state() -> tuple[object, ...]:

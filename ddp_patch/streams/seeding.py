@@ -18,11 +18,12 @@ __all__ = [
     "epoch_seed",
     "loader_seed",
     "order_seeds",
+    "reader_seed",
     "shuffle_key",
 ]
 
 # What a seed is used for, so that no two uses draw the same numbers.
-_ORDER, _WORKER, _SHUFFLE, _LOADER = 0, 1, 2, 3
+_ORDER, _WORKER, _SHUFFLE, _LOADER, _READER, _PART = range(6)
 
 
 def _derive(seed: int, *key: int) -> np.random.SeedSequence:
@@ -65,10 +66,24 @@ def epoch_seed(seed: int, epoch: int) -> int:
     return _torch_seed(_derive(seed, _ORDER, epoch))
 
 
-def order_seeds(seed: int, epoch: int) -> tuple[int, np.random.SeedSequence, int]:
-    """Return the seeds of torch's, numpy's and Python's global generators while an epoch is drawn."""
-    sequence = _derive(seed, _ORDER, epoch)
+def order_seeds(seed: int, epoch: int, reader: int | None = None) -> tuple[int, np.random.SeedSequence, int]:
+    """Return the seeds of torch's, numpy's and Python's global generators while an epoch is drawn.
+
+    Args:
+        seed: The seed in force.
+        epoch: The epoch.
+        reader: Which worker reads a part of it, if one does.
+    """
+    sequence = _derive(seed, _ORDER, epoch) if reader is None else _derive(seed, _PART, epoch, reader)
     return _torch_seed(sequence), sequence, _python_seed(sequence)
+
+
+def reader_seed(seed: int, epoch: int) -> int:
+    """Return what worker 0 of a loader is told as its seed while it reads a dataset; worker j is told j more.
+
+    So torch numbers the seeds of a loader's workers, and datasets subtract the number to get one that all have.
+    """
+    return _torch_seed(_derive(seed, _READER, epoch)) >> 1
 
 
 def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:

@@ -1,13 +1,13 @@
 """The audit's verdict on any partition of a dataset, against a count by hand."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from audit_setups import Untouchable
 from hypothesis import event, given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
 from ddp_patch import audit
 from ddp_patch.auditing.judge.causes import coverage_kinds
@@ -84,3 +84,56 @@ def test_of_parts_made_once_only_the_whole_dataset_holds(
         assert report.ok, report
     if "ignores world_size" in report.how:
         assert is_right(n, parts, batch_size) or report.problems
+
+
+class OfShards(IterableDataset[int]):
+    """What each worker reads, by its number: whole shards, one after the other."""
+
+    def __init__(self, shards: list[list[int]], by_worker: list[list[int]]) -> None:
+        self.shards, self.by_worker = shards, by_worker
+
+    def __iter__(self) -> Iterator[int]:
+        info: Any = get_worker_info()
+        return (sample for shard in self.by_worker[info.id] for sample in self.shards[shard])
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> list[list[int]]:
+    """Draw shards of any lengths, one for each worker."""
+    lengths = draw(st.lists(st.integers(1, 9), min_size=2, max_size=4))
+    return [[*range(sum(lengths[:shard]), sum(lengths[: shard + 1]))] for shard in range(len(lengths))]
+
+
+@given(shards(), st.integers(2, 4), st.integers(1, 4))
+def test_workers_that_read_a_shard_each_are_patched_rightly(held: list[list[int]], world: int, batch_size: int) -> None:
+    dataset = OfShards(held, [[worker] for worker in range(len(held))])
+    report = audit(DataLoader(dataset, batch_size, num_workers=len(held)), world, epochs=1)
+    report.raise_for_problems()
+    (epoch,) = report.epochs
+    assert epoch.expected == sum(map(len, held))
+    assert epoch.padding == epoch.repeated == sum(-len(shard) % world for shard in held)
+
+
+@given(shards(), st.integers(2, 3), st.integers(1, 4), st.data())
+def test_what_workers_of_ranks_read_wrongly_is_counted(
+    held: list[list[int]], world: int, batch_size: int, data: st.DataObject
+) -> None:
+    """Every worker of every rank reads some of the shards, whichever; one process reads them all."""
+    workers, n = len(held), sum(map(len, held))
+    readers = st.lists(st.lists(st.integers(0, workers - 1), max_size=2), min_size=workers, max_size=workers)
+    read = [data.draw(readers) for _ in range(world)]
+
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        by_worker = [[worker] for worker in range(workers)] if world_size == 1 else read[rank]
+        return DataLoader(OfShards(held, by_worker), batch_size, num_workers=workers)
+
+    of_workers = [[[sample for shard in own for sample in held[shard]] for own in rank] for rank in read]
+    got = Counter(sample for rank in of_workers for own in rank for sample in own)
+    steps = {sum(-(-len(own) // batch_size) for own in rank) for rank in of_workers}
+    report = audit(make, world, epochs=1)
+    event(", ".join(problem.kind for problem in report.problems) or "holds")
+    (epoch,) = report.epochs
+    assert epoch.expected == n
+    assert epoch.missing == n - len(got)
+    assert epoch.repeated == got.total() - len(got)
+    assert report.ok == (len(got) == n and got.total() - n <= -n % world and len(steps) == 1)

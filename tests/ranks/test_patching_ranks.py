@@ -13,7 +13,18 @@ import torch.distributed as dist
 from messages import assert_tells
 from quick import run_ranks
 from torch.utils.data import DataLoader, DistributedSampler
-from zoo import ALL_KINDS, BY_NAME, STEPS, Indices, Kind, draw_ambient, loader, seed_ambient, seeded_generator, units
+from zoo import (
+    ALL_KINDS,
+    BY_NAME,
+    STEPS,
+    Indices,
+    Kind,
+    draw_ambient,
+    loader,
+    seed_ambient,
+    seeded_generator,
+    units,
+)
 
 from ddp_patch import DDPSamplerWrapper, WorldError, check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.plan import Plan
@@ -70,7 +81,7 @@ def every_kind(rank: int, world_size: int) -> dict[str, tuple[int, list[list[Any
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")
 def test_every_kind_is_shared_exactly(world_size: int) -> None:
-    ranks = run_ranks(every_kind, world_size, timeout=300)
+    ranks = run_ranks(every_kind, world_size, timeout=600)
     for kind in WHOLE:
         seeds = {rank[kind.name][0] for rank in ranks}
         assert len(seeds) == 1
@@ -79,7 +90,7 @@ def test_every_kind_is_shared_exactly(world_size: int) -> None:
         streams = [units(kind, alone, STEPS * world_size) for _ in range(kind.epochs)]
         for epoch, stream in enumerate(streams):
             for rank in range(world_size):
-                share = [stream[p % len(stream)] for p in Plan(rank, world_size).share(len(stream))]
+                share = kind.of_rank(stream, Plan(rank, world_size))
                 assert ranks[rank][kind.name][1][epoch] == share, (kind.name, epoch, rank)
 
 

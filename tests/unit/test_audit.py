@@ -83,6 +83,12 @@ BROKEN: list[tuple[Callable[[int, int], DataLoader[Any]], str, str]] = [
     (setups.stream_uneven, "uneven_steps", "uneven='pad'"),
     (setups.stream_cut, "tail_lost", "drop_last=False"),
     (setups.stream_of_another_length, "wrong_length", "__len__"),
+    (setups.stream_read_by_every_worker, "not_sharded", "patch_dataloader_to_ddp()"),
+    (setups.shards_of_fewer_workers, "not_sharded", "get_rank()"),
+    (setups.shards_uneven, "uneven_steps", "uneven='pad'"),
+    (setups.files_split_by_node, "uneven_steps", "uneven='pad'"),
+    (setups.stream_shuffled_by_every_worker, "not_sharded", "patch_dataloader_to_ddp()"),
+    (setups.share_shuffled_by_every_worker, "repeated", "get_worker_info()"),
     (parts.of_a_fixed_world, "ignores_world_size", "make(0, 1)"),
     (parts.validation_too, "foreign", "same data"),
 ]
@@ -124,6 +130,11 @@ SAID: list[tuple[Callable[[int, int], DataLoader[Any]], Words]] = [
     (setups.batches_lost, ("6 of 26 batches", "80; 81; 82")),
     (setups.lost_tail, ("100, 101, 102", "every epoch", "incomplete round")),
     (setups.stream_split_by_rank_alone, ("Each rank", "2 times", "each worker")),
+    (setups.shards_of_fewer_workers, ("Every one of 4 ranks", "same share", "5 samples")),
+    (setups.shards_uneven, ("Rank 2 makes 2 steps", "rank 1 makes 4")),
+    (setups.files_split_by_node, ("Rank 0 makes 4 steps", "rank 1 makes 6")),
+    (setups.stream_shuffled_by_every_worker, ("whole stream", "206 samples", "8 times")),
+    (setups.share_shuffled_by_every_worker, ("104 of 104 samples", "2 times", "each worker")),
 ]
 
 
@@ -486,7 +497,9 @@ def test_there_may_be_fewer_samples_than_ranks(n: int, uneven: str) -> None:
 def test_of_a_large_loader_four_bytes_for_each_index_are_kept() -> None:
     n, world_size = 200_000, 4
     given: DataLoader[Any] = DataLoader(Untouchable(n), batch_size=250, shuffle=True)
-    drawn = [rank.epoch(0, Coding()) for rank in ranks_of(Subject(look_at(given), True, {}, False, n), world_size)]
+    drawn = [
+        rank.epoch(0, Coding()) for rank in ranks_of(Subject(look_at(given), True, {}, False, n), range(world_size))
+    ]
     assert sum(one.items.nbytes for one in drawn) == 4 * n
     assert sum(one.sizes.nbytes for one in drawn) == 4 * n // 250
     report = audit(given, world_size)
@@ -785,3 +798,95 @@ def test_what_workers_of_all_ranks_split_is_whole(name: str) -> None:
     report = audit(BY_NAME[name].make(), 3, iterable_sharding="by_worker", uneven="keep", allow=["uneven_steps"])
     assert report.ok
     assert (report.epochs[0].missing, report.epochs[0].repeated) == (0, 0)
+
+
+@pytest.mark.parametrize("make", [setups.stream_split_by_rank_alone, setups.share_shuffled_by_every_worker])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_a_share_that_each_worker_reads_is_no_whole_stream(make: Any, world_size: int) -> None:
+    (problem,) = audit(make, world_size).problems
+    assert problem.kind == "repeated"
+    assert not missing(problem.why, ("every worker", "not by worker"))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_shards_that_no_worker_reads_are_missing(world_size: int) -> None:
+    (problem,) = audit(setups.shards_read_by_one_worker, world_size, allow=["uneven_steps"]).problems
+    assert problem.kind == "missing"
+    assert not missing(problem.what, ("17 of 22 samples are missing", "5; 6; 7"))
+
+
+# How many of the shards' 5, 7, 4 and 6 samples are repeated to fill each one's last round, and left out with it.
+@pytest.mark.parametrize(("world_size", "items", "padding", "dropped"), [(2, 12, 2, 2), (3, 9, 5, 4), (4, 7, 6, 6)])
+def test_the_rounds_of_each_workers_part_are_filled(world_size: int, items: int, padding: int, dropped: int) -> None:
+    given = DataLoader(setups.Shards(), 2, num_workers=4)
+    report = audit(given, world_size, epochs=1)
+    report.raise_for_problems()
+    (epoch,) = report.epochs
+    assert (epoch.expected, epoch.items, epoch.padding) == (22, (items,) * world_size, padding)
+    (dropping,) = audit(given, world_size, epochs=1, uneven="drop", allow=["tail_lost"]).epochs
+    assert (dropping.dropped, dropping.missing, dropping.repeated) == (dropped, dropped, 0)
+    assert audit(given, world_size, epochs=1, uneven="keep", padding=False).ok
+    padded = audit(given, world_size, epochs=1, padding=False)
+    assert kinds(padded) == ["padding"]
+    assert not missing(padded.problems[0].what, (f"{padding} of 22 samples",))
+
+
+class ToldElsewhere(IterableDataset[int]):
+    """Is told by a global which part to read, so that nobody sees it split."""
+
+    part = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6 * self.part, 6 * self.part + 6))
+
+
+def tell_elsewhere(worker: int) -> None:
+    ToldElsewhere.part = worker
+
+
+def test_what_a_patched_loader_loses_of_the_unpatched_one_is_found() -> None:
+    given = DataLoader(ToldElsewhere(), 2, num_workers=4, worker_init_fn=tell_elsewhere)
+    assert sorted(int(item) for batch in given for item in batch) == [*range(24)]
+    (problem,) = audit(given, 2, epochs=1).problems
+    assert problem.kind == "missing"
+    assert not missing(problem.what, ("18 of the 24 samples", "num_workers=4", "world of one rank"))
+    assert not missing(problem.remedy, ("get_worker_info()", "num_workers=0"))
+    ToldElsewhere.part = 0
+
+
+class AtRandom(IterableDataset[Any]):
+    """Gives other samples each time, always as many or not."""
+
+    def __init__(self, chance: float) -> None:
+        self.chance = chance
+
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.rand(2) for _ in range(24) if torch.rand(()) < self.chance)
+
+
+class OfEachEpoch(IterableDataset[int]):
+    """Has other samples in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10 * self.epoch, 10 * self.epoch + 24))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        setups.Stream,
+        setups.SplitByWorker,
+        setups.Augmented,
+        lambda: AtRandom(2),
+        lambda: AtRandom(0.5),
+        OfEachEpoch,
+    ],
+)
+def test_a_patched_loader_that_loses_nothing_is_no_false_alarm(make: Any, num_workers: int) -> None:
+    audit(DataLoader(make(), 4, num_workers=num_workers), 3).raise_for_problems()

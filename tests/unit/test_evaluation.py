@@ -2,6 +2,7 @@
 
 import pickle
 from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
 from itertools import islice, product
 from typing import Any
 
@@ -12,7 +13,21 @@ import torch.distributed as dist
 from messages import raises
 from test_contract import SEED, over
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
-from zoo import BY_NAME, KINDS, STEPS, Indices, Kind, N, Source, as_it_is, comparable, loader, seed_ambient, units
+from zoo import (
+    BY_NAME,
+    KINDS,
+    STEPS,
+    Indices,
+    Kind,
+    N,
+    Source,
+    as_it_is,
+    comparable,
+    in_turns,
+    loader,
+    seed_ambient,
+    units,
+)
 
 from ddp_patch import (
     DDPBatchSamplerWrapper,
@@ -51,6 +66,14 @@ def lengths_of(kind: Kind) -> list[int]:
     return [N if alone.drop_last else len(units(kind, alone)) for _ in range(kind.epochs)]
 
 
+def padding(kind: Kind, n: int, plan: Plan) -> Iterator[bool]:
+    """Tell of each item of a rank's share whether it is padding."""
+    if not kind.parts:
+        return (place >= n for place in plan.share(n))
+    parts = [[place >= length for place in plan.share(length)] for length in kind.parts]
+    return iter(in_turns(parts, kind.make().batch_size or 1))
+
+
 def masked(kind: Kind, given: DataLoader[Any]) -> Masked:
     batches = iter_with_mask(given)
     return list(islice(batches, STEPS) if kind.endless else batches)
@@ -80,8 +103,9 @@ def test_the_mask_is_false_on_padding_and_nowhere_else(kind: Kind) -> None:
             for n in lengths:
                 batches = masked(kind, given)
                 steps = STEPS * (given.batch_size or 1) if kind.endless else None
-                share = islice(Plan(rank, num_replicas).share(n), steps)
-                assert_false_on_padding_alone(given, batches, [place >= n for place in share], kind.batches)
+                assert_false_on_padding_alone(
+                    given, batches, list(islice(padding(kind, n, Plan(rank, num_replicas)), steps)), kind.batches
+                )
 
 
 @over([kind for kind in KINDS if not kind.endless and kind.make().num_workers == 0])
@@ -108,8 +132,8 @@ def test_masks_of_other_ways_to_share(name: str, uneven: Uneven, layout: Layout)
     for rank in range(5):
         given = patched(kind, rank, 5, uneven=uneven, layout=layout)
         for n in lengths_of(kind):
-            padding = [place >= n for place in Plan(rank, 5, uneven, layout).share(n)]
-            assert_false_on_padding_alone(given, masked(kind, given), padding, kind.batches)
+            expected = list(padding(kind, n, Plan(rank, 5, uneven, layout)))
+            assert_false_on_padding_alone(given, masked(kind, given), expected, kind.batches)
 
 
 @pytest.mark.parametrize("name", ["shuffle=True", "aspect-ratio batches", "batch_size=None", "iterable, 2 workers"])
@@ -287,7 +311,7 @@ def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven, layout: Layo
             given.append([place for place in batches if place < n])
         in_order = sorted(place for places in given for place in places)
         result: list[int | None] = [None] * len(in_order)
-        for rows, places in zip(given, _places(plans[0], [len(rows) for rows in given]), strict=True):
+        for rows, places in zip(given, _places(plans[0], [[len(rows)] for rows in given]), strict=True):
             own = iter(rows)
             for place in places:
                 result[place.start : place.stop : place.step] = [next(own) for _ in place]

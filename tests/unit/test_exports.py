@@ -66,6 +66,7 @@ def test_the_public_names_are_these() -> None:
         "StateError",
         "StreamLengthError",
         "StreamLengthWarning",
+        "StreamOrderWarning",
         "UnsupportedLoaderError",
         "WorldError",
         "assert_loaders_patched",

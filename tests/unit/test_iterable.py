@@ -1,5 +1,8 @@
-"""Iterable datasets: the same batches for any number of workers, and who reads what."""
+"""Iterable datasets: what one process with the same workers reads, and who reads what."""
 
+import multiprocessing
+import os
+import random
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
 from ddp_patch import (
+    InvalidOptionError,
     UnsupportedLoaderError,
     check_loaders_is_patched,
     loader_state,
@@ -33,13 +37,12 @@ def batches(dataset: IterableDataset[Any], rank: int, workers: int, **options: A
     return list(patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2, seed=1, **options))
 
 
-@pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_batches_are_the_same_for_any_number_of_workers(rank: int, uneven: str, splits: bool) -> None:
-    alone = batches(Source(splits=splits, shuffles=True), rank, 0, uneven=uneven)
+def test_a_dataset_that_never_asks_gives_the_same_batches_with_any_number_of_workers(rank: int, uneven: str) -> None:
+    alone = batches(Source(shuffles=True), rank, 0, uneven=uneven)
     for workers in (1, 2, 4):
-        assert batches(Source(splits=splits, shuffles=True), rank, workers, uneven=uneven) == alone
+        assert batches(Source(shuffles=True), rank, workers, uneven=uneven) == alone
 
 
 class Counted(Source):
@@ -51,8 +54,7 @@ class Counted(Source):
 
     def __iter__(self) -> Iterator[int]:
         for item in super().__iter__():
-            info = get_worker_info()
-            with (self.folder / f"{torch.initial_seed()}-{info.id if info else 0}").open("a") as file:
+            with (self.folder / str(os.getpid())).open("a") as file:
                 file.write(f"{item}\n")
             yield item
 
@@ -61,11 +63,15 @@ def read(folder: Path) -> Counter[int]:
     return Counter(int(line) for path in folder.iterdir() for line in path.read_text().split())
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_exact_has_every_reader_read_all(workers: int, tmp_path: Path) -> None:
-    items = list(chain.from_iterable(chain.from_iterable(batches(Counted(tmp_path, True), r, workers) for r in (0, 1))))
-    assert Counter(items) == Counter([*range(N), 0])
-    assert read(tmp_path) == Counter({item: 2 * max(1, workers) for item in range(N)})
+@pytest.mark.parametrize(("splits", "workers", "times"), [(True, 0, 2), (True, 2, 2), (False, 0, 2), (False, 2, 4)])
+def test_each_rank_reads_all_once_and_each_worker_where_the_dataset_does_not_split_itself(
+    splits: bool, workers: int, times: int, tmp_path: Path
+) -> None:
+    made = [batches(Counted(tmp_path, splits), rank, workers) for rank in (0, 1)]
+    items = Counter(chain.from_iterable(chain.from_iterable(made)))
+    assert items.keys() == set(range(N))
+    assert items.total() == N + 1  # of 23, or of parts of 12 and 11, one is repeated
+    assert read(tmp_path) == Counter(dict.fromkeys(range(N), times))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -89,8 +95,9 @@ def test_by_worker_counts_the_workers_of_all_ranks(workers: int) -> None:
     assert sorted(chain.from_iterable(chain(*together))) == [(reader, readers) for reader in range(readers)]
 
 
-def test_exact_tells_the_dataset_that_it_is_read_once_and_the_rest_who_they_are() -> None:
-    assert batches(WhoAmI(), 0, 2) == [[None]]
+def test_dataset_and_collate_fn_are_told_which_worker_they_are_in_as_torch_tells_them() -> None:
+    assert batches(WhoAmI(), 0, 2) == [[(0, 2)], [(1, 2)]]
+    assert batches(WhoAmI(), 0, 0) == [[None]]
     loader: DataLoader[Any] = DataLoader(Source(), num_workers=2, collate_fn=worker_id)
     assert set(patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)) == {0, 1}
 
@@ -159,7 +166,8 @@ def test_a_dataset_that_is_split_by_worker_init_fn(options: dict[str, Any]) -> N
         loader: DataLoader[Any] = DataLoader(Splittable(), 3, num_workers=2, worker_init_fn=split, collate_fn=as_it_is)
         patched = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2, **options)
         items.update(chain.from_iterable(patched))
-    assert items == Counter(range(N)) + Counter([] if options else [0])  # 23 items: one is padding
+    # The second worker's part has 11 items, of which one is repeated.
+    assert items == Counter(range(N)) + Counter([] if options else [12])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -167,6 +175,94 @@ def test_by_worker_splits_one_order_where_the_dataset_shuffles(workers: int) -> 
     options = {"iterable_sharding": "by_worker", "uneven": "keep"}
     ranks = [batches(Source(splits=True, shuffles=True), rank, workers, **options) for rank in (0, 1)]
     assert Counter(item for batch in chain(*ranks) for item in batch) == Counter(range(N))
+
+
+class Asking(IterableDataset[int]):
+    """Gives 8 numbers, and asks for the worker's number before the n-th."""
+
+    def __init__(self, before: int, name: str = "id") -> None:
+        self.before, self.name = before, name
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(9):
+            if number == self.before and (info := get_worker_info()) is not None:
+                getattr(info, self.name)
+            if number < 8:
+                yield number
+
+
+@pytest.mark.parametrize("name", ["id", "num_workers", "seed"])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_dataset_that_asks_which_worker_it_is_in_gives_what_torch_has_it_give(before: int, name: str) -> None:
+    """Within the first round: here each worker reads all, as without the patch."""
+    ranks = [chain.from_iterable(batches(Asking(before, name), rank, 2)) for rank in (0, 1)]
+    assert Counter(chain(*ranks)) == Counter(2 * [*range(8)])
+
+
+def test_asking_after_the_last_item_splits_nothing() -> None:
+    ranks = [chain.from_iterable(batches(Asking(8), rank, 2)) for rank in (0, 1)]
+    assert Counter(chain(*ranks)) == Counter(range(8))
+
+
+def test_a_dataset_that_asks_only_after_its_first_items_is_refused() -> None:
+    with raises(UnsupportedLoaderError, ("Asking", "2 workers", "after"), ("__iter__", "num_workers=0")):
+        batches(Asking(5), 0, 2)
+
+
+class OwnWay(IterableDataset[int]):
+    """Splits itself in a way that cannot be seen."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4 + multiprocessing.current_process()._identity[-1] % 2))
+
+
+def test_a_dataset_that_gives_workers_unequally_much_without_asking_is_refused() -> None:
+    with raises(UnsupportedLoaderError, ("OwnWay", "never asked", "4 and 5"), ("get_worker_info()", "num_workers=0")):
+        batches(OwnWay(), 0, 2)
+
+
+HELD = Splittable()
+
+
+def split_what_the_module_holds(worker_id: int) -> None:
+    """A forked worker's dataset is the module's."""
+    HELD.start, HELD.end = 10 * worker_id, 10 * worker_id + 5 + worker_id
+
+
+def test_a_dataset_that_worker_init_fn_changes_unasked_is_in_parts() -> None:
+    ranks: list[int] = []
+    for rank in (0, 1):
+        loader: DataLoader[Any] = DataLoader(
+            HELD, 3, num_workers=2, worker_init_fn=split_what_the_module_holds, collate_fn=as_it_is
+        )
+        ranks += chain.from_iterable(patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2))
+    assert Counter(ranks) == Counter([*range(5), 0, *range(10, 16)])
+
+
+def test_runs_of_a_dataset_in_parts_are_refused() -> None:
+    class Sized(Source):
+        def __len__(self) -> int:
+            return N
+
+    assert batches(Sized(splits=False), 1, 2, layout="contiguous")[0] == [12, 13, 14]
+    with raises(InvalidOptionError, ("contiguous", "Sized", "num_workers=2"), ("interleaved", "num_workers=0")):
+        batches(Sized(splits=True), 1, 2, layout="contiguous")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_random_numbers_are_alike_until_the_first_item_and_each_workers_own_after_it(workers: int) -> None:
+    class Drawing(IterableDataset[float]):
+        def __iter__(self) -> Iterator[float]:
+            info = get_worker_info()
+            assert info is None or info.num_workers == workers
+            for _ in range(4):
+                yield random.random()
+
+    ranks = [[*chain.from_iterable(batches(Drawing(), rank, workers))] for rank in (0, 1)]
+    drawn = Counter(chain(*ranks))
+    assert drawn.total() == 4 * workers
+    assert max(drawn.values()) == workers  # the first round, which is of 2
+    assert len(drawn) == 4 * workers - 2 * (workers - 1)
 
 
 class Slow(Source):
@@ -194,7 +290,9 @@ def test_an_iterator_keeps_its_epoch_when_another_one_begins() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_leave_word_of_all_that_a_pass_has_drawn(workers: int) -> None:
     seed = Seed(1, is_chosen=True)
-    sharded = ShardedIterable(Source(), Plan(1, 2), Options(verify=True), seed, Batching(3, drop_last=False), workers)
+    sharded = ShardedIterable(
+        Source(), Plan(1, 2), Options(verify=True), seed, Batching(3, drop_last=False), max(1, workers)
+    )
     loader: DataLoader[Any] = DataLoader(sharded, batch_size=3, num_workers=workers, collate_fn=as_it_is)
     for number in (1, 2):
         sharded.board.begin(number, epoch=0)

@@ -21,3 +21,7 @@ def test_every_kind_has_its_row_in_order() -> None:
 
 def test_every_kind_is_handled_here() -> None:
     assert [name for name, ours, *_ in rows() if ours != "yes"] == []
+
+
+def test_the_front_page_counts_them() -> None:
+    assert f"all {len(KINDS)} kinds of loader" in PAGE.with_name("index.md").read_text()

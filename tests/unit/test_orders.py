@@ -30,7 +30,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
 )
 from ddp_patch.plan import Plan, blocks
-from ddp_patch.streams.chunks import MOST_AHEAD
+from ddp_patch.streams.chunks import MOST_AHEAD, MOST_PLAIN
 from ddp_patch.streams.orders import ScalableShuffle, has_order, order_of
 from ddp_patch.streams.random_states import PrivateRNG
 from ddp_patch.streams.seeding import Seed, epoch_seed
@@ -320,11 +320,15 @@ def swaps(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 def test_random_states_are_swapped_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     entered = swaps(monkeypatch)
-    n = 1_000_000
+    n = 500_000
     wrapper = DDPSamplerWrapper(Counting(n), False, num_replicas=8, rank=0, seed=0, agreement="seeded")
     entered.clear()
     assert sum(1 for _ in wrapper) == n // 8
     assert n // MOST_AHEAD <= len(entered) <= n // MOST_AHEAD + 20  # the first are shorter
+    longer = DDPSamplerWrapper(Counting(8 * n), False, num_replicas=8, rank=0, seed=0, agreement="seeded")
+    entered.clear()
+    assert sum(1 for _ in longer) == n
+    assert len(entered) <= 8 * n // MOST_AHEAD // 2
     looked_up = DDPSamplerWrapper(RandomSampler(range(n)), False, num_replicas=8, rank=0, seed=0)
     entered.clear()
     assert sum(1 for _ in looked_up) == n // 8
@@ -344,6 +348,23 @@ def test_the_first_batch_comes_after_about_as_many_items_as_it_needs(agreement: 
         taken = next(iterator)
     ahead = 8 if agreement == "ambient" else MOST_AHEAD
     assert sampler.drawn - taken <= ahead
+
+
+def most_ahead(before: int) -> int:
+    """How far a stream of indices, or of lists of them, may be drawn ahead after so many samples."""
+    return max(MOST_AHEAD, min(MOST_PLAIN, before // 64))
+
+
+def test_indices_are_drawn_ahead_by_a_part_of_what_came_before() -> None:
+    sampler = Counting(5_000_000)
+    wrapper = DDPSamplerWrapper(sampler, False, num_replicas=8, rank=0, seed=0, agreement="seeded")
+    sampler.drawn, farthest = 0, 0
+    for taken in wrapper:
+        ahead = sampler.drawn - taken
+        if ahead > farthest:
+            farthest = ahead
+            assert ahead <= most_ahead(taken)
+    assert farthest == MOST_PLAIN
 
 
 class Batches(Sampler[list[int]]):
@@ -385,6 +406,7 @@ GROWING: dict[str, Callable[[int], Any]] = {
     "tuples": lambda _: (0,) * 64,
     "larger and larger": lambda step: [0] * min(step + 1, 512),
     "empty": lambda _: [],
+    "names": lambda _: ["a name"] * 64,
 }
 
 
@@ -403,9 +425,12 @@ def test_how_far_is_drawn_ahead_is_counted_in_samples(name: str) -> None:
             return endless()
 
     wrapper = DDPBatchSamplerWrapper(Endless(), False, num_replicas=4, rank=0, agreement="seeded")
+    before = 0
     for step, _ in zip(range(3000), wrapper, strict=False):
         # Batches that grow are seen to when the next chunk begins.
-        assert sum(drawn[4 * step :]) <= 2 * MOST_AHEAD
+        most = most_ahead(before) if name == "larger and larger" else MOST_AHEAD
+        assert sum(drawn[4 * step :]) <= 2 * most
+        before += sum(drawn[4 * step : 4 * step + 4])
 
 
 @pytest.mark.parametrize("reuses", [False, True])

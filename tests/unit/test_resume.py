@@ -243,6 +243,7 @@ def test_the_state_is_small_and_says_what_it_is_of() -> None:
         },
         "epoch": 0,
         "done": [[1, 12]],
+        "parts": None,
         "ended": False,
         "generators": [],
         "samplers": [],

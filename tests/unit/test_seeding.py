@@ -1,5 +1,6 @@
 import random
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from zoo import draw_ambient, seed_ambient
 
 from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.compat import may_hold_a_normal
 from ddp_patch.streams.random_states import PrivateRNG
 from ddp_patch.streams.seeding import EpochCounter
 
@@ -57,11 +59,72 @@ def test_a_global_numpy_generator_of_another_kind_is_put_back() -> None:
     try:
         np.random.set_bit_generator(other)  # type: ignore[attr-defined]  # as above
         with PrivateRNG(0, 0):
-            np.random.rand()
+            np.random.randn()
         assert np.random.get_bit_generator() is other  # type: ignore[attr-defined]  # as above
         assert np.random.Generator(other).integers(2**60) == expected
     finally:
         np.random.set_bit_generator(usual)  # type: ignore[attr-defined]  # as above
+
+
+def test_a_second_normal_is_kept_for_a_numpy_generator_of_another_kind() -> None:
+    usual = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))  # type: ignore[attr-defined]  # as above
+        expected = np.random.randn(4).tolist()
+        np.random.set_bit_generator(np.random.PCG64(3))  # type: ignore[attr-defined]  # as above
+        drawn = [np.random.randn()]
+        for _ in range(3):
+            with PrivateRNG(0, 0):
+                np.random.randn()
+            drawn.append(np.random.randn())
+        assert drawn == expected
+    finally:
+        np.random.set_bit_generator(usual)  # type: ignore[attr-defined]  # as above
+
+
+def reads_of_numpys_state(monkeypatch: pytest.MonkeyPatch, *, is_bound: bool) -> list[None]:
+    """Note each read of the whole state. numpy's own function is a bound method."""
+    read: list[None] = []
+    original: Any = np.random.get_state
+
+    def noted(legacy: bool = True) -> object:
+        read.append(None)
+        return original(legacy=legacy)
+
+    if is_bound:
+        noted.__self__ = original.__self__  # type: ignore[attr-defined]  # a function has any attribute
+    monkeypatch.setattr(np.random, "get_state", noted)
+    return read
+
+
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_numpys_whole_state_is_read_only_for_the_sake_of_a_second_normal(
+    monkeypatch: pytest.MonkeyPatch, is_bound: bool
+) -> None:
+    seed_ambient(0)
+    expected = np.random.randn(4).tolist()
+    seed_ambient(0)
+    rng = PrivateRNG(0, 0)
+    read = reads_of_numpys_state(monkeypatch, is_bound=is_bound)
+    drawn, reads = [], []
+    for _ in range(4):
+        read.clear()
+        with rng:
+            np.random.rand()
+        reads.append(len(read))
+        drawn.append(np.random.randn())
+    assert drawn == expected
+    assert reads == ([0, 1, 0, 1] if is_bound else [2, 2, 2, 2])
+
+
+def test_a_look_for_a_second_normal_changes_nothing() -> None:
+    for normals in range(3):
+        np.random.seed(0)
+        np.random.randn(normals)
+        before = np.random.get_state()
+        assert may_hold_a_normal() == (normals == 1)
+        assert repr(np.random.get_state()) == repr(before)
+        assert np.random.rand() != np.random.rand()
 
 
 def test_an_epoch_counts_once_it_is_drawn() -> None:

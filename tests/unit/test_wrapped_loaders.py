@@ -243,3 +243,45 @@ def test_fastais_loader_is_none_of_torchs() -> None:
         [0, 2, 4, 6, 8, 10],
         [1, 3, 5, 7, 9, 11],
     ]
+
+
+class OwnStream(IterableDataset[int]):
+    """As litdata's StreamingDataset, made for one process."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(N))
+
+
+class StreamingDataLoader(DataLoader[Any]):
+    """As litdata's, which takes a dataset of another class for one that mixes several."""
+
+    def __init__(self, dataset: Any, batch_size: int) -> None:
+        super().__init__(dataset, batch_size)
+
+    def __iter__(self) -> Any:
+        dataset: Any = self.dataset
+        if not isinstance(dataset, OwnStream):
+            dataset._set_use_streaming_dataloader(True)
+        return super().__iter__()
+
+
+StreamingDataLoader.__module__ = "litdata.streaming.dataloader"
+
+
+class OwnLoader(StreamingDataLoader):
+    """A user's subclass."""
+
+
+@pytest.mark.parametrize("kind", [StreamingDataLoader, OwnLoader])
+def test_a_loader_that_iterates_its_own_datasets_alone_is_refused(kind: type[StreamingDataLoader]) -> None:
+    loader = kind(OwnStream(), 2)
+    remedy = ("after init_process_group()", "num_workers=loader.num_workers, collate_fn=loader.collate_fn")
+    with raises(UnsupportedLoaderError, (kind.__name__, "litdata", "OwnStream"), remedy) as caught:
+        patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
+    assert indices_of(loader) == [*range(N)]
+    found = re.search(r"torch\.utils\.data\.DataLoader\(loader.*?\)(?=\.)", str(caught.value))
+    assert found is not None
+    assert shares_of(lambda: eval(found[0], {"torch": torch, "loader": loader})) == [  # noqa: S307 - the remedy
+        [0, 2, 4, 6, 8, 10],
+        [1, 3, 5, 7, 9, 11],
+    ]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ddp_patch.auditing.draw.drawn import Drawn
 from ddp_patch.auditing.draw.samples import contents, in_base
 from ddp_patch.auditing.draw.subject import Subject
 from ddp_patch.auditing.draw.traits import length_of, made_of_batches
-from ddp_patch.auditing.draw.workers import base_seed, batches_read
+from ddp_patch.auditing.draw.workers import Workers, base_seed
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.streams.chunks import begun, own
 
@@ -25,17 +26,18 @@ __all__ = ["draw"]
 _BLOCK = 1024
 
 
-def draw(facts: LoaderFacts[Any], coding: Coding, subject: Subject) -> Drawn:
+def draw(facts: LoaderFacts[Any], workers: Workers, coding: Coding, subject: Subject) -> Drawn:
     """Draw an epoch, or its first ``subject.max_items`` items, and record it.
 
     Args:
         facts: What a look at one rank's loader told.
+        workers: Read an iterable dataset.
         coding: Gives every item its number.
         subject: Says how many items to draw, and whether to compare samples by their contents.
     """
     length_before = length_of(facts.loader)
     record = _Record(coding)
-    steps = _steps(facts)
+    steps = workers.batches() if facts.level is Level.ITERABLE else _steps(facts)
     if facts.level is not Level.ITERABLE:
         steps = _as_samples(facts.dataset, steps, subject.by_contents)
     ended = False
@@ -46,7 +48,8 @@ def draw(facts: LoaderFacts[Any], coding: Coding, subject: Subject) -> Drawn:
         # Ask for one step more: the epoch may end right here. An error beyond the last item asked for is no finding.
         with suppress(Exception):
             ended = next(steps, None) is None
-    return record.drawn(ended, (length_before, length_of(facts.loader)))
+    drawn = record.drawn(ended, (length_before, length_of(facts.loader)))
+    return replace(drawn, asked=workers.have_asked, parts=workers.parts)
 
 
 class _Record:
@@ -123,9 +126,6 @@ def _resident_bytes() -> int:
 
 def _steps(facts: LoaderFacts[Any]) -> Iterator[list[Any]]:
     """Yield the items of every step, as the loader would ask its dataset for them."""
-    if facts.level is Level.ITERABLE:
-        yield from batches_read(facts)
-        return
     indices = begun(facts.iterated)
     base_seed(facts.loader)
     if facts.level is Level.SAMPLE:

@@ -27,6 +27,8 @@ class Drawn:
         seconds: Time spent drawing, without the time spent recording.
         memory: Bytes by which the process grew while drawing; None where the system does not report it.
         error: The exception that ended the epoch, as text; None without one.
+        asked: Whether an iterable dataset asked which worker it is in.
+        parts: How long each part of the stream is that ranks share by itself; empty where they share one stream.
     """
 
     items: Numbers
@@ -36,6 +38,8 @@ class Drawn:
     seconds: float = 0.0
     memory: int | None = None
     error: str | None = None
+    asked: bool = False
+    parts: tuple[int, ...] = ()
 
     def first_steps(self, steps: int) -> "Drawn":
         """Return what the first ``steps`` steps drew."""
@@ -53,6 +57,7 @@ class Epoch:
         alone: What a single process would draw, its last incomplete batch included.
         units: Whether ranks shard samples or whole batches.
         is_iterable: Whether items are samples read from an iterable dataset, not indices.
+        unpatched: What the unpatched loader of an iterable dataset gives a single process; None where none is patched.
     """
 
     number: int
@@ -60,6 +65,7 @@ class Epoch:
     alone: Drawn
     units: Units
     is_iterable: bool
+    unpatched: Drawn | None = None
 
     @property
     def is_sample(self) -> bool:
@@ -70,6 +76,16 @@ class Epoch:
     def expected(self) -> int:
         """Return how many samples or batches a single process would get."""
         return len(self.alone.items) if self.units == "samples" else len(self.alone.sizes)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Return how many units each part has that ranks share in rounds of its own; one where they share a stream."""
+        return self.alone.parts or (self.expected,)
+
+    @property
+    def filling(self) -> int:
+        """Return how many units fill the last round of each part."""
+        return sum(-length % len(self.ranks) for length in self.parts)
 
     @property
     def steps(self) -> int:

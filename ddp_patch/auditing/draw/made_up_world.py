@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ddp_patch.auditing.draw.alone import Alone
 from ddp_patch.auditing.draw.coding import Coding, Numbers
 from ddp_patch.auditing.draw.drawn import Drawn, Epoch, signature
 from ddp_patch.auditing.draw.processes import RealRank, real_ranks_of
@@ -53,7 +54,7 @@ class MadeUpWorld:
         self._timeout, self._progress = timeout, progress
         self.coding: Coding = Coding()
         self._begin(subject)
-        traits = [rank.traits for rank in (*self._ranks, self._alone)]
+        traits = [rank.traits for rank in self._everyone()]
         if subject.is_made and not self._has_one_base():
             if None in self._digests():
                 raise _incomparable(subject.name, traits)
@@ -64,24 +65,31 @@ class MadeUpWorld:
     def _begin(self, subject: Subject) -> None:
         """Make the ranks, and the single process to compare them with."""
         self.subject: Subject = subject
-        self._ranks = self._world_of(subject, self.world_size, range(self.epochs))
+        self._ranks = self._world_of(subject, range(self.world_size), range(self.epochs))
         whole = replace(subject, max_items=subject.max_items * self.world_size, whole=True)
-        (self._alone,) = self._world_of(whole, 1, range(self.epochs))
+        self._alone = Alone(whole, range(self.epochs), self._world_of)
+        # A patched loader goes through its epochs by itself.
+        self._given = replace(whole, patch=False, options={}, set_epoch=True)
+        is_given = subject.patches and self._ranks[0].traits.is_iterable
+        self._unpatched = Alone(self._given, range(self.epochs), self._world_of) if is_given else None
+
+    def _everyone(self) -> Sequence[Rank | RealRank]:
+        return [*self._ranks, self._alone.rank]
 
     def _has_one_base(self) -> bool:
         """Tell whether an index of the dataset below ``Subset`` layers is one sample on all ranks, as far as one sees.
 
         Only of data in memory are the samples compared: an audit reads no other.
         """
-        everyone = (*self._ranks, self._alone)
+        everyone = self._everyone()
         if len({id(rank.base) for rank in everyone}) == 1:
             return True
         return len({rank.traits.base_length for rank in everyone}) == 1 and len(set(self._digests())) == 1
 
     def _digests(self) -> list[str | None]:
         known: dict[int, str | None] = {}
-        everyone = (*self._ranks, self._alone)
-        return [known[at] if (at := id(rank.base)) in known else known.setdefault(at, rank.digest) for rank in everyone]
+        ranks = self._everyone()
+        return [known[at] if (at := id(rank.base)) in known else known.setdefault(at, rank.digest) for rank in ranks]
 
     def whole(self) -> Numbers | None:
         """Return the indices of what all ranks' datasets are made of: the last layer that they have in common.
@@ -92,18 +100,17 @@ class MadeUpWorld:
         if not self.subject.is_made or self.subject.by_contents or self.traits.is_iterable:
             return None
         common = None
-        for first, *others in zip(*(rank.layers for rank in (*self._ranks, self._alone)), strict=False):
+        for first, *others in zip(*(rank.layers for rank in self._everyone()), strict=False):
             if not all(np.array_equal(first, other) for other in others):
                 break
             common = first
         return common
 
-    def _world_of(
-        self, subject: Subject, world_size: int, numbers: Sequence[int], alike: bool = False
-    ) -> Sequence[Rank | RealRank]:
+    def _world_of(self, subject: Subject, seeds: Sequence[int], numbers: Sequence[int]) -> Sequence[Rank | RealRank]:
+        """Return the ranks of a world, each seeded as one of the ``seeds`` says."""
         if self.processes:
-            return real_ranks_of(subject, world_size, numbers, alike, self._timeout)
-        return ranks_of(subject, world_size, alike)
+            return real_ranks_of(subject, seeds, numbers, self._timeout)
+        return ranks_of(subject, seeds)
 
     def drawn(self) -> Iterator[Epoch]:
         """Yield every epoch, drawn just then. Call it once: ranks go on from where they are."""
@@ -117,19 +124,26 @@ class MadeUpWorld:
             drawn.append(rank.epoch(number, self.coding))
             self._progress(number * per_epoch + place, self.epochs * per_epoch)
         *ranks, alone = drawn
-        return Epoch(number, _in_step(ranks), alone, self.units, self.traits.is_iterable)
+        unpatched = None if self._unpatched is None else self._unpatched.epoch(number, self.coding)
+        return Epoch(number, _in_step(ranks), alone, self.units, self.traits.is_iterable, unpatched)
+
+    def unpatched_anew(self, number: int) -> Drawn:
+        """Draw an epoch of the unpatched loader once more, in a process that is seeded otherwise."""
+        numbers = range(number + 1)
+        again = Alone(self._given, numbers, self._world_of, seed=1)
+        return [again.epoch(each, self.coding) for each in numbers][-1]
 
     def alike(self, epoch: Epoch) -> Epoch:
         """Draw an epoch again, on new ranks that are all seeded alike."""
         numbers = range(epoch.number + 1)
-        ranks = self._world_of(self.subject, self.world_size, numbers, alike=True)
+        ranks = self._world_of(self.subject, [0] * self.world_size, numbers)
         for number in numbers:
             drawn = [rank.epoch(number, self.coding) for rank in ranks]
         return replace(epoch, ranks=_in_step(drawn), units=self.units)
 
     def is_changed_by_epoch(self, first: Drawn) -> bool:
         """Tell whether ``set_epoch(1)`` would have given rank 0 another first pass than ``first``."""
-        ranks = self._world_of(replace(self.subject, set_epoch=True), self.world_size, [1])
+        ranks = self._world_of(replace(self.subject, set_epoch=True), range(self.world_size), [1])
         again = ranks[0].epoch(1, self.coding).first_steps(len(first.sizes))
         return signature([again]) != signature([first])
 

@@ -47,16 +47,13 @@ class RealRank:
         return replace(drawn, items=coding.adopt(self.coding, drawn.items).astype(np.int64))
 
 
-def real_ranks_of(
-    subject: Subject, world_size: int, numbers: Sequence[int], alike: bool, timeout: float
-) -> list[RealRank]:
+def real_ranks_of(subject: Subject, seeds: Sequence[int], numbers: Sequence[int], timeout: float) -> list[RealRank]:
     """Start a process for every rank, draw epochs there one after the other, and return what each rank drew.
 
     Args:
         subject: What is audited.
-        world_size: The number of ranks.
+        seeds: For each rank, as which one it is seeded.
         numbers: The epochs to draw.
-        alike: Whether all ranks start with the same global random states.
         timeout: Seconds until every rank must have returned.
 
     Raises:
@@ -69,13 +66,13 @@ def real_ranks_of(
             f"audit with processes=True sends what it audits to other processes, and pickling {subject.name} raised "
             f"{type(error).__name__}: {error}. Pass a factory that is a function of a module."
         ) from error
-    return run_ranks(_draw, world_size, pickled, numbers, alike, timeout=timeout)
+    return run_ranks(_draw, len(seeds), pickled, numbers, seeds, timeout=timeout)
 
 
-def _draw(rank: int, world_size: int, pickled: bytes, numbers: Sequence[int], alike: bool) -> RealRank:
+def _draw(rank: int, world_size: int, pickled: bytes, numbers: Sequence[int], seeds: Sequence[int]) -> RealRank:
     subject: Subject = pickle.loads(pickled)  # noqa: S301 - the parent's own
     coding = Coding()
-    one = Rank(lambda: subject.made_for(rank, world_size, is_real=True), subject, seeded_as=0 if alike else rank)
+    one = Rank(lambda: subject.made_for(rank, world_size, is_real=True), subject, seeds[rank])
     epochs = {number: one.epoch(number, coding) for number in numbers}
     if not subject.is_made:
         return RealRank(one.traits, epochs, coding)

@@ -12,6 +12,7 @@ from ddp_patch.auditing.draw.drawn import Drawn
 from ddp_patch.auditing.draw.samples import base_of, digest, layers_of
 from ddp_patch.auditing.draw.subject import Factory, Subject
 from ddp_patch.auditing.draw.traits import Traits, traits_of
+from ddp_patch.auditing.draw.workers import Workers
 from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.nesting import tell_epoch
@@ -45,6 +46,7 @@ class Rank:
         with self._ambient, unmoved(random_generators(reached)), unwatched():
             self._facts: LoaderFacts[Any] = build()
             held = random_generators([*reached, *self._facts.stream.holders, *given])
+        self._workers = Workers(self._facts)
         self._held = [[generator, generator_state(generator)] for generator in held]
 
     @property
@@ -73,7 +75,7 @@ class Rank:
             warnings.simplefilter("ignore", StreamLengthWarning)  # the audit reports wrong lengths itself
             if self._subject.set_epoch:
                 _set_epoch(self._facts, number)
-            return draw(self._facts, coding, self._subject)
+            return draw(self._facts, self._workers, coding, self._subject)
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
@@ -86,13 +88,18 @@ class Rank:
                 held[1] = generator_state(held[0])
 
 
-def ranks_of(subject: Subject, world_size: int, alike: bool = False) -> list[Rank]:
-    """Return all simulated ranks, seeded ``alike`` or each in its own way."""
+def ranks_of(subject: Subject, seeds: Sequence[int]) -> list[Rank]:
+    """Return all ranks of a world, simulated.
+
+    Args:
+        subject: What is audited.
+        seeds: For each rank, as which one it is seeded.
+    """
 
     def build(rank: int) -> Callable[[], LoaderFacts[Any]]:
-        return lambda: subject.made_for(rank, world_size)
+        return lambda: subject.made_for(rank, len(seeds))
 
-    return [Rank(build(rank), subject, seeded_as=0 if alike else rank) for rank in range(world_size)]
+    return [Rank(build(rank), subject, seed) for rank, seed in enumerate(seeds)]
 
 
 def _reached_by(make: Factory) -> list[object]:

@@ -34,8 +34,8 @@ class Subject:
         options: Options for ``patch_dataloader_to_ddp``.
         set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch.
         max_items: Draw this many items of each rank's epoch, rounded up to a whole batch.
-        whole: Whether to keep a last, incomplete batch and to read with one worker, so that everything there is to
-            shard is drawn once.
+        whole: Whether to keep a last, incomplete batch, so that everything there is to shard is drawn.
+        by_one_worker: Whether one worker reads an iterable dataset, however many the loader has.
         by_contents: Whether to compare samples by their contents, because each rank holds data of its own in memory.
 
     Raises:
@@ -50,6 +50,7 @@ class Subject:
     set_epoch: bool
     max_items: int
     whole: bool = False
+    by_one_worker: bool = False
     by_contents: bool = False
 
     def __post_init__(self) -> None:
@@ -112,7 +113,9 @@ class Subject:
                 where: dict[str, Any] = {} if is_real else {"rank": rank, "num_replicas": world_size}
                 made = patch_dataloader_to_ddp(made, **where, **self.options)
         facts = look_at(made)
-        return _whole(facts) if self.whole else facts
+        if self.whole:
+            facts = _whole(facts)
+        return look_at(copy_loader(facts.loader, num_workers=1)) if self.by_one_worker else facts
 
 
 def _require_two_arguments(make: Factory) -> None:
@@ -151,13 +154,12 @@ def made_by(make: Factory, rank: int, world_size: int) -> Any:
 
 
 def _whole(facts: LoaderFacts[Any]) -> LoaderFacts[Any]:
-    """Return a look at the loader as one that yields everything: nothing left out, nothing read by two workers."""
+    """Return a look at the loader as one that leaves nothing out."""
     if facts.level is Level.SAMPLE and facts.drop_last:
         batches = facts.makes_batches(facts.stream.source, facts.batch_size, False)
         return look_at(copy_loader(facts.loader, **facts.placed({"drop_last": False, "batch_sampler": batches})))
     if facts.level is Level.ITERABLE:
-        # Keep one worker where there are some: the dataset or worker_init_fn may ask which worker it is.
-        return look_at(copy_loader(facts.loader, drop_last=False, num_workers=min(1, facts.num_workers)))
+        return look_at(copy_loader(facts.loader, drop_last=False))
     return facts
 
 

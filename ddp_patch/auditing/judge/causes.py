@@ -56,13 +56,14 @@ def cause_of(about: About, alike: Callable[[], tuple[Epoch, Judged]], traits: Tr
     """
     epoch, judged = about.epoch, about.judged
     world, found = len(epoch.ranks), judged.found
-    if not pads and not found.lacking and not found.unexpected and found.extra < world:
+    if not pads and not found.lacking and not found.unexpected and found.extra <= max(world - 1, epoch.filling):
         limit = f"None may be repeated (padding=False), and {found.extra} are."
         return Cause((wording.padding(about, limit),), seeds_agree=True)
     again, judged_again = alike() if world > 1 else (epoch, judged)
     if _is_same_on_every_rank(again):
         return Cause((_not_sharded(about, again),), seeds_agree=None)
-    draws_all = _has_all_on_every_rank(epoch)
+    # As many ranks as workers: a share that each worker reads is as long as the stream.
+    draws_all = _has_all_on_every_rank(epoch) and _every_worker_reads(about, traits) is None
     if repeats_rank_0(epoch) and (_is_mostly_foreign(about) or not draws_all):
         return Cause((wording.ignored_world_size(about),), seeds_agree=None)
     if draws_all:
@@ -151,8 +152,7 @@ def _missing(about: About, _: Traits) -> Problem | None:
 
 
 def _padding(about: About, _: Traits) -> Problem | None:
-    world, expected = len(about.epoch.ranks), about.epoch.expected
-    limit = f"To fill the last round of {world} ranks, {-expected % world} are enough."
+    limit = f"To fill the last round of {len(about.epoch.ranks)} ranks, {about.epoch.filling} are enough."
     return wording.padding(about, limit) if _fills_rounds(about) else None
 
 

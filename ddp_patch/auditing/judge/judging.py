@@ -19,7 +19,7 @@ class Allowance:
     """Say what may be missing or repeated in an epoch.
 
     Attributes:
-        padding: How many samples or batches may be repeated to fill the last round.
+        padding: How many samples or batches may be repeated to fill the last round, or that of each worker's part.
         dropped: How many samples or batches the loader was asked to leave out, at most.
         uneven: By how many steps ranks may differ.
     """
@@ -38,12 +38,12 @@ def allowance(epoch: Epoch, traits: Traits, uneven: str | None, pads: bool) -> A
         uneven: The option of ``patch_dataloader_to_ddp``, if it was given.
         pads: Whether samples may be repeated to fill the last round.
     """
-    world = len(epoch.ranks)
-    dropped = world - 1 if uneven == "drop" or traits.drops_round else 0
+    world, parts = len(epoch.ranks), len(epoch.parts)
+    dropped = (world - 1) * parts if uneven == "drop" or traits.drops_round else 0
     if epoch.units == "samples" and traits.drops_batch:
         dropped += world * traits.batchers * (largest_batch(epoch, traits) - 1)
-    padding = -epoch.expected % world if pads and uneven in (None, "pad") else 0
-    return Allowance(padding, dropped, uneven=int(uneven == "keep"))
+    padding = epoch.filling if pads and uneven in (None, "pad") else 0
+    return Allowance(padding, dropped, uneven=parts if uneven == "keep" else 0)
 
 
 def largest_batch(epoch: Epoch, traits: Traits) -> int:

@@ -2,75 +2,115 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, repeat
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_patch.compat import made_worker_info, worker_info_told
-from ddp_patch.errors import StateError, UnsupportedLoaderError
+from ddp_patch.compat import WorkerInfo, worker_info_told
+from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching, Done, Plan
 from ddp_patch.shares.drawing import require_sure_length, share
-from ddp_patch.shares.iterables.workers import Board, Ends, read_as, this_worker
-from ddp_patch.shares.place import Place
+from ddp_patch.shares.iterables.board import Board, Ends
+from ddp_patch.shares.iterables.first_items import FirstItems
+from ddp_patch.shares.iterables.reading import Reader, Switching, this_worker
+from ddp_patch.shares.place import Place, split
 from ddp_patch.shares.steps import require_steps
-from ddp_patch.streams.chunks import draw
+from ddp_patch.streams.chunks import Chunk, draw
 from ddp_patch.streams.fingerprint import Fingerprint
 from ddp_patch.streams.generators import random_generators, set_generator_states
 from ddp_patch.streams.random_states import epoch_states
-from ddp_patch.streams.seeding import EpochCounter, Seed
+from ddp_patch.streams.seeding import EpochCounter, Seed, reader_seed
 
 __all__ = ["IterableWorkerInit", "ShardedIterable", "random_holder"]
 
 T = TypeVar("T")
 
 
-class _Start(NamedTuple):
-    """Where a pass begins: what other numbers of ranks took, and how many items of this rank's share are done."""
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where a worker's pass begins, and which worker the dataset is told that it is in.
 
+    Attributes:
+        number: The pass.
+        epoch: Which epoch it is over.
+        role: Which worker of this rank's loader it stands for; another than it is where a pass resumes.
+        before: What other numbers of ranks took.
+        skip: How many items of this rank's share are done.
+        counts: What the state that is resumed counts: one stream, parts, or nothing.
+    """
+
+    number: int
+    epoch: int
+    role: int
     before: Done = ()
     skip: int = 0
+    counts: Literal["stream", "parts", "nothing"] = "nothing"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was taken."""
+        return not self.skip and not any(taken for _, taken in self.before)
 
 
 class ShardedIterable(IterableDataset[T]):
     """One rank's share of another iterable dataset's stream.
 
-    ``iterable_sharding="exact"``: every worker reads the whole stream and keeps this rank's items. It is told that it
-    is the only reader, so that a dataset which splits itself over workers does not. Worker j of k takes every k-th
-    batch from the j-th on, so the loader yields the same batches for every number of workers.
+    ``iterable_sharding="exact"``: worker j of every rank is told what torch tells worker j of the unpatched loader. If
+    the dataset asks which worker it is in, worker j reads a part of the stream, and keeps this rank's share of that
+    part. If it does not ask, every worker reads the same stream, and worker j of k gives every k-th batch of this
+    rank's share, from the j-th on.
 
     ``iterable_sharding="by_worker"``: the dataset is told that all ranks' workers are workers of one loader, and
     splits itself.
+
+    Args:
+        dataset: The dataset that the user gave.
+        plan: The rank's share.
+        options: What the user chose.
+        seed: The seed in force.
+        batching: How workers make batches.
+        readers: How many workers read it; 1 where the main process does.
 
     Attributes:
         dataset: The dataset that the user gave.
         board: What the main process and the workers tell each other.
         ends: How many batches the workers made, with ``iterable_sharding="by_worker"``.
+        first_items: Where readers note what they read first, for the ranks to compare; None where nobody does.
     """
 
     def __init__(
-        self, dataset: IterableDataset[T], plan: Plan, options: Options, seed: Seed, batching: Batching, workers: int
+        self,
+        dataset: IterableDataset[T],
+        plan: Plan,
+        options: Options,
+        seed: Seed,
+        batching: Batching,
+        readers: int = 1,
     ) -> None:
         self.dataset = dataset
-        self.board: Board = Board()
-        self.ends: Ends = Ends(workers)
+        self.board: Board = Board(readers)
+        self.ends: Ends = Ends(readers)
+        self.first_items: FirstItems | None = None
         self._plan = plan
         self._options, self._seed = options, seed
         self._batching = batching
+        self._reader = Reader()
         self._first_pass: int | None = None  # that a worker was started for
+        self._made_for: int | None = None  # for which worker a worker_init_fn prepared the dataset
         self._resumed: tuple[int, Place] | None = None  # which pass goes on, and from where
         self._tells_rest = True
         self._loads: int = self.board.loads  # how many loaded states this copy knows of
 
     def __len__(self) -> int:
-        start = _Start()
+        before: Done = ()
+        skip = 0
         # Persistent workers keep a pass that has come to its end.
-        if self._tells_rest and self._resumed is not None and self.board.length(self._resumed[0]) is None:
-            start = self._start(self._resumed[0])
-        return max(0, len(self._plan.share(len(self._plan.rest(self.stream_length(), start.before)))) - start.skip)
+        if self._tells_rest and self._resumed is not None and set(self.board.lengths(self._resumed[0])) == {None}:
+            before, skip = self._resumed[1].split(self._plan.num_replicas)
+        return max(0, len(self._plan.share(len(self._plan.rest(self.stream_length(), before)))) - skip)
 
     def stream_length(self) -> int:
         """Return the length of the user's dataset; TypeError where it has none."""
@@ -92,11 +132,20 @@ class ShardedIterable(IterableDataset[T]):
         if self._resumed is not None and number in {None, self._resumed[0]}:
             self._resumed = None
 
-    def _start(self, number: int) -> _Start:
-        """Return where a pass begins."""
+    def _start(self, number: int, epoch: int) -> _Start:
+        """Return where this worker's pass begins."""
+        worker, workers = this_worker()
         if self._resumed is None or self._resumed[0] != number:
-            return _Start()
-        return _Start(*self._resumed[1].split(self._plan.num_replicas))
+            return _Start(number, epoch, worker if self._made_for is None else self._made_for)
+        place = self._resumed[1]
+        done, skip = place.split(self._plan.num_replicas)
+        if self._options.iterable_sharding == "by_worker":
+            # Batches go on with the one whose turn it was.
+            return _Start(number, epoch, (worker + skip // self._batching.size) % workers, done, skip)
+        if place.parts is None:
+            return _Start(number, epoch, worker, done, skip, "nothing" if place.is_whole else "stream")
+        role = (worker + place.parts.first) % workers
+        return _Start(number, epoch, role, *split(place.parts.done[role], self._plan.num_replicas), "parts")
 
     def __getattr__(self, name: str) -> Any:
         # The user's own attributes stay within reach. But a position in the whole stream is none in this share, so
@@ -114,24 +163,24 @@ class ShardedIterable(IterableDataset[T]):
             self._require_all_loads()
         self._first_pass = None
         epoch = self.board.epoch_of(number)
-        if epoch is None:
+        if epoch is None or this_worker()[1] != self.board.readers:
             raise UnsupportedLoaderError(
                 f"{type(self.dataset).__name__} cannot be shared here: the patched loader was made anew without its "
-                "sampler, which begins each epoch, as Lightning's predict and overfit_batches and accelerate's "
-                "skip_first_batches do. Iterate the one that patch_dataloader_to_ddp() returned; restore_loader() lets "
-                "that go on in an epoch."
+                "sampler, which begins each epoch, or with another number of workers; Lightning's predict and "
+                "overfit_batches and accelerate's skip_first_batches do so. Iterate the one that "
+                "patch_dataloader_to_ddp() returned; restore_loader() lets that go on in an epoch."
             )
         if self._resumed is not None and self._resumed[1].epoch != epoch:
             self.forget(number)
         if self._resumed is not None and self._resumed[0] == number and self._resumed[1].is_begun:
             # In workers too: a loader may have drawn its workers' seed from these generators since.
             set_generator_states([random_holder(self.dataset)], self._resumed[1].held.generators)
-        # Told after that, because it may seed these generators.
-        if callable(tell := getattr(self.dataset, "set_epoch", None)):
-            tell(epoch)
-        start = self._start(number)
-        is_exact = self._options.iterable_sharding == "exact"
-        yield from self._exact(epoch, number, start) if is_exact else self._by_worker(epoch, number, start)
+        start = self._start(number, epoch)
+        with worker_info_told(self._info(start)):
+            # Told after that, because it may seed these generators.
+            if callable(tell := getattr(self.dataset, "set_epoch", None)):
+                tell(epoch)
+        yield from self._exact(start) if self._options.iterable_sharding == "exact" else self._by_worker(start)
 
     def _require_all_loads(self) -> None:
         """Refuse to go on in a worker that was started before a state was loaded: it has neither place nor seed."""
@@ -142,37 +191,124 @@ class ShardedIterable(IterableDataset[T]):
                 "which starts new workers, or load the state before the first pass."
             )
 
-    def _exact(self, epoch: int, number: int, start: _Start) -> Iterator[T]:
-        rest = self._plan.rest_of_stream(self.stream_length, start.before)
-        stream = rest.select(read_as(None, self.dataset))
-        # One round at a time, and no copies: these are samples, not indices, and most are other ranks'.
-        rng = epoch_states(self._options, self._seed, epoch)
-        chunks = draw(stream, rng, round_size=self._plan.num_replicas, copies=False)
+    def _info(self, start: _Start) -> WorkerInfo | None:
+        """Return what the dataset is told of the worker that it is in."""
+        reader, readers = self._reader_of(start)
+        return self._reader.info(reader, readers, reader_seed(self._seed.value, start.epoch) + reader, self.dataset)
+
+    def _reader_of(self, start: _Start) -> tuple[int, int]:
+        """Return which worker of how many the dataset is told that it is in."""
+        workers = this_worker()[1]
+        if self._options.iterable_sharding == "exact":
+            return start.role, workers
+        return self._plan.rank * workers + start.role, self._plan.num_replicas * workers
+
+    def _drawn(self, start: _Start, stream: Iterator[T], plan: Plan, length: int) -> Iterator[Chunk[T]]:
+        """Yield the stream in whole batches, after a first round that shows whether the dataset asks for its worker.
+
+        Up to then all workers draw from the same random states, so that a dataset may shuffle its files and then take
+        its own. After it, one that asked draws from states of its worker's own, as in torch.
+        """
+        states = Switching(epoch_states(self._options, self._seed, start.epoch))
+        size = self._batching.size
+
+        def kept(at: int, items: int) -> slice:
+            # The first round is for padding.
+            return slice(None) if self._options.verify or not at else plan.part(at, items, length)
+
+        # A batch at a time, which no batch can come without, and no copies: these are samples, not indices.
+        rounds = chain([1, (start.skip - 1) % size or size], repeat(size))
+        chunks = draw(stream, states, round_size=plan.num_replicas, rounds=rounds, copies=False, kept=kept)
+        first = next(chunks, None)
+        asked = self._reader.has_split if first is not None else self._reader.has_asked
+        reader, readers = self._reader_of(start)
+        if asked and readers > 1:
+            states.states = epoch_states(self._options, self._seed, start.epoch, reader)
+        self.board.note_role(start.number, this_worker()[0], start.role if asked else None)
+        self._require_one_way(start)
+        for chunk in chain([] if first is None else [first], chunks):
+            if self._reader.has_split and not asked:
+                raise UnsupportedLoaderError(
+                    f"{type(self.dataset).__name__} cannot be shared with {readers} workers: it asked "
+                    f"get_worker_info() which worker it is in after it had given items without asking, so these came "
+                    "from every worker and later ones from one. Call get_worker_info() first in __iter__, or use "
+                    "num_workers=0."
+                )
+            yield chunk
+
+    def _require_one_way(self, start: _Start) -> None:
+        """Refuse what can be shared neither as one stream nor in parts."""
+        name, readers = type(self.dataset).__name__, self.board.readers
+        if readers == 1 or self._options.iterable_sharding == "by_worker":
+            return
+        if len(ways := self.board.ways(start.number)) > 1:
+            raise UnsupportedLoaderError(
+                f"{name} cannot be shared with {readers} workers: it asked get_worker_info() which worker it is in "
+                "in some of them, and not in others, so it is neither one stream nor split into parts. Call it in "
+                "every worker, first in __iter__, or use num_workers=0."
+            )
+        if ways == {"parts"} and self._plan.needs_length:
+            raise InvalidOptionError(
+                f"layout='contiguous' cannot hold for {name} with num_workers={readers}: it splits itself over its "
+                "workers, and how long each one's part is shows only at its end. Use layout='interleaved', or "
+                "num_workers=0 or 1."
+            )
+        if start.counts != "nothing" and {start.counts} != ways:
+            counts = {"stream": "one stream, as 0 or 1 workers read it", "parts": f"the parts of {readers} workers"}
+            raise StateError(
+                f"{name} cannot go on from the state, which counts items of {counts[start.counts]}: with "
+                f"num_workers={readers} it is read as {counts[next(iter(ways))]}. Use the num_workers that the state "
+                "was taken with."
+            )
+
+    def _exact(self, start: _Start) -> Iterator[T]:
+        plan, name = self._plan, type(self.dataset).__name__
+        rest = plan.rest_of_stream(self.stream_length, start.before)
+        read = self._reader.read(self.dataset, self._info(start))
+        if self.first_items is not None:
+            read = self.first_items.watching(start.role, start.number, read)
+        chunks = self._drawn(start, rest.select(read), plan, len(rest))
         running = Fingerprint()
         if self._options.verify:
             chunks = running.watching(chunks)
 
         def at_end(drawn: int) -> None:
-            if not any(taken for _, taken in start.before) and not start.skip:
-                require_steps(self._plan, self._batching, type(self.dataset).__name__, drawn, in_batches=False)
-            if self._options.verify:
-                self.board.end_verified(number, drawn, running.hexdigest())
-            require_sure_length(self._plan, type(self.dataset).__name__, "dataset", drawn, len(rest))
-            self.board.end(number, drawn)
+            self.board.end(start.number, start.role, drawn, running.hexdigest() if self._options.verify else None)
+            self._require_ends(start)
+            require_sure_length(plan, name, "dataset", drawn, len(rest))
+            if start.skip > plan.rounds(drawn):
+                raise StateError(
+                    f"{name} cannot go on from the state: {start.skip} items of each rank's share were done in it, and "
+                    f"the stream ended after {drawn} items of all ranks. Restore it with the dataset that it was taken "
+                    "of; one that is its own iterator must be made anew."
+                )
 
+        items = (item for (part,) in share([plan], chunks, len(rest), at_end) for item in part)
         worker, workers = this_worker()
-        items = (item for (part,) in share([self._plan], chunks, len(rest), at_end) for item in part)
         for place, item in enumerate(islice(items, start.skip, None)):
-            if place // self._batching.size % workers == worker:
+            # Readers of one stream take turns.
+            if self._reader.has_split or place // self._batching.size % workers == worker:
                 yield item
 
-    def _by_worker(self, epoch: int, number: int, start: _Start) -> Iterator[T]:
-        stream = read_as(self._reader(start.skip), self.dataset)
-        chunks = draw(stream, epoch_states(self._options, self._seed, epoch), round_size=1, copies=False)
-        items = (item for chunk in chunks for item in chunk.items)
-        role, workers = self._role(start.skip)
+    def _require_ends(self, start: _Start) -> None:
+        """Refuse an epoch without steps, and workers that read different streams where all should read one."""
+        name, lengths = type(self.dataset).__name__, self.board.lengths(start.number)
+        if self.board.ways(start.number) == {"stream"}:
+            lengths = list({length for length in lengths if length is not None})
+            if len(lengths) > 1:
+                raise UnsupportedLoaderError(
+                    f"{name} cannot be shared with {self.board.readers} workers: it never asked get_worker_info() "
+                    f"which worker it is in, and yet gave {' and '.join(map(str, lengths))} items in two of them. "
+                    "Use get_worker_info() to split it, in __iter__, or use num_workers=0."
+                )
+        if start.is_whole and None not in lengths:
+            require_steps(self._plan, self._batching, name, cast("list[int]", lengths), in_batches=False)
+
+    def _by_worker(self, start: _Start) -> Iterator[T]:
+        stream = self._reader.read(self.dataset, self._info(start))
+        items = (item for chunk in self._drawn(start, stream, Plan(0, 1), 0) for item in chunk.items)
         # The loader asks its workers in turn, so this one made every workers-th of the batches that were done.
-        size = self._batching.size
+        size, role, workers = self._batching.size, start.role, this_worker()[1]
         done = max(0, -(-(start.skip // size - role) // workers)) * size
         skipped = sum(1 for _ in islice(items, done))
         if skipped < done if self._batching.drop_last else skipped <= done - size:
@@ -184,31 +320,19 @@ class ShardedIterable(IterableDataset[T]):
         made = skipped
         for made, item in enumerate(items, skipped + 1):  # noqa: B007 - told after the loop
             yield item
-        self.ends.write(role, number, self._batching.count(made))
+        self.ends.write(role, start.number, self._batching.count(made))
 
-    def _role(self, skip: int) -> tuple[int, int]:
-        """Return which of how many workers' part this worker plays: batches go on with the one whose turn it was."""
-        worker, workers = this_worker()
-        return (worker + skip // self._batching.size) % workers, workers
-
-    def _reader(self, skip: int) -> Any:
-        """Return which of all ranks' workers the dataset is told to be read by, when ``skip`` items are done."""
-        info = get_worker_info()
-        role, workers = self._role(skip)
-        seed = info.seed if info else torch.initial_seed()
-        readers = self._plan.num_replicas * workers
-        return made_worker_info(self._plan.rank * workers + role, readers, seed, self.dataset)
-
-    def begin_worker(self, number: int, worker_init_fn: Callable[[int], object] | None) -> None:
+    def begin_worker(self, number: int, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
         """Prepare this worker's copy for pass ``number``; call the user's function for the dataset that it knows."""
         self._first_pass = number
-        if worker_init_fn is not None:
-            if self._options.iterable_sharding == "exact":
-                reader = made_worker_info(0, 1, torch.initial_seed(), self.dataset)
-            else:
-                reader = self._reader(self._start(number).skip)
-            with worker_info_told(reader):
-                worker_init_fn(reader.id)
+        if worker_init_fn is None:
+            return
+        start = self._start(number, epoch)
+        reader, _ = self._reader_of(start)
+        with worker_info_told(self._info(start)):
+            self._reader.prepare(self.dataset, worker_init_fn, reader)
+        if self._reader.has_asked:
+            self._made_for = start.role
 
 
 def random_holder(dataset: object) -> SimpleNamespace:
@@ -231,4 +355,4 @@ class IterableWorkerInit:
         """Prepare worker ``worker_id``."""
         info: Any = get_worker_info()
         dataset: ShardedIterable[Any] = info.dataset
-        dataset.begin_worker(self.epochs.passes + 1, self.worker_init_fn)
+        dataset.begin_worker(self.epochs.passes + 1, self.epochs.upcoming, self.worker_init_fn)

@@ -1,17 +1,23 @@
 """The index sampler of a sharded iterable dataset, which begins each epoch in the main process."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
+from ddp_patch.errors import StateError
 from ddp_patch.loaders.facts import LoaderFacts
+from ddp_patch.plan import Batching, Done
 from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.ranks.order_guard import OrderGuard
 from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.iterables.board import Board
 from ddp_patch.shares.iterables.dataset import ShardedIterable, random_holder
-from ddp_patch.shares.iterables.workers import Board
+from ddp_patch.shares.iterables.first_items import FirstItems
 from ddp_patch.shares.passes import Pass
-from ddp_patch.shares.place import Place
+from ddp_patch.shares.place import PartsDone, Place, split
 from ddp_patch.shares.sources import Source
+from ddp_patch.shares.turns import Part, Turns
 
 __all__ = ["StreamSampler"]
 
@@ -45,11 +51,31 @@ class _ReadByWorkers(Source[None]):
 
     def ends_elsewhere(self) -> bool:
         """Tell whether a worker has come to the end: from then on more is asked for than there is."""
-        return self.length_found() is not None
+        return any(length is not None for length in self._board.lengths(self._number))
 
-    def length_found(self) -> int | None:
-        """Return how many items the pass had, once a worker of this rank has come to the end."""
-        return self._board.length(self._number)
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether several workers read a part each; False while that is unknown."""
+        return self.is_counted and self._board.readers > 1 and self._board.ways(self._number) == {"parts"}
+
+    @property
+    def first_part(self) -> int:
+        """Whose part the first worker reads."""
+        return self._board.first_role(self._number)
+
+    def lengths_found(self) -> Sequence[int | None]:
+        """Return how many items the stream had, or each part of it; None where no worker came to the end."""
+        lengths = self._board.lengths(self._number)
+        return lengths if self.is_in_parts else [next((length for length in lengths if length is not None), None)]
+
+
+def _source_of(one: Pass[Any]) -> _ReadByWorkers:
+    return cast(_ReadByWorkers, one.source)
+
+
+def _done_of_parts(one: Pass[Any], readers: int) -> Sequence[Done]:
+    """Return what was taken of each part before a pass."""
+    return [()] * readers if one.start.parts is None else one.start.parts.done
 
 
 class StreamSampler(EpochSampler[None]):
@@ -76,12 +102,21 @@ class StreamSampler(EpochSampler[None]):
             }
         super().__init__(agreed, [random_holder(dataset.dataset)], facts)
         self.dataset: ShardedIterable[Any] = dataset
+        peers = agreed.peers
+        if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
+            dataset.first_items = FirstItems(dataset.board.readers)
+            guard = OrderGuard(peers, dataset.dataset, dataset.first_items, self._read_one_stream)
+            self.watch.orders = guard.compare
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def _stream_length(self, epoch: int) -> int:
         if self.agreed.options.iterable_sharding == "by_worker":
             raise TypeError("how many items each worker reads is up to the dataset")
         return self.dataset.stream_length()
+
+    def _read_one_stream(self, number: int) -> bool:
+        """Tell whether all workers read the same stream in a pass; False while that is unknown."""
+        return self.dataset.board.ways(number) == {"stream"}
 
     def __iter__(self) -> Iterator[None]:
         self._iterated = self.epochs.upcoming
@@ -100,6 +135,8 @@ class StreamSampler(EpochSampler[None]):
         # Workers cannot meet. What they have drawn is compared here, in the main process, when the next pass begins.
         self._begin(epoch, {"position": one.begins_at}, self.dataset.board.facts(self.epochs.passes))
         self.dataset.board.begin(number, epoch)
+        if self.dataset.first_items is not None:
+            self.dataset.first_items.begin(number, f"epoch {epoch} from {one.begins_at}")
         if self.place is None:
             self.dataset.forget()
         self.latest, self.place = one, None
@@ -129,12 +166,51 @@ class StreamSampler(EpochSampler[None]):
     def pass_length(self, one: Pass[Any]) -> int | None:
         """Return how many items all ranks share in a pass: as the dataset says, or as was found by its end."""
         told = super().pass_length(one)
-        # Before, one rank may know and another not yet.
-        return one.source.length_found() if told is None and one.is_over else told
+        # Before, one rank may know and another not.
+        return _source_of(one).lengths_found()[0] if told is None and one.is_over else told
 
-    def length_of_whole(self, one: Pass[Any]) -> int | None:
-        """Return how many items all ranks share in a pass, if this rank's workers have come to its end."""
-        return one.source.length_found()
+    def turns(self, one: Pass[Any], batching: Batching) -> Turns:
+        """Return the batches of a pass, of one stream or of the parts that workers read; see ``EpochSampler``."""
+        source = _source_of(one)
+        lengths = source.lengths_found()
+        if not source.is_in_parts:
+            return Turns(self.plan, batching, [Part(one.skip, lengths[0])])
+        skips = [split(done, self.num_replicas)[1] for done in _done_of_parts(one, len(lengths))]
+        parts, first = list(map(Part, skips, lengths)), source.first_part
+        return Turns(self.plan, batching, parts[first:] + parts[:first])
+
+    def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
+        """Return the batches of a pass if this rank's workers have come to its end, else None."""
+        turns = self.turns(one, batching)
+        return None if turns.count is None else turns
+
+    def most_batches(self, one: Pass[Any], batching: Batching) -> int | None:
+        """Return how many batches the largest share has in a pass, where every rank knows that; else None."""
+        if not _source_of(one).is_in_parts:
+            return super().most_batches(one, batching)
+        return self.turns(one, batching).most if one.is_over else None
+
+    def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
+        """Return where a pass stands when so many of its batches were taken."""
+        place = super().place_after(one, batching, batches)
+        if not batches:
+            return replace(place, parts=one.start.parts)
+        source, turns = _source_of(one), self.turns(one, batching)
+        if not source.is_in_parts:
+            return one.place(turns.taken(batches)[0])
+        if not turns.are_alike(batches):
+            raise StateError(
+                f"The state of {type(self.dataset.dataset).__name__} cannot be told after {batches} batches: with "
+                "uneven='keep' a worker has come to its end on some ranks and not on others, so the ranks' workers no "
+                "longer take turns alike. Use uneven='pad' or 'drop', or take the state earlier, or at the epoch's end."
+            )
+        readers, first, taken = len(turns.parts), source.first_part, turns.taken(batches)
+        done = [
+            (*split(before, self.num_replicas)[0], (self.num_replicas, taken[(role - first) % readers]))
+            for role, before in enumerate(_done_of_parts(one, readers))
+        ]
+        # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
+        return replace(place, parts=PartsDone((first + turns.turn(batches - 1).part + 1) % readers, done))
 
     def given_after(self, one: Pass[Any], taken: int) -> int:
         """Return 0: what was drawn ahead was drawn in workers."""

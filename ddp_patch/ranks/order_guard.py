@@ -1,0 +1,123 @@
+"""Watch that all ranks, and all workers of one, read an iterable dataset in one order: always, and without waiting."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from ddp_patch.compat import order_remedy
+from ddp_patch.errors import RankMismatchError, StreamOrderWarning
+from ddp_patch.ranks.comparison import ranks_text
+from ddp_patch.ranks.notices import Letters, Peers
+from ddp_patch.ranks.stream_orders import Finding, Notes, Verdict, compare_parts, decoded, encoded
+
+__all__ = ["Noted", "OrderGuard", "compare_workers"]
+
+# What to do where no package is known to shuffle.
+_SEED = (
+    "Give what draws its order a seed that is the same on every rank and follows from the epoch, as "
+    "random.Random(epoch) with the epoch that set_epoch() tells the dataset, and list files in sorted order"
+)
+
+
+class Noted(Protocol):
+    """Where a rank's readers note the first items that they read."""
+
+    def passes(self) -> Mapping[str, Sequence[Notes]]:
+        """Return what was noted of each pass, part by part, by what all ranks call the pass."""
+
+    def settle(self) -> None:
+        """Note that nobody wants to know more."""
+
+
+def compare_workers(parts: Sequence[Notes]) -> Finding:
+    """Compare the workers of one rank, which all read one stream; ``part`` is the one that differs from the first."""
+    firsts = [parts[0]] * (len(parts) - 1)
+    found = compare_parts(firsts, parts[1:])
+    return Finding(found.verdict, found.part + 1, found.item, found.is_final)
+
+
+class OrderGuard:
+    """Compares what this rank's readers read first with what the other ranks' read.
+
+    Args:
+        peers: Who they are.
+        dataset: What is read.
+        noted: What this rank's readers noted.
+        workers_read_alike: Tells of a pass, by its number from 1, whether all workers of a rank read the same stream.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        dataset: object,
+        noted: Noted,
+        workers_read_alike: Callable[[int], bool] = lambda number: True,
+    ) -> None:
+        self._rank, self._number = peers.rank, peers.number
+        self._letters = Letters(peers, "orders")
+        self._open = set(peers.others)
+        self._name, self._remedy = type(dataset).__name__, order_remedy(dataset) or _SEED
+        self._noted, self._workers_read_alike = noted, workers_read_alike
+        self._left = (0, 0)
+        self._has_warned = False
+
+    def compare(self) -> None:
+        """Leave what was noted, and compare it with what the others have left by now.
+
+        Warns:
+            StreamOrderWarning: Once, if the order cannot be told.
+
+        Raises:
+            RankMismatchError: The ranks, or the workers of this one, read in different orders.
+        """
+        if not self._open:
+            return
+        mine = self._noted.passes()
+        self._compare_workers(mine)
+        for rank, text in self._letters.exchange(self._news(mine)).items():
+            theirs = decoded(text)
+            for name in mine.keys() & theirs.keys():
+                found = compare_parts(mine[name], theirs[name])
+                self._judge(found, f"part {found.part}", f"rank {self._rank}", ranks_text([rank]))
+                if found.is_final:
+                    self._open.discard(rank)
+                    self._letters.drop(rank)
+        if not self._open:
+            self._noted.settle()
+
+    def _compare_workers(self, mine: Mapping[str, Sequence[Notes]]) -> None:
+        for number, parts in enumerate(mine.values(), 1):
+            if len(parts) > 1 and self._workers_read_alike(number):
+                found = compare_workers(parts)
+                self._judge(found, "the stream", "worker 0", f"worker {found.part}, both of rank {self._rank}")
+
+    def _news(self, mine: Mapping[str, Sequence[Notes]]) -> str | None:
+        """Return what to leave: nothing as long as little has come since."""
+        every = [notes for parts in mine.values() for notes in parts]
+        items, finals = sum(len(notes.items) for notes in every), sum(notes.is_final for notes in every)
+        if finals == self._left[1] and (items == 0 or items < 2 * self._left[0]):
+            return None
+        self._left = (items, finals)
+        return encoded(mine)
+
+    def _judge(self, found: Finding, where: str, mine: str, theirs: str) -> None:
+        seen = (
+            f"Iterating the loader that was patched as number {self._number}: item {found.item} of {where} of "
+            f"{self._name} is another one on {mine} than on {theirs}"
+        )
+        if found.verdict is Verdict.OTHER_ORDER:
+            raise RankMismatchError(
+                f"{seen}, because each draws an order of its own, so samples would be lost: each keeps its share of "
+                f"what should be one stream. {self._remedy}. Where the dataset gives each rank other samples already, "
+                "leave its loader unpatched."
+            )
+        if found.verdict is Verdict.UNKNOWN and found.is_final and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{seen}. Whether each draws an order of its own, so that samples are lost, or only augmentation "
+                "differs, cannot be told: the items have nothing that tells which one it is and that augmentation "
+                f"keeps, as a string or a whole number. {self._remedy}. Or give the items such a field. If only "
+                "augmentation differs, all is well: ignore this StreamOrderWarning.",
+                StreamOrderWarning,
+                stacklevel=2,
+            )

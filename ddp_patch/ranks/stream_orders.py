@@ -1,0 +1,152 @@
+"""Whether two readers read a stream in the same order, told by the first items of each. Without a store."""
+
+import base64
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain
+
+import numpy as np
+
+from ddp_patch.streams.item_hashes import ItemHashes
+
+__all__ = ["Finding", "Notes", "Verdict", "compare", "compare_parts", "decoded", "encoded"]
+
+# So many items must be at another place in another reader's stream, before that is no chance. Items that are drawn from
+# a few again and again meet by chance too, and then as often in one stream as between two.
+_SURELY_MOVED = 8
+
+
+class Verdict(Enum):
+    """What two readers' first items tell of their orders."""
+
+    ALIKE = "alike"
+    OTHER_ORDER = "other order"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What a reader noted of the first items of a part.
+
+    Attributes:
+        items: The items' hashes, in order.
+        is_final: Whether no more will be noted in this pass.
+        is_all: Whether these are all items that the part has.
+    """
+
+    items: Sequence[ItemHashes] = ()
+    is_final: bool = False
+    is_all: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """How two readers' parts compare.
+
+    Attributes:
+        verdict: ``OTHER_ORDER`` if that is so of one part, else ``UNKNOWN`` if that is so of one.
+        part: Which part; 0 where all are alike.
+        item: The first item of it that differs.
+        is_final: Whether nothing can change it, because both noted all that they will.
+    """
+
+    verdict: Verdict
+    part: int = 0
+    item: int = 0
+    is_final: bool = True
+
+
+def compare_parts(mine: Sequence[Notes], theirs: Sequence[Notes]) -> Finding:
+    """Compare two readers, part by part; what only one has is not compared."""
+    pairs = list(zip(mine, theirs, strict=False))
+    is_final = all(one.is_final and other.is_final for one, other in pairs)
+    verdicts = [compare(one, other) for one, other in pairs]
+    for verdict in (Verdict.OTHER_ORDER, Verdict.UNKNOWN):
+        if verdict in verdicts:
+            part = verdicts.index(verdict)
+            return Finding(verdict, part, _differing(*pairs[part])[0], is_final)
+    return Finding(Verdict.ALIKE, is_final=is_final)
+
+
+def compare(mine: Notes, theirs: Notes) -> Verdict:
+    """Tell whether two readers read a part in the same order.
+
+    Args:
+        mine: What one noted.
+        theirs: What the other noted.
+
+    Returns:
+        ``ALIKE`` if no item differs, or if those that differ do so in what augmentation changes alone.
+        ``OTHER_ORDER`` if items have other keys, or are surely at other places. Else ``UNKNOWN``: augmentation cannot
+        be told from a shuffle over a large range.
+    """
+    differing = _differing(mine, theirs)
+    if not differing:
+        return Verdict.ALIKE
+    pairs = [(mine.items[place], theirs.items[place]) for place in differing]
+    if any(one.is_keyed and other.is_keyed and one.names != other.names for one, other in pairs):
+        return Verdict.OTHER_ORDER
+    is_all = mine.is_all and theirs.is_all
+    both = list(zip(zip(*mine.items, strict=True), zip(*theirs.items, strict=True), strict=True))
+    if any(_is_reordered(one, other, is_all=is_all) for one, other in both):
+        return Verdict.OTHER_ORDER
+    is_kept = _is_kept([(one.names, other.names) for one, other in pairs])
+    return (
+        Verdict.ALIKE
+        if is_kept or _is_kept([(one.numbers, other.numbers) for one, other in pairs])
+        else Verdict.UNKNOWN
+    )
+
+
+def _is_kept(pairs: Sequence[tuple[int, int]]) -> bool:
+    """Tell whether two readers have the same values in the same places; 0 stands for no value.
+
+    What all items have alike, such as one label, would be alike in any order, too.
+    """
+    kept = {one for one, _ in pairs}
+    return all(one == other != 0 for one, other in pairs) and len(kept) >= min(2, len(pairs))
+
+
+def _differing(mine: Notes, theirs: Notes) -> list[int]:
+    """Return the places at which two readers have other items, as far as both have come."""
+    both = enumerate(zip(mine.items, theirs.items, strict=False))
+    return [place for place, (one, other) in both if one.whole != other.whole]
+
+
+def _is_reordered(mine: Sequence[int], theirs: Sequence[int], *, is_all: bool) -> bool:
+    """Tell whether values are surely at other places in one list than in the other; 0 stands for no value.
+
+    A value that a list has twice has no place. And many such values show that they are drawn with repetition, so that
+    as many would be found in the other list by chance.
+    """
+    counts, others = Counter(mine), Counter(theirs)
+    single = [value for value, count in counts.items() if count == others[value] == 1 and value]
+    place_of = {value: place for place, value in enumerate(theirs)}
+    moved = sum(mine[place_of[value]] != value if place_of[value] < len(mine) else True for value in single)
+    if is_all and len(single) == len(mine) == len(theirs):
+        return moved > 0
+    repeated = sum(count > 1 for value, count in chain(counts.items(), others.items()) if value)
+    return moved >= _SURELY_MOVED + 2 * repeated
+
+
+def encoded(passes: Mapping[str, Sequence[Notes]]) -> str:
+    """Return notes as a text that ``decoded`` reads: each pass's parts, by what the ranks call the pass."""
+    return json.dumps({name: [_encoded(notes) for notes in parts] for name, parts in passes.items()})
+
+
+def decoded(text: str | bytes) -> dict[str, list[Notes]]:
+    """Return what ``encoded`` made a text of."""
+    return {name: [_decoded(*notes) for notes in parts] for name, parts in json.loads(text).items()}
+
+
+def _encoded(notes: Notes) -> tuple[bool, bool, str]:
+    hashes = np.array(notes.items, dtype="<i8").tobytes()
+    return notes.is_final, notes.is_all, base64.b64encode(hashes).decode()
+
+
+def _decoded(is_final: bool, is_all: bool, text: str) -> Notes:
+    hashes = np.frombuffer(base64.b64decode(text), dtype="<i8").reshape(-1, 3)
+    return Notes([ItemHashes(*pair) for pair in hashes.tolist()], is_final, is_all)

@@ -1,0 +1,130 @@
+"""The first items that each reader of an iterable dataset read, noted in memory that workers share."""
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from time import thread_time
+from typing import Any, TypeVar
+
+import torch
+
+from ddp_patch.ranks.stream_orders import Notes
+from ddp_patch.shares.iterables.board import shared
+from ddp_patch.streams.fingerprint import COMPARED
+from ddp_patch.streams.item_hashes import ItemHashes, hashes_of
+
+__all__ = ["FirstItems"]
+
+T = TypeVar("T")
+
+# The first pass may be a mere look at a batch, so some more are noted. Which ones follows from their numbers, and not
+# from how far workers have read ahead, so that it is the same on all ranks.
+_PASSES = 3
+# All parts together have so many notes of a pass, if that leaves each enough: ranks send them to each other.
+_OF_ALL_PARTS = 2048
+_FEWEST = 16
+# Taking hashes may cost a reader so many seconds of a pass, and what one more item takes: items may be large.
+_MOST_S = 1.0
+
+
+class _Status(IntEnum):
+    """How far the notes of a part came in a pass."""
+
+    UNTOUCHED = -1
+    NOTING = 0
+    FULL = 1
+    ENDED = 2
+
+
+class FirstItems:
+    """Notes of the first items that the reader of each part read, in the first passes over a loader.
+
+    Args:
+        parts: How many parts there are.
+
+    Examples:
+        >>> first = FirstItems(parts=1)
+        >>> first.begin(1, "epoch 0")
+        >>> list(first.watching(0, 1, iter("ab")))
+        ['a', 'b']
+        >>> (notes,) = first.passes()["epoch 0 (1)"]
+        >>> len(notes.items), notes.is_all
+        (2, True)
+    """
+
+    def __init__(self, parts: int) -> None:
+        self.parts: int = parts
+        self._most = min(COMPARED, max(_FEWEST, _OF_ALL_PARTS // parts))
+        self._hashes = shared(_PASSES, parts, self._most, 3)
+        self._counts = shared(_PASSES, parts)
+        self._statuses = shared(_PASSES, parts)
+        self._is_settled = shared(1)
+        self._names: list[str] = []
+
+    def begin(self, number: int, name: str) -> None:
+        """Note, in the main process, that pass ``number`` begins: from 1, and named alike on all ranks."""
+        if number == len(self._names) + 1 <= _PASSES:
+            again = sum(known.startswith(f"{name} (") for known in self._names)
+            self._names.append(f"{name} ({again + 1})")
+
+    def settle(self) -> None:
+        """Note that nobody wants to know more."""
+        self._is_settled[0] = 1
+
+    def watching(self, part: int, number: int, items: Iterator[T]) -> Iterator[T]:
+        """Return a part's items; the first ones are noted as they are read.
+
+        Args:
+            part: The part.
+            number: The pass.
+            items: What the reader of the part reads.
+        """
+        is_noted = 1 <= number <= _PASSES and part < self.parts and self._is_settled[0] < 0
+        # Another iterator's worker may be about the same part of the same pass.
+        if is_noted and self._statuses[number - 1, part] == _Status.UNTOUCHED:
+            return self._noting(part, number, items)
+        return items
+
+    def _noting(self, part: int, number: int, items: Iterator[T]) -> Iterator[T]:
+        statuses, spent_s = self._statuses[number - 1], 0.0
+        statuses[part] = _Status.NOTING
+        for item in items:
+            began_s = thread_time()
+            is_full = self.note(part, number, item)
+            spent_s += thread_time() - began_s
+            if is_full or spent_s > _MOST_S:
+                statuses[part] = _Status.FULL
+                yield item
+                break
+            yield item
+        else:
+            statuses[part] = _Status.ENDED
+        yield from items
+
+    def note(self, part: int, number: int, item: Any) -> bool:
+        """Note the next item of a part; return whether there is no room for another."""
+        count = self._count(part, number)
+        self._hashes[number - 1, part, count] = torch.tensor(_hashes_if_any(item))
+        self._counts[number - 1, part] = count + 1
+        return count + 1 == self._most
+
+    def _count(self, part: int, number: int) -> int:
+        return max(0, int(self._counts[number - 1, part]))
+
+    def of(self, part: int, number: int) -> Notes:
+        """Return what was noted of a part in a pass."""
+        status = self._statuses[number - 1, part]  # read first: what is final stays so
+        is_final, is_all = bool(status >= _Status.FULL), bool(status == _Status.ENDED)
+        hashes = self._hashes[number - 1, part, : self._count(part, number)].tolist()
+        return Notes([ItemHashes(*item) for item in hashes], is_final, is_all)
+
+    def passes(self) -> dict[str, Sequence[Notes]]:
+        """Return what was noted of each pass, part by part, by what the ranks call the pass."""
+        numbered = enumerate(self._names, 1)
+        return {name: [self.of(part, number) for part in range(self.parts)] for number, name in numbered}
+
+
+def _hashes_if_any(item: Any) -> ItemHashes:
+    try:
+        return hashes_of(item)
+    except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
+        return ItemHashes(0, 0, 0)

@@ -1,0 +1,166 @@
+"""How batches follow each other that several workers make in turn: arithmetic, without workers.
+
+A loader without workers, or one whose workers share one stream, is the case of a single part.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ddp_patch.plan import Batching, Plan
+
+__all__ = ["Part", "Turn", "Turns"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one worker reads, or what is left of it.
+
+    Attributes:
+        skip: How many items of each rank's share were taken before.
+        length: How many items all ranks share, those before included; None while nobody has found the end.
+    """
+
+    skip: int = 0
+    length: int | None = None
+
+    def batches(self, plan: Plan, batching: Batching) -> int | None:
+        """Return how many batches a rank still makes of it; None while the end is unknown."""
+        return None if self.length is None else batching.count(max(0, len(plan.share(self.length)) - self.skip))
+
+
+class Turn(NamedTuple):
+    """One batch.
+
+    Attributes:
+        part: Whose it is: a place in ``Turns.parts``.
+        first: The position of its first item in the rank's share of that part.
+        items: How many items it has.
+        real: How many of them are not padding.
+    """
+
+    part: int
+    first: int
+    items: int
+    real: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The batches of one rank, in the order in which the loader gives them: each worker's first, then each one's next.
+
+    A worker that has come to its end is passed over.
+
+    Attributes:
+        plan: The rank's share of each part.
+        batching: How a worker makes batches of it.
+        parts: What each worker reads, from the one whose turn is first.
+
+    Examples:
+        >>> turns = Turns(Plan(0, 2), Batching(2, drop_last=False), (Part(length=4), Part(length=7)))
+        >>> turns.count, [tuple(turns.turn(number)) for number in range(3)]
+        (3, [(0, 0, 2, 2), (1, 0, 2, 2), (1, 2, 2, 2)])
+    """
+
+    plan: Plan
+    batching: Batching
+    parts: Sequence[Part]
+
+    @property
+    def _batches(self) -> list[int | None]:
+        return [part.batches(self.plan, self.batching) for part in self.parts]
+
+    @property
+    def count(self) -> int | None:
+        """How many batches there are; None while an end is unknown."""
+        found = [batches for batches in self._batches if batches is not None]
+        return sum(found) if len(found) == len(self.parts) else None
+
+    @property
+    def most(self) -> int | None:
+        """How many batches the rank with the largest share makes; None while an end is unknown."""
+        return self._on_rank(0).count
+
+    def _on_rank(self, rank: int) -> "Turns":
+        return replace(self, plan=replace(self.plan, rank=rank))
+
+    @property
+    def samples(self) -> int:
+        """How many items all batches have together, as far as ends are known."""
+        return sum(turn.items for turn in self._all())
+
+    @property
+    def length(self) -> int:
+        """How many items all ranks share in all parts, as far as ends are known."""
+        return sum(part.length or 0 for part in self.parts)
+
+    def made(self, batches: int) -> list[int]:
+        """Return how many of the first batches each part has made."""
+        most = [batches if own is None else own for own in self._batches]
+        low, rounds = 0, batches  # the most whole rounds that fit
+        while low < rounds:
+            middle = (low + rounds + 1) // 2
+            if sum(min(own, middle) for own in most) <= batches:
+                low = middle
+            else:
+                rounds = middle - 1
+        made = [min(own, rounds) for own in most]
+        over = batches - sum(made)
+        for place, own in enumerate(most):
+            if over and own > rounds:
+                made[place], over = made[place] + 1, over - 1
+        return made
+
+    def _next(self, batches: int) -> tuple[int, int]:
+        """Return whose turn comes after so many batches, and how many it has made before."""
+        before, after = self.made(batches), self.made(batches + 1)
+        return next(((place, made) for place, made in enumerate(before) if after[place] > made), (0, 0))
+
+    def taken(self, batches: int) -> list[int]:
+        """Return how many items of its share of each part the rank has taken after so many batches."""
+        return [
+            self._end(part, part.skip + made * self.batching.size)
+            for part, made in zip(self.parts, self.made(batches), strict=True)
+        ]
+
+    def _end(self, part: Part, items: int) -> int:
+        return items if part.length is None else max(part.skip, min(items, self.plan.rounds(part.length)))
+
+    def turn(self, number: int) -> Turn:
+        """Return batch ``number``, from 0."""
+        return self._turn(*self._next(number))
+
+    def _turn(self, place: int, number: int) -> Turn:
+        part, size = self.parts[place], self.batching.size
+        first = part.skip + number * size
+        if part.length is None:  # no padding comes before the end is found
+            return Turn(place, first, size, size)
+        share, padding = len(self.plan.share(part.length)), len(self.plan.padding(part.length))
+        items = max(0, min(size, share - first))
+        return Turn(place, first, items, max(0, min(items, share - padding - first)))
+
+    def _all(self) -> Iterator[Turn]:
+        most = [own or 0 for own in self._batches]
+        for number in range(max(most, default=0)):
+            yield from (self._turn(place, number) for place, own in enumerate(most) if own > number)
+
+    def rows(self) -> list[int]:
+        """Return how many samples that are not padding this rank has in each global batch, in order.
+
+        Every rank has the same global batches, some without a sample of this rank; their ends must be known. A single
+        part counts as one.
+        """
+        if len(self.parts) == 1:
+            return [sum(turn.real for turn in self._all())]
+        most = [own or 0 for own in self._on_rank(0)._batches]
+        mine = [own or 0 for own in self._batches]
+        return [
+            self._turn(place, number).real if number < mine[place] else 0
+            for number in range(max(most, default=0))
+            for place, own in enumerate(most)
+            if own > number
+        ]
+
+    def are_alike(self, batches: int) -> bool:
+        """Tell whether every rank has made the same batches of each part after so many."""
+        return self._on_rank(0).made(batches) == self._on_rank(self.plan.num_replicas - 1).made(batches)

@@ -1,0 +1,263 @@
+"""Streams of webdataset, Hugging Face and torchdata: ranks share what each worker of the unpatched loader reads."""
+
+import gc
+import io
+import os
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import iterables
+import pytest
+from parts import Read, assert_nothing_is_lost, assert_parts_are_shared, epoch, loader_of, ranks, share
+from quick import run_ranks
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata import nodes
+from torchdata.stateful_dataloader import StatefulDataLoader
+from zoo import N, Source, seed_ambient
+
+from ddp_patch import patch_dataloader_to_ddp
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
+
+import datasets
+import webdataset as wds
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # which torchdata calls
+    pytest.mark.filterwarnings("ignore:unclosed file"),  # webdataset's, as below
+]
+
+
+@pytest.fixture(autouse=True)
+def closed_files() -> Iterator[None]:
+    """webdataset leaves it to the garbage collector to close its files."""
+    yield
+    gc.collect()
+
+
+SHARDS = iterables.shards_of((4, 9, 1, 6, 3))  # N numbers
+worlds = pytest.mark.parametrize("world_size", [2, 3])
+with_and_without_workers = pytest.mark.parametrize("workers", [0, 2])
+
+
+# webdataset: tar files.
+
+
+@pytest.fixture(scope="session")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("tars")
+    for place, shard in enumerate(SHARDS):
+        with tarfile.open(folder / f"{place}.tar", mode="w") as tar:
+            for number in shard:
+                text = str(number).encode()
+                member = tarfile.TarInfo(f"{number:04}.cls")
+                member.size = len(text)
+                tar.addfile(member, io.BytesIO(text))
+    return sorted(map(str, folder.iterdir()))
+
+
+def first(row: tuple[int]) -> int:
+    return row[0]
+
+
+def web(tars: Sequence[str], shuffled: dict[str, Any] | None = None, **options: Any) -> Any:
+    options = {"shardshuffle": False, "nodesplitter": None} | options
+    stream = wds.WebDataset(list(tars), **options).decode().to_tuple("cls")
+    return stream if shuffled is None else stream.shuffle(4, initial=4, **shuffled)
+
+
+WEB: dict[str, dict[str, Any]] = {
+    "in order": {},
+    "seeded shards": {"shardshuffle": 5, "seed": 3},
+    "seeded shards, anew each epoch": {"shardshuffle": 5, "detshuffle": True, "seed": 3},
+    "seeded shards and samples": {"shardshuffle": 5, "seed": 3, "shuffled": {"seed": 4}},
+}
+
+
+@worlds
+@with_and_without_workers
+@pytest.mark.parametrize("options", WEB.values(), ids=WEB)
+def test_webdataset(options: dict[str, Any], workers: int, world_size: int, tars: list[str]) -> None:
+    assert_parts_are_shared(lambda: web(tars, **options), workers, world_size, "pad", item_of=first)
+
+
+def test_webdataset_with_more_workers_than_shards(tars: list[str]) -> None:
+    few = partial(web, tars[:2], empty_check=False)
+    assert_parts_are_shared(few, 3, 2, "pad", item_of=first)
+
+
+# Hugging Face: streams, which split their shards over workers.
+
+
+def read(shards: list[range]) -> Iterator[dict[str, int]]:
+    for number in chain.from_iterable(shards):
+        yield {"number": number}
+
+
+def generated(shards: list[range] = SHARDS) -> Any:
+    return datasets.IterableDataset.from_generator(read, gen_kwargs={"shards": shards})
+
+
+def streamed(shards: int) -> Any:
+    return datasets.Dataset.from_dict({"number": range(N)}).to_iterable_dataset(num_shards=shards)
+
+
+def number(row: dict[str, int]) -> int:
+    return row["number"]
+
+
+def doubled(row: dict[str, int]) -> dict[str, int]:
+    return {"number": 2 * row["number"]}
+
+
+STREAMS: dict[str, Callable[[], Any]] = {
+    "one shard": partial(streamed, 1),
+    "4 shards": partial(streamed, 4),
+    "5 shards of different lengths": generated,
+    "shuffled": lambda: generated().shuffle(seed=3, buffer_size=5),
+    "shuffled, one shard": lambda: streamed(1).shuffle(seed=3, buffer_size=50),
+    "mapped and cut": lambda: generated().shuffle(seed=3, buffer_size=2).map(doubled).skip(2).take(11),
+}
+
+
+@worlds
+@with_and_without_workers
+@pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)
+def test_hugging_face(make: Callable[[], Any], workers: int, world_size: int) -> None:
+    assert_parts_are_shared(make, workers, world_size, "pad", item_of=number)
+
+
+@pytest.mark.parametrize("uneven", ["drop", "keep"])
+def test_the_last_round_of_each_part(uneven: Any) -> None:
+    assert_parts_are_shared(generated, 2, 3, uneven, item_of=number)
+
+
+@with_and_without_workers
+def test_each_epoch_is_the_unpatched_loaders_of_that_number(workers: int) -> None:
+    def make() -> Any:
+        return loader_of(generated().shuffle(seed=3, buffer_size=5), workers, item_of=number)
+
+    unpatched, seen = make(), []
+    patched = [patch_dataloader_to_ddp(make(), rank=rank, num_replicas=2) for rank in range(2)]
+    for count in range(3):
+        unpatched.dataset.set_epoch(count)
+        alone = epoch(unpatched).parts
+        reads = [epoch(loader) for loader in patched]
+        assert_read_of(alone, reads)
+        seen.append(alone)
+    assert seen[0] != seen[1] != seen[2] != seen[0]
+
+
+def assert_read_of(alone: dict[int, list[Any]], reads: list[Read]) -> None:
+    for rank, read_by_rank in enumerate(reads):
+        assert read_by_rank.parts == {worker: share(part, rank, len(reads), "pad") for worker, part in alone.items()}
+
+
+# torchdata: its loader, and its nodes in a dataset.
+
+
+class Nodes(IterableDataset[int]):
+    """A pipeline of torchdata's, made where it is read."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        shards = SHARDS[info.id :: info.num_workers] if info else SHARDS
+        numbers = nodes.IterableWrapper(list(chain.from_iterable(shards)))
+        yield from nodes.Loader(nodes.Mapper(numbers, abs))
+
+
+TORCHDATA: dict[str, Callable[[], Any]] = {
+    "nodes": Nodes,
+    "unequal shards": iterables.Shards,
+    "a run for each worker": partial(iterables.RunPerWorker, (16, 7)),
+    "the iterator has a state": partial(iterables.RunWithState, (16, 7)),
+    "the dataset has a state": partial(iterables.HasState, (16, 7)),
+}
+
+
+@worlds
+@with_and_without_workers
+@pytest.mark.parametrize("make", TORCHDATA.values(), ids=TORCHDATA)
+def test_torchdata(make: Callable[[], Any], workers: int, world_size: int) -> None:
+    assert_parts_are_shared(make, workers, world_size, "pad", kind=StatefulDataLoader)
+
+
+def test_a_shard_for_each_worker_of_torchdatas_loader() -> None:
+    assert_parts_are_shared(
+        partial(iterables.ShardPerWorker, (2, 14, 7)), 3, 2, "pad", kind=StatefulDataLoader, persistent_workers=True
+    )
+
+
+UNSPLIT: dict[str, Callable[[], Any]] = {
+    "a stream": Source,
+    "its own iterator": iterables.OwnIterator,
+    "its own iterator with a state": iterables.OwnIteratorWithState,
+}
+
+
+@worlds
+@with_and_without_workers
+@pytest.mark.parametrize("make", UNSPLIT.values(), ids=UNSPLIT)
+def test_torchdatas_loader_of_what_never_asks(make: Callable[[], Any], workers: int, world_size: int) -> None:
+    reads = ranks(lambda: loader_of(make(), workers, StatefulDataLoader), world_size)
+    for rank, read_by_rank in enumerate(reads):
+        assert read_by_rank.items == share(list(range(N)), rank, world_size, "pad")
+
+
+# Real ranks.
+
+
+def on_rank(rank: int, world_size: int, tars: list[str]) -> list[list[Read]]:
+    seed_ambient(100 + rank)
+    given = [
+        loader_of(web(tars, shardshuffle=5, seed=3), 2, item_of=first),
+        loader_of(generated().shuffle(seed=3, buffer_size=5), 2, item_of=number),
+        loader_of(Nodes(), 2, StatefulDataLoader),
+    ]
+    return [[epoch(patched) for _ in range(2)] for patched in map(patch_dataloader_to_ddp, given)]
+
+
+@worlds
+def test_real_ranks(world_size: int, tars: list[str]) -> None:
+    by_rank = run_ranks(on_rank, world_size, tars)
+    unpatched = [
+        loader_of(web(tars, shardshuffle=5, seed=3), 2, item_of=first),
+        loader_of(generated().shuffle(seed=3, buffer_size=5), 2, item_of=number),
+        loader_of(Nodes(), 2),
+    ]
+    for loader, epochs in zip(unpatched, zip(*by_rank, strict=True), strict=True):
+        for count, reads in enumerate(zip(*epochs, strict=True)):
+            if isinstance(loader.dataset, datasets.IterableDataset):
+                loader.dataset.set_epoch(count)
+            alone = epoch(loader).parts
+            assert_read_of(alone, list(reads))
+            assert_nothing_is_lost(alone, list(reads), "pad")
+            assert len({tuple(read_by_rank.steps) for read_by_rank in reads}) == 1
+
+
+def test_what_is_read_twice(tmp_path: Path) -> None:
+    """Reading costs the job as many times as there are ranks, however many workers they have."""
+    counts = []
+    for workers in (0, 2):
+        notes = tmp_path / f"{workers}"
+        ranks(lambda notes=notes, workers=workers: loader_of(Noted(notes), workers), 2)  # type: ignore[misc]
+        counts.append(len(notes.read_text().split()))
+    assert counts == [2 * N, 2 * N]
+
+
+class Noted(iterables.Shards):
+    """Notes each item that it reads in a file."""
+
+    def __init__(self, notes: Path) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def __iter__(self) -> Iterator[int]:
+        for item in super().__iter__():
+            with self.notes.open("a") as file:
+                file.write(f"{item}\n")
+            yield item
