@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 if TYPE_CHECKING:
@@ -43,11 +45,13 @@ __all__ = [
     "KeptIterator",
     "RunningLoader",
     "WorkerInfo",
+    "WrappedIterator",
     "arranges_neighbours",
     "asks_for_its_own_dataset",
     "default_store",
     "forget_iterator",
     "forget_loaded_state",
+    "gather_in_background",
     "gloo_group",
     "has_own_iteration",
     "has_own_iterators",
@@ -61,6 +65,7 @@ __all__ = [
     "may_hold_a_normal",
     "noted_worker_info",
     "order_remedy",
+    "pinned_by",
     "replace_worker_seed",
     "root_mesh",
     "seed_as_worker",
@@ -100,6 +105,28 @@ class KeptIterator:
         raise NotImplementedError
 
 
+class WrappedIterator(KeptIterator):
+    """Base of what stands around the iterator that a loader's class makes.
+
+    Args:
+        loader: The loader.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        # Of its class, because the loader itself may have an attribute of that name.
+        self.wrapped: Any = getattr(type(loader), MAKE_ITERATOR)(loader)
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        super()._reset(loader)
+        self.wrapped._reset(loader)
+
+
+def pinned_by(iterator: Any, batch: Any) -> Any:
+    """Return a batch in pinned memory if a loader's iterator gives its batches so."""
+    is_pinning = getattr(iterator, "_pin_memory", False)
+    return pin_memory(batch, iterator._pin_memory_device) if is_pinning else batch  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+
+
 def forget_iterator(loader: DataLoader[Any]) -> None:
     """Have the next pass start new workers: persistent ones know nothing of what changed in the main process."""
     setattr(loader, RUNNING_ITERATOR, None)
@@ -126,6 +153,17 @@ def gloo_group(store: "Store", rank: int, size: int, timeout: timedelta) -> Any:
     it names the new group by their number.
     """
     return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, timeout: timedelta) -> Any:
+    """Begin to gather every member's row, and return the work to wait for.
+
+    It comes to an end by itself after ``timeout``, and may be waited for in slices before. The public functions take
+    registered groups alone.
+    """
+    options = AllgatherOptions()
+    options.timeout, options.asyncOp = timeout, True
+    return group.allgather([list(rows)], [row], options)
 
 
 # The class of what ``get_worker_info()`` returns, which has no public name.

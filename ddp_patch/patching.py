@@ -53,8 +53,8 @@ def patch_dataloader_to_ddp(
     item, and torch's own ``BatchSampler`` then makes batches on each rank, so ``batch_size`` stays per rank. It shards
     any other batch sampler in whole batches, and an iterable dataset item by item; ``share`` chooses otherwise.
     Interleave the ranks' shares and you get one stream, the same for any number of ranks. After this call, ranks wait
-    for each other only with ``verify=True`` or under a leader. Without waiting, each leaves in the process group's
-    store which passes it makes, and reads what others left.
+    for each other only with ``verify=True``, under a leader, or with ``iterable_sharding="by_worker"``. Without
+    waiting, each leaves in the process group's store which passes it makes, and reads what others left.
 
     Args:
         loader: A finished loader. It stays unchanged.
@@ -79,8 +79,10 @@ def patch_dataloader_to_ddp(
             is 0. A restored state's seed replaces the default.
         iterable_sharding: How to shard an iterable dataset. With ``"exact"``, every rank reads what one process with
             the same workers reads, and keeps its share of each worker's part. With ``"by_worker"``, the dataset splits
-            itself by ``get_worker_info()``, which counts all ranks' workers as one loader's. Nothing is read twice, but
-            the dataset decides whether ranks make equally many steps, and ``uneven`` has no effect.
+            itself by ``get_worker_info()``, which counts all ranks' workers as one loader's. Nothing is read twice.
+            Ranks whose workers still have batches hand some to those that have none, so that all make the same number
+            of steps, and ``uneven`` says what becomes of the last ones; every pass then needs all ranks. In an explicit
+            world, it must be ``"keep"``, and steps are unequal.
         share: What a rank takes at a time. With ``"samples"``, each rank makes its own batches of every
             num_replicas-th sample. With ``"batches"``, it takes whole batches, as the unpatched loader makes them: so
             groups stay together that a sampler puts into one batch. ``"auto"`` takes whole batches of a batch sampler
@@ -167,6 +169,8 @@ def _shard(facts: LoaderFacts[L], agreed: Agreed) -> L:
     patched = copy_loader(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
     if facts.repeater is not None:
         _run_repeated(patched, facts, sharded, new)
+    if facts.level is Level.ITERABLE and agreed.options.iterable_sharding == "by_worker":
+        _even_out(patched, facts, sharded)
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
@@ -203,6 +207,15 @@ def _run_repeated(patched: DataLoader[Any], facts: LoaderFacts[Any], sharded: Ep
 
     passes = RepeatedPasses(patched, sharded, new)
     vars(patched).update({**dict.fromkeys(facts.running, passes), MAKE_ITERATOR: passes.begin_anew})
+
+
+def _even_out(patched: DataLoader[Any], facts: LoaderFacts[Any], sampler: Any) -> None:
+    """Have ranks make equally many steps that read unequally much, where there are others to hand batches to."""
+    world = sampler.agreed.world
+    if world.members is not None and world.num_replicas > 1:
+        from ddp_patch.shares.iterables.even_steps import EvenIterators  # most loaders do without
+
+        vars(patched)[MAKE_ITERATOR] = EvenIterators(patched, sampler, facts.num_workers)
 
 
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:

@@ -83,10 +83,7 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
 
 
 def _members(batches: Batches, dst: int | None) -> Members:
-    """Return the ranks that gather with this one: one rank for each share.
-
-    If several ranks take the same share, the first of each share gather together, then the second of each, and so on.
-    """
+    """Return the ranks that gather with this one: one rank for each share."""
     agreed = batches.sampler.agreed
     world, timeout = agreed.world, agreed.options.timeout
     if world.members is None:
@@ -96,11 +93,7 @@ def _members(batches: Batches, dst: int | None) -> Members:
                 "and num_replicas=, and nothing tells which processes these are. Patch it with a process group."
             )
         return Members([0], 0, dst, timeout)
-    takers: list[list[int]] = [[] for _ in range(world.num_replicas)]
-    for rank, share in world.members.items():
-        takers[share].append(rank)
-    mine = takers[world.rank].index(dist.get_rank())
-    return Members([ranks[mine] for ranks in takers], dist.get_rank(), dst, timeout)
+    return Members(world.column(), dist.get_rank(), dst, timeout)
 
 
 @dataclass(frozen=True, slots=True)

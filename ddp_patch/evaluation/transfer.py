@@ -1,7 +1,5 @@
 """Sends the rows of every rank to all ranks or to one, through a gloo group made for the call."""
 
-import io
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +13,8 @@ import torch.distributed as dist
 from ddp_patch.compat import default_store, gloo_group
 from ddp_patch.errors import MissingRanksError
 from ddp_patch.evaluation.rows import Form, Leaf, Structure, leaves_of
+from ddp_patch.ranks.packing import bytes_of, unpacked
+from ddp_patch.ranks.packing import packed as to_pickle
 
 __all__ = ["Arrangement", "Members", "Packed", "gathered", "packed"]
 
@@ -78,7 +78,7 @@ def packed(outputs: Any, structure: Structure, rows: int) -> dict[str, bytes]:
         The pickled rows, by path.
     """
     leaves = dict(leaves_of(outputs))
-    return {path: _pickled(leaves[path][:rows]) for path, form in structure.forms.items() if form.is_pickled}
+    return {path: to_pickle(leaves[path][:rows]) for path, form in structure.forms.items() if form.is_pickled}
 
 
 def gathered(outputs: Any, own: Packed, members: Members, arrangement: Arrangement) -> Any:
@@ -223,8 +223,7 @@ def _bytes_of(given: Any) -> torch.Tensor:
     if isinstance(given, np.ndarray):
         # Copy it, because it may be read-only or have gaps.
         return torch.from_numpy(np.array(given, order="C", copy=True).reshape(-1).view(np.uint8))
-    plain: torch.Tensor = given.detach().resolve_conj().resolve_neg().cpu()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+    return bytes_of(given)
 
 
 def _rows_of(came: Any, form: Form, result: Any) -> Any:
@@ -250,31 +249,8 @@ def _move_objects(
             came += piece.numpy().data
     if result is None:
         return
-    given: Any = pickle.loads(came) if leaf is None and came else leaf  # noqa: S301 - our own ranks'
+    given: Any = unpacked(came) if leaf is None and came else leaf
     done = 0
     for place in places:
         result[_slice(place)] = given[done : done + len(place)]
         done += len(place)
-
-
-def _pickled(given: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(given)
-    return file.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles the values of tensors alone; torch would pickle all of the storage that a view is a part of."""
-
-    def reducer_override(self, value: Any) -> Any:
-        """Return how to make a tensor again, or NotImplemented for the usual way."""
-        is_plain = type(value) is torch.Tensor and value.layout == torch.strided and not value.is_quantized
-        if not is_plain or value.is_meta:
-            return NotImplemented
-        data = _bytes_of(value).numpy() if value.numel() else np.empty(0, np.uint8)
-        return _tensor, (data, value.dtype, tuple(value.shape), value.device.type)
-
-
-def _tensor(data: Any, dtype: torch.dtype, shape: Sequence[int], device: str) -> torch.Tensor:
-    """Make a tensor of these bytes again."""
-    return torch.from_numpy(data).view(dtype).reshape(shape).to(device)

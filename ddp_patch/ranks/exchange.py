@@ -17,7 +17,7 @@ from ddp_patch.compat import default_store
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError
 from ddp_patch.ranks.comparison import by_value, ranks_text
 
-__all__ = ["exchange", "refuse"]
+__all__ = ["exchange", "refuse", "store_reached"]
 
 V = TypeVar("V")
 
@@ -50,11 +50,15 @@ def exchange(
         RankMismatchError: A rank refused to take part.
     """
     meeting = _Meeting(members, doing, timeout)
-    with meeting.reachable():
+    with store_reached(doing):
         meeting.bring(record)
         outcome, content = meeting.judged(judge) if meeting.leads else meeting.answered()
     if outcome == "raise":
-        raise content
+        # A traceback that held the error itself would keep the caller's loader, and its workers, for long.
+        try:
+            raise content.with_traceback(None)
+        finally:
+            del content
     return content  # type: ignore[no-any-return]  # what the first member's judge returned
 
 
@@ -65,10 +69,24 @@ def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
     """
     meeting = _Meeting(members, doing, timeout=0)
     refused = _Refused(f"{type(error).__name__}: {error}")
-    with suppress(MissingRanksError), meeting.reachable():  # the refusal itself says more
+    with suppress(MissingRanksError), store_reached(doing):  # the refusal itself says more
         meeting.bring(refused)
         if meeting.leads:
             meeting.announce(dict.fromkeys(meeting.members, ("raise", meeting.refusal({meeting.rank: refused}))))
+
+
+@contextmanager
+def store_reached(doing: str) -> Iterator[None]:
+    """Raise MissingRanksError if the store is gone; ``doing`` says what the ranks do, for the error."""
+    try:
+        yield
+    except DDPPatchError:
+        raise
+    except RuntimeError as error:  # from the store's operations; all others are caught where they are raised
+        raise MissingRanksError(
+            f"{doing}: the store through which the ranks meet cannot be reached ({error}). The process that "
+            "holds it, mostly rank 0's, has ended. Look for its error and start all ranks again."
+        ) from error
 
 
 class _Refused(str):
@@ -202,16 +220,3 @@ class _Meeting:
 
     def _has_come(self, rank: int) -> bool:
         return self.store.add(f"{self.base}/count/{rank}", 0) >= self.number
-
-    @contextmanager
-    def reachable(self) -> Iterator[None]:
-        """Raise MissingRanksError if the store is gone."""
-        try:
-            yield
-        except DDPPatchError:
-            raise
-        except RuntimeError as error:  # from the store's operations; all others are caught where they are raised
-            raise MissingRanksError(
-                f"{self.doing}: the store through which the ranks meet cannot be reached ({error}). The process that "
-                "holds it, mostly rank 0's, has ended. Look for its error and start all ranks again."
-            ) from error

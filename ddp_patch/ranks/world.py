@@ -48,6 +48,17 @@ class World:
     def __post_init__(self) -> None:
         check_rank(self.rank, self.num_replicas)
 
+    def column(self) -> list[int]:
+        """Return the ranks, one for each share in order, that this one exchanges data with.
+
+        If several ranks take the same share, the first of each share are together, then the second of each, and so on.
+        """
+        takers: list[list[int]] = [[] for _ in range(self.num_replicas)]
+        for rank, share in (self.members or {}).items():
+            takers[share].append(rank)
+        mine = takers[self.rank].index(dist.get_rank())
+        return [ranks[mine] for ranks in takers]
+
 
 def find_world(
     rank: SupportsIndex | None = None,

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import asks_for_its_own_dataset, is_split_by_node
+from ddp_patch.compat import asks_for_its_own_dataset, is_split_by_node, torchdata_batch_sampler
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
 from ddp_patch.loaders.recognition import line_for_inner, nested_datasets
@@ -48,6 +48,8 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
         _require_copyable(facts)
         if facts.level is Level.ITERABLE:
             _require_iterable_options(facts, options)
+            if options.iterable_sharding == "by_worker":
+                _require_hand_over(facts, options, world)
         require_length(options, world, facts.stream)
         # With "by_worker", the dataset decides what each rank reads.
         if facts.level is not Level.ITERABLE or options.iterable_sharding == "exact":
@@ -108,6 +110,26 @@ def _require_iterable_options(facts: LoaderFacts[Any], options: Options) -> None
         raise InvalidOptionError(
             f"agreement='ambient' cannot hold for {name} with num_workers={facts.num_workers}: the stream is made "
             "inside the workers, whose random states differ by rank so that augmentations do. Use agreement='seeded'."
+        )
+
+
+def _require_hand_over(facts: LoaderFacts[Any], options: Options, world: World) -> None:
+    """Refuse to let a dataset split itself where ranks cannot even out how many batches they make."""
+    name = facts.stream.name
+    if world.num_replicas == 1:
+        return
+    if world.members is None and options.uneven != "keep":
+        raise InvalidOptionError(
+            f"uneven={options.uneven!r} cannot hold with iterable_sharding='by_worker' in a world given by rank= and "
+            f"num_replicas=: how many batches each rank makes is up to {name}, and ranks that hand each other none "
+            "make unequal steps. Use uneven='keep' if they may, or leave rank= and num_replicas= out, after "
+            "torch.distributed.init_process_group()."
+        )
+    if world.members is not None and torchdata_batch_sampler(type(facts.loader)) is not None:
+        raise UnsupportedLoaderError(
+            f"{type(facts.loader).__name__} cannot be patched with iterable_sharding='by_worker': its state tells what "
+            f"this rank's workers read, and ranks hand each other batches of {name}, so a resumed run would lose some. "
+            "Use iterable_sharding='exact', or a torch.utils.data.DataLoader."
         )
 
 

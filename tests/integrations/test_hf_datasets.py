@@ -136,17 +136,15 @@ def test_workers_do_not_set_the_epoch_in_each_others_way(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("sharding", ["exact", "by_worker"])
-def test_who_reads_what(sharding: Any, workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"iterable_sharding": "by_worker", "uneven": "keep"}])
+def test_who_reads_what(options: dict[str, Any], workers: int, tmp_path: Path) -> None:
     """Split by worker nothing is read to be dropped; exact shares cost that every rank reads all."""
     reads = tmp_path / "reads"
-    loaders = ranks_of(
-        lambda: loader(generated(reads), num_workers=workers), num_replicas=2, iterable_sharding=sharding
-    )
+    loaders = ranks_of(lambda: loader(generated(reads), num_workers=workers), num_replicas=2, **options)
     taken = Counter(number for patched in loaders for batch in patched for number in numbers(batch))
     read = Counter(map(int, reads.read_text().split()))
     assert set(taken) == set(range(N))
-    if sharding == "by_worker":
+    if options:
         assert read == taken == Counter(range(N))
     else:
         assert read == Counter(dict.fromkeys(range(N), 2))

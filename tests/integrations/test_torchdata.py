@@ -22,12 +22,17 @@ from ddp_patch import (
     DDPBatchSamplerWrapper,
     DDPSamplerWrapper,
     StateError,
+    UnsupportedLoaderError,
     check_loaders_is_patched,
     loader_state,
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.loaders.facts import look_at
+from ddp_patch.options import Options
+from ddp_patch.ranks.world import World
 from ddp_patch.shares.iterables.starts import Items
+from ddp_patch.shares.refusals import require_shareable
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 
@@ -369,3 +374,13 @@ def a_stream_on_rank(rank: int, world_size: int) -> Any:
 def test_real_ranks_adopt_the_seed_of_a_stream_in_their_workers() -> None:
     shares = run_ranks(a_stream_on_rank, 2)
     assert {item for share in shares for item in share} == set(range(N))
+
+
+def test_it_is_refused_where_ranks_hand_each_other_batches() -> None:
+    """Its state tells what one rank's workers have read, of which other ranks got some."""
+    facts, options = look_at(StatefulDataLoader(Source(splits=True))), Options(iterable_sharding="by_worker")
+    with raises(
+        UnsupportedLoaderError, ("StatefulDataLoader", "by_worker"), ("'exact'", "torch.utils.data.DataLoader")
+    ):
+        require_shareable(facts, options, World(0, 2, {0: 0, 1: 1}))
+    require_shareable(facts, Options(iterable_sharding="by_worker", uneven="keep"), World(0, 2))

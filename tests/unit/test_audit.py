@@ -541,7 +541,7 @@ def test_a_rank_without_any_step_is_told() -> None:
 def test_workers_of_an_iterable_dataset_are_simulated() -> None:
     """By-worker sharding gives what the dataset gives each worker; unpatched, every rank reads all."""
     given = BY_NAME["iterable, splits itself, 2 workers"].make()
-    by_worker = audit(given, 2, iterable_sharding="by_worker", allow=["uneven_steps"])
+    by_worker = audit(given, 2, iterable_sharding="by_worker", uneven="keep", allow=["uneven_steps"])
     assert by_worker.ok
     assert by_worker.epochs[0].missing == 0
     assert "reading the iterable dataset" in by_worker.how
@@ -795,7 +795,7 @@ def test_a_few_lost_samples_are_not_shared_twice_because_two_parts_share() -> No
 
 @pytest.mark.parametrize("name", ["iterable, splits itself, 2 workers", "iterable, splits itself, 4 workers"])
 def test_what_workers_of_all_ranks_split_is_whole(name: str) -> None:
-    report = audit(BY_NAME[name].make(), 3, iterable_sharding="by_worker", allow=["uneven_steps"])
+    report = audit(BY_NAME[name].make(), 3, iterable_sharding="by_worker", uneven="keep", allow=["uneven_steps"])
     assert report.ok
     assert (report.epochs[0].missing, report.epochs[0].repeated) == (0, 0)
 

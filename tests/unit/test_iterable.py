@@ -76,7 +76,7 @@ def test_each_rank_reads_all_once_and_each_worker_where_the_dataset_does_not_spl
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_by_worker_has_nobody_read_what_they_drop(workers: int, tmp_path: Path) -> None:
-    options = {"iterable_sharding": "by_worker"}
+    options = {"iterable_sharding": "by_worker", "uneven": "keep"}
     ranks = [batches(Counted(tmp_path, True), rank, workers, **options) for rank in (0, 1)]
     assert Counter(item for batch in chain(*ranks) for item in batch) == Counter(range(N))
     assert read(tmp_path) == Counter(range(N))
@@ -90,7 +90,7 @@ class WhoAmI(IterableDataset[Any]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_by_worker_counts_the_workers_of_all_ranks(workers: int) -> None:
-    together = [batches(WhoAmI(), rank, workers, iterable_sharding="by_worker") for rank in (0, 1)]
+    together = [batches(WhoAmI(), rank, workers, iterable_sharding="by_worker", uneven="keep") for rank in (0, 1)]
     readers = 2 * max(1, workers)
     assert sorted(chain.from_iterable(chain(*together))) == [(reader, readers) for reader in range(readers)]
 
@@ -159,20 +159,20 @@ def split(worker_id: int) -> None:
     info.dataset.end = min(N, info.dataset.start + each)
 
 
-@pytest.mark.parametrize("sharding", ["exact", "by_worker"])
-def test_a_dataset_that_is_split_by_worker_init_fn(sharding: Any) -> None:
+@pytest.mark.parametrize("options", [{}, {"iterable_sharding": "by_worker", "uneven": "keep"}])
+def test_a_dataset_that_is_split_by_worker_init_fn(options: dict[str, Any]) -> None:
     items: Counter[int] = Counter()
     for rank in range(2):
         loader: DataLoader[Any] = DataLoader(Splittable(), 3, num_workers=2, worker_init_fn=split, collate_fn=as_it_is)
-        patched = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2, iterable_sharding=sharding)
+        patched = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2, **options)
         items.update(chain.from_iterable(patched))
     # The second worker's part has 11 items, of which one is repeated.
-    assert items == Counter(range(N)) + Counter([12] if sharding == "exact" else [])
+    assert items == Counter(range(N)) + Counter([] if options else [12])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_by_worker_splits_one_order_where_the_dataset_shuffles(workers: int) -> None:
-    options = {"iterable_sharding": "by_worker"}
+    options = {"iterable_sharding": "by_worker", "uneven": "keep"}
     ranks = [batches(Source(splits=True, shuffles=True), rank, workers, **options) for rank in (0, 1)]
     assert Counter(item for batch in chain(*ranks) for item in batch) == Counter(range(N))
 

@@ -94,6 +94,12 @@ class Stream(IterableDataset[int]):
             ("layout='contiguous'", "iterable_sharding='by_worker'", "Stream"),
             "one",
         ),
+        (
+            0,
+            {"uneven": "drop", "iterable_sharding": "by_worker"},
+            ("uneven='drop'", "iterable_sharding='by_worker'", "Stream", "rank=", "unequal steps"),
+            ("uneven='keep'", "torch.distributed.init_process_group()"),
+        ),
         (0, {"agreement": "leader"}, ("agreement='leader'", "Stream", "indices"), "agreement='seeded'"),
         (2, {"agreement": "ambient"}, ("agreement='ambient'", "Stream", "num_workers=2"), "agreement='seeded'"),
         (0, {"iterable_sharding": "by_node"}, "iterable_sharding='by_node'", ("'exact'", "'by_worker'")),

@@ -33,7 +33,7 @@ class Shards(IterableDataset[int]):
 
     def __init__(self, shuffles: bool = False, splits: bool = True) -> None:
         self.shuffles, self.splits = shuffles, splits
-        self.read = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self.read = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # torch's
 
     def items(self) -> list[int]:
         shards = list(SHARDS)

@@ -414,7 +414,7 @@ class Shards(IterableDataset[int]):
 def test_a_dataset_that_splits_itself_resumes_exactly_with_the_same_workers(workers: int) -> None:
     def make(each: int = 7) -> Any:
         given: Any = DataLoader(Shards(each), 2, collate_fn=as_it_is, num_workers=workers)
-        return start(given, 1, 2, iterable_sharding="by_worker")
+        return start(given, 1, 2, iterable_sharding="by_worker", uneven="keep")
 
     whole = make()
     batches = list(whole)
@@ -430,7 +430,7 @@ def test_a_dataset_that_splits_itself_resumes_exactly_with_the_same_workers(work
 def test_what_cannot_be_told_of_a_dataset_that_splits_itself_is_refused() -> None:
     def make(workers: int, num_replicas: int = 2) -> Any:
         given: Any = DataLoader(Shards(1, more=8), 2, collate_fn=as_it_is, num_workers=workers)
-        return start(given, 0, num_replicas, iterable_sharding="by_worker")
+        return start(given, 0, num_replicas, iterable_sharding="by_worker", uneven="keep")
 
     running = make(2)
     iterator = iter(running)

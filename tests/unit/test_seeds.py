@@ -84,7 +84,7 @@ USERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "iterable": patched(iterable),
     "iterable, workers": patched(lambda: iterable(2)),
     "iterable, persistent workers": patched(lambda: iterable(2, persistent_workers=True)),
-    "iterable, by_worker": patched(lambda: iterable(2), iterable_sharding="by_worker"),
+    "iterable, by_worker": patched(lambda: iterable(2), iterable_sharding="by_worker", uneven="keep"),
     "DDPSamplerWrapper, shuffled twice": by_wrapper,
     "DDPBatchSamplerWrapper, shuffled twice": by_batches,
 }

@@ -151,7 +151,7 @@ def test_an_iterable_dataset_that_knows_its_length_is_refused_at_the_patch() -> 
     with raises(NoStepsError, ("Sized", "3 items")):
         patch_dataloader_to_ddp(DataLoader(Sized(), batch_size=None), rank=0, num_replicas=4, uneven="drop")
     # The dataset decides what each rank reads.
-    patch_dataloader_to_ddp(DataLoader(Sized()), rank=0, num_replicas=4, uneven="drop", iterable_sharding="by_worker")
+    patch_dataloader_to_ddp(DataLoader(Sized()), rank=0, num_replicas=4, uneven="keep", iterable_sharding="by_worker")
 
 
 class ByEpoch(Sampler[int]):

@@ -8,7 +8,7 @@ import torch
 from ddp_patch.shares.iterables.ring import Ring
 from ddp_patch.streams.fingerprint import fingerprint
 
-__all__ = ["FIRST", "Board", "shared"]
+__all__ = ["FIRST", "Board", "Ends", "shared"]
 
 # By how many of its first items a stream is known again.
 FIRST = 8
@@ -130,6 +130,25 @@ class Board:
         is_split = self.ways(number) == {"parts"}
         order = fingerprint(orders) if is_split else orders[0]
         return {"drawn in the epoch before": sum(drawn) if is_split else drawn[0], "order of the epoch before": order}
+
+
+class Ends:
+    """How many batches each worker made in its latest pass, in memory that the main process and its workers share.
+
+    Args:
+        readers: How many workers there are; 1 where the main process reads.
+    """
+
+    def __init__(self, readers: int) -> None:
+        self._ends = shared(readers, 2)
+
+    def write(self, worker: int, number: int, batches: int) -> None:
+        """Write that a worker made so many batches in pass ``number``."""
+        self._ends[worker] = torch.tensor([number, batches])
+
+    def of(self, number: int) -> list[int]:
+        """Return how many each worker made in pass ``number``; -1 for those that have not come to its end."""
+        return [batches if passed == number else -1 for passed, batches in self._ends.tolist()]
 
 
 def shared(*shape: int) -> torch.Tensor:

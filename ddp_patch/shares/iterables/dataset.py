@@ -14,7 +14,7 @@ from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderEr
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching, Done, Plan, Rest
 from ddp_patch.shares.drawing import require_sure_length, share
-from ddp_patch.shares.iterables.board import Board
+from ddp_patch.shares.iterables.board import Board, Ends
 from ddp_patch.shares.iterables.first_items import FirstItems
 from ddp_patch.shares.iterables.marks import Marker, can_snapshot
 from ddp_patch.shares.iterables.reading import Reader, Switching, this_worker
@@ -55,6 +55,7 @@ class ShardedIterable(IterableDataset[T]):
     Attributes:
         dataset: The dataset that the user gave.
         board: What the main process and the workers tell each other.
+        ends: How many batches the workers made, with ``iterable_sharding="by_worker"``.
         first_items: Where readers note what they read first, for the ranks to compare; None where nobody does.
     """
 
@@ -71,6 +72,7 @@ class ShardedIterable(IterableDataset[T]):
         self.dataset = dataset
         self._snapshots: bool = can_snapshot(dataset, options)
         self.board: Board = Board(readers, ahead if self._snapshots else None)
+        self.ends: Ends = Ends(readers)
         self.first_items: FirstItems | None = None
         self.loaded_at_end: int | None = None  # the epoch of which nothing is left in an iterator that was loaded here
         self._plan = plan
@@ -399,7 +401,10 @@ class ShardedIterable(IterableDataset[T]):
                 f"{skipped} items before its end, so the workers no longer took turns and which batches were done "
                 "cannot be told. Begin the epoch anew, or use iterable_sharding='exact'."
             )
-        yield from items
+        made = skipped
+        for made, item in enumerate(items, skipped + 1):  # noqa: B007 - told after the loop
+            yield item
+        self.ends.write(role, start.number, self._batching.count(made))
 
     def begin_worker(self, number: int, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
         """Prepare this worker's copy for pass ``number``; call the user's function for the dataset that it knows."""

@@ -1,0 +1,234 @@
+"""A side channel of some ranks for one pass: each says a row of numbers before each step, and may send values to one.
+
+It is a gloo group of these ranks alone, made when the pass begins and closed when it ends. What is said is gathered in
+the background of the step, and a rank that leaves or fails is named to the others.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from time import monotonic
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+from ddp_patch.compat import default_store, gather_in_background, gloo_group
+from ddp_patch.errors import DDPPatchError, MissingRanksError
+from ddp_patch.ranks.comparison import ranks_text, require_same
+from ddp_patch.ranks.exchange import exchange, store_reached
+from ddp_patch.ranks.last_words import Kind, LastWords
+from ddp_patch.ranks.lingering import NO_TAG, cut, let_go, linger
+from ddp_patch.ranks.packing import from_parts, in_parts
+
+__all__ = ["Channel", "opened"]
+
+# After so long, a rank that waits looks whether another has left, and says that it waits.
+_SLICE_S = 1.0
+
+# What is gathered in the background may take long, because a step may: only who waits for it counts the seconds.
+_BACKGROUND = timedelta(days=1)
+
+
+@contextmanager
+def opened(
+    members: Sequence[int], doing: str, facts: Mapping[str, object], timeout: float, stale: list[str]
+) -> Iterator["Channel"]:
+    """Meet the other members, open a channel, and close it in the end.
+
+    Args:
+        members: The global ranks that take part, this one among them; the same on each.
+        doing: What they are doing, for errors.
+        facts: What must be the same on all.
+        timeout: How many seconds they wait for each other.
+        stale: Keys of earlier channels in the store, which nobody reads once all have met here: they are deleted, and
+            those that this channel leaves are put there.
+
+    Raises:
+        RankMismatchError: The facts differ, or a rank refused.
+        MissingRanksError: A rank did not arrive in time.
+    """
+    name: str = exchange(members, doing, dict(facts), partial(_named, doing), timeout)
+    let_go()
+    with store_reached(doing):
+        words = LastWords(name, members, doing, stale)
+    channel = Channel(members, doing, words, timeout)
+    try:
+        yield channel
+    except GeneratorExit:
+        channel.leave("left", f"{channel.given} batches")
+        raise
+    except BaseException as error:
+        channel.leave("failed", f"{type(error).__name__}: {error}")
+        raise
+    else:
+        channel.close()
+
+
+def _named(doing: str, records: Mapping[int, Mapping[str, object]]) -> dict[int, str]:
+    require_same(doing, records)
+    return dict.fromkeys(records, uuid4().hex)
+
+
+class Channel:
+    """See ``opened``. Members are told by their places among all, from 0.
+
+    Args:
+        members: The global ranks that take part.
+        doing: What they are doing, for errors.
+        words: What a member leaves in the store when it goes.
+        timeout: How many seconds they wait for each other.
+
+    Attributes:
+        place: This rank's place.
+        given: How many batches this rank has handed out, for errors.
+    """
+
+    def __init__(self, members: Sequence[int], doing: str, words: LastWords, timeout: float) -> None:
+        self.place: int = members.index(dist.get_rank())
+        self.given: int = 0
+        self._said = self._heard = 0  # how often
+        self._members, self._doing, self._words, self._timeout = members, doing, words, timeout
+        self._work: Any = None
+        self._rows = torch.empty(0)
+        self._sends: list[tuple[int, Any]] = []
+        self._store: Any = dist.PrefixStore(f"ddp_patch/channel/{words.name}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
+        try:
+            self._group: Any = gloo_group(self._store, self.place, len(members), timedelta(seconds=timeout))
+        except RuntimeError as error:  # what gloo and stores raise
+            raise self._lost(error, []) from error
+
+    def say(self, row: Sequence[int]) -> None:
+        """Begin to tell all members a row of numbers, in the background; as many on each."""
+        self._said += 1
+        self._rows = torch.empty(len(self._members), len(row), dtype=torch.int64)
+        self._work = gather_in_background(self._group, torch.tensor(row), self._rows, _BACKGROUND)
+
+    def heard(self) -> list[list[int]]:
+        """Return what each member said, as soon as all have.
+
+        Raises:
+            RankMismatchError: A rank has left or failed.
+            MissingRanksError: A rank has ended, or said nothing in time.
+        """
+        until, wait_s = monotonic() + self._timeout, min(_SLICE_S, self._timeout / 4)
+        while not self._has_come(wait_s):
+            with store_reached(self._doing):
+                self._words.wait(self.place, self._heard)
+                self._words.require_none(self._heard)
+                if monotonic() > until:
+                    missing = self._words.not_waiting(self._heard)
+                    raise self._missing(f"did not ask for the next batch within {self._timeout:g} s", missing)
+        self._heard += 1
+        rows: list[list[int]] = self._rows.tolist()
+        return rows
+
+    def _has_come(self, seconds: float) -> bool:
+        try:
+            self._work.wait(timedelta(seconds=seconds))
+        except RuntimeError:  # the time is over, or the connection failed
+            if not self._work.is_completed():
+                return False
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._lost(error, self._closed()) from error
+        return True
+
+    def send(self, target: int, value: Any) -> None:
+        """Begin to send a value to a member, which receives it; it must not change before ``all_sent``."""
+        parts = in_parts(value)
+        sizes = torch.tensor([len(part) for part in parts])
+        with self._connected(target):
+            for tag, part in enumerate([torch.tensor([len(parts)]), sizes, *parts]):
+                if len(part):
+                    self._sends.append((target, self._group.send([part], target, tag)))
+
+    def all_sent(self) -> None:
+        """Wait until all that was sent has left this rank."""
+        for target, work in self._sends:
+            with self._connected(target):
+                work.wait()
+        self._sends.clear()
+
+    def receive(self, source: int) -> Any:
+        """Return the value that a member sends here."""
+        (count,) = self._received(source, 0, 1, torch.int64).tolist()
+        sizes: list[int] = self._received(source, 1, count, torch.int64).tolist()
+        return from_parts([self._received(source, 2 + tag, size, torch.uint8) for tag, size in enumerate(sizes)])
+
+    def _received(self, source: int, tag: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        into = torch.empty(size, dtype=dtype)
+        if size:
+            with self._connected(source):
+                self._group.recv([into], source, tag).wait()
+        return into
+
+    def fail(self, error: BaseException) -> None:
+        """Leave word of why this rank cannot go on, before it says so."""
+        with store_reached(self._doing):
+            self._words.leave(self.place, "failed", f"{type(error).__name__}: {error}")
+
+    def require_no_failure(self) -> None:
+        """Raise RankMismatchError if a member has left word that it failed."""
+        with store_reached(self._doing):
+            self._words.require_none()
+
+    def leave(self, kind: Kind, said: str) -> None:
+        """Go before the end, and leave word of it."""
+        with suppress(RuntimeError):  # the store may be gone
+            self._words.leave(self.place, kind, said, self._said)
+        # The others may need what this rank has said, and who breaks off on all ranks waits for no more than that.
+        with suppress(DDPPatchError):
+            if self._work is not None and not self._has_come(_SLICE_S):
+                linger(self._group, self._work, len(self._members), self.place)
+        self.close()
+
+    def close(self) -> None:
+        """Remove this rank's end of the channel."""
+        if self._sends:  # which broke off
+            cut(self._group, len(self._members), self.place)
+        self._group = self._work = None
+        self._sends.clear()
+        with suppress(RuntimeError):  # as above
+            self._store.delete_key(f"0/{self.place}")  # gloo leaves every rank's address there
+            self._words.tidy(self.place)
+
+    def _closed(self) -> list[int]:
+        """Return the places of the members whose connections are closed."""
+        closed = []
+        for other in range(len(self._members)):
+            if other != self.place:
+                try:
+                    self._group.send([torch.empty(1)], other, NO_TAG)
+                except RuntimeError:  # known at once, without waiting
+                    closed.append(other)
+        return closed
+
+    @contextmanager
+    def _connected(self, other: int) -> Iterator[None]:
+        try:
+            yield
+        except DDPPatchError:
+            raise
+        except RuntimeError as error:  # what gloo raises
+            raise self._lost(error, [other]) from error
+
+    def _lost(self, error: RuntimeError, suspects: Sequence[int]) -> DDPPatchError:
+        """Return the error of a lost connection: what a member left word of, or else who is gone."""
+        with store_reached(self._doing):
+            self._words.require_none()
+        return self._missing(f"ended, or cannot be reached ({error})", suspects)
+
+    def _missing(self, what: str, places: Sequence[int]) -> MissingRanksError:
+        missing = [self._members[place] for place in places]
+        text = (
+            f"{self._doing}: {ranks_text(missing) if missing else 'another rank'} of {list(self._members)} {what}. "
+            "Look for the error of that rank, or for what it does instead. If it works on, pass a longer timeout=, and "
+            "name the network interface by which the ranks reach each other in GLOO_SOCKET_IFNAME."
+        )
+        with suppress(RuntimeError):  # the store may be gone
+            self._words.leave(self.place, "missing", text)
+        return MissingRanksError(text)

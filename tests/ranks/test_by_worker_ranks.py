@@ -1,0 +1,417 @@
+"""Ranks whose workers read unequally much, as real processes: equal steps, each batch once, and who is named."""
+
+import copy
+import os
+import pickle
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from messages import assert_tells, raises
+from quick import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import ddp_patch
+from ddp_patch import (
+    DDPPatchError,
+    NoStepsError,
+    RankMismatchError,
+    RanksFailedError,
+    UnsupportedLoaderError,
+    WorldError,
+    patch_dataloader_to_ddp,
+)
+from ddp_patch.compat import MAKE_ITERATOR, default_store
+from ddp_patch.shares.iterables import even_steps
+
+BATCH = 2
+
+
+class Shards(IterableDataset[Any]):
+    """Reader r of n reads shards r, r + n, ...; an item tells which one it is among all, in several ways."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        info: Any = get_worker_info()
+        for shard in range(info.id, len(self.sizes), info.num_workers):
+            for item in range(self.sizes[shard]):
+                yield self.item(sum(self.sizes[:shard]) + item)
+
+    def item(self, number: int) -> Any:
+        x = torch.full((3, 4), number)[:, :2]
+        return {"x": x, "name": f"{number}", "deep": [(x.clone().numpy(), self.epoch)], "none": torch.empty(0)}
+
+
+class Case(NamedTuple):
+    sizes: Sequence[int]
+    workers: int = 0
+    uneven: Any = "pad"
+    options: Mapping[str, Any] = {}
+
+
+def made(case: Case, dataset: IterableDataset[Any] | None = None, **options: Any) -> Any:
+    chosen = {"batch_size": BATCH, "collate_fn": list, "persistent_workers": case.workers > 0, **case.options}
+    loader: DataLoader[Any] = DataLoader(dataset or Shards(case.sizes), num_workers=case.workers, **chosen)
+    sharding = {"uneven": case.uneven, "iterable_sharding": "by_worker", "timeout": 60}
+    return patch_dataloader_to_ddp(loader, **sharding | options)
+
+
+def numbers(batch: Any, epoch: int) -> list[int]:
+    items = batch if isinstance(batch, list) else [batch]
+    for item in items:  # nothing of it was lost or changed on the way
+        (array, told), number = item["deep"][0], int(item["name"])
+        assert item["x"].tolist() == array.tolist() == [[number] * 2] * 3
+        assert (told, tuple(item["none"].shape)) == (epoch, (0,))
+    return [int(item["name"]) for item in items]
+
+
+Epoch = list[list[int]]
+
+
+def batches_alone(case: Case, ranks: int) -> list[Epoch]:
+    """What each rank's workers make in one epoch, worked out by hand."""
+    readers = ranks * max(1, case.workers)
+    size = case.options.get("batch_size", BATCH) or 1
+    made: list[Epoch] = [[] for _ in range(ranks)]
+    for reader in range(readers):
+        shards = range(reader, len(case.sizes), readers)
+        items = [sum(case.sizes[:shard]) + item for shard in shards for item in range(case.sizes[shard])]
+        whole = [items[start : start + size] for start in range(0, len(items), size)]
+        kept = [batch for batch in whole if len(batch) == size or not case.options.get("drop_last")]
+        made[reader // max(1, case.workers)] += kept
+    return made
+
+
+CASES = {
+    "equal": Case([6, 6, 6, 6, 6, 6]),
+    "unequal": Case([7, 3, 12, 1, 0, 5], 2),
+    "one shard": Case([25]),
+    "one shard, dropped": Case([25], 2, "drop"),
+    "the last has all": Case([0, 0, 0, 0, 0, 25], 2, "keep"),
+    "nothing": Case([], 2),
+    "nothing in the shards": Case([0, 0]),
+    "unequal, kept": Case([9, 2], 0, "keep"),
+    "unequal, dropped": Case([11, 4, 6], 0, "drop"),
+    "one batch in all": Case([2], 2),
+    "one batch in all, kept": Case([2], 0, "keep"),
+    "without batches": Case([5, 1, 8], 2, "pad", {"batch_size": None, "collate_fn": None}),
+    "drop_last": Case([7, 7, 3, 9, 2, 2], 2, "pad", {"drop_last": True}),
+    "workers that start anew": Case([7, 3, 12], 2, "pad", {"persistent_workers": False}),
+}
+
+
+class Said(NamedTuple):
+    epochs: list[Epoch]
+    consumed: list[tuple[int, ...]]
+    ends: Sequence[Sequence[int]]
+
+
+def two_epochs_of_each(rank: int, world_size: int) -> dict[str, Said]:
+    return {name: two_epochs(case) for name, case in CASES.items()}
+
+
+def two_epochs(case: Case) -> Said:
+    loader = made(case)
+    epochs = [[numbers(batch, epoch) for batch in loader] for epoch in range(2)]
+    latest = vars(loader)[MAKE_ITERATOR].latest
+    return Said(epochs, [latest.consumed.by(n) for n in range(latest.consumed.rounds + 1)], latest.ends)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_make_equal_steps_of_all_there_is(ranks: int) -> None:
+    said = run_ranks(two_epochs_of_each, ranks)
+    for name, case in CASES.items():
+        of_ranks = [rank[name] for rank in said]
+        for epoch in range(2):
+            check_epoch(case, [rank.epochs[epoch] for rank in of_ranks])
+        check_balance(case, of_ranks)
+
+
+def check_epoch(case: Case, got: Sequence[Epoch]) -> None:
+    alone = [tuple(batch) for batch in chain(*batches_alone(case, len(got)))]
+    together, steps = Counter(tuple(batch) for batch in chain(*got)), [len(epoch) for epoch in got]
+    assert max(steps) - min(steps) <= (case.uneven == "keep"), case
+    beyond = together - Counter(alone)
+    if case.uneven == "drop":
+        assert len(alone) - together.total() == len(alone) % len(got), case
+        assert not beyond
+        return
+    assert not Counter(alone) - together, case
+    assert beyond.total() == (-len(alone) % len(got) if case.uneven == "pad" else 0), case
+    # Each repeats a batch of its own round.
+    assert set(beyond) <= {tuple(epoch[-1]) for epoch in got if epoch}, case
+
+
+def check_balance(case: Case, said: Sequence[Said]) -> None:
+    """What was consumed and where workers ended is known alike to all, and tells what was handed out."""
+    assert all(rank[1:] == said[0][1:] for rank in said)
+    alone = batches_alone(case, len(said))
+    *_, last = said[0].consumed
+    if case.uneven != "drop" and any(alone):
+        assert last == tuple(map(len, alone))
+        assert [sum(ends) for ends in said[0].ends] == list(map(len, alone)), case
+    own = [Counter(map(tuple, batches)) for batches in alone]
+    for rounds, consumed in enumerate(said[0].consumed):
+        given = Counter(tuple(batch) for rank in said for batch in islice(rank.epochs[1], rounds))
+        assert [len(given & batches) for batches in own] == list(consumed or (0,) * len(said)), case
+
+
+class OwnIteration(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+def left_and_begun_again(rank: int, world_size: int) -> list[tuple[str, object]]:
+    """Passes that all ranks leave, and others after them."""
+    found: list[tuple[str, object]] = []
+    for workers in (0, 2):
+        loader = made(Case([7, 3, 12, 1, 0, 5], workers))
+        whole = [numbers(batch, 0) for batch in loader]
+        keys, threads = count_keys(), count_threads()
+        left = [leave(loader, epoch) for epoch in range(1, 5)]
+        # With persistent workers, a loader keeps its iterator, and that its channel.
+        found.append(("keys are few", max(left) - keys <= (1 if workers == 0 else 3)))
+        found.append(("and do not grow", left[1] == left[-1]))
+        found.append(("threads are gone", workers > 0 or count_threads() == threads))
+        found.append(("whole after a break", [numbers(batch, 5) for batch in loader] == whole))
+        found.append(("keys are gone", count_keys() == keys))
+        iter(loader)  # is never asked
+        loader.set_epoch(1)
+        found.append(("the epoch that was set", [numbers(batch, 1) for batch in loader] == whole))
+        copies = [copy.copy(loader)]
+        if not workers:
+            copies += [copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]  # noqa: S301 - our own
+        found += [("a copy", len(list(one)) == len(whole)) for one in copies]
+    pinned: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(even_steps, "pinned_by", lambda _, batch: [pinned.append(batch), batch][1])  # type: ignore[func-returns-value]  # it notes what comes
+        given_out = list(made(Case([3, 9])))
+    received = [batch for batch in given_out if any(batch is one for one in pinned)]
+    found.append(("what came is pinned", len(received) == len(pinned) == (2 if rank == 0 else 0)))
+    found.append(("freed with its workers", failed_loader()() is None))
+    alone = copy.copy(made(Case([9])))
+    with raises(UnsupportedLoaderError, "by_worker", "patch_dataloader_to_ddp()"):
+        iter(alone)
+    given = OwnIteration(Shards([9]), BATCH, collate_fn=list)
+    own = patch_dataloader_to_ddp(given, iterable_sharding="by_worker")
+    found.append(("own iteration", len([numbers(batch, 0) for batch in own]) == 3))
+    first, second = iter(made(Case([9]))), iter(made(Case([8, 9])))
+    found.append(("side by side", [len(numbers(next(one), 0)) for one in (first, second, first, second)] == [2] * 4))
+    late = made(Case([9]))
+    dist.barrier()
+    dist.destroy_process_group()
+    with raises(WorldError, ("by_worker", "epoch 0"), "torch.distributed.init_process_group()"):
+        next(iter(late))
+    return found
+
+
+def failed_loader() -> Any:
+    """A loader whose passes failed on all ranks, and that nobody holds any longer."""
+    loader = made(Case([3], 0, "drop", {"batch_size": 4}))
+    with suppress(NoStepsError):
+        list(loader)
+    loader.set_epoch(dist.get_rank())
+    with suppress(RankMismatchError):
+        list(loader)
+    return weakref.ref(loader)
+
+
+def leave(loader: Any, epoch: int) -> int:
+    """Leave a pass after some batches; return how many keys are in the store then."""
+    for step, batch in enumerate(loader):
+        numbers(batch, epoch)
+        if step == epoch:
+            break
+    return count_keys()
+
+
+def count_keys() -> int:
+    dist.barrier()
+    count: int = default_store().num_keys()
+    dist.barrier()
+    return count
+
+
+def count_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_passes_that_all_ranks_leave_leave_nothing_behind() -> None:
+    for found in run_ranks(left_and_begun_again, 2):
+        assert [what for what, holds in found if not holds] == []
+
+
+class Fault(NamedTuple):
+    act: Callable[[int], None]
+    said: Sequence[str]  # what each rank says: an error with facts that its message tells, or nothing
+
+
+TIMEOUT = 4.0  # seconds that ranks wait for each other where one does not come
+LATEST_S = 30.0  # after which all know: half of the time-out that the other cases have
+
+
+def breaks_off_alone(rank: int) -> None:
+    for step, _ in enumerate(made(Case([40, 40, 40]))):
+        if rank == 1 and step == 2:
+            return
+
+
+def breaks_off_before_it_hands_over(rank: int) -> None:
+    for step, _ in enumerate(made(Case([0, 40, 0]))):
+        if rank == 1 and step == 2:
+            return
+
+
+def breaks_off_with_workers(rank: int) -> None:
+    for step, _ in enumerate(made(Case([40] * 6, 2))):
+        if rank == 1 and step == 2:
+            return
+
+
+class Raises(Shards):
+    """Raises on rank 1, in its item of this number."""
+
+    def __init__(self, rank: int, at: int) -> None:
+        super().__init__([20, 20, 20, 20, 20, 20])
+        self.rank, self.at = rank, at
+
+    def item(self, number: int) -> Any:
+        if self.rank == 1 and number % 20 == self.at:
+            raise LookupError(f"item {number} is missing")
+        return super().item(number)
+
+
+def raises_at_once(rank: int) -> None:
+    list(made(Case([]), Raises(rank, 0)))
+
+
+def raises_later(rank: int) -> None:
+    for step, _ in enumerate(made(Case([]), Raises(rank, 5))):
+        assert step < 2
+
+
+def raises_in_a_worker(rank: int) -> None:
+    for step, _ in enumerate(made(Case([], 2), Raises(rank, 5))):
+        assert step < 4
+
+
+class NotPicklable(Shards):
+    def item(self, number: int) -> Any:
+        return lambda: number
+
+
+def hands_over_what_cannot_be_pickled(rank: int) -> None:
+    list(made(Case([]), NotPicklable([0, 8, 8])))
+
+
+def stops_for_long(rank: int) -> None:
+    for step, _ in enumerate(made(Case([40, 40, 40]), timeout=TIMEOUT)):
+        if rank == 1 and step == 2:
+            time.sleep(2.5 * TIMEOUT)
+
+
+def is_in_another_epoch(rank: int) -> None:
+    loader = made(Case([40, 40, 40]))
+    loader.set_epoch(rank // 2)
+    list(loader)
+
+
+def has_other_workers(rank: int) -> None:
+    list(made(Case([40, 40, 40], rank // 2)))
+
+
+def drops_all_there_is(rank: int) -> None:
+    list(made(Case([3], 0, "drop")))
+
+
+def works_after_all_that(rank: int) -> None:
+    assert len(list(made(Case([40, 40, 31])))) == 19
+
+
+def dies(rank: int) -> None:
+    for step, _ in enumerate(made(Case([40, 40, 40]))):
+        if rank == 1 and step == 2:
+            os._exit(3)
+
+
+LEFT = "RankMismatchError: rank 1; 3 batches"
+LATE = f"MissingRanksError: rank 1; {TIMEOUT:g} s"
+FAILED, FAILED_LATER, FAILED_IN_WORKER = (
+    f"RankMismatchError: rank 1; LookupError; item {item} is missing" for item in (20, 25, 45)
+)
+EPOCHS, WORKERS = "RankMismatchError: epoch: 0 on ranks 0, 1; 1 on rank 2", "RankMismatchError: num_workers"
+FAULTS = [
+    Fault(breaks_off_alone, [LEFT, "nothing", LEFT]),
+    Fault(breaks_off_before_it_hands_over, [LEFT, "nothing", LEFT]),
+    Fault(breaks_off_with_workers, [LEFT, "nothing", LEFT]),
+    Fault(raises_at_once, [FAILED, "LookupError", FAILED]),
+    Fault(raises_later, [FAILED_LATER, "LookupError", FAILED_LATER]),
+    Fault(raises_in_a_worker, [FAILED_IN_WORKER, "LookupError", FAILED_IN_WORKER]),
+    Fault(
+        hands_over_what_cannot_be_pickled, ["RankMismatchError: rank 1", "AttributeError", "RankMismatchError: rank 1"]
+    ),
+    Fault(stops_for_long, [LATE] * 3),
+    Fault(is_in_another_epoch, [EPOCHS] * 3),
+    Fault(has_other_workers, [WORKERS] * 3),
+    Fault(drops_all_there_is, ["NoStepsError: made 2; 3 ranks"] * 3),
+    Fault(works_after_all_that, ["nothing"] * 3),
+    Fault(dies, ["MissingRanksError: rank 1", "died", "MissingRanksError: rank 1"]),
+]
+
+
+def faults(rank: int, world_size: int, folder: str) -> None:
+    for number, fault in enumerate(FAULTS):
+        began = time.monotonic()
+        try:
+            fault.act(rank)
+        except Exception as error:  # noqa: BLE001 - whatever the rank says is what is looked at
+            said = f"{type(error).__name__}: {error}"
+        else:
+            said = "nothing"
+        Path(folder, f"{number}-{rank}").write_text(f"{time.monotonic() - began}\n{said}")
+        if fault.act is not dies:
+            dist.barrier()
+
+
+def test_a_rank_that_goes_its_own_way_is_named_to_the_others(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailedError, match="exit code 3"):
+        run_ranks(faults, 3, str(tmp_path), timeout=110, grace=30)
+    for number, fault in enumerate(FAULTS):
+        for rank, expected in enumerate(fault.said):
+            path = tmp_path / f"{number}-{rank}"
+            elapsed, said = path.read_text().split("\n", 1) if path.exists() else ("0", "died: ")
+            kind, _, facts = expected.partition(": ")
+            assert said.startswith(kind), (fault.act, rank, said)
+            if issubclass(getattr(ddp_patch, kind, object), DDPPatchError):
+                assert_tells(said, tuple(facts.split("; ")))
+            assert float(elapsed) < LATEST_S, (fault.act, rank)
+
+
+def columns(rank: int, world_size: int) -> list[Epoch]:
+    """Ranks 0 and 1 take one share and 2 and 3 the other: each pair hands over within its column."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    loader = made(Case([3, 11], 2), device_mesh=mesh)
+    return [[numbers(batch, epoch) for batch in loader] for epoch in range(2)]
+
+
+def test_ranks_that_take_the_same_share_get_the_same_batches() -> None:
+    first, same_as_first, second, same_as_second = run_ranks(columns, 4)
+    assert first == same_as_first
+    assert second == same_as_second
+    for epoch in range(2):
+        check_epoch(Case([3, 11], 2), [first[epoch], second[epoch]])
