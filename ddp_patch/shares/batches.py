@@ -37,7 +37,7 @@ class Batches(Batching):
         sampler.require_states("told")
         _require_count(batches, sampler)
         one = sampler.latest if sampler.place is None else None
-        given = 0 if one is None else self.count(one.taken - one.skip)
+        given = 0 if one is None else sampler.given_batches(one, self)
         if batches > given:
             raise InvalidOptionError(
                 f"batches_done={batches}, and the pass in progress has given {given}. Pass how many of its batches the "

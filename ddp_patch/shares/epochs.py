@@ -122,6 +122,10 @@ class EpochSampler(DistributedSampler[T]):
             return None
         return Turns(self.plan, batching, [Part(one.skip, length)])
 
+    def given_batches(self, one: Pass[Any], batching: Batching) -> int:
+        """Return how many batches a pass has given; those that workers fetch ahead may count."""
+        return batching.count(one.taken - one.skip)
+
     def most_batches(self, one: Pass[Any], batching: Batching) -> int | None:
         """Return how many batches the largest share has in a pass, where every rank knows that; else None."""
         return Turns(self.plan, batching, [Part(one.skip, self.pass_length(one))]).most

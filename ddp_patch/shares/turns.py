@@ -9,7 +9,45 @@ from typing import NamedTuple
 
 from ddp_patch.plan import Batching, Plan
 
-__all__ = ["Part", "Turn", "Turns"]
+__all__ = ["Part", "Turn", "Turns", "made_in_turn", "turn_after"]
+
+
+def made_in_turn(most: Sequence[int | None], batches: int) -> list[int]:
+    """Return how many of the first batches each of some workers has made that take turns.
+
+    Args:
+        most: How many each makes in all, from the one whose turn is first; None where that is not known.
+        batches: How many batches were made.
+
+    Examples:
+        >>> made_in_turn([1, None, 3], 6)
+        [1, 3, 2]
+    """
+    known = [batches if own is None else own for own in most]
+    low, rounds = 0, batches  # the most whole rounds that fit
+    while low < rounds:
+        middle = (low + rounds + 1) // 2
+        if sum(min(own, middle) for own in known) <= batches:
+            low = middle
+        else:
+            rounds = middle - 1
+    made = [min(own, rounds) for own in known]
+    over = batches - sum(made)
+    for place, own in enumerate(known):
+        if over and own > rounds:
+            made[place], over = made[place] + 1, over - 1
+    return made
+
+
+def turn_after(made: Sequence[int]) -> int:
+    """Return whose turn it is when some workers have made so many batches: the one after the last.
+
+    Examples:
+        >>> turn_after([3, 1, 3, 2]), turn_after([2, 2])
+        (3, 0)
+    """
+    latest = max(place for place, count in enumerate(made) if count == max(made))
+    return (latest + 1) % len(made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +134,7 @@ class Turns:
 
     def made(self, batches: int) -> list[int]:
         """Return how many of the first batches each part has made."""
-        most = [batches if own is None else own for own in self._batches]
-        low, rounds = 0, batches  # the most whole rounds that fit
-        while low < rounds:
-            middle = (low + rounds + 1) // 2
-            if sum(min(own, middle) for own in most) <= batches:
-                low = middle
-            else:
-                rounds = middle - 1
-        made = [min(own, rounds) for own in most]
-        over = batches - sum(made)
-        for place, own in enumerate(most):
-            if over and own > rounds:
-                made[place], over = made[place] + 1, over - 1
-        return made
+        return made_in_turn(self._batches, batches)
 
     def _next(self, batches: int) -> tuple[int, int]:
         """Return whose turn comes after so many batches, and how many it has made before."""

@@ -28,9 +28,11 @@ from ddp_patch import (
     RanksFailedError,
     UnsupportedLoaderError,
     WorldError,
+    loader_state,
     patch_dataloader_to_ddp,
+    restore_loader,
 )
-from ddp_patch.compat import MAKE_ITERATOR, default_store
+from ddp_patch.compat import default_store
 from ddp_patch.shares.iterables import even_steps
 
 BATCH = 2
@@ -128,7 +130,7 @@ def two_epochs_of_each(rank: int, world_size: int) -> dict[str, Said]:
 def two_epochs(case: Case) -> Said:
     loader = made(case)
     epochs = [[numbers(batch, epoch) for batch in loader] for epoch in range(2)]
-    latest = vars(loader)[MAKE_ITERATOR].latest
+    latest = loader.sampler.balance
     return Said(epochs, [latest.consumed.by(n) for n in range(latest.consumed.rounds + 1)], latest.ends)
 
 
@@ -169,6 +171,47 @@ def check_balance(case: Case, said: Sequence[Said]) -> None:
     for rounds, consumed in enumerate(said[0].consumed):
         given = Counter(tuple(batch) for rank in said for batch in islice(rank.epochs[1], rounds))
         assert [len(given & batches) for batches in own] == list(consumed or (0,) * len(said)), case
+
+
+RESUMED = ["unequal", "one shard", "one shard, dropped", "the last has all", "without batches", "drop_last", "nothing"]
+
+
+class Stopped(NamedTuple):
+    before: Epoch
+    rest: Epoch
+    following: Epoch
+    state: Any
+
+
+def stopped_everywhere(rank: int, world_size: int) -> dict[str, list[Stopped]]:
+    """A first epoch that is stopped after each batch, and resumed twice if there is as much left."""
+    return {name: [*stops(CASES[name], world_size)] for name in RESUMED}
+
+
+def stops(case: Case, ranks: int) -> Iterator[Stopped]:
+    whole = sum(map(len, batches_alone(case, ranks))) // ranks  # that every rank makes
+    for stop in sorted({0, 1, 2, whole // 2, whole - 1, whole} & set(range(whole + 1))):
+        loader = made(case)
+        before = [numbers(batch, 0) for batch in islice(iter(loader), stop)]
+        state = loader_state(loader, batches_done=stop)
+        again = made(case)
+        restore_loader(again, pickle.loads(pickle.dumps(state)))  # noqa: S301 - our own
+        more = [numbers(batch, 0) for batch in islice(iter(again), 1)] if stop < whole else []
+        last = made(case)
+        restore_loader(last, loader_state(again, batches_done=len(more)))
+        rest = [numbers(batch, 0) for batch in last] if state["epoch"] == 0 else []
+        yield Stopped(before, more + rest, [numbers(batch, 1) for batch in last], state)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_pass_resumes_wherever_it_was_stopped(ranks: int) -> None:
+    """Each batch comes once, in equal steps; who gets one that is handed over may change."""
+    said = run_ranks(stopped_everywhere, ranks, timeout=240)
+    for name in RESUMED:
+        for stop in zip(*(rank[name] for rank in said), strict=True):
+            assert all(one.state == stop[0].state for one in stop)
+            check_epoch(CASES[name], [one.before + one.rest for one in stop])
+            check_epoch(CASES[name], [one.following for one in stop])
 
 
 class OwnIteration(DataLoader[Any]):

@@ -182,17 +182,12 @@ def test_the_seed_that_a_worker_is_told_is_another_one_in_the_next_epoch() -> No
 # Limits.
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_dataset_that_asks_within_its_first_round_makes_parts(world_size: int) -> None:
-    """Nothing of it has been given away by then."""
-    assert_parts_are_shared(partial(AsksLate, 1), 2, world_size, "pad")
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_dataset_that_asks_later_is_refused(world_size: int) -> None:
+@pytest.mark.parametrize("items", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_dataset_that_asks_after_its_first_item_is_refused(world_size: int, items: int) -> None:
     """What came before was taken for one stream, of which each worker gives a part."""
     with raises(UnsupportedLoaderError, ("AsksLate", "2 workers", "get_worker_info()"), ("__iter__", "num_workers=0")):
-        ranks(lambda: loader_of(AsksLate(3), 2), world_size)
+        ranks(lambda: loader_of(AsksLate(items), 2), world_size)
 
 
 def test_a_main_process_may_ask_at_any_time() -> None:

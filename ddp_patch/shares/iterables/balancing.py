@@ -9,8 +9,9 @@ from itertools import cycle
 from typing import NamedTuple, TypeAlias
 
 from ddp_patch.options import Uneven
+from ddp_patch.shares.turns import made_in_turn, turn_after
 
-__all__ = ["Consumed", "Holding", "Round", "Source", "Verdict", "ahead_of_next", "next_round"]
+__all__ = ["Balance", "Consumed", "Holding", "Round", "Source", "Verdict", "ahead_of_next", "next_round"]
 
 
 class Holding(NamedTuple):
@@ -154,3 +155,46 @@ class Consumed:
             total = tuple(a + counted * b for a, b in zip(total or (0,) * len(taken), taken, strict=True))
             rounds -= counted
         return total
+
+
+class Balance:
+    """What a pass has handed out, by which it can be resumed.
+
+    Attributes:
+        consumed: How many of each rank's own batches the rounds took.
+        ends: Each rank's workers, in order: how many batches each made in all; -1 where that is not known yet.
+        given: How many batches this rank was given.
+        is_over: Whether all ranks came to the end.
+    """
+
+    def __init__(self) -> None:
+        self.consumed: Consumed = Consumed()
+        self.ends: Sequence[Sequence[int]] = ()
+        self.given: int = 0
+        self.is_over: bool = False
+
+    def made(self, rounds: int, before: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return how many batches of each rank's workers were taken in all, after some rounds.
+
+        Args:
+            rounds: How many rounds.
+            before: How many were taken of each before the pass began.
+
+        Examples:
+            >>> balance = Balance()
+            >>> balance.ends = [(1, -1), (2, 0)]
+            >>> for taken in [(1, 1), (2, 1)]:
+            ...     balance.consumed.add(taken)
+            >>> balance.made(2, [(0, 0), (0, 0)])
+            [[1, 2], [2, 0]]
+        """
+        taken = self.consumed.by(rounds)
+        return [_made(*of_rank) for of_rank in zip(before, self.ends, taken, strict=True)]
+
+
+def _made(before: Sequence[int], ends: Sequence[int], taken: int) -> list[int]:
+    first = turn_after(before)
+    roles = [(first + turn) % len(before) for turn in range(len(before))]
+    most = [None if ends[role] < 0 else ends[role] - before[role] for role in roles]
+    made = dict(zip(roles, made_in_turn(most, taken), strict=True))
+    return [count + made[role] for role, count in enumerate(before)]

@@ -15,25 +15,12 @@ from ddp_patch.errors import NoStepsError, UnsupportedLoaderError, WorldError
 from ddp_patch.options import Uneven
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
-from ddp_patch.shares.iterables.balancing import Consumed, Holding, Round, Verdict, ahead_of_next, next_round
+from ddp_patch.shares.iterables.balancing import Balance, Holding, Round, Verdict, ahead_of_next, next_round
 from ddp_patch.shares.iterables.sampler import StreamSampler
 
-__all__ = ["Balance", "EvenIterators"]
+__all__ = ["EvenIterators"]
 
 _READS, _RAN_OUT, _FAILED = range(3)
-
-
-class Balance:
-    """What a pass has handed out, by which it could be resumed.
-
-    Attributes:
-        consumed: How many of each rank's own batches the rounds took.
-        ends: Each rank's workers, in order: how many batches each made in all; -1 where that is not known yet.
-    """
-
-    def __init__(self) -> None:
-        self.consumed: Consumed = Consumed()
-        self.ends: Sequence[Sequence[int]] = ()
 
 
 class EvenIterators:
@@ -43,15 +30,11 @@ class EvenIterators:
         loader: The patched loader. It is not kept alive, because it holds this.
         sampler: What begins its epochs.
         workers: How many workers it has.
-
-    Attributes:
-        latest: What the latest pass has handed out.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: StreamSampler, workers: int) -> None:
         self._loader = weakref.ref(loader)
         self._terms = _Terms(sampler, workers, type(loader).__name__)
-        self.latest: Balance = Balance()
 
     def __call__(self) -> "EvenSteps":
         """Return the iterator of a pass."""
@@ -64,11 +47,11 @@ class EvenIterators:
         return EvenSteps(loader, self._begin)
 
     def _begin(self, wrapped: Iterator[Any]) -> Generator[Any]:
-        self.latest = Balance()
-        return _handed_out(_Own(wrapped, self._terms), self._terms, self.latest)
+        self._terms.sampler.balance = balance = Balance()
+        return _handed_out(_Own(wrapped, self._terms), self._terms, balance)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_loader": self._loader(), "latest": Balance()}
+        return {**vars(self), "_loader": self._loader()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -223,7 +206,9 @@ def _handed_out(own: _Own, terms: _Terms, balance: Balance) -> Generator[Any]:
             own.say(channel)
             if got:
                 channel.given += 1
+                balance.given += 1
                 yield got.pop()
+        balance.is_over = True
         _require_steps(terms, balance, ranks)
 
 
@@ -238,7 +223,10 @@ def _heard(channel: Channel, own: _Own, balance: Balance) -> list[Holding]:
 
 
 def _require_steps(terms: _Terms, balance: Balance, ranks: Sequence[Holding]) -> None:
-    """Refuse to leave out all that there was."""
+    """Refuse to leave out all that there was; the rest of an epoch may well have no step."""
+    one = terms.sampler.latest
+    if one is not None and not one.start.is_whole:
+        return
     if (left := sum(rank.held for rank in ranks)) and not balance.consumed.rounds:
         raise NoStepsError(
             f"A rank would make no step in an epoch: a step takes a batch for each of {len(ranks)} ranks, all workers "

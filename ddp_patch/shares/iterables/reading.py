@@ -86,12 +86,16 @@ class Switching(AbstractContextManager[None]):
 
     def __init__(self, states: AbstractContextManager[Any]) -> None:
         self._states = states
-        self._moved = False
+        self._is_entered = self._moved = False
 
     def replace(self, states: AbstractContextManager[Any]) -> None:
-        """Enter others from now on."""
+        """Use others from now on, at once where the ones before are entered."""
+        if was_entered := self._is_entered:
+            self.__exit__(None, None, None)
         self._moved = not self.are_unmoved
         self._states = states
+        if was_entered:
+            self.__enter__()
 
     @property
     def are_unmoved(self) -> bool:
@@ -100,8 +104,10 @@ class Switching(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._states.__enter__()
+        self._is_entered = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
+        self._is_entered = False
         return self._states.__exit__(kind, error, trace)

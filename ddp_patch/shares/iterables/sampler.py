@@ -11,6 +11,7 @@ from ddp_patch.plan import Batching, Done
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.order_guard import OrderGuard
 from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.iterables.balancing import Balance
 from ddp_patch.shares.iterables.board import Board
 from ddp_patch.shares.iterables.dataset import ShardedIterable, random_holder
 from ddp_patch.shares.iterables.first_items import FirstItems
@@ -102,10 +103,14 @@ class StreamSampler(EpochSampler[None]):
 
     torch puts such a sampler into a loader of an iterable dataset. This one begins the epoch when the loader asks for
     its first batch, and has the ``set_epoch`` that training loops and frameworks call.
+
+    Attributes:
+        balance: What the latest pass has handed out, where ranks hand batches to each other.
     """
 
     latest: Pass[None] | None
     place: Place | None
+    balance: Balance | None
 
     def __init__(self, dataset: ShardedIterable[Any], given: LoaderFacts[Any], agreed: Agreed) -> None:
         facts: dict[str, object] = {
@@ -127,6 +132,7 @@ class StreamSampler(EpochSampler[None]):
             dataset.first_items = FirstItems(dataset.board.readers)
             guard = OrderGuard(peers, dataset.dataset, dataset.first_items, self._read_one_stream)
             self.watch.orders = guard.compare
+        self.balance: Balance | None = None
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def _stream_length(self, epoch: int) -> int:
@@ -206,6 +212,8 @@ class StreamSampler(EpochSampler[None]):
 
     def most_batches(self, one: Pass[Any], batching: Batching) -> int | None:
         """Return how many batches the largest share has in a pass, where every rank knows that; else None."""
+        if self.balance is not None:
+            return self.balance.given if self.balance.is_over else None
         if not _source_of(one).is_in_parts:
             return super().most_batches(one, batching)
         return self.turns(one, batching).most if one.is_over else None
@@ -216,7 +224,7 @@ class StreamSampler(EpochSampler[None]):
         if not batches:
             return replace(place, parts=one.start.parts, marks=one.start.marks)
         if not source.is_counted:
-            return place
+            return place if self.balance is None else self._place_of_all(one, place, self.balance, batches)
         self._require_own_pass(source)
         turns = self.turns(one, batching)
         readers, marks = self.dataset.board.readers, one.start.marks or [Mark()] * len(turns.parts)
@@ -239,6 +247,19 @@ class StreamSampler(EpochSampler[None]):
         upcoming = (first + turns.turn(batches - 1).part + 1) % readers
         return replace(place, parts=PartsDone(upcoming, done), marks=known)
 
+    def given_batches(self, one: Pass[Any], batching: Batching) -> int:
+        """Return how many batches a pass has given, counted high; see ``EpochSampler``."""
+        return super().given_batches(one, batching) if self.balance is None else self.balance.given
+
+    def _place_of_all(self, one: Pass[Any], place: Place, balance: Balance, batches: int) -> Place:
+        """Return where all ranks' workers stand that hand batches to each other."""
+        size, readers = self._batching.size, self.dataset.board.readers
+        done = [()] * (readers * self.num_replicas) if one.start.parts is None else one.start.parts.done
+        before = [sum(items for _, items in of_reader) // size for of_reader in done]
+        of_ranks = [before[at : at + readers] for at in range(0, len(before), readers)]
+        made = chain.from_iterable(balance.made(batches, of_ranks))
+        return replace(place, parts=PartsDone(0, [((1, count * size),) for count in made]))
+
     def _require_own_pass(self, source: _ReadByWorkers) -> None:
         """Refuse to count batches of a pass that another package's loader resumed in the workers."""
         if source.left_out:
@@ -251,6 +272,8 @@ class StreamSampler(EpochSampler[None]):
     def read(self, state: Any) -> Place:
         """Return the place that a state describes; raise StateError unless it is a place in this loader."""
         place, readers = super().read(state), self.dataset.board.readers
+        if self.agreed.options.iterable_sharding == "by_worker":
+            return place
         if place.parts is not None and len(place.parts.done) != readers:
             raise StateError(
                 f"{type(self.dataset.dataset).__name__} cannot go on from the state, which counts the items of "

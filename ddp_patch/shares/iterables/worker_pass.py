@@ -1,0 +1,255 @@
+"""One worker's pass: what it reads of the user's dataset, and which of that it gives."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice, repeat
+from typing import Any, Generic, TypeVar, cast
+
+from torch.utils.data import IterableDataset
+
+from ddp_patch.compat import worker_info_told
+from ddp_patch.errors import StateError, UnsupportedLoaderError
+from ddp_patch.options import Options
+from ddp_patch.plan import Batching, Plan
+from ddp_patch.shares.drawing import require_sure_length, share
+from ddp_patch.shares.iterables.board import Board, Ends
+from ddp_patch.shares.iterables.first_items import FirstItems
+from ddp_patch.shares.iterables.marks import Marker, can_snapshot
+from ddp_patch.shares.iterables.reading import Reader, Switching, this_worker
+from ddp_patch.shares.iterables.starts import Items, Loaded, Start
+from ddp_patch.shares.iterables.ways import require_one_way, require_same_ends
+from ddp_patch.shares.place import Mark
+from ddp_patch.shares.steps import require_steps
+from ddp_patch.streams.chunks import Chunk, draw
+from ddp_patch.streams.fingerprint import Fingerprint
+from ddp_patch.streams.random_states import epoch_states
+from ddp_patch.streams.seeding import Seed, reader_seed
+
+__all__ = ["Terms", "WorkerPass"]
+
+T = TypeVar("T")
+
+_NOTHING: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Terms(Generic[T]):
+    """What all passes of a worker have in common; ``ShardedIterable`` describes it.
+
+    Attributes:
+        reader: Tells the dataset which worker it is in.
+    """
+
+    dataset: IterableDataset[T]
+    plan: Plan
+    options: Options
+    seed: Seed
+    batching: Batching
+    board: Board
+    reader: Reader
+
+    @property
+    def name(self) -> str:
+        """What errors call the dataset."""
+        return type(self.dataset).__name__
+
+    @property
+    def length(self) -> int:
+        """How many items the dataset says that it has; TypeError where it does not say."""
+        return len(cast(Any, self.dataset))
+
+
+class WorkerPass(Generic[T]):
+    """One worker's pass over an epoch, or over what is left of one.
+
+    Args:
+        terms: What all its passes have in common.
+        start: Where this one begins.
+
+    Attributes:
+        start: As given.
+        reader: Which worker the dataset is told that it is in.
+        readers: How many workers it is told that there are.
+        info: What ``get_worker_info()`` tells it.
+    """
+
+    def __init__(self, terms: Terms[T], start: Start) -> None:
+        self.start: Start = start
+        self._terms = terms
+        self._worker, self._workers = this_worker()
+        self.reader: int = start.role
+        self.readers: int = self._workers
+        if terms.options.iterable_sharding == "by_worker":
+            self.reader += terms.plan.rank * self._workers
+            self.readers *= terms.plan.num_replicas
+        seed = reader_seed(terms.seed.value, start.epoch) + self.reader
+        self.info: Any = terms.reader.info(self.reader, self.readers, seed, terms.dataset)
+        self._states = Switching(epoch_states(terms.options, terms.seed, start.epoch))
+        snapshots = can_snapshot(terms.dataset, terms.options)
+        self._marker = Marker(
+            terms.dataset, terms.board, start.number, self._worker, self._states if snapshots else None
+        )
+        self._takes_snapshots = snapshots
+
+    def split(self, ends: Ends) -> Iterator[T]:
+        """Yield the items that the dataset gives this one of all ranks' workers, and write how many batches they make.
+
+        Raises:
+            StateError: There are fewer than were done.
+        """
+        terms, size, start = self._terms, self._terms.batching.size, self.start
+        chunks = self._drawn(self._decided(self._read(partial(iter, terms.dataset))), Plan(0, 1), 0, start.skip)
+        items = (item for chunk in chunks for item in chunk.items)
+        skipped = sum(1 for _ in islice(items, start.skip))
+        if skipped < start.skip if terms.batching.drop_last else skipped <= start.skip - size:
+            raise StateError(
+                f"{terms.name} cannot go on from the state: worker {start.role} of {self._workers} had only {skipped} "
+                "items before its end, so the workers no longer took turns and which batches were done cannot be told. "
+                "Begin the epoch anew, or use iterable_sharding='exact'."
+            )
+        made = skipped
+        for made, item in enumerate(items, skipped + 1):  # noqa: B007 - told after the loop
+            yield item
+        ends.write(start.role, start.number, terms.batching.count(made))
+
+    def shared(self, items: Items[T], generators: Sequence[Any], first_items: FirstItems | None) -> Iterator[T]:
+        """Yield this rank's items of the stream, or of this worker's part of it.
+
+        Args:
+            items: The iterator over them, which says where it stands.
+            generators: Where the dataset's random generators stood when the pass began.
+            first_items: Where to note what is read first; None where nobody compares it.
+        """
+        terms, start, plan = self._terms, self.start, self._terms.plan
+        rest = plan.rest_of_stream(lambda: terms.length, start.before)
+        before = self._before()
+        if before is None:
+            skip = start.skip
+            read = self._marker.watch(self._read(self._marker.begin), start.mark)
+            if first_items is not None:
+                read = first_items.watching(start.role, start.number, read)
+            stream = rest.select(self._decided(read))
+        else:
+            skip = 0
+            read = self._read(partial(self._marker.begin_at, start.mark.state[0]))
+            stream = self._decided(self._marker.follow(read))
+        chunks = self._drawn(stream, plan, len(rest), skip)
+        running = Fingerprint()
+        if is_verified := terms.options.verify and before is None:
+            chunks = running.watching(chunks)
+
+        def at_end(drawn: int) -> None:
+            terms.board.end(start.number, start.role, drawn, running.hexdigest() if is_verified else None)
+            self._require_ends(drawn, len(rest))
+
+        of_rank = (item for (part,) in share([plan], chunks, len(rest), at_end, before) for item in part)
+        size, place = terms.batching.size, start.offset
+
+        def standing(*, is_over: bool) -> Loaded:
+            mark = start.mark if place == start.offset else self._mark(place)
+            return Loaded(replace(start, offset=place, mark=mark), terms.seed.value, generators, is_over)
+
+        items.standing = partial(standing, is_over=False)
+        for item in islice(of_rank, start.done if before is None else 0, None):
+            # Readers of one stream take turns.
+            is_mine = terms.reader.has_split or place // size % self._workers == self._worker
+            place += 1
+            if is_mine:
+                if self._takes_snapshots and place % size == 0:
+                    terms.board.leave(start.number, self._worker, place // size, self._snapshot())
+                yield item
+        items.standing = partial(standing, is_over=True)
+
+    def _read(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
+        return self._terms.reader.read(begin, self.info)
+
+    def _decided(self, read: Iterator[T]) -> Iterator[T]:
+        """Yield what is read. The first item shows whether the dataset asks which worker it is in.
+
+        Up to then all workers draw from the same random states, so that a dataset may shuffle its files and then take
+        its own. After it, one that asked draws from states of its worker's own, as in torch.
+        """
+        reader, start = self._terms.reader, self.start
+        if start.mark.state and start.counts == "parts":
+            self._use_own_states()  # the first item was drawn before the state was taken
+        first = next(read, _NOTHING)
+        asked = self.readers > 1 and (reader.has_asked if first is _NOTHING else reader.has_split)
+        if asked:
+            self._use_own_states()
+        self._terms.board.note_role(start.number, self._worker, start.role if asked else None)
+        if self._terms.options.iterable_sharding == "exact":
+            require_one_way(self._terms.name, self._terms.board, start, self._terms.plan)
+        if first is _NOTHING:
+            return
+        yield first
+        for item in read:
+            if reader.has_split and not asked and self.readers > 1:
+                raise UnsupportedLoaderError(
+                    f"{self._terms.name} cannot be shared with {self._workers} workers: it asked get_worker_info() "
+                    "which worker it is in after it had given items without asking, so these came from every worker "
+                    "and later ones from one. Call get_worker_info() first in __iter__, or use num_workers=0."
+                )
+            yield item
+
+    def _use_own_states(self) -> None:
+        terms = self._terms
+        self._states.replace(epoch_states(terms.options, terms.seed, self.start.epoch, self.reader))
+
+    def _drawn(self, stream: Iterator[T], plan: Plan, length: int, skip: int) -> Iterator[Chunk[T]]:
+        """Yield the stream in whole batches: no batch can come without, and a state is told between two."""
+        size = self._terms.batching.size
+
+        def kept(at: int, items: int) -> slice:
+            # The first round is for padding.
+            return slice(None) if self._terms.options.verify or not at else plan.part(at, items, length)
+
+        rounds = chain([1, (skip - 1) % size or size], repeat(size))
+        # No copies: these are samples, not indices.
+        return draw(stream, self._states, round_size=plan.num_replicas, rounds=rounds, copies=False, kept=kept)
+
+    def _before(self) -> Chunk[T] | None:
+        """Return the rounds that need not be read again because the dataset says where it stood; None to read them.
+
+        Padding repeats items of the first round, so these are read where there may be padding.
+        """
+        plan, start = self._terms.plan, self.start
+        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and start.done else 0
+        if not (self._takes_snapshots and start.mark.state) or (repeats and start.before):
+            return None
+        first: list[T] = []
+        if repeats:
+            looked_at = max(repeats, 0 if start.mark.first is None else start.mark.first[0])
+            with epoch_states(self._terms.options, self._terms.seed, start.epoch):
+                first = self._marker.first(self._read(self._marker.begin), start.mark, looked_at)
+        return Chunk(start.done * plan.num_replicas, first)
+
+    def _mark(self, place: int) -> Mark:
+        """Return what is known of the stream after so many items of this rank's share, counted as ``Start.offset``."""
+        start = self.start
+        taken = sum(ranks * each for ranks, each in start.before)
+        taken += self._terms.plan.num_replicas * (start.skip + place)
+        first = self._terms.board.first(start.number, self._worker, taken)
+        return Mark(first or start.mark.first, self._snapshot())
+
+    def _snapshot(self) -> tuple[Any, ...]:
+        reader = self._terms.reader
+        asked = reader.has_asked
+        with worker_info_told(self.info):
+            state = self._marker.snapshot()
+        reader.has_asked = asked
+        return state
+
+    def _require_ends(self, drawn: int, assumed: int) -> None:
+        """Refuse an end that contradicts the other workers', a state or a length, and an epoch without steps."""
+        terms, start = self._terms, self.start
+        lengths = require_same_ends(terms.name, terms.board, start.number)
+        if start.is_whole and None not in lengths:
+            require_steps(terms.plan, terms.batching, terms.name, cast("list[int]", lengths), in_batches=False)
+        require_sure_length(terms.plan, terms.name, "dataset", drawn, assumed)
+        if start.done > terms.plan.rounds(drawn):
+            raise StateError(
+                f"{terms.name} cannot go on from the state: {start.done} items of each rank's share were done in it, "
+                f"and the stream ended after {drawn} items of all ranks. Restore it with the dataset that it was taken "
+                "of; one that is its own iterator must be made anew."
+            )
