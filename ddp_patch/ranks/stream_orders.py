@@ -17,6 +17,7 @@ __all__ = ["Finding", "Notes", "Verdict", "compare", "compare_parts", "decoded",
 # So many items must be at another place in another reader's stream, before that is no chance. Items that are drawn from
 # a few again and again meet by chance too, and then as often in one stream as between two.
 _SURELY_MOVED = 8
+_NO_ITEM = ItemHashes(0, 0, 0)
 
 
 class Verdict(Enum):
@@ -60,10 +61,13 @@ class Finding:
 
 
 def compare_parts(mine: Sequence[Notes], theirs: Sequence[Notes]) -> Finding:
-    """Compare two readers, part by part; what only one has is not compared."""
+    """Compare two readers, part by part, and their parts together; what only one has is not compared."""
     pairs = list(zip(mine, theirs, strict=False))
     is_final = all(one.is_final and other.is_final for one, other in pairs)
     verdicts = [compare(one, other) for one, other in pairs]
+    # A shuffle of the files that workers share may give one reader's part to another worker of the other reader.
+    if Verdict.UNKNOWN in verdicts and compare(*_pooled(pairs)) is Verdict.OTHER_ORDER:
+        verdicts = [Verdict.OTHER_ORDER if one is Verdict.UNKNOWN else one for one in verdicts]
     for verdict in (Verdict.OTHER_ORDER, Verdict.UNKNOWN):
         if verdict in verdicts:
             part = verdicts.index(verdict)
@@ -99,6 +103,20 @@ def compare(mine: Notes, theirs: Notes) -> Verdict:
         if is_kept or _is_kept([(one.numbers, other.numbers) for one, other in pairs])
         else Verdict.UNKNOWN
     )
+
+
+def _pooled(pairs: Sequence[tuple[Notes, Notes]]) -> tuple[Notes, Notes]:
+    """Return all parts' notes as those of one part: what has one place in a part has one place in both."""
+    lengths = [max(len(one.items), len(other.items)) for one, other in pairs]
+    mine, theirs = (_joined(parts, lengths) for parts in zip(*pairs, strict=True))
+    return mine, theirs
+
+
+def _joined(parts: Sequence[Notes], lengths: Sequence[int]) -> Notes:
+    filled = [
+        [*notes.items, *[_NO_ITEM] * (length - len(notes.items))] for notes, length in zip(parts, lengths, strict=True)
+    ]
+    return Notes(list(chain.from_iterable(filled)), is_all=all(notes.is_all for notes in parts))
 
 
 def _is_kept(pairs: Sequence[tuple[int, int]]) -> bool:

@@ -159,6 +159,29 @@ def test_the_first_part_that_differs_is_named_and_another_order_before_what_cann
     assert not compare_parts([same], [Notes()]).is_final
 
 
+def test_items_in_another_part_have_another_order() -> None:
+    one, other = notes(MANY[:50], is_all=True), notes(MANY[50:], is_all=True)
+    found = compare_parts([one, other], [other, one])
+    assert (found.verdict, found.part, found.item) == (OTHER_ORDER, 0, 0)
+    few = [notes([0, 1], is_all=True), notes([2, 3], is_all=True)]
+    assert compare_parts(few, few[::-1]).verdict is OTHER_ORDER
+    # Two have come into the other part, which is no evidence as long as the streams go on.
+    assert compare_parts([notes([0, 1]), notes([2, 3])], [notes([2, 3]), notes([0, 1])]).verdict is UNKNOWN
+
+
+def test_a_part_of_which_one_reader_has_read_more_moves_none_of_the_next_part() -> None:
+    same, mine, theirs = notes(MANY), notes(range(200, 203)), notes(range(300, 400))
+    assert compare_parts([mine, same], [theirs, same]).verdict is UNKNOWN
+    assert compare_parts([theirs, same], [mine, same]).verdict is UNKNOWN
+
+
+@given(st.integers(1, 5000), seeds)
+def test_items_that_are_drawn_again_and_again_by_all_workers_are_no_evidence(kinds: int, seed: int) -> None:
+    rng = random.Random(seed)
+    mine, theirs = ([notes([rng.randrange(kinds) for _ in range(256)]) for _ in range(2)] for _ in range(2))
+    assert compare_parts(mine, theirs).verdict is not OTHER_ORDER
+
+
 def test_the_workers_of_one_rank_are_compared_with_its_first() -> None:
     same, moved = notes(MANY), notes(shuffled(MANY))
     assert compare_workers([same, same, same]).verdict is ALIKE
