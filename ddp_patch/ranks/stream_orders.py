@@ -3,7 +3,7 @@
 import base64
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
@@ -93,16 +93,14 @@ def compare(mine: Notes, theirs: Notes) -> Verdict:
     pairs = [(mine.items[place], theirs.items[place]) for place in differing]
     if any(one.is_keyed and other.is_keyed and one.names != other.names for one, other in pairs):
         return Verdict.OTHER_ORDER
+    kept = [values for values in _values_of(pairs) if _is_kept(values)]
+    if any(len(set(values)) == len(values) for values in kept):  # each item is known, whatever else is with it
+        return Verdict.ALIKE
     is_all = mine.is_all and theirs.is_all
     both = list(zip(zip(*mine.items, strict=True), zip(*theirs.items, strict=True), strict=True))
     if any(_is_reordered(one, other, is_all=is_all) for one, other in both):
         return Verdict.OTHER_ORDER
-    is_kept = _is_kept([(one.names, other.names) for one, other in pairs])
-    return (
-        Verdict.ALIKE
-        if is_kept or _is_kept([(one.numbers, other.numbers) for one, other in pairs])
-        else Verdict.UNKNOWN
-    )
+    return Verdict.ALIKE if kept else Verdict.UNKNOWN
 
 
 def _pooled(pairs: Sequence[tuple[Notes, Notes]]) -> tuple[Notes, Notes]:
@@ -117,6 +115,12 @@ def _joined(parts: Sequence[Notes], lengths: Sequence[int]) -> Notes:
         [*notes.items, *[_NO_ITEM] * (length - len(notes.items))] for notes, length in zip(parts, lengths, strict=True)
     ]
     return Notes(list(chain.from_iterable(filled)), is_all=all(notes.is_all for notes in parts))
+
+
+def _values_of(pairs: Sequence[tuple[ItemHashes, ItemHashes]]) -> Iterator[list[tuple[int, int]]]:
+    """Yield the pairs' names, then their numbers."""
+    yield [(one.names, other.names) for one, other in pairs]
+    yield [(one.numbers, other.numbers) for one, other in pairs]
 
 
 def _is_kept(pairs: Sequence[tuple[int, int]]) -> bool:

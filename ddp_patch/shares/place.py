@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_patch.plan import Done
 from ddp_patch.shares.held import Held
 
-__all__ = ["Mark", "PartsDone", "Place", "Snapshots", "split"]
+__all__ = ["First", "Mark", "PartsDone", "Place", "Snapshots", "split"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,46 @@ class PartsDone:
     done: Sequence[Done]
 
 
+class First(NamedTuple):
+    """What is known of a stream's first items, by which it is known again.
+
+    Attributes:
+        seen: How many there are.
+        whole: A hash of them.
+        names: A hash of their strings and the like; 0 if one has none.
+        numbers: A hash of their whole numbers; 0 if one has none.
+        distinct: How many different ones there are.
+    """
+
+    seen: int
+    whole: int
+    names: int
+    numbers: int
+    distinct: int
+
+    def is_again(self, other: "First", is_drawn: bool) -> bool:
+        """Tell whether another stream begins with the same items, which may be augmented in another way.
+
+        Args:
+            other: What is known of the other one's.
+            is_drawn: Whether that one may not stand at its beginning. Then only the very same items will do.
+        """
+        if is_drawn:
+            return self.whole == other.whole and self.distinct >= min(2, self.seen)
+        pairs = ((self.whole, other.whole), (self.names, other.names), (self.numbers, other.numbers))
+        return any(one == again != 0 for one, again in pairs) or not (self.names or self.numbers)
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """What is known of an iterable dataset's stream, or of one worker's part of it, besides how much was taken.
 
     Attributes:
-        first: How many of its first items were looked at, and their fingerprint: nothing else begins like that.
+        first: What is known of its first items; None where nobody looked.
         state: The dataset's own state there, as the only element; none where it has none that tells the place.
     """
 
-    first: tuple[int, int] | None = None
+    first: First | None = None
     state: Sequence[Any] = ()
 
 

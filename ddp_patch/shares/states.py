@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 from ddp_patch.errors import StateError
 from ddp_patch.plan import Done
 from ddp_patch.shares.held import Held, is_stateful
-from ddp_patch.shares.place import Mark, PartsDone, Place, Snapshots
+from ddp_patch.shares.place import First, Mark, PartsDone, Place, Snapshots
 from ddp_patch.streams.generators import random_generators, set_generator_state, unmoved
 from ddp_patch.streams.seeding import Seed
 
@@ -109,7 +109,7 @@ def _read_marks(marks: Any, parts: PartsDone | None) -> Sequence[Mark]:
         raise _damaged(f"its field marks is {marks!r}, not a list of pairs: what a stream began with, and its state")
     if len(marks) not in {0, 1 if parts is None else len(parts.done)}:
         raise _damaged(f"its field marks has {len(marks)} elements, not one for each part")
-    return tuple(Mark(None if first is None else (first[0], first[1]), tuple(state)) for first, state in marks)
+    return tuple(Mark(None if first is None else First(*first), tuple(state)) for first, state in marks)
 
 
 def _is_mark(mark: object) -> bool:
@@ -117,7 +117,7 @@ def _is_mark(mark: object) -> bool:
 
 
 def _is_first(first: object) -> bool:
-    return _is_list(first, 2, 2) and all(map(_is_count, first))
+    return _is_list(first, 5, 5) and all(map(_is_count, first))
 
 
 def _is_list(value: object, least: int, most: int) -> TypeGuard[Sequence[Any]]:

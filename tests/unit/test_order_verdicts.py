@@ -45,6 +45,12 @@ TABLE: dict[str, tuple[Sequence[Any], Sequence[Any], bool, Verdict]] = {
     "nothing yet": ([], [1, 2], False, ALIKE),
     "the same": (MANY, MANY, False, ALIKE),
     "one is behind": (MANY[:3], MANY, False, ALIKE),
+    "a partner of each, shuffled": (
+        [(f"{number}.png", partner) for number, partner in zip(MANY, shuffled(MANY), strict=True)],
+        [(f"{number}.png", partner) for number, partner in zip(MANY, shuffled(MANY, 2), strict=True)],
+        True,
+        ALIKE,
+    ),
     "constant": ([0] * 9, [0] * 9, False, ALIKE),
     "objects of an unknown type": ([object()] * 9, [object()] * 9, False, ALIKE),
     # another order

@@ -1,11 +1,13 @@
 """What the main process and the workers tell each other, in memory that they share."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
 from ddp_patch.shares.iterables.ring import Ring
+from ddp_patch.shares.place import First
 from ddp_patch.streams.fingerprint import fingerprint
 
 __all__ = ["FIRST", "Board", "Ends", "shared"]
@@ -33,13 +35,10 @@ class Board:
     def __init__(self, readers: int = 1, ahead: int | None = None) -> None:
         self.readers: int = readers
         self._ring = None if ahead is None else Ring(readers, ahead)
-        self._firsts = shared(_LATEST, readers, FIRST)
-        self._offsets = shared(_LATEST, readers)
-        self._latest = shared(1)
-        self._epochs = shared(_LATEST)
-        self._roles = shared(_LATEST, readers)
-        self._ends = shared(_LATEST, readers, 2)
-        self._loads = shared(1)
+        of_each = (_LATEST, readers)
+        self._firsts, self._ends, self._offsets, self._roles, self._epochs, self._latest, self._loads = shared(
+            (*of_each, FIRST, len(First._fields)), (*of_each, 2), of_each, of_each, (_LATEST,), (1,), (1,)
+        )
 
     @property
     def latest_pass(self) -> int:
@@ -82,9 +81,9 @@ class Board:
         found = self._roles[number % _LATEST].tolist()
         return next(((role - reader) % self.readers for reader, role in enumerate(found) if role >= 0), 0)
 
-    def note_first(self, number: int, reader: int, count: int, digest: int) -> None:
-        """Write the fingerprint of the first ``count`` items that a reader read in pass ``number``."""
-        self._firsts[number % _LATEST, reader, count - 1] = digest
+    def note_first(self, number: int, reader: int, first: First) -> None:
+        """Write what the first items were that a reader read in pass ``number``."""
+        self._firsts[number % _LATEST, reader, first.seen - 1] = torch.tensor(first)
 
     def note_offset(self, number: int, reader: int, items: int) -> None:
         """Write that a reader left out so many items in pass ``number`` because another package's loader resumed."""
@@ -94,23 +93,26 @@ class Board:
         """Return how many items the reader of pass ``number`` left out that left out most, as above."""
         return max(0, int(self._offsets[number % _LATEST].max()))
 
-    def leave(self, number: int, reader: int, batches: int, state: tuple[Any, ...]) -> None:
-        """Leave what the dataset says of where it stands after so many batches of pass ``number``."""
-        if self._ring is not None:
-            self._ring.write(number, reader, batches, state)
+    def leave(self, number: int, reader: int, batches: int, state: bytes) -> bool:
+        """Leave, pickled, what the dataset says of where it stands after so many batches of pass ``number``.
+
+        Return False where there is no room for it.
+        """
+        return self._ring is not None and self._ring.write(number, reader, batches, state)
 
     def snapshot(self, number: int, reader: int, batches: int) -> tuple[Any, ...]:
         """Return what the dataset said of where it stands after so many batches of pass ``number``, if it did."""
         return () if self._ring is None else self._ring.read(number, reader, batches)
 
-    def first(self, number: int, reader: int, items: int) -> tuple[int, int] | None:
-        """Return how many of the first items, of so many, a reader looked at in pass ``number``; their fingerprint.
+    def first(self, number: int, reader: int, items: int) -> First | None:
+        """Return what is known of the first items, of so many, that a reader read in pass ``number``.
 
         None where it did not read the beginning.
         """
-        count = min(FIRST, items)
-        digest = int(self._firsts[number % _LATEST, reader, count - 1]) if count else -1
-        return None if digest < 0 else (count, digest)
+        if not items:
+            return None
+        first = First(*self._firsts[number % _LATEST, reader, min(FIRST, items) - 1].tolist())
+        return None if first.seen < 0 else first
 
     def end(self, number: int, role: int, length: int, order: str | None = None) -> None:
         """Write how many items the reader of a role found in pass ``number``, and their fingerprint if it was taken."""
@@ -140,7 +142,7 @@ class Ends:
     """
 
     def __init__(self, readers: int) -> None:
-        self._ends = shared(readers, 2)
+        (self._ends,) = shared((readers, 2))
 
     def write(self, worker: int, number: int, batches: int) -> None:
         """Write that a worker made so many batches in pass ``number``."""
@@ -151,7 +153,9 @@ class Ends:
         return [batches if passed == number else -1 for passed, batches in self._ends.tolist()]
 
 
-def shared(*shape: int) -> torch.Tensor:
-    """Return a tensor of -1 in memory that the workers share."""
-    tensor = torch.full(shape, -1, dtype=torch.int64, device="cpu")
-    return tensor.share_memory_()  # type: ignore[no-any-return,no-untyped-call]  # torch leaves it unannotated
+def shared(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return tensors of -1 in memory that the workers share; all in one file, of which a process may have few."""
+    sizes = list(map(math.prod, shapes))
+    together = torch.full((sum(sizes),), -1, dtype=torch.int64, device="cpu")
+    together.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    return [part.view(shape) for part, shape in zip(torch.split(together, sizes), shapes, strict=True)]

@@ -54,10 +54,10 @@ class FirstItems:
     def __init__(self, parts: int) -> None:
         self.parts: int = parts
         self._most = min(COMPARED, max(_FEWEST, _OF_ALL_PARTS // parts))
-        self._hashes = shared(_PASSES, parts, self._most, 3)
-        self._counts = shared(_PASSES, parts)
-        self._statuses = shared(_PASSES, parts)
-        self._is_settled = shared(1)
+        of_each = (_PASSES, parts)
+        self._hashes, self._counts, self._statuses, self._is_settled = shared(
+            (*of_each, self._most, 3), of_each, of_each, (1,)
+        )
         self._names: list[str] = []
 
     def begin(self, number: int, name: str) -> None:

@@ -1,13 +1,11 @@
 """What a worker notes of the stream that it reads, for states: how it begins, where the dataset says it stands."""
 
 import pickle
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary, ref
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from ddp_patch.compat import forget_loaded_state, loses_items_when_loaded
@@ -16,13 +14,17 @@ from ddp_patch.options import Options
 from ddp_patch.shares.held import is_stateful
 from ddp_patch.shares.iterables.board import FIRST, Board
 from ddp_patch.shares.iterables.reading import Switching
-from ddp_patch.shares.place import Mark
-from ddp_patch.streams.fingerprint import Fingerprint, fingerprint
+from ddp_patch.shares.place import First, Mark
+from ddp_patch.streams.fingerprint import fingerprint
 from ddp_patch.streams.generators import generator_states
+from ddp_patch.streams.item_hashes import ItemHashes, hashes_of
 
 __all__ = ["Marker", "can_snapshot"]
 
 T = TypeVar("T")
+
+# The latest iterator of each dataset in this process: a dataset may give the same one again, which goes on.
+_LATEST: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
 
 
 def can_snapshot(dataset: object, options: Options) -> bool:
@@ -54,12 +56,13 @@ class Marker:
         self._number, self._reader = number, reader
         self._states = states
         self._generators = generator_states([dataset]) if states is not None else ()
-        self._is_over = False
+        self._is_over = self._is_drawn = False
 
     def begin(self) -> Iterator[Any]:
         """Begin to iterate the dataset; take no states of it if its iterator has one, which then tells the place."""
         dataset = cast(Any, self._dataset)
         iterator: Iterator[Any] = iter(dataset)
+        self._is_drawn = iterator is dataset or _is_again(dataset, iterator)
         if iterator is not dataset and is_stateful(iterator):
             self._states = None
         return iterator
@@ -94,16 +97,16 @@ class Marker:
         Raises:
             StateError: It does not begin as it did when a state was taken.
         """
-        is_strict = isinstance(self._dataset, Iterator)
-        running = Fingerprint()
-        for count, item in enumerate(items, start=1):
-            running.add([item if is_strict else _outline(item)])
-            digest = int(running.hexdigest()[:15], 16)
-            self._board.note_first(self._number, self._reader, count, digest)
-            if mark.first is not None and mark.first[0] == count and mark.first[1] != digest:
+        seen: list[ItemHashes] = []
+        for item in items:
+            seen.append(hashes_of(item))
+            first = _first(seen)
+            self._board.note_first(self._number, self._reader, first)
+            known = mark.first
+            if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
                 raise self._other_stream(mark)
             yield item
-            if count == FIRST:
+            if len(seen) == FIRST:
                 break
         yield from self.follow(items)
 
@@ -115,7 +118,7 @@ class Marker:
         return first
 
     def _other_stream(self, mark: Mark) -> StateError:
-        count = mark.first[0] if mark.first else 0
+        count = mark.first.seen if mark.first else 0
         return StateError(
             f"{type(self._dataset).__name__} cannot go on from the state: its stream does not begin with the {count} "
             "items that it began with when the state was taken, so what was done of it cannot be left out. Restore "
@@ -131,31 +134,39 @@ class Marker:
         yield from items
         self._is_over = True
 
-    def snapshot(self) -> tuple[Any, ...]:
-        """Return the dataset's own state as the only element; none where that does not tell where the stream stands.
+    def snapshot(self) -> bytes | None:
+        """Return the dataset's own state, pickled; None where that does not tell where the stream stands.
 
         A dataset that drew from random states may have to draw the same again when it begins, or to go on with what
         comes next: its own state does not say which, so its stream is read again. At the end many begin anew.
         """
         if self._states is None or self._is_over or not self._states.are_unmoved:
-            return ()
+            return None
         try:
             if generator_states([self._dataset]) != self._generators:
-                return ()
-            return (pickle.loads(pickle.dumps(cast(Any, self._dataset).state_dict())),)  # noqa: S301 - a copy of it
+                return None
+            return pickle.dumps(cast(Any, self._dataset).state_dict())
         except Exception:  # noqa: BLE001 - the user's code, without which the stream is read again
-            return ()
+            return None
 
 
-def _outline(item: Any) -> Any:
-    """Return what stays of an item when it is augmented in another way: no floats, no contents of tensors."""
-    match item:
-        case float() | complex() | np.floating() | np.complexfloating() | torch.Tensor() | np.ndarray():
-            return type(item).__name__
-        case Mapping():
-            return {key: _outline(value) for key, value in item.items()}
-        case list() | tuple():
-            return [_outline(part) for part in item]
-        case _ if is_dataclass(item) and not isinstance(item, type):
-            return [_outline(getattr(item, field.name)) for field in fields(item)]
-    return item
+def _is_again(dataset: Any, iterator: Any) -> bool:
+    """Tell whether a dataset gave the same iterator before; remember it, and keep it alive only where that must be."""
+    try:
+        before = _LATEST.get(dataset)
+        try:
+            _LATEST[dataset] = ref(iterator)
+        except TypeError:  # as some written in C
+            _LATEST[dataset] = lambda: iterator
+    except TypeError:  # the dataset cannot be hashed
+        return False
+    return before is not None and before() is iterator
+
+
+def _first(seen: list[ItemHashes]) -> First:
+    wholes, names, numbers = zip(*seen, strict=True)
+    return First(len(seen), _digest(wholes), _digest(names), _digest(numbers), len(set(wholes)))
+
+
+def _digest(hashes: Sequence[int]) -> int:
+    return int(fingerprint(hashes)[:15], 16) if all(hashes) else 0

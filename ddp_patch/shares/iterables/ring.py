@@ -27,22 +27,21 @@ class Ring:
         for shared in (self._heads, self._bytes):
             shared.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
 
-    def write(self, number: int, reader: int, batches: int, state: tuple[Any, ...]) -> None:
-        """Leave the snapshot that a worker took after so many batches of a pass; nothing if it is too large."""
-        data = pickle.dumps(state)
-        if not state or len(data) > _LARGEST:
-            return
+    def write(self, number: int, reader: int, batches: int, data: bytes) -> bool:
+        """Leave the pickled snapshot that a worker took after so many batches of a pass; return False if too large."""
+        if len(data) > _LARGEST:
+            return False
         self._next = (self._next + 1) % self._slots
         head, place = self._heads[reader, self._next], self._bytes[reader, self._next]
         head[:] = 0  # whoever reads it meanwhile finds none
         place[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         head[:] = torch.tensor([number, batches, len(data)])
+        return True
 
     def read(self, number: int, reader: int, batches: int) -> tuple[Any, ...]:
         """Return the snapshot that a worker took after so many batches of a pass; an empty tuple if there is none."""
         for head, place in zip(self._heads[reader], self._bytes[reader], strict=True):
             found, made, size = head.tolist()
             if (found, made) == (number, batches) and size:
-                state: tuple[Any, ...] = pickle.loads(place[:size].numpy().tobytes())  # noqa: S301 - our worker's
-                return state
+                return (pickle.loads(place[:size].numpy().tobytes()),)  # noqa: S301 - our worker's
         return ()

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 
 from ddp_patch.errors import StateError
 from ddp_patch.plan import Done
-from ddp_patch.shares.place import Mark
+from ddp_patch.shares.place import First, Mark
 
 __all__ = ["Items", "Loaded", "Start"]
 
@@ -125,7 +125,7 @@ class Items(Iterator[T]):
                 "Restore it with the loader that it was taken of, or take one of the patched loader."
             )
         epoch, role, done, skip, counts, offset, first, state, seed, generators, is_over = state_dict[_KEY]
-        mark = Mark(None if first is None else (first[0], first[1]), tuple(state))
+        mark = Mark(None if first is None else First(*first), tuple(state))
         before = tuple((ranks, taken) for ranks, taken in done)
         self.loaded = Loaded(Start(-1, epoch, role, before, skip, counts, offset, mark), seed, generators, is_over)
         self._note(self.loaded)

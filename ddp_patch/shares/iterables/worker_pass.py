@@ -1,5 +1,6 @@
 """One worker's pass: what it reads of the user's dataset, and which of that it gives."""
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -91,6 +92,7 @@ class WorkerPass(Generic[T]):
             terms.dataset, terms.board, start.number, self._worker, self._states if snapshots else None
         )
         self._takes_snapshots = snapshots
+        self._has_own_states = False
 
     def split(self, ends: Ends) -> Iterator[T]:
         """Yield the items that the dataset gives this one of all ranks' workers, and write how many batches they make.
@@ -133,6 +135,8 @@ class WorkerPass(Generic[T]):
         else:
             skip = 0
             read = self._read(partial(self._marker.begin_at, start.mark.state[0]))
+            if start.counts == "parts":
+                self._use_own_states()  # the first item, after which all workers do, was read before
             stream = self._decided(self._marker.follow(read))
         chunks = self._drawn(stream, plan, len(rest), skip)
         running = Fingerprint()
@@ -144,7 +148,7 @@ class WorkerPass(Generic[T]):
             self._require_ends(drawn, len(rest))
 
         of_rank = (item for (part,) in share([plan], chunks, len(rest), at_end, before) for item in part)
-        size, place = terms.batching.size, start.offset
+        size, place, leaves = terms.batching.size, start.offset, self._takes_snapshots
 
         def standing(*, is_over: bool) -> Loaded:
             mark = start.mark if place == start.offset else self._mark(place)
@@ -156,8 +160,8 @@ class WorkerPass(Generic[T]):
             is_mine = terms.reader.has_split or place // size % self._workers == self._worker
             place += 1
             if is_mine:
-                if self._takes_snapshots and place % size == 0:
-                    terms.board.leave(start.number, self._worker, place // size, self._snapshot())
+                if leaves and place % size == 0 and (state := self._snapshot()) is not None:
+                    leaves = terms.board.leave(start.number, self._worker, place // size, state)
                 yield item
         items.standing = partial(standing, is_over=True)
 
@@ -171,11 +175,9 @@ class WorkerPass(Generic[T]):
         its own. After it, one that asked draws from states of its worker's own, as in torch.
         """
         reader, start = self._terms.reader, self.start
-        if start.mark.state and start.counts == "parts":
-            self._use_own_states()  # the first item was drawn before the state was taken
         first = next(read, _NOTHING)
         asked = self.readers > 1 and (reader.has_asked if first is _NOTHING else reader.has_split)
-        if asked:
+        if asked and not self._has_own_states:
             self._use_own_states()
         self._terms.board.note_role(start.number, self._worker, start.role if asked else None)
         if self._terms.options.iterable_sharding == "exact":
@@ -193,7 +195,7 @@ class WorkerPass(Generic[T]):
             yield item
 
     def _use_own_states(self) -> None:
-        terms = self._terms
+        terms, self._has_own_states = self._terms, True
         self._states.replace(epoch_states(terms.options, terms.seed, self.start.epoch, self.reader))
 
     def _drawn(self, stream: Iterator[T], plan: Plan, length: int, skip: int) -> Iterator[Chunk[T]]:
@@ -219,7 +221,7 @@ class WorkerPass(Generic[T]):
             return None
         first: list[T] = []
         if repeats:
-            looked_at = max(repeats, 0 if start.mark.first is None else start.mark.first[0])
+            looked_at = max(repeats, 0 if start.mark.first is None else start.mark.first.seen)
             with epoch_states(self._terms.options, self._terms.seed, start.epoch):
                 first = self._marker.first(self._read(self._marker.begin), start.mark, looked_at)
         return Chunk(start.done * plan.num_replicas, first)
@@ -230,9 +232,10 @@ class WorkerPass(Generic[T]):
         taken = sum(ranks * each for ranks, each in start.before)
         taken += self._terms.plan.num_replicas * (start.skip + place)
         first = self._terms.board.first(start.number, self._worker, taken)
-        return Mark(first or start.mark.first, self._snapshot())
+        state = self._snapshot()
+        return Mark(first or start.mark.first, () if state is None else (pickle.loads(state),))  # noqa: S301 - ours
 
-    def _snapshot(self) -> tuple[Any, ...]:
+    def _snapshot(self) -> bytes | None:
         reader = self._terms.reader
         asked = reader.has_asked
         with worker_info_told(self.info):
