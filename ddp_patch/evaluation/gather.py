@@ -12,13 +12,14 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.errors import InvalidOptionError, OutputsError, WorldError
 from ddp_patch.evaluation.one_stream import is_alone, require_one_stream
-from ddp_patch.evaluation.rows import Structure, structure_of
+from ddp_patch.evaluation.rows import Structure, leaves_of, rows_at, structure_of
 from ddp_patch.evaluation.transfer import Arrangement, Members, Packed, gathered, packed
 from ddp_patch.loaders.facts import Level
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.comparison import by_value, ranks_text
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.shares.batches import Batches
+from ddp_patch.shares.turns import Turns, places_of_parts
 
 __all__ = ["gather_in_order"]
 
@@ -73,7 +74,7 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         return outputs
     batches = require_one_stream("gather_in_order", loader)
     members = _members(batches, dst)
-    said, own = _say(outputs, batches, dst)
+    said, outputs, own = _say(outputs, batches, dst)
     judge = partial(_judge, batches.sampler.plan, batches.sampler.agreed.world.members or [0])
     if len(members.ranks) == 1:
         arrangement = judge({members.rank: said})[members.rank]
@@ -103,39 +104,45 @@ class _Said:
     Attributes:
         dst: Which rank gets the result.
         at: Which pass the outputs are from.
-        given: How many rows this rank contributes to each stretch of the result, without padding.
+        given: How many rows this rank contributes, without padding.
         structure: The outputs' structure.
         pickled: The size of its pickled rows in bytes, by path.
         problem: Why the outputs are not those of a whole pass; empty if they are.
+        turns: The batches of that pass; None where it is not known.
     """
 
     dst: int | None
     at: str = ""
-    given: Sequence[int] = (0,)
+    given: int = 0
     structure: Structure = field(default_factory=lambda: structure_of(None))
     pickled: Mapping[str, int] = field(default_factory=dict)
     problem: str = ""
+    turns: Turns | None = None
 
 
-def _say(outputs: Any, batches: Batches, dst: int | None) -> tuple[_Said, Packed]:
-    """Return this rank's report on its outputs, and the outputs that it sends pickled."""
+def _say(outputs: Any, batches: Batches, dst: int | None) -> tuple[_Said, Any, Packed]:
+    """Return this rank's report on its outputs, the outputs that it sends, and those of them that it sends pickled."""
     sampler, one = batches.sampler, batches.sampler.latest
     if one is None:
-        return _Said(dst, problem="has made no pass over the loader"), {}
+        return _Said(dst, problem="has made no pass over the loader"), outputs, {}
     turns = sampler.turns_of_whole(one, batches)
     if turns is None or (sampler.given is not None and sampler.given.is_within):
-        return _Said(dst, problem=f"is in the middle of epoch {one.epoch}"), {}
+        return _Said(dst, problem=f"is in the middle of epoch {one.epoch}"), outputs, {}
     begins = "" if one.begins_at == "0" else f" from {one.begins_at} on"
     at = f"gives the outputs of epoch {one.epoch}{begins}, of {turns.length} items"
     structure = structure_of(outputs)
     if problem := structure.problem(turns.samples, _UNITS[batches.level]):
-        return _Said(dst, at, problem=problem), {}
-    given = turns.rows()
+        return _Said(dst, at, problem=problem), outputs, {}
+    if len(turns.parts) > 1:  # each part's padding comes at its own end, in the midst of what other workers give
+        outputs = structure.rebuilt(
+            {path: rows_at(leaf, list(turns.real_places())) for path, leaf in leaves_of(outputs)}
+        )
     try:
-        own = packed(outputs, structure, sum(given))
+        own = packed(outputs, structure, turns.rows)
     except Exception as error:  # noqa: BLE001 - the user's objects; all ranks get the error
-        return _Said(dst, at, problem=f"gives what cannot be pickled: {error}"), {}
-    return _Said(dst, at, given, structure, {path: len(data) for path, data in own.items()}), own
+        return _Said(dst, at, problem=f"gives what cannot be pickled: {error}"), outputs, {}
+    sizes = {path: len(data) for path, data in own.items()}
+    return _Said(dst, at, turns.rows, structure, sizes, turns=turns), outputs, own
 
 
 def _judge(plan: Plan, ranks: Collection[int], records: Mapping[int, _Said]) -> dict[int, Arrangement]:
@@ -165,8 +172,10 @@ def _judge(plan: Plan, ranks: Collection[int], records: Mapping[int, _Said]) -> 
     structures = list(with_rows.values()) or [said.structure for said in records.values() if not said.structure.wrong]
     structure = structures[0].widened(structures) if structures else structure_of(None)
     counts = [said.given for said in records.values()]
+    turns = [said.turns for said in records.values() if said.turns is not None]
+    places = places_of_parts(turns) if len(turns[0].parts) > 1 else _places(plan, counts)
     pickled = [said.pickled for said in records.values()]
-    arrangement = Arrangement(structure, sum(map(sum, counts)), _places(plan, counts), pickled, uuid4().hex)
+    arrangement = Arrangement(structure, sum(counts), places, pickled, uuid4().hex)
     return dict.fromkeys(records, arrangement)
 
 
@@ -174,24 +183,23 @@ def _unless_same(said: Mapping[int, str]) -> Mapping[int, str]:
     return said if len(by_value(said)) > 1 else {}
 
 
-def _places(plan: Plan, counts: Sequence[Sequence[int]]) -> list[list[range]]:
+def _places(plan: Plan, counts: Sequence[int]) -> list[list[range]]:
     """Return the positions of each share's rows among all rows, in the stream's order.
 
     Args:
         plan: How the stream was sharded.
-        counts: The number of rows of each share in each stretch of the stream.
+        counts: The number of rows of each share.
     """
     if plan.needs_length:
-        runs = [(sum(count), end) for count, end in zip(counts, accumulate(map(sum, counts)), strict=True)]
+        runs = zip(counts, accumulate(counts), strict=True)
         return [[range(end - count, end)] if count else [] for count, end in runs]
     places: list[list[range]] = [[] for _ in counts]
     start = 0
-    for stretch in zip(*counts, strict=True):
-        # Place rounds together in which the same ranks have a row: with drop_last and uneven="keep", some lack a batch.
-        for before, until in pairwise(sorted({0, *stretch})):
-            takers = [share for share, count in enumerate(stretch) if count >= until]
-            end = start + len(takers) * (until - before)
-            for place, share in enumerate(takers):
-                places[share].append(range(start + place, end, len(takers)))
-            start = end
+    # Place rounds together in which the same ranks have a row: with drop_last and uneven="keep", some lack a batch.
+    for before, until in pairwise(sorted({0, *counts})):
+        takers = [share for share, count in enumerate(counts) if count >= until]
+        end = start + len(takers) * (until - before)
+        for place, share in enumerate(takers):
+            places[share].append(range(start + place, end, len(takers)))
+        start = end
     return places

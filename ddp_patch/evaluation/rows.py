@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-__all__ = ["Form", "Leaf", "Structure", "leaves_of", "structure_of"]
+__all__ = ["Form", "Leaf", "Structure", "leaves_of", "rows_at", "structure_of"]
 
 Leaf: TypeAlias = torch.Tensor | np.ndarray[Any, Any] | list[Any]
 
@@ -142,6 +142,11 @@ def leaves_of(outputs: Any, path: str = "") -> Iterator[tuple[str, Any]]:
                 yield from leaves_of(value, f"{path}[{place}]")
         case _:
             yield path or _ALL, outputs
+
+
+def rows_at(leaf: Leaf, places: Sequence[int]) -> Leaf:
+    """Return the rows of a leaf at some places."""
+    return [leaf[place] for place in places] if isinstance(leaf, list) else leaf[list(places)]
 
 
 def _wrong(leaf: Any, path: str) -> str:

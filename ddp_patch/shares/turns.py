@@ -5,11 +5,12 @@ A loader without workers, or one whose workers share one stream, is the case of 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from ddp_patch.plan import Batching, Plan
 
-__all__ = ["Part", "Turn", "Turns", "made_in_turn", "turn_after"]
+__all__ = ["Part", "Turn", "Turns", "made_in_turn", "places_of_parts", "turn_after"]
 
 
 def made_in_turn(most: Sequence[int | None], batches: int) -> list[int]:
@@ -169,23 +170,47 @@ class Turns:
         for number in range(max(most, default=0)):
             yield from (self._turn(place, number) for place, own in enumerate(most) if own > number)
 
-    def rows(self) -> list[int]:
-        """Return how many samples that are not padding this rank has in each global batch, in order.
+    @property
+    def rows(self) -> int:
+        """How many samples of all batches are not padding, as far as ends are known."""
+        return sum(turn.real for turn in self._all())
 
-        Every rank has the same global batches, some without a sample of this rank; their ends must be known. A single
-        part counts as one.
+    def real_places(self) -> Iterator[int]:
+        """Yield which of this rank's samples, counted as they come, are not padding."""
+        at = 0
+        for turn in self._all():
+            yield from range(at, at + turn.real)
+            at += turn.items
+
+    def positions(self) -> Iterator[tuple[int, int, int]]:
+        """Yield where each sample that is not padding lies in the unpatched loader's order.
+
+        Yields:
+            Its batch's number among those of its worker, the worker's turn, and its place in the batch.
         """
-        if len(self.parts) == 1:
-            return [sum(turn.real for turn in self._all())]
-        most = [own or 0 for own in self._on_rank(0)._batches]
-        mine = [own or 0 for own in self._batches]
-        return [
-            self._turn(place, number).real if number < mine[place] else 0
-            for number in range(max(most, default=0))
-            for place, own in enumerate(most)
-            if own > number
-        ]
+        size, ranks = self.batching.size, self.plan.num_replicas
+        for turn in self._all():
+            for item in range(turn.first, turn.first + turn.real):
+                number, place = divmod(item * ranks + self.plan.rank, size)
+                yield number, turn.part, place
 
     def are_alike(self, batches: int) -> bool:
         """Tell whether every rank has made the same batches of each part after so many."""
         return self._on_rank(0).made(batches) == self._on_rank(self.plan.num_replicas - 1).made(batches)
+
+
+def places_of_parts(ranks: Sequence[Turns]) -> list[list[range]]:
+    """Return the positions of each rank's samples among all ranks', in the unpatched loader's order.
+
+    Args:
+        ranks: The batches of each rank, of parts whose ends are known.
+
+    Examples:
+        >>> parts = (Part(length=3), Part(length=2))
+        >>> ranks = [Turns(Plan(rank, 2), Batching(2, drop_last=False), parts) for rank in range(2)]
+        >>> [[place for run in runs for place in run] for runs in places_of_parts(ranks)]
+        [[0, 4, 2], [1, 3]]
+    """
+    positions = [list(turns.positions()) for turns in ranks]
+    place_of = {position: place for place, position in enumerate(sorted(chain.from_iterable(positions)))}
+    return [[range(place_of[position], place_of[position] + 1) for position in of_rank] for of_rank in positions]

@@ -311,7 +311,7 @@ def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven, layout: Layo
             given.append([place for place in batches if place < n])
         in_order = sorted(place for places in given for place in places)
         result: list[int | None] = [None] * len(in_order)
-        for rows, places in zip(given, _places(plans[0], [[len(rows)] for rows in given]), strict=True):
+        for rows, places in zip(given, _places(plans[0], [len(rows) for rows in given]), strict=True):
             own = iter(rows)
             for place in places:
                 result[place.start : place.stop : place.step] = [next(own) for _ in place]
