@@ -133,7 +133,8 @@ def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -
         {
             "seed": place.seed,
             "epoch to go on in": place.epoch,
-            "done": json.dumps([place.done, None if place.parts is None else [place.parts.first, *place.parts.done]]),
+            "done": json.dumps(place.done),
+            "done of each part": None if place.parts is None else json.dumps([place.parts.first, *place.parts.done]),
             "held": fingerprint([place.held.generators, place.held.samplers, place.held.attributes]),
         },
     )

@@ -154,8 +154,9 @@ def test_ranks_that_get_one_share_are_listed_in_part_where_they_are_many() -> No
 @pytest.mark.parametrize("kind", FINITE, ids=lambda kind: kind.name)
 def test_every_patched_kind_of_loader_holds(kind: Kind, world_size: int) -> None:
     report = audit(kind.make(), world_size, epochs=min(2, kind.epochs))
-    # Too short a length may round up to the right number of steps.
-    assert kinds(report) == [] or (kind.warning and kinds(report) == ["wrong_length"])
+    # Too short a length may round up to the right number of steps. torch's is short where workers' last batches are.
+    has_wrong_length = kind.warning or "with len, 3 workers" in kind.name
+    assert kinds(report) == [] or (has_wrong_length and kinds(report) == ["wrong_length"])
     assert report.seeds_agree
     assert report.epochs_differ in (None, kind.shuffles)
     assert not report.is_sample
