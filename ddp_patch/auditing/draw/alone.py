@@ -35,7 +35,8 @@ class Alone:
     """
 
     def __init__(self, subject: Subject, numbers: Sequence[int], world_of: WorldOf, seed: int = 0) -> None:
-        (self.rank,) = world_of(subject, [seed], numbers)
+        (alone,) = world_of(subject, [seed], numbers)
+        self.rank: Rank | RealRank = alone
         self._subject, self._world_of, self._seed = replace(subject, by_one_worker=True), world_of, seed
         self._one: Rank | RealRank | None = None
         self._workers: int = self.rank.traits.num_workers
