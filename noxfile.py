@@ -126,6 +126,7 @@ def bench(session: nox.Session) -> None:
     install(session, ".[bench]")
     install(session, "--no-deps", "open-metric-learning")
     session.run("python", "-W", "ignore", "benchmarks/speed.py", *session.posargs)
+    session.run("python", "-W", "ignore", "benchmarks/even_steps.py")
 
 
 @nox.session
