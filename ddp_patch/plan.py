@@ -167,10 +167,6 @@ class Batching:
         """Return how many batches a number of items make."""
         return items // self.size if self.drop_last else -(-items // self.size)
 
-    def items_in(self, items: int) -> int:
-        """Return how many of a number of items end up in batches."""
-        return items - items % self.size if self.drop_last else items
-
     def loses_a_rank(self, plan: Plan, *lengths: int) -> bool:
         """Tell whether a rank makes no step in an epoch of which one process makes some.
 

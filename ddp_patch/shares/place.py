@@ -80,6 +80,16 @@ class Mark:
     first: First | None = None
     state: Sequence[Any] = ()
 
+    def plain(self) -> list[Any]:
+        """Return it as plain values."""
+        return [None if self.first is None else list(self.first), list(self.state)]
+
+    @classmethod
+    def of(cls, plain: Sequence[Any]) -> "Mark":
+        """Return what ``plain`` made plain values of."""
+        first, state = plain
+        return cls(None if first is None else First(*first), tuple(state))
+
 
 @dataclass(frozen=True, slots=True)
 class Place:

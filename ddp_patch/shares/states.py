@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 from ddp_patch.errors import StateError
 from ddp_patch.plan import Done
 from ddp_patch.shares.held import Held, is_stateful
-from ddp_patch.shares.place import First, Mark, PartsDone, Place, Snapshots
+from ddp_patch.shares.place import Mark, PartsDone, Place, Snapshots
 from ddp_patch.streams.generators import random_generators, set_generator_state, unmoved
 from ddp_patch.streams.seeding import Seed
 
@@ -36,7 +36,7 @@ def write_state(place: Place, facts: Mapping[str, object], seed: int) -> dict[st
         "epoch": place.epoch,
         "done": _listed(place.done),
         "parts": None if place.parts is None else [place.parts.first, [_listed(done) for done in place.parts.done]],
-        "marks": [[None if mark.first is None else list(mark.first), list(mark.state)] for mark in place.marks],
+        "marks": [mark.plain() for mark in place.marks],
         "ended": place.ended,
         "generators": list(place.held.generators),
         "samplers": list(place.held.samplers),
@@ -109,7 +109,7 @@ def _read_marks(marks: Any, parts: PartsDone | None) -> Sequence[Mark]:
         raise _damaged(f"its field marks is {marks!r}, not a list of pairs: what a stream began with, and its state")
     if len(marks) not in {0, 1 if parts is None else len(parts.done)}:
         raise _damaged(f"its field marks has {len(marks)} elements, not one for each part")
-    return tuple(Mark(None if first is None else First(*first), tuple(state)) for first, state in marks)
+    return tuple(map(Mark.of, marks))
 
 
 def _is_mark(mark: object) -> bool:

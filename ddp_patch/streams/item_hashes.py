@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from ddp_patch.compat import SAMPLE_KEY
 from ddp_patch.streams.fingerprint import fingerprint
 
-__all__ = ["ItemHashes", "hashes_of"]
+__all__ = ["ItemHashes", "hashes_if_any", "hashes_of"]
 
 _Types: TypeAlias = tuple[type, ...]
 
@@ -57,6 +57,14 @@ def hashes_of(item: Any) -> ItemHashes:
     if isinstance(item, Mapping) and SAMPLE_KEY in item:
         return ItemHashes(whole, _hash(item[SAMPLE_KEY]) << 2 | _HAS_SOME | _IS_KEY, numbers)
     return ItemHashes(whole, _hash_of_parts(item, _NAMES), numbers)
+
+
+def hashes_if_any(item: Any) -> ItemHashes:
+    """Return an item's hashes; zeros where looking into it raises, because training never may."""
+    try:
+        return hashes_of(item)
+    except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
+        return ItemHashes(0, 0, 0)
 
 
 def _hash(value: Any) -> int:

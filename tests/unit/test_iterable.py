@@ -271,6 +271,23 @@ def test_random_numbers_are_alike_until_the_first_item_and_each_workers_own_afte
     assert len(drawn) == 4 * workers - (workers - 1)
 
 
+class Closed(dict[str, int]):
+    """Lets nobody look into it."""
+
+    def items(self) -> Any:
+        raise RuntimeError("closed")
+
+
+class OfClosed(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (Closed(number=number) for number in range(8))
+
+
+def test_items_that_cannot_be_looked_into_are_given_all_the_same() -> None:
+    ranks = [chain.from_iterable(batches(OfClosed(), rank, 0)) for rank in (0, 1)]
+    assert sorted(item["number"] for item in chain(*ranks)) == list(range(8))
+
+
 class Slow(Source):
     """Its second worker takes its time to begin."""
 

@@ -10,7 +10,7 @@ import torch
 from ddp_patch.ranks.stream_orders import Notes
 from ddp_patch.shares.iterables.board import shared
 from ddp_patch.streams.fingerprint import COMPARED
-from ddp_patch.streams.item_hashes import ItemHashes, hashes_of
+from ddp_patch.streams.item_hashes import ItemHashes, hashes_if_any
 
 __all__ = ["FirstItems"]
 
@@ -103,7 +103,7 @@ class FirstItems:
     def note(self, part: int, number: int, item: Any) -> bool:
         """Note the next item of a part; return whether there is no room for another."""
         count = self._count(part, number)
-        self._hashes[number - 1, part, count] = torch.tensor(_hashes_if_any(item))
+        self._hashes[number - 1, part, count] = torch.tensor(hashes_if_any(item))
         self._counts[number - 1, part] = count + 1
         return count + 1 == self._most
 
@@ -121,10 +121,3 @@ class FirstItems:
         """Return what was noted of each pass, part by part, by what the ranks call the pass."""
         numbered = enumerate(self._names, 1)
         return {name: [self.of(part, number) for part in range(self.parts)] for number, name in numbered}
-
-
-def _hashes_if_any(item: Any) -> ItemHashes:
-    try:
-        return hashes_of(item)
-    except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
-        return ItemHashes(0, 0, 0)

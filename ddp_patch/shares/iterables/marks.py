@@ -17,7 +17,7 @@ from ddp_patch.shares.iterables.reading import Switching
 from ddp_patch.shares.place import First, Mark
 from ddp_patch.streams.fingerprint import fingerprint
 from ddp_patch.streams.generators import generator_states
-from ddp_patch.streams.item_hashes import ItemHashes, hashes_of
+from ddp_patch.streams.item_hashes import ItemHashes, hashes_if_any
 
 __all__ = ["Marker", "can_snapshot"]
 
@@ -99,7 +99,7 @@ class Marker:
         """
         seen: list[ItemHashes] = []
         for item in items:
-            seen.append(hashes_of(item))
+            seen.append(hashes_if_any(item))
             first = _first(seen)
             self._board.note_first(self._number, self._reader, first)
             known = mark.first

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 
 from ddp_patch.errors import StateError
 from ddp_patch.plan import Done
-from ddp_patch.shares.place import First, Mark
+from ddp_patch.shares.place import Mark
 
 __all__ = ["Items", "Loaded", "Start"]
 
@@ -103,12 +103,12 @@ class Items(Iterator[T]):
         """Return where it stands, as the only value."""
         loaded = self.loaded if self._items is None and self.loaded is not None else self.standing()
         start = loaded.start
-        done, first = [list(stint) for stint in start.before], start.mark.first
+        done = [list(stint) for stint in start.before]
         return {
             # A list, because torchdata takes dicts apart.
             _KEY: [
                 *(start.epoch, start.role, done, start.skip, start.counts, start.offset),
-                *(None if first is None else list(first), list(start.mark.state)),
+                *start.mark.plain(),
                 *(loaded.seed, list(loaded.generators), loaded.is_over),
             ]
         }
@@ -125,7 +125,7 @@ class Items(Iterator[T]):
                 "Restore it with the loader that it was taken of, or take one of the patched loader."
             )
         epoch, role, done, skip, counts, offset, first, state, seed, generators, is_over = state_dict[_KEY]
-        mark = Mark(None if first is None else First(*first), tuple(state))
+        mark = Mark.of((first, state))
         before = tuple((ranks, taken) for ranks, taken in done)
         self.loaded = Loaded(Start(-1, epoch, role, before, skip, counts, offset, mark), seed, generators, is_over)
         self._note(self.loaded)

@@ -55,11 +55,6 @@ class Terms(Generic[T]):
         """What errors call the dataset."""
         return type(self.dataset).__name__
 
-    @property
-    def length(self) -> int:
-        """How many items the dataset says that it has; TypeError where it does not say."""
-        return len(cast(Any, self.dataset))
-
 
 class WorkerPass(Generic[T]):
     """One worker's pass over an epoch, or over what is left of one.
@@ -124,7 +119,7 @@ class WorkerPass(Generic[T]):
             first_items: Where to note what is read first; None where nobody compares it.
         """
         terms, start, plan = self._terms, self.start, self._terms.plan
-        rest = plan.rest_of_stream(lambda: terms.length, start.before)
+        rest = plan.rest_of_stream(lambda: len(cast(Any, terms.dataset)), start.before)
         before = self._before()
         if before is None:
             skip = start.skip
