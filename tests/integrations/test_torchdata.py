@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,8 @@ from ddp_patch import (
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import Options
 from ddp_patch.ranks.world import World
+from ddp_patch.shares.iterables.dataset import ShardedIterable
+from ddp_patch.shares.iterables.reading import this_worker
 from ddp_patch.shares.iterables.starts import Items
 from ddp_patch.shares.refusals import require_shareable
 
@@ -303,6 +306,18 @@ def test_batches_are_not_counted_in_a_pass_that_it_resumed(num_workers: int) -> 
     list(islice(resumed, 1))
     with raises(StateError, ("Source", "load_state_dict()"), "state_dict()"):
         loader_state(resumed, batches_done=1)
+
+
+def test_batches_are_not_counted_while_the_worker_that_resumed_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = ShardedIterable._items
+
+    def late(dataset: ShardedIterable[int], items: Items[int]) -> Iterator[int]:
+        if this_worker()[0] == 0:
+            time.sleep(1)  # the other worker's batch comes first
+        return begun(dataset, items)
+
+    monkeypatch.setattr(ShardedIterable, "_items", late)
+    test_batches_are_not_counted_in_a_pass_that_it_resumed(2)
 
 
 @with_and_without_workers

@@ -37,7 +37,7 @@ class Board:
         self._ring = None if ahead is None else Ring(readers, ahead)
         of_each = (_LATEST, readers)
         self._firsts, self._ends, self._offsets, self._roles, self._epochs, self._latest, self._loads = shared(
-            (*of_each, FIRST, len(First._fields)), (*of_each, 2), of_each, of_each, (_LATEST,), (1,), (1,)
+            (*of_each, FIRST, len(First._fields)), (*of_each, 2), (*of_each, 2), of_each, (_LATEST,), (1,), (1,)
         )
 
     @property
@@ -58,7 +58,7 @@ class Board:
     def begin(self, number: int, epoch: int) -> None:
         """Write which epoch pass ``number`` is over."""
         self._epochs[number % _LATEST] = epoch
-        for noted in (self._roles, self._ends, self._firsts, self._offsets):
+        for noted in (self._roles, self._ends, self._firsts):
             noted[number % _LATEST] = -1
         self._latest[0] = number
 
@@ -86,12 +86,15 @@ class Board:
         self._firsts[number % _LATEST, reader, first.seen - 1] = torch.tensor(first)
 
     def note_offset(self, number: int, reader: int, items: int) -> None:
-        """Write that a reader left out so many items in pass ``number`` because another package's loader resumed."""
-        self._offsets[number % _LATEST, reader] = items
+        """Write that a reader leaves out so many items in pass ``number`` because another package's loader resumed.
+
+        A worker may write it before the pass has begun.
+        """
+        self._offsets[number % _LATEST, reader] = torch.tensor([number, items])
 
     def offset(self, number: int) -> int:
-        """Return how many items the reader of pass ``number`` left out that left out most, as above."""
-        return max(0, int(self._offsets[number % _LATEST].max()))
+        """Return how many items the reader of pass ``number`` leaves out that leaves out most, as above."""
+        return max((items for noted, items in self._offsets[number % _LATEST].tolist() if noted == number), default=0)
 
     def leave(self, number: int, reader: int, batches: int, state: bytes) -> bool:
         """Leave, pickled, what the dataset says of where it stands after so many batches of pass ``number``.

@@ -151,6 +151,8 @@ class ShardedIterable(IterableDataset[T]):
 
     def _note_loaded(self, loaded: Loaded) -> None:
         self.loaded_at_end = loaded.start.epoch if loaded.is_over else None
+        if self._first_pass is not None:  # a worker's first batch may come long after another's
+            self.board.note_offset(self._first_pass, this_worker()[0], loaded.start.offset)
 
     def _items(self, items: Items[T]) -> Iterator[T]:
         # This begins when the first item is asked for. By then the main process has begun the epoch. A worker's
