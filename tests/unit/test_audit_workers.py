@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import islice
 from multiprocessing import Value
+from traceback import clear_frames
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,9 @@ def epochs_of(loader: DataLoader[Any], passes: Callable[[], Iterator[Any]]) -> l
             batches = [*islice(passes(), MOST)]
         except Exception as error:  # noqa: BLE001 - whatever the dataset raises
             found.append(type(error))
+            # torch keeps the error in a frame of its own traceback. The collector, which would free the two, ends the
+            # threads that talk to workers before the iterator ends these, and it waits 5 s for each.
+            clear_frames(error.__traceback__)
         else:
             found.append(batches)
         found.append(draw_ambient())
