@@ -107,9 +107,7 @@ def epochs_of(loader: DataLoader[Any], passes: Callable[[], Iterator[Any]]) -> l
             batches = [*islice(passes(), MOST)]
         except Exception as error:  # noqa: BLE001 - whatever the dataset raises
             found.append(type(error))
-            # torch keeps the error in a frame of its own traceback. The collector, which would free the two, ends the
-            # threads that talk to workers before the iterator ends these, and it waits 5 s for each.
-            clear_frames(error.__traceback__)
+            clear_frames(error.__traceback__)  # see messages.raises
         else:
             found.append(batches)
         found.append(draw_ambient())
