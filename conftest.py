@@ -2,6 +2,7 @@
 
 import os
 import sys
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,16 @@ collect_ignore = ["docs/examples/ci"]  # a project of its own, whose tests tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts Ray: that takes up to a minute, so it can be left out by ``-m "not ray"``."""
+    """Mark what starts Ray: that takes up to a minute, so it can be left out by ``-m "not ray"``.
+
+    And of several processes, each of which is given a run of tests at first, let each begin with as many of real ranks.
+    """
     for item in items:
         if isinstance(item, SybilItem) and "from_ray.py" in str(item.example.parsed):
             item.add_marker("ray")
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long = [item for item in items if item.path.parent.name == "ranks"]
+    short = [item for item in items if item.path.parent.name != "ranks"]
+    ends = [place * len(short) // processes for place in range(processes + 1)]
+    runs = [[*long[place::processes], *short[begin:end]] for place, (begin, end) in enumerate(pairwise(ends))]
+    items[:] = chain.from_iterable(runs)
