@@ -42,7 +42,7 @@ def demo(session: nox.Session) -> None:
     session.run(*command, env={"OMP_NUM_THREADS": "1"})
 
 
-@nox.session(requires=["package"])
+@nox.session(requires=["package"], allow_parallel=True)
 def tests(session: nox.Session) -> None:
     """Test the wheel with all that needs no third-party loader; arguments after ``--`` go to pytest."""
     install_wheel(session, "test")
@@ -58,10 +58,14 @@ def minimum(session: nox.Session) -> None:
     run_tests(session, *WITHOUT_INTEGRATIONS)
 
 
-@nox.session(requires=["package"])
+@nox.session(requires=["package"], allow_parallel=True)
 def integrations(session: nox.Session) -> None:
-    """Test the wheel and pages with other packages, and write ``docs/frameworks.md``; arguments go to pytest."""
-    install_wheel(session, "integrations")
+    """Test the wheel and pages with other packages, and write ``docs/frameworks.md``; arguments go to pytest.
+
+    With ``-m "not ray"`` Ray is not installed either.
+    """
+    leaves_out_ray = "not ray" in session.posargs
+    install_wheel(session, "integrations" if leaves_out_ray else "integrations,ray")
     # What the pages use of these needs no other packages; and newer pips refuse the metadata of catalyst.
     install(session, "--no-deps", "open-metric-learning")
     install_catalyst(session, "constraints.txt")
@@ -71,7 +75,7 @@ def integrations(session: nox.Session) -> None:
     run_tests(session, "--write-frameworks", *INTEGRATIONS)
 
 
-@nox.session
+@nox.session(allow_parallel=True)
 def lint(session: nox.Session) -> None:
     """Check style and format."""
     install(session, *EXTRAS["lint"])
@@ -79,10 +83,10 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
 
 
-@nox.session(requires=["package"])
+@nox.session(requires=["package"], allow_parallel=True)
 def types(session: nox.Session) -> None:
     """Check types, strictly: the checkout's, and those that users see of the wheel."""
-    install_wheel(session, "demo,test,types")
+    install_wheel(session, "demo,test,types", "--no-compile")  # torch is read here, not run
     install(session, "nox")
     session.run("mypy")
     # From the folder itself, where ddp_patch is the wheel's.
@@ -92,7 +96,7 @@ def types(session: nox.Session) -> None:
         session.run("basedpyright", "--verifytypes", "ddp_patch", "--ignoreexternal")
 
 
-@nox.session
+@nox.session(allow_parallel=True)
 def docs(session: nox.Session) -> None:
     """Build the documentation into ``site/``; any warning is an error."""
     install(session, *EXTRAS["docs"], *EXTRAS["lint"])  # ruff formats the signatures
@@ -174,10 +178,10 @@ def install_catalyst(session: nox.Session, constraints: str) -> None:
     session.install("--upgrade", "pip")  # which the next run of the session needs
 
 
-def install_wheel(session: nox.Session, extras: str) -> None:
+def install_wheel(session: nox.Session, extras: str, *options: str) -> None:
     """Install the wheel that the session ``package`` built, anew where a kept environment has another one."""
     (wheel,) = DIST.glob("*.whl")
-    install(session, f"{wheel}[{extras}]")
+    install(session, *options, f"{wheel}[{extras}]")
     session.install("--no-deps", "--force-reinstall", str(wheel))
 
 
