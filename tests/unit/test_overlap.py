@@ -12,6 +12,7 @@ from torch.utils.data import SubsetRandomSampler
 from zoo import Indices, Own
 
 from ddp_patch import RankMismatchError
+from ddp_patch.loaders import overlap
 from ddp_patch.loaders.overlap import first_samples, relation_of
 from ddp_patch.ranks.shards import require_all_shares, why_orders_differ
 
@@ -65,8 +66,9 @@ def test_private_generators_are_no_parts(kind: str, n: int, ranks: int) -> None:
     assert relation(lambda rank: PRIVATE[kind](n, rank), n, ranks) == "overlapping"
 
 
-def test_a_million_samples_are_told_apart_by_few_hashes() -> None:
+def test_a_million_samples_are_told_apart_by_few_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although two private generators give each rank other samples among its first hundred."""
+    monkeypatch.setattr(overlap, "_MOST_SECONDS", 600)  # a busy machine may draw fewer in less
     n = 10**6
     assert relation(lambda rank: PRIVATE["a permutation"](n, rank), n, 2) == "overlapping"
 
@@ -87,16 +89,17 @@ def test_what_proves_nothing_is_unclear(kind: str) -> None:
     assert relation(make, n, 2) == "unclear"
 
 
-def slow(rank: int) -> Iterator[int]:
-    for index in range(rank, 10**6, 2):
-        time.sleep(0.1)
-        yield index
-
-
 def test_a_slow_sampler_is_not_waited_for() -> None:
-    began = time.monotonic()
+    drawn: list[int] = []
+
+    def slow(rank: int) -> Iterator[int]:
+        for index in range(rank, 10**6, 2):
+            time.sleep(0.1)
+            drawn.append(index)
+            yield index
+
     assert relation(lambda rank: Drawing(lambda: slow(rank)), 10**6, 2) == "unclear"
-    assert time.monotonic() - began < 10
+    assert len(drawn) < 100
 
 
 def test_what_a_rank_sends_is_bounded() -> None:

@@ -23,7 +23,7 @@ Epochs: TypeAlias = list[list[Batch]]  # what a rank's training step saw: epochs
 
 HANGS = "hangs"
 START_S = 90.0  # for ranks to start, and to import the framework
-LIMIT_S = {True: 60.0, False: 10.0}  # for one loader, patched or not; one that does not hang takes less than one
+LIMIT_S = {True: 60.0, False: 30.0}  # for one loader, patched or not; one that does not hang takes less than one
 
 # Three passes as they come, and one of which the user says that it is epoch 1, as the second was.
 EPOCHS: tuple[int | None, ...] = (None, None, None, 1)
