@@ -36,7 +36,7 @@ from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 if TYPE_CHECKING:
     from ddp_patch.auditing import audit
     from ddp_patch.checking import assert_loaders_patched, check_loaders_is_patched
-    from ddp_patch.evaluation import gather_in_order, iter_with_mask
+    from ddp_patch.evaluation import gather_in_order, iter_with_mask, iter_with_weights
     from ddp_patch.resume import loader_state, restore_loader
 else:
     # Import late what the first patch does without.
@@ -46,6 +46,7 @@ else:
         "check_loaders_is_patched": "ddp_patch.checking",
         "gather_in_order": "ddp_patch.evaluation",
         "iter_with_mask": "ddp_patch.evaluation",
+        "iter_with_weights": "ddp_patch.evaluation",
         "loader_state": "ddp_patch.resume",
         "restore_loader": "ddp_patch.resume",
     }
@@ -91,6 +92,7 @@ __all__ = [
     "extract_loader_parameters",
     "gather_in_order",
     "iter_with_mask",
+    "iter_with_weights",
     "loader_state",
     "patch_dataloader_to_ddp",
     "restore_loader",

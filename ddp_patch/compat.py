@@ -48,6 +48,7 @@ __all__ = [
     "WrappedIterator",
     "arranges_neighbours",
     "asks_for_its_own_dataset",
+    "changes_of",
     "default_store",
     "forget_iterator",
     "forget_loaded_state",
@@ -164,6 +165,11 @@ def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, time
     options = AllgatherOptions()
     options.timeout, options.asyncOp = timeout, True
     return group.allgather([list(rows)], [row], options)
+
+
+def changes_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; no public name tells."""
+    return tensor._version
 
 
 # The class of what ``get_worker_info()`` returns, which has no public name.

@@ -226,13 +226,15 @@ def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampl
 
     plan = agreed.plan(agreed.world.rank)
     readers, ahead = max(1, facts.num_workers), getattr(facts.loader, "prefetch_factor", None) or 2
-    dataset = ShardedIterable(facts.dataset, plan, agreed.options, agreed.seed, facts.batching, readers, ahead)
+    dataset = ShardedIterable(
+        facts.dataset, plan, agreed.options, agreed.seed, facts.batching, readers, ahead, division=agreed.division
+    )
     sampler = StreamSampler(dataset, facts, agreed)
     new: dict[str, Any] = {"dataset": dataset, "sampler": sampler}
     if facts.num_workers > 0:
         new["worker_init_fn"] = IterableWorkerInit(facts.loader.worker_init_fn, sampler.epochs)
     if facts.batch_size is not None:
-        new["batch_sampler"] = facts.makes_batches(sampler, facts.batch_size, facts.drop_last)
+        new["batch_sampler"] = facts.makes_batches(sampler, sampler.indices_per_batch, facts.drop_last)
     return sampler, new
 
 

@@ -61,8 +61,13 @@ class Agreed:
     peers: Peers | None = None
 
     def plan(self, rank: int) -> Plan:
-        """Return the plan that gives a rank its share."""
-        return Plan(rank, self.world.num_replicas, self.options.uneven, self.options.layout)
+        """Return the plan that gives a rank its share of the stream."""
+        return Plan.of_stream(self.options, rank, self.world.num_replicas)
+
+    @property
+    def division(self) -> Plan | None:
+        """The plan that gives this rank its part of each batch, where batches are divided."""
+        return Plan.of_batch(self.options, self.world.rank, self.world.num_replicas)
 
     def check(self, doing: str, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
         """With ``verify=True``, compare facts between the ranks; raise RankMismatchError on every rank if they differ.

@@ -6,11 +6,13 @@ The third way, sent by the leader, is in ``led.py``: most trainings do without.
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from ddp_patch.plan import Rest, blocks
 from ddp_patch.shares.drawing import Epoch, Stream
 from ddp_patch.shares.held import Held
+from ddp_patch.shares.sizes import Sizes
 from ddp_patch.streams.chunks import begun
 from ddp_patch.streams.fingerprint import COMPARED, fingerprint
 from ddp_patch.streams.orders import Order, order_of
@@ -29,12 +31,15 @@ class Source(Generic[T]):
         drawn: How many items of this rank's share were drawn, those that the pass skips included.
         held_before: What another rank said that the samplers held before the pass, where that one draws.
         held_after: What it said that they held after it.
+        sizes: How many samples each item of the pass has, all ranks' items in order and as far as they were drawn; None
+            where this rank does not see them, or nobody wants to know.
     """
 
     length: int | None = None
     drawn: int = 0
     held_before: Held | None = None
     held_after: Held | None = None
+    sizes: Sizes | None = None
     # Whether the whole epoch is drawn before the first item is given.
     is_drawn_at_once: bool = False
     # Whether items are drawn in this process, where the samplers' generators are.
@@ -101,6 +106,7 @@ class LookedUp(Source[T]):
         self.drawn = sys.maxsize
         rest = plan.rest(order.length, epoch.before)
         length = self.length = len(rest)
+        self.sizes = _sizes_in(order, rest)
         at = partial(_items_at, order, rest)
         real, repeated = plan.sources(length)
         padding = at(repeated)  # first: an order is looked up from its beginning on
@@ -135,7 +141,9 @@ class Drawn(Source[T]):
         # torch.Generator, the order of their draws is part of the stream.
         with epoch.rng:
             stream = begun(epoch.sampler)
-        self._stream = Stream(epoch, stream)
+        # In runs, one rank would see another's batches steps later.
+        self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None
+        self._stream = Stream(epoch, stream, self.sizes)
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw on, and yield what is this rank's."""
@@ -146,6 +154,16 @@ class Drawn(Source[T]):
         """Draw on, and tell whether at most so many items of the share are left."""
         # What is read ahead of an iterator would be lost to the next pass.
         return not self._epoch.is_one_shot and self._stream.ends_within(items)
+
+
+def _sizes_in(order: Order, rest: Rest) -> Sizes | None:
+    """Return how many samples each item of the rest has, where the order tells."""
+    if order.sizes is None:
+        return None
+    sizes = Sizes()
+    for size, batches in chain.from_iterable(map(order.sizes, rest.runs)):
+        sizes.add(size, batches)
+    return sizes
 
 
 def _items_at(order: Order, rest: Rest, positions: range) -> Sequence[Any]:

@@ -75,6 +75,7 @@ def test_the_public_names_are_these() -> None:
         "extract_loader_parameters",
         "gather_in_order",
         "iter_with_mask",
+        "iter_with_weights",
         "loader_state",
         "patch_dataloader_to_ddp",
         "restore_loader",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, compress, cycle
 from typing import Any, cast
 
 from ddp_patch.errors import StateError
@@ -18,6 +18,7 @@ from ddp_patch.shares.iterables.first_items import FirstItems
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Mark, PartsDone, Place, split
 from ddp_patch.shares.sources import Source
+from ddp_patch.shares.step_samples import StepSamples, divided
 from ddp_patch.shares.turns import Part, Turns
 
 __all__ = ["StreamSampler"]
@@ -146,7 +147,22 @@ class StreamSampler(EpochSampler[None]):
 
     def __iter__(self) -> Iterator[None]:
         self._iterated = self.epochs.upcoming
-        return self._indices()
+        return self._indices() if self._division is None else compress(self._indices(), cycle(self._takes))
+
+    @property
+    def indices_per_batch(self) -> int:
+        """How many indices make workers give one of this rank's batches, where it is full."""
+        return sum(self._takes)
+
+    @property
+    def _takes(self) -> Sequence[bool]:
+        """Whether to pass on the index of each item of a full batch of one process.
+
+        The last ones, as many as this rank gets: when they are taken, the whole batch is counted.
+        """
+        size = self._batching.size
+        taken = size if self._division is None else sum(map(len, self._division.divide(size)))
+        return [False] * (size - taken) + [True] * taken
 
     def _indices(self) -> Iterator[None]:
         # Ask again: others may have begun an epoch, or set one, since this iterator was made.
@@ -155,7 +171,7 @@ class StreamSampler(EpochSampler[None]):
         is_exact = self.agreed.options.iterable_sharding == "exact"
         source = _ReadByWorkers(self.dataset.board, number, is_exact)
         start = self.place or Place(epoch, held=self.held())
-        one = Pass(start, self.num_replicas, self._holders, source, self.watch)
+        one = Pass(start, self.plan.num_replicas, self._holders, source, self.watch)
         if start.is_begun:
             self._holders.reinstate_generators(start.held.generators)  # a loader may have drawn from them since
         # Workers cannot meet. What they have drawn is compared here, in the main process, when the next pass begins.
@@ -201,9 +217,14 @@ class StreamSampler(EpochSampler[None]):
         lengths = source.lengths_found()
         if not source.is_in_parts:
             return Turns(self.plan, batching, [Part(one.skip, lengths[0])])
-        skips = [split(done, self.num_replicas)[1] for done in _done_of_parts(one, len(lengths))]
+        skips = [split(done, self.plan.num_replicas)[1] for done in _done_of_parts(one, len(lengths))]
         parts, first = list(map(Part, skips, lengths)), source.first_part
         return Turns(self.plan, batching, parts[first:] + parts[:first])
+
+    def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
+        """Return how many samples step ``number`` of a pass has; see ``EpochSampler``."""
+        step = super().samples_of_step(one, batching, number)
+        return step if self._division is None else divided(self._division, step.items, step.until)
 
     def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
         """Return the batches of a pass if this rank's workers have come to its end, else None."""
@@ -241,7 +262,7 @@ class StreamSampler(EpochSampler[None]):
         done, known = [], []
         for role, before in enumerate(_done_of_parts(one, readers)):
             reader = (role - first) % readers
-            done.append((*split(before, self.num_replicas)[0], (self.num_replicas, taken[reader])))
+            done.append((*split(before, self.plan.num_replicas)[0], (self.plan.num_replicas, taken[reader])))
             known.append(source.mark(reader, made[reader], done[-1], marks[role]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
         upcoming = (first + turns.turn(batches - 1).part + 1) % readers
