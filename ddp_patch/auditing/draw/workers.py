@@ -71,9 +71,10 @@ class Workers:
         workers = [*self._latest]
         while workers:
             for worker in list(workers):
-                if (task := next(tasks, None)) is None and has_batches:
+                task = next(tasks, None)
+                if task is None and has_batches:
                     return
-                size = len(task) if has_batches else 1
+                size = 1 if task is None or not has_batches else len(task)
                 if not (batch := worker.batch(size, facts.drop_last)):
                     workers.remove(worker)
                     continue
