@@ -1,7 +1,7 @@
 """Shard a finished DataLoader in one call: look at it, agree with the other ranks, copy it with this rank's share."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, SupportsIndex, TypeVar
 
@@ -13,18 +13,19 @@ from ddp_patch.compat import ACCELERATE_PREPARED, MAKE_ITERATOR
 from ddp_patch.errors import NotDistributedWarning
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
+from ddp_patch.loaders.nests import told_at
 from ddp_patch.loaders.recognition import require_loader, tell_if_assumed
 from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Share, Uneven
-from ddp_patch.ranks.agreement import Agreed, agree, refusals_told
+from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, refusals_told
 from ddp_patch.ranks.histories import Pace
-from ddp_patch.ranks.world import find_world
+from ddp_patch.ranks.world import World, find_world
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.refusals import require_shareable, require_shuffle
 from ddp_patch.shares.units import unit_shared
 from ddp_patch.streams.seeding import WorkerSeeding
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
-__all__ = ["patch_dataloader_to_ddp"]
+__all__ = ["patch_dataloader_to_ddp", "patch_each"]
 
 L = TypeVar("L", bound=DataLoader[Any])
 
@@ -131,33 +132,73 @@ def patch_dataloader_to_ddp(
         3 [[1, 3], [5, 7], [9]]
     """
     world = find_world(rank, num_replicas, process_group, device_mesh, data_parallel_dimensions)
+    names = (uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle, share)
+    (patched,) = patch_each("patch_dataloader_to_ddp", {"": loader}, world, lambda: Options(*names))
+    return patched
+
+
+def patch_each(
+    operation: str, loaders: Mapping[str, L], world: World | None, choose: Callable[[], Options], nest: str = ONE
+) -> list[L]:
+    """Return a copy of each of several loaders that gives this rank its share, or the loaders if nothing is to share.
+
+    The ranks meet once for all, and no loader is patched unless each can be.
+
+    Args:
+        operation: What the user called, for errors.
+        loaders: The loaders, by the places that errors name; the place of one alone is empty.
+        world: The ranks that share; None if there is only one process.
+        choose: Checks the options, which hold for all.
+        nest: Which loaders these are, in words: the same on every rank.
+    """
     with refusals_told(world):
-        require_loader("patch_dataloader_to_ddp", loader)
-        options = Options(uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle, share)
+        for place, loader in loaders.items():
+            with told_at(place):
+                require_loader(operation, loader)
+        options = choose()
         if world is None and not options.scalable_shuffle:
-            return _unchanged(loader)
-        facts = look_at(loader)
-        if options.scalable_shuffle and facts.sharded_by is None:
-            require_shuffle(facts.stream)
+            return _unchanged(operation, loaders)
+        looked = {}
+        for place, loader in loaders.items():
+            with told_at(place):
+                looked[place] = _shareable(loader, options, world)
         if world is None:
-            return _unchanged(loader)
+            return _unchanged(operation, loaders)
+    for facts in looked.values():
+        tell_if_assumed(facts.sharded_by, stacklevel=4)
+    agreed = agree(world, options, [_subject(place, facts) for place, facts in looked.items()], nest)
+    patched = []
+    for (place, facts), mine in zip(looked.items(), agreed, strict=True):
+        with told_at(place):
+            patched.append(facts.loader if facts.sharded_by is not None else _shard(facts, mine))
+    return patched
+
+
+def _unchanged(operation: str, loaders: Mapping[str, L]) -> list[L]:
+    warnings.warn(
+        f"{operation} changed nothing: there is no process group and the environment announces no other rank, so this "
+        "process takes all data. Call torch.distributed.init_process_group() first if there are to be several; with "
+        "Lightning's Trainer, patch in train_dataloader(), which is called when the group exists.",
+        NotDistributedWarning,
+        stacklevel=4,
+    )
+    return list(loaders.values())
+
+
+def _shareable(loader: L, options: Options, world: World | None) -> LoaderFacts[L]:
+    """Look at a loader, and refuse what cannot be shared as the user says."""
+    facts = look_at(loader)
+    if options.scalable_shuffle and facts.sharded_by is None:
+        require_shuffle(facts.stream)
+    if world is not None:
         facts = unit_shared(facts, options.share)
         require_shareable(facts, options, world)
-    tell_if_assumed(facts.sharded_by)
+    return facts
+
+
+def _subject(place: str, facts: LoaderFacts[Any]) -> Subject:
     stream = facts.stream if facts.sharded_by is None else None
-    agreed = agree(world, options, facts.described, stream, batches_ahead=facts.batches_ahead, made_for=facts.made_for)
-    return loader if stream is None else _shard(facts, agreed)
-
-
-def _unchanged(loader: L) -> L:
-    warnings.warn(
-        "patch_dataloader_to_ddp changed nothing: there is no process group and the environment announces no other "
-        "rank, so this process takes all data. Call torch.distributed.init_process_group() first if there are to be "
-        "several; with Lightning's Trainer, patch in train_dataloader(), which is called when the group exists.",
-        NotDistributedWarning,
-        stacklevel=3,
-    )
-    return loader
+    return Subject(facts.described, stream, facts.batches_ahead, facts.made_for, place)
 
 
 def _shard(facts: LoaderFacts[L], agreed: Agreed) -> L:

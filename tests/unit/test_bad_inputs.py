@@ -241,7 +241,8 @@ def test_an_empty_state_says_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nest", "place"), [([], "the top"), ({"train": [given()], "val": []}, "val"), ([[()]], "[0][0]")]
+    ("nest", "place"),
+    [([], "loaders"), ({"train": [given()], "val": []}, "loaders['val']"), ([[()]], "loaders[0][0]")],
 )
 @pytest.mark.parametrize("guard", [check_loaders_is_patched, assert_loaders_patched])
 def test_the_guard_refuses_what_is_empty(guard: Any, nest: Any, place: str) -> None:

@@ -33,6 +33,7 @@ FLOORS = {
     "resume": 8,
     "evaluation": 8,
     "patching": 9,
+    "several": 10,
     "testing": 10,
     "integrations": 10,
     "auditing": 11,
@@ -78,6 +79,7 @@ def test_the_public_names_are_these() -> None:
         "iter_with_weights",
         "loader_state",
         "patch_dataloader_to_ddp",
+        "patch_dataloaders_to_ddp",
         "restore_loader",
     ]
 
