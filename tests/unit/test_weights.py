@@ -175,6 +175,18 @@ def test_a_world_given_by_hand_cannot_sum() -> None:
             next(iter_with_weights(given, **options))
 
 
+def test_ranks_whose_workers_may_end_at_different_steps_must_sum() -> None:
+    """With ``uneven="keep"``, one rank's worker may have a batch more than another's; divided batches are alike."""
+
+    def steps(**options: Any) -> Any:
+        given = DataLoader(Source(splits=True), 2, num_workers=2, collate_fn=as_it_is)
+        return iter_with_weights(patched(given, 2, 0, uneven="keep", **options))
+
+    with raises(WorldError, ("iter_with_weights", "2 ranks"), "process group"):
+        next(steps())
+    assert len(list(steps(share="within_batches"))) == 12
+
+
 def test_runs_of_torchs_batches_have_known_sizes() -> None:
     found = [
         [

@@ -224,7 +224,13 @@ class StreamSampler(EpochSampler[None]):
     def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
         """Return how many samples step ``number`` of a pass has; see ``EpochSampler``."""
         step = super().samples_of_step(one, batching, number)
-        return step if self._division is None else divided(self._division, step.items, step.until)
+        if self._division is not None:
+            return divided(self._division, step.items, step.until)
+        return step if self.knows_totals(one) else step._replace(total=None)
+
+    def knows_totals(self, one: Pass[Any]) -> bool:
+        """Tell whether this rank knows what others get: not where their workers may no longer take turns alike."""
+        return self._division is not None or self.plan.uneven != "keep" or not _source_of(one).is_in_parts
 
     def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
         """Return the batches of a pass if this rank's workers have come to its end, else None."""
