@@ -62,7 +62,7 @@ def weighing(rank: int, world_size: int) -> dict[str, Any]:
             patched(loader(batch_sampler=[[1, 2, 3]]), uneven="keep", agreement="leader")
         ),
         "parts, some ranks have one more": steps(
-            patched(DataLoader(Source(N, splits=True), 2, num_workers=2, collate_fn=as_it_is), uneven="keep")
+            patched(DataLoader(Source(N, splits=True), 1, num_workers=2, collate_fn=as_it_is), uneven="keep")
         ),
         "tokens": steps(patched(loader(5)), weight_of=tokens),
         "tokens of divided batches": steps(patched(loader(5), share="within_batches"), weight_of=tokens),
