@@ -5,11 +5,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import InvalidOptionError, NotPatchedError, UnsupportedLoaderError
+from ddp_patch.compat import has_own_iteration
+from ddp_patch.errors import InvalidOptionError, NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.plan import Batching
 from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.passes import Pass
 
 __all__ = ["Batches", "patched_sampler", "require_batches"]
 
@@ -26,6 +28,35 @@ class Batches(Batching):
     sampler: EpochSampler[Any]
     level: Level
 
+    @property
+    def _running(self) -> Pass[Any] | None:
+        """The latest pass, unless a state was restored since."""
+        return self.sampler.latest if self.sampler.place is None else None
+
+    def _given(self, one: Pass[Any] | None) -> int:
+        """Return how many batches a pass has given; where nobody counts them, those that workers fetched may count."""
+        if one is None:
+            return 0
+        return self.sampler.given_batches(one, self) if one.handed_out is None else one.handed_out
+
+    def handed_out(self, loader: DataLoader[Any]) -> int:
+        """Return how many batches of the latest pass the loader has handed out.
+
+        Raises:
+            StateError: Nobody counted them.
+        """
+        if self.sampler.given is not None:
+            return self.sampler.given.batches
+        one = self._running
+        is_counted = one is None or (one.handed_out is not None and not has_own_iteration(type(loader)))
+        if is_counted or not self._given(one):
+            return self._given(one)
+        raise StateError(
+            f"How many batches of epoch {self.sampler.epoch} the {type(loader).__name__} has handed out is not known: "
+            f"{_why_not_counted(loader)}. Pass how many the training loop has finished: batches_done=step + 1 inside "
+            "enumerate(loader)."
+        )
+
     def state_after(self, batches: int) -> dict[str, Any]:
         """Return the state after some batches of the latest pass.
 
@@ -36,9 +67,8 @@ class Batches(Batching):
         sampler = self.sampler
         sampler.require_states("told")
         _require_count(batches, sampler)
-        one = sampler.latest if sampler.place is None else None
-        given = 0 if one is None else sampler.given_batches(one, self)
-        if batches > given:
+        one = self._running
+        if batches > (given := self._given(one)):
             raise InvalidOptionError(
                 f"batches_done={batches}, and the pass in progress has given {given}. Pass how many of its batches the "
                 "training loop has finished, counted from the beginning of this pass."
@@ -52,6 +82,17 @@ class Batches(Batching):
             if unused >= 0 and one.ends_within(unused):
                 return sampler.state_at(one.place_at_end(sampler.held()).following())
         return sampler.state_at(sampler.place_after(one, self, batches))
+
+
+def _why_not_counted(loader: DataLoader[Any]) -> str:
+    if has_own_iteration(type(loader)):
+        return "its class iterates in a way of its own, and may fetch batches ahead"
+    if hasattr(type(loader), "state_dict"):
+        return "its class has a state_dict() of its own, which tells its place"
+    return (
+        "the pass was made by another loader over the same sampler, or by an iterator that is not torch's, or it went "
+        "on after an error"
+    )
 
 
 def _require_count(batches: int, sampler: EpochSampler[Any]) -> None:

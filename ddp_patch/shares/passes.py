@@ -40,6 +40,9 @@ class Pass(Progress, Generic[T]):
     Attributes:
         start: Where it began.
         before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
+        handed_out: How many batches of it the training loop was given, without those that workers fetched ahead; None
+            where nobody counts them.
+        is_exhausted: Whether the loop was told that there are no more.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class Pass(Progress, Generic[T]):
         before, skip = start.split(num_replicas)
         super().__init__(skip)
         self.before: Done = before
+        self.handed_out: int | None = None
+        self.is_exhausted: bool = False
         self.source: Source[T] = source
         self._resumes, self._at_end = resumes, at_end
         self._sizes: deque[int] | None = deque() if keeps_sizes else None
@@ -130,6 +135,14 @@ class Pass(Progress, Generic[T]):
         if self._sizes is not None:
             self._sizes.extend(map(_samples, part))
         return super().give(part)
+
+    def note_handed_out(self, batches: int | None) -> None:
+        """Note how many of its batches the training loop has been given; None if that is not known any more."""
+        self.handed_out = batches
+
+    def note_exhausted(self) -> None:
+        """Note that the training loop was told that there are no more batches."""
+        self.is_exhausted = True
 
     def next_size(self) -> int | None:
         """Return how many samples the next item has, of those given in turn; None where nobody wanted to know."""

@@ -165,7 +165,7 @@ class StreamSampler(EpochSampler[None]):
             self.dataset.first_items.begin(number, f"epoch {epoch} from {one.begins_at}")
         if self.place is None:
             self.dataset.forget()
-        self.latest, self.place = one, None
+        self.latest, self.place, self.balance = one, None, None
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
         if callable(tell := getattr(self.dataset.dataset, "set_epoch", None)):
