@@ -15,7 +15,7 @@ from ddp_patch.shares.place import Place
 from ddp_patch.streams.fingerprint import fingerprint
 from ddp_patch.streams.generators import random_generators
 
-__all__ = ["go_on", "loader_state", "restore_loader"]
+__all__ = ["go_on", "loader_state", "restore_loader", "state_as_found"]
 
 _RESTORING = "Restoring a loader's state"
 
@@ -58,6 +58,25 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
         (4, [[4, 5], [6, 7], [8, 9], [10, 11]])
     """
     done = None if batches_done is None else _checked(batches_done)
+    batches = _known(loader)
+    return batches.state_after(batches.handed_out(loader) if done is None else done)
+
+
+def state_as_found(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the state after what a loader has handed out, as far as this rank knows: frameworks load that of one rank.
+
+    They take a pass for over when as many batches were given as ``len()`` says, and would take a rest of no batches for
+    the next epoch.
+
+    Raises:
+        StateError: The place is not known; see ``loader_state`` also for other errors.
+    """
+    batches = _known(loader)
+    return batches.state_after(batches.handed_out(loader), as_found=True)
+
+
+def _known(loader: DataLoader[Any]) -> Batches:
+    """Return how a patched loader makes its batches; raise if its place cannot be told."""
     batches = require_batches("loader_state", loader)
     dataset = loader.dataset
     if isinstance(dataset, ShardedIterable) and loader.persistent_workers and random_generators([dataset.dataset]):
@@ -65,7 +84,7 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
             f"The state of {type(dataset.dataset).__name__} cannot be told: it holds a random generator, which "
             "persistent workers move where it is not seen. Use persistent_workers=False."
         )
-    return batches.state_after(batches.handed_out(loader) if done is None else done)
+    return batches
 
 
 def _checked(batches_done: SupportsIndex) -> int:

@@ -94,12 +94,12 @@ class OwnMethods:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands, or why that is not known: a checkpoint may never be restored."""
-        from ddp_patch.resume import loader_state  # most trainings do without
+        from ddp_patch.resume import state_as_found  # most trainings do without
 
         loader = self._found()
         try:
             self._require_none_ahead(loader)
-            return loader_state(loader)
+            return state_as_found(loader)
         except DDPPatchError as error:
             return no_state(str(error))
 

@@ -57,8 +57,12 @@ class Batches(Batching):
             "enumerate(loader)."
         )
 
-    def state_after(self, batches: int) -> dict[str, Any]:
+    def state_after(self, batches: int, *, as_found: bool = False) -> dict[str, Any]:
         """Return the state after some batches of the latest pass.
+
+        Args:
+            batches: How many.
+            as_found: Say that the pass is over if this rank knows it, though others may not know it yet.
 
         Raises:
             InvalidOptionError: The pass has not yielded that many.
@@ -75,7 +79,8 @@ class Batches(Batching):
             )
         if one is None:
             return sampler.state_dict()
-        if batches == sampler.most_batches(one, self):
+        most = sampler.most_found(one, self, batches) if as_found else sampler.most_batches(one, self)
+        if batches == most:
             # This is the last batch. If more was given than it holds, the length is wrong.
             taken = one.skip + batches * self.size
             unused = (self.size - 1 if self.drop_last else 0) - sampler.given_after(one, taken)

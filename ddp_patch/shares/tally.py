@@ -40,6 +40,7 @@ class Tally:
         if self._pass is not None:
             # The loader went on after an error, so one batch or another is passed over: nobody knows the place.
             self._pass.note_handed_out(None if self._has_failed else self._batches)
+            self._sampler.note_running(self._pass)
 
     def fail(self) -> None:
         """Note that an error came in the place of a batch."""

@@ -218,6 +218,20 @@ class StreamSampler(EpochSampler[None]):
             return super().most_batches(one, batching)
         return self.turns(one, batching).most if one.is_over else None
 
+    def most_found(self, one: Pass[Any], batching: Batching, batches: int) -> int | None:
+        """Return how many batches the largest share has in a pass, as far as this rank knows; see ``EpochSampler``."""
+        most = self.most_batches(one, batching)
+        if most is None and self.balance is None:
+            most = self.turns(one, batching).most
+            by_length = super().most_batches(one, batching)
+            if most is None and by_length is not None and batches >= by_length:
+                raise StateError(
+                    f"{type(self.dataset.dataset).__name__} may have come to its end after {batches} batches, and "
+                    f"{self.dataset.board.readers} workers that read a part each have not all said so yet. Take the "
+                    "state a step earlier, or after the pass."
+                )
+        return most
+
     def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
         """Return where a pass stands when so many of its batches were taken."""
         place, source = super().place_after(one, batching, batches), _source_of(one)
