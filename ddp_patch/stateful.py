@@ -15,7 +15,7 @@ from ddp_patch.shares.tally import Tally
 
 __all__ = ["OwnMethods"]
 
-_COPY, _SELF = "__getstate__", "ddp_patch_methods"
+_COPY, _SELF = "__getstate__", "_ddp_patch_methods"
 _STATEFUL = ("state_dict", "load_state_dict")
 # By these a class copies its loaders in a way of its own.
 _COPYING = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
@@ -41,7 +41,7 @@ class OwnMethods:
         make_iterator: Callable[[DataLoader[Any]], Any] | None = None,
     ) -> None:
         self._sampler, self._make_iterator = sampler, make_iterator
-        self._names = frozenset(self._found_names(loader))
+        self._names = tuple(self._found_names(loader))
         self._attach(loader)
 
     def _found_names(self, loader: DataLoader[Any]) -> Iterator[str]:

@@ -16,7 +16,7 @@ __all__ = ["OWN_METHODS", "copy_loader", "extract_loader_parameters"]
 L = TypeVar("L", bound=DataLoader[Any])
 
 # The attributes by which a patched loader has methods that its class has not; and what these are methods of.
-OWN_METHODS: Final = frozenset({MAKE_ITERATOR, "state_dict", "load_state_dict", "__getstate__", "ddp_patch_methods"})
+OWN_METHODS: Final = frozenset({MAKE_ITERATOR, "state_dict", "load_state_dict", "__getstate__", "_ddp_patch_methods"})
 
 _DATA_RELATED = frozenset({"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"})
 

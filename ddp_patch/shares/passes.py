@@ -82,6 +82,11 @@ class Pass(Progress, Generic[T]):
         return self.start.epoch
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be asked for; persistent workers keep a pass that the loop has seen the end of."""
+        return self.is_exhausted or super().is_over
+
+    @property
     def length(self) -> int | None:
         """How many items all ranks share in it, once its end was found."""
         return self.source.length
