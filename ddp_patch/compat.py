@@ -154,9 +154,9 @@ def count_batches(iterator: Any, tally: Any) -> None:
 
     torch counts in the iterator itself, which is gone after a ``break``, and calls nothing of ours. The iterator gets a
     class of its own, derived from the one that it had, so nothing has to stand around it or refer back to it. What is
-    no iterator of torch's stays as it is.
+    no iterator of torch's, nor around one, stays as it is.
     """
-    if isinstance(iterator, RunningLoader) and not isinstance(iterator, _Counted):
+    if isinstance(iterator, RunningLoader | WrappedIterator) and not isinstance(iterator, _Counted):
         vars(iterator)["tally"] = tally
         kind: Any = type(iterator)
         iterator.__class__ = _counted(kind)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import MAKE_ITERATOR, count_batches, has_own_iteration, torchdata_batch_sampler
+from ddp_patch.compat import MAKE_ITERATOR, RUNNING_ITERATOR, count_batches, has_own_iteration, torchdata_batch_sampler
 from ddp_patch.errors import DDPPatchError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.shares.epochs import EpochSampler
@@ -31,7 +31,7 @@ class OwnMethods:
     Args:
         loader: The loader. It is not kept alive, because it holds this.
         sampler: What shards it.
-        make_iterator: Makes iterators of the loader that count by themselves. Default: its class makes them.
+        make_iterator: Makes iterators of the loader. Default: its class does.
     """
 
     def __init__(
@@ -85,10 +85,9 @@ class OwnMethods:
     def make_iterator(self) -> Any:
         """Return an iterator of the loader that counts the batches which it hands out."""
         loader = self._found()
-        if self._make_iterator is not None:
-            return self._make_iterator(loader)
         # Of its class, because in the loader itself this method has that name.
-        iterator = getattr(type(loader), MAKE_ITERATOR)(loader)
+        make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)
+        iterator = make(loader)
         count_batches(iterator, Tally(self._sampler, begins_ahead=loader.num_workers > 0))
         return iterator
 
@@ -131,7 +130,8 @@ class OwnMethods:
         loader = self._found()
         state: Any = object.__getstate__(loader)
         attributes, *slots = state if isinstance(state, tuple) else (state,)
-        kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS} | {_SELF: self}
+        kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS}
+        kept |= {_SELF: self, RUNNING_ITERATOR: None}  # its workers stay with the loader
         if self._make_iterator is not None:
             kept[MAKE_ITERATOR] = _OfOriginal(self)
         return (kept, *slots) if slots else kept

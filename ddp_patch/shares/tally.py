@@ -26,16 +26,14 @@ class Tally:
     def begin(self) -> None:
         """Note that a pass begins."""
         self._batches = 0
-        self._has_failed = False
+        self._has_failed = self._has_pass = False
         self._pass: Pass[Any] | None = None
-        self._has_pass = False
         if self._begins_ahead:
             self._find_pass()
 
     def count(self) -> None:
         """Note that a batch is handed out."""
-        if not self._has_pass:
-            self._find_pass()
+        self._find_pass()
         self._batches += 1
         if self._pass is not None:
             # The loader went on after an error, so one batch or another is passed over: nobody knows the place.
@@ -44,19 +42,19 @@ class Tally:
 
     def fail(self) -> None:
         """Note that an error came in the place of a batch."""
-        if not self._has_pass:
-            self._find_pass()
+        self._find_pass()
         self._has_failed = True
 
     def end(self) -> None:
         """Note that the loop was told that there are no more batches."""
-        if not self._has_pass:
-            self._find_pass()
-        if self._pass is not None:
+        self._find_pass()
+        if self._pass is not None and not self._has_failed:
             self._pass.note_exhausted()
 
     def _find_pass(self) -> None:
-        """Remember the pass: it is the latest one now, and another iterator may begin another."""
+        """Remember the pass, once: it is the latest one now, and another iterator may begin another."""
+        if self._has_pass:
+            return
         self._has_pass, self._pass = True, self._sampler.latest
         if self._pass is not None:
             self._pass.note_handed_out(0)

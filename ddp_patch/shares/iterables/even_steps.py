@@ -16,7 +16,6 @@ from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
 from ddp_patch.shares.iterables.balancing import Balance, Holding, Round, Verdict, ahead_of_next, next_round
 from ddp_patch.shares.iterables.sampler import StreamSampler
-from ddp_patch.shares.tally import Tally
 
 __all__ = ["EvenIterators"]
 
@@ -179,8 +178,7 @@ def _handed_out(own: _Own, terms: _Terms) -> Generator[Any]:
     for.
     """
     own.read_up_to(1)  # which begins the pass
-    tally, balance = Tally(terms.sampler, begins_ahead=True), Balance()
-    terms.sampler.balance = balance
+    terms.sampler.balance = balance = Balance()
     with terms.opened(own) as channel:
         own.say(channel)
         while (step := next_round(ranks := _heard(channel, own, balance), terms.uneven)) is not Verdict.END:
@@ -194,10 +192,8 @@ def _handed_out(own: _Own, terms: _Terms) -> Generator[Any]:
             if got:
                 channel.given += 1
                 balance.given += 1
-                tally.count()
                 yield got.pop()
         balance.is_over = True
-        tally.end()
         _require_steps(terms, balance, ranks)
 
 
