@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import ACCELERATE_PREPARED, MAKE_ITERATOR
+from ddp_patch.compat import ACCELERATE_PREPARED
 from ddp_patch.errors import NotDistributedWarning
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
@@ -22,6 +22,7 @@ from ddp_patch.ranks.world import World, find_world
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.refusals import require_shareable, require_shuffle
 from ddp_patch.shares.units import unit_shared
+from ddp_patch.stateful import OwnMethods
 from ddp_patch.streams.seeding import WorkerSeeding
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
@@ -210,10 +211,7 @@ def _shard(facts: LoaderFacts[L], agreed: Agreed) -> L:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
     patched = copy_loader(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
-    if facts.repeater is not None:
-        _run_repeated(patched, facts, sharded, new)
-    if facts.level is Level.ITERABLE and agreed.options.iterable_sharding == "by_worker":
-        _even_out(patched, facts, sharded)
+    OwnMethods(patched, sharded, _iterators_of(patched, facts, sharded, new))
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
@@ -244,21 +242,25 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
     return sharded, new | {"batch_size": facts.batch_size, "drop_last": facts.drop_last}
 
 
-def _run_repeated(patched: DataLoader[Any], facts: LoaderFacts[Any], sharded: EpochSampler[Any], new: Any) -> None:
-    """Have a loader with one iterator for all epochs draw from another, which goes through the sharded epochs."""
-    from ddp_patch.shares.repeated import RepeatedPasses  # most loaders do without
+def _iterators_of(
+    patched: DataLoader[Any], facts: LoaderFacts[Any], sharded: Any, new: Mapping[str, Any]
+) -> Callable[[DataLoader[Any]], Any] | None:
+    """Return what makes a loader's iterators; None where its class does."""
+    world, options = sharded.agreed.world, sharded.agreed.options
+    if facts.repeater is not None:
+        from ddp_patch.shares.repeated import RepeatedPasses  # most loaders do without
 
-    passes = RepeatedPasses(patched, sharded, new)
-    vars(patched).update({**dict.fromkeys(facts.running, passes), MAKE_ITERATOR: passes.begin_anew})
-
-
-def _even_out(patched: DataLoader[Any], facts: LoaderFacts[Any], sampler: Any) -> None:
-    """Have ranks make equally many steps that read unequally much, where there are others to hand batches to."""
-    world = sampler.agreed.world
-    if world.members is not None and world.num_replicas > 1:
+        # A loader with one iterator for all epochs draws from another, which goes through the sharded epochs.
+        passes = RepeatedPasses(patched, sharded, new)
+        vars(patched).update(dict.fromkeys(facts.running, passes))
+        return passes.begin_anew
+    is_split = facts.level is Level.ITERABLE and options.iterable_sharding == "by_worker"
+    if is_split and world.members is not None and world.num_replicas > 1:
         from ddp_patch.shares.iterables.even_steps import EvenIterators  # most loaders do without
 
-        vars(patched)[MAKE_ITERATOR] = EvenIterators(patched, sampler, facts.num_workers)
+        # Ranks make equally many steps that read unequally much.
+        return EvenIterators(sharded, facts.num_workers, type(patched).__name__)
+    return None
 
 
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:

@@ -153,6 +153,14 @@ class EpochSampler(DistributedSampler[T]):
         """Return how many batches the largest share has in a pass, where every rank knows that; else None."""
         return Turns(self.plan, batching, [Part(one.skip, self.pass_length(one))]).most
 
+    def most_found(self, one: Pass[Any], batching: Batching, batches: int) -> int | None:
+        """Return how many batches the largest share has in a pass, as far as this rank knows; None if it does not.
+
+        Raises:
+            StateError: ``batches`` may be all of them, and this rank cannot know it yet.
+        """
+        return self.most_batches(one, batching)
+
     def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
         """Return where a pass stands when so many of its batches were taken."""
         return one.place(one.skip + batches * batching.size)
@@ -188,6 +196,14 @@ class EpochSampler(DistributedSampler[T]):
         self.epochs.set(number)
         if self.given is not None:
             self.given.begin()
+
+    def note_running(self, one: Pass[T]) -> None:
+        """Note that a batch of a pass was handed out, so the training loop is in it, also after a ``set_epoch``.
+
+        Lightning begins an epoch's workers, and then says which epoch it is.
+        """
+        if self.latest is None and self.place is None:
+            self.latest = one
 
     def _measured(self) -> tuple[int, Done, int]:
         """Return what lengths count: an epoch, what other numbers of ranks took of it, and what each rank took since.

@@ -22,6 +22,7 @@ from zoo import seed_ambient
 import ddp_patch.integrations.accelerate
 from ddp_patch import (
     NotPatchedError,
+    StateError,
     UnsupportedLoaderError,
     check_loaders_is_patched,
     gather_in_order,
@@ -96,7 +97,10 @@ def shared_by_accelerate(rank: int, world_size: int) -> dict[str, Any]:
     whole = [batch.tolist() for batch in prepared]
     prepared.set_epoch(7)
     for _ in prepared:
-        state = loader_state(prepared, batches_done=1)
+        state = prepared.state_dict()
+        with raises(StateError, ("_Prepared", "ahead"), "batches_done"):
+            loader_state(prepared)  # accelerate has fetched one more
+        assert state == loader_state(prepared, batches_done=1) != loader_state(patched)
         break
     again = patch_dataloader_to_ddp(numbered(shuffle=True), seed=patched.sampler.seed)  # type: ignore[attr-defined]
     restore_loader(again, state)
@@ -181,7 +185,7 @@ def shared_by_others(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "Fabric's": left_alone(fabric.setup_dataloaders(numbered(shuffle=True))),
         "patched, then Fabric's": left_alone(wrapped),
-        "state": loader_state(wrapped, batches_done=2) == loader_state(patched, batches_done=2),
+        "state": loader_state(wrapped, batches_done=2) == loader_state(patched) == wrapped.state_dict(),
         "Fabric's, not shared": refusal(fabric.setup_dataloaders(numbered(), use_distributed_sampler=False)),
         "ignite's": left_alone(idist.auto_dataloader(range(N), batch_size=8)),
         "ignite's, of a sampler": left_alone(
@@ -193,7 +197,7 @@ def shared_by_others(rank: int, world_size: int) -> dict[str, Any]:
     whole = [batch.tolist() for batch in patched]
     sampler.set_epoch(5)
     next(iter(patched))
-    restore_loader(patched, loader_state(patched, batches_done=1))
+    restore_loader(patched, loader_state(patched))
     found["resumed"] = [fabric.to_device(batch).tolist() for batch in patched] == whole[1:]
     # ignite takes a patched loader's sampler as it is; its batch size is that of all ranks together.
     sampler.set_epoch(5)

@@ -36,7 +36,7 @@ def what_is_no_loader(dataset: Dataset[str], loader: DataLoader[str]) -> None:
     patch_dataloader_to_ddp(dataset)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
     assert_loaders_patched([dataset])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
     gather_in_order([1], dataset)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
-    loader_state(loader)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    loader_state(loader, 1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     restore_loader(loader, 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 

@@ -136,7 +136,7 @@ def calls() -> list[tuple[type[DDPPatchError], str, Call]]:
         InvalidOptionError,
         "batches_done",
         lambda value: loader_state(after_a_pass(), batches_done=value),
-        [True, 1.0, "1", None, -1, 99, np.bool_(True), *WHOLES],
+        [True, 1.0, "1", -1, 99, np.bool_(True), *WHOLES],
     )
     add(StateError, "restore_loader", lambda value: restore_loader(patched(), value), [{}, None, 3, [], {"version": 1}])
     add(StateError, "load_state_dict", lambda value: patched().sampler.load_state_dict(value), [{}, None, "x"])

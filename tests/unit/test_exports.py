@@ -32,14 +32,15 @@ FLOORS = {
     "wrappers": 8,
     "resume": 8,
     "evaluation": 8,
-    "patching": 9,
-    "several": 10,
-    "testing": 10,
-    "integrations": 10,
-    "auditing": 11,
-    "cli": 12,
-    "__main__": 13,
-    "__init__": 13,
+    "stateful": 9,
+    "patching": 10,
+    "several": 11,
+    "testing": 11,
+    "integrations": 11,
+    "auditing": 12,
+    "cli": 13,
+    "__main__": 14,
+    "__init__": 14,
 }
 
 

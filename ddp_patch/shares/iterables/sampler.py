@@ -181,7 +181,7 @@ class StreamSampler(EpochSampler[None]):
             self.dataset.first_items.begin(number, f"epoch {epoch} from {one.begins_at}")
         if self.place is None:
             self.dataset.forget()
-        self.latest, self.place = one, None
+        self.latest, self.place, self.balance = one, None, None
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
         if callable(tell := getattr(self.dataset.dataset, "set_epoch", None)):
@@ -244,6 +244,20 @@ class StreamSampler(EpochSampler[None]):
         if not _source_of(one).is_in_parts:
             return super().most_batches(one, batching)
         return self.turns(one, batching).most if one.is_over else None
+
+    def most_found(self, one: Pass[Any], batching: Batching, batches: int) -> int | None:
+        """Return how many batches the largest share has in a pass, as far as this rank knows; see ``EpochSampler``."""
+        most = self.most_batches(one, batching)
+        if most is None and self.balance is None:
+            most = self.turns(one, batching).most
+            by_length = super().most_batches(one, batching)
+            if most is None and by_length is not None and batches >= by_length:
+                raise StateError(
+                    f"{type(self.dataset.dataset).__name__} may have come to its end after {batches} batches, and "
+                    f"{self.dataset.board.readers} workers that read a part each have not all said so yet. Take the "
+                    "state a step earlier, or after the pass."
+                )
+        return most
 
     def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
         """Return where a pass stands when so many of its batches were taken."""
