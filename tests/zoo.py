@@ -359,6 +359,11 @@ class Kind:
     warning: tuple[str, ...] | None = None
     parts: tuple[int, ...] = ()
 
+    @property
+    def worlds(self) -> tuple[int, ...]:
+        """The numbers of ranks that it is tried in. Starting workers takes long, so with them there are but two."""
+        return (2, 3) if self.make().num_workers else (1, 2, 3, 4, 5)
+
     def of_rank(self, stream: list[Any], plan: Plan) -> list[Any]:
         """Return a rank's share of what one process gets: of the stream, or of each worker's part of it."""
         size = self.make().batch_size or 1
