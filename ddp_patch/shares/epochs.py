@@ -198,11 +198,11 @@ class EpochSampler(DistributedSampler[T]):
             self.given.begin()
 
     def note_running(self, one: Pass[T]) -> None:
-        """Note that a batch of a pass was handed out, so the training loop is in it, also after a ``set_epoch``.
+        """Note that the training loop is in a pass, because it was given a batch of it after a ``set_epoch``.
 
         Lightning begins an epoch's workers, and then says which epoch it is.
         """
-        if self.latest is None and self.place is None:
+        if self.place is None:
             self.latest = one
 
     def _measured(self) -> tuple[int, Done, int]:

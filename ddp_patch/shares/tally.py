@@ -32,13 +32,15 @@ class Tally:
             self._find_pass()
 
     def count(self) -> None:
-        """Note that a batch is handed out."""
-        self._find_pass()
+        """Note that a batch is handed out. It is called for each, so it calls little itself."""
+        if not self._has_pass:
+            self._find_pass()
         self._batches += 1
-        if self._pass is not None:
+        if (one := self._pass) is not None:
             # The loader went on after an error, so one batch or another is passed over: nobody knows the place.
-            self._pass.note_handed_out(None if self._has_failed else self._batches)
-            self._sampler.note_running(self._pass)
+            one.note_handed_out(None if self._has_failed else self._batches)
+            if self._sampler.latest is None:
+                self._sampler.note_running(one)
 
     def fail(self) -> None:
         """Note that an error came in the place of a batch."""

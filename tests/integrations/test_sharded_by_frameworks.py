@@ -4,6 +4,7 @@ import doctest
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -204,6 +205,19 @@ def shared_by_others(rank: int, world_size: int) -> dict[str, Any]:
     of_sampler = idist.auto_dataloader(range(N), batch_size=8, sampler=sampler)
     found["ignite's, of a patched sampler"] = [batch.tolist() for batch in of_sampler] == whole
     return found
+
+
+def test_fabric_keeps_a_loaders_place(tmp_path: Path) -> None:
+    def made() -> Any:
+        return patch_dataloader_to_ddp(numbered(shuffle=True), seed=3, rank=1, num_replicas=2)
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loader, resumed = made(), made()
+    passing = iter(fabric.setup_dataloaders(loader))
+    next(passing)
+    fabric.save(tmp_path / "saved.ckpt", {"loader": loader})
+    fabric.load(tmp_path / "saved.ckpt", {"loader": resumed})
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in passing]
 
 
 def test_lightnings_and_ignites_loaders() -> None:

@@ -298,6 +298,16 @@ def test_a_dataset_that_would_go_on_where_it_was_read_is_refused() -> None:
 
 
 @with_and_without_workers
+def test_its_batches_are_counted_by_the_loop_alone(num_workers: int) -> None:
+    loader = Run(lambda: StatefulDataLoader(Source(), 3, collate_fn=as_it_is, num_workers=num_workers)).start(1)
+    iterator = iter(loader)
+    next(iterator)
+    with raises(StateError, ("StatefulDataLoader", "state_dict() of its own"), "batches_done="):
+        loader_state(loader)
+    assert loader_state(loader, batches_done=1)["done"]
+
+
+@with_and_without_workers
 def test_batches_are_not_counted_in_a_pass_that_it_resumed(num_workers: int) -> None:
     run = Run(lambda: StatefulDataLoader(Source(), 3, collate_fn=as_it_is, num_workers=num_workers))
     stopped = run.start(1)

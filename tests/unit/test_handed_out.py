@@ -258,6 +258,34 @@ def test_where_nobody_counts_the_loop_must(kind: Any) -> None:
     assert loader_state(loader)["epoch"] == 3
 
 
+class Prefetching(DataLoader[Any]):
+    """As Ray's wrapper: it has the attributes of the loader that it iterates, and fetches a batch ahead."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.__dict__.update(loader.__dict__)
+        self.inner = loader
+
+    def __iter__(self) -> Any:
+        batches = iter(self.inner)
+        ahead = next(batches)
+        for following in batches:
+            yield ahead
+            ahead = following
+        yield ahead
+
+
+def test_what_fetches_ahead_of_the_loop_needs_its_count() -> None:
+    loader = patched(of())
+    ahead: Any = Prefetching(loader)
+    for step, _ in enumerate(ahead, 1):
+        if step == 2:
+            break
+    with raises(StateError, "Prefetching", "batches_done="):
+        loader_state(ahead)
+    assert loader_state(ahead, batches_done=2)["done"] == [[2, 4]]
+    assert loader_state(loader)["done"] == [[2, 6]]  # which handed out one more than the loop got
+
+
 def test_a_class_that_makes_its_iterators_still_does() -> None:
     loader = patched(lambda: CountsAgain(Indices(N), 2, collate_fn=as_it_is))
     assert [len(list(loader)), loader.made] == [6, 1]
