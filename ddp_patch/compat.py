@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -167,9 +168,8 @@ def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, time
     return group.allgather([list(rows)], [row], options)
 
 
-def changes_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; no public name tells."""
-    return tensor._version
+# Returns how often a tensor was changed in place, which no public name tells.
+changes_of: Final[Callable[[torch.Tensor], int]] = attrgetter("_version")
 
 
 # The class of what ``get_worker_info()`` returns, which has no public name.

@@ -88,7 +88,9 @@ def patch_dataloader_to_ddp(
             groups stay together that a sampler puts into one batch. ``"auto"`` takes whole batches of a batch sampler
             that is not torch's own, and of samplers that are known to arrange such groups (pytorch-metric-learning's
             ``MPerClassSampler``, trl's ``RepeatSampler``); else samples. With ``batch_size=None``, items are shared as
-            they are.
+            they are. With ``"within_batches"``, every batch that one process makes is one step: rank r takes its items
+            r, r + num_replicas, ... (``layout="contiguous"``: a run), and at least one, as ``iter_with_weights`` tells
+            apart. ``len(loader)`` is then one process's.
         process_group: The group whose ranks share the data. Default: all ranks.
         device_mesh: A mesh whose data-parallel dimensions shard the data: those named ``dp``, ``dp_replicate``,
             ``dp_shard``, ``fsdp`` and the like. Ranks that differ only in other dimensions (tensor, context or

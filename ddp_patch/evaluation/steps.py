@@ -33,13 +33,14 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches) -> Steps
             f"set_epoch({sampler.epoch}) first, to begin at the epoch's beginning."
         )
     sampler.keeps_sizes = batches.level is Level.BATCH
-    step = StepSamples(0, 0, 0, 0)
+    until = 0
     try:
         for number, batch in enumerate(loader):
             if number == 0:
                 one = cast("Pass[Any]", sampler.latest)
-            if number >= step.until:
+            if number >= until:
                 step = sampler.samples_of_step(one, batches, number)
+                until = step.until
             yield batch, step
     finally:
         sampler.keeps_sizes = False

@@ -31,7 +31,7 @@ def part_of(batch: Any, plan: Plan, name: str) -> Any:
         >>> [part_of([5, 3, 8], Plan(rank, 2), "a sampler") for rank in range(2)]
         [[5, 8], [3, 5]]
     """
-    if isinstance(batch, str | bytes | dict) or not isinstance(batch, Iterable | torch.Tensor):
+    if isinstance(batch, str | bytes | dict) or not isinstance(batch, Iterable) or getattr(batch, "ndim", 1) == 0:
         raise UnsupportedLoaderError(
             f"share='within_batches' divides batches of indices, and {name} yields a {type(batch).__name__}, of which "
             "it is not known what its samples are. Let it yield lists of indices, or use share='batches'."

@@ -114,7 +114,11 @@ class EpochSampler(DistributedSampler[T]):
 
     def turns(self, one: Pass[Any], batching: Batching) -> Turns:
         """Return the batches of a pass, with the ends that this rank has found so far."""
-        return Turns(self.plan, batching, [Part(one.skip, one.source.length_found())])
+        return Turns(self.plan, batching, [Part(one.skip, self._length_known(one, one.source.length_found()))])
+
+    def _length_known(self, one: Pass[Any], found: int | None) -> int | None:
+        """Return how many items all ranks share in a pass: as found, or as told where runs were cut from that."""
+        return self.pass_length(one) if found is None and self.plan.needs_length else found
 
     def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
         """Return how many samples step ``number`` of a pass has, whose batch this rank has been given."""

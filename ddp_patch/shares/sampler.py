@@ -258,8 +258,10 @@ class ShardedSampler(EpochSampler[T]):
         """Return how many samples step ``number`` of a pass has; see ``EpochSampler``."""
         if one.sizes is None:
             step = super().samples_of_step(one, batching, number)
+            if one.length is not None or self.plan.needs_length:
+                return step
             # While nobody has found the end, ranks were given whole rounds alone.
-            return step if one.length is not None else step._replace(until=(one.given - one.skip) // batching.size)
+            return step._replace(until=(one.given - one.skip) // batching.size)
         size, until = one.sizes[number], one.sizes.alike_until(number)
         if self._division is not None:
             return divided(self._division, size, until)

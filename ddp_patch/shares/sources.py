@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
-from ddp_patch.plan import Rest, blocks
+from ddp_patch.plan import Plan, Rest, blocks
 from ddp_patch.shares.drawing import Epoch, Stream
 from ddp_patch.shares.held import Held
-from ddp_patch.shares.sizes import Sizes
+from ddp_patch.shares.sizes import Sizes, size_of
 from ddp_patch.streams.chunks import begun
 from ddp_patch.streams.fingerprint import COMPARED, fingerprint
 from ddp_patch.streams.orders import Order, order_of
@@ -106,19 +106,35 @@ class LookedUp(Source[T]):
         self.drawn = sys.maxsize
         rest = plan.rest(order.length, epoch.before)
         length = self.length = len(rest)
-        self.sizes = _sizes_in(order, rest)
-        at = partial(_items_at, order, rest)
+        at: Callable[[range], Sequence[Any]] = partial(_items_at, order, rest)
         real, repeated = plan.sources(length)
         padding = at(repeated)  # first: an order is looked up from its beginning on
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
         rounds = length // plan.num_replicas
+        self.sizes = _sizes_in(order, rest)
+        if self.sizes is None and epoch.keeps_sizes and not plan.needs_length:
+            self.sizes = Sizes()
+            self.sizes.add(0, batches=min(length, skip * plan.num_replicas))  # nobody asks for those that were done
+            at = partial(self._looking_at_all, at, plan, length)
         yield from map(at, blocks(real[skip:rounds]))
         if epoch.verify is not None and skip <= rounds:
             told = range(0, order.length, max(1, order.length // COMPARED))
             epoch.verify(order.length, fingerprint(order.at(told)))
-        yield from map(at, blocks(real[max(skip, rounds) :]))
+        yield from map(at, blocks(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
         yield padding[max(0, skip - len(real)) :]
         self._finish()
+
+    def _looking_at_all(
+        self, at: Callable[[range], Sequence[T]], plan: Plan, length: int, positions: range
+    ) -> Sequence[T]:
+        """Return the items at some of a rank's positions, and note the sizes of all ranks' items up to there."""
+        sizes = cast(Sizes, self.sizes)
+        until = positions[-1] - plan.rank + plan.num_replicas if positions else length
+        everybodys = at(range(len(sizes), min(until, length)))
+        first = len(sizes)
+        for item in everybodys:
+            sizes.add(size_of(item))
+        return everybodys[positions.start - first :: plan.num_replicas] if positions else []
 
     def ends_within(self, items: int) -> bool:
         """Finish, wherever the pass stands: the order was drawn as a whole."""

@@ -216,7 +216,7 @@ class StreamSampler(EpochSampler[None]):
         source = _source_of(one)
         lengths = source.lengths_found()
         if not source.is_in_parts:
-            return Turns(self.plan, batching, [Part(one.skip, lengths[0])])
+            return Turns(self.plan, batching, [Part(one.skip, self._length_known(one, lengths[0]))])
         skips = [split(done, self.plan.num_replicas)[1] for done in _done_of_parts(one, len(lengths))]
         parts, first = list(map(Part, skips, lengths)), source.first_part
         return Turns(self.plan, batching, parts[first:] + parts[:first])
