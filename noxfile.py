@@ -125,6 +125,14 @@ def bench(session: nox.Session) -> None:
     install(session, "--no-deps", "open-metric-learning")
     session.run("python", "-W", "ignore", "benchmarks/speed.py", *session.posargs)
     session.run("python", "-W", "ignore", "benchmarks/even_steps.py")
+    session.run("python", "benchmarks/weights.py")
+
+
+@nox.session
+def gradient(session: nox.Session) -> None:
+    """Compare what ranks train with what one process trains, with other libraries too, for ``docs/benchmarks.md``."""
+    install(session, ".[demo,peers]")
+    session.run("python", "-W", "ignore", "benchmarks/gradient.py", env={"PYTHONPATH": "docs/examples"})
 
 
 @nox.session

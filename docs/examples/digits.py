@@ -91,16 +91,26 @@ def make_loaders(wider: int = 1) -> dict[str, DataLoader[Any]]:
     }
 
 
+def make_network() -> nn.Module:
+    """Return the same network in every process."""
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        return nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double()
+
+
+def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
+    """Return what trains it: slowly, since a learning rate that makes it diverge makes roundings grow."""
+    return torch.optim.SGD(network.parameters(), lr=0.02, momentum=0.9)
+
+
 class Training:
     """A model that is trained on a patched loader."""
 
     def __init__(self, loader: DataLoader[Any], weighted: bool = True) -> None:
         self.loader, self.weighted, self.epoch = loader, weighted, 0
-        with torch.random.fork_rng():
-            torch.manual_seed(SEED)
-            self.network = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double()
+        self.network = make_network()
         self.model = DistributedDataParallel(self.network) if dist.is_initialized() else self.network
-        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.02, momentum=0.9)
+        self.optimizer = make_optimizer(self.network)
 
     def steps(self) -> Iterator[int]:
         """Train; tell after each step how many of its epoch are done."""
