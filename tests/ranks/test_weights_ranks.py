@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from iterables import ShardPerWorker
 from quick import run_ranks
 from torch.utils.data import DataLoader, Sampler
 from zoo import Source, as_it_is, loader, seed_ambient
@@ -60,6 +61,9 @@ def weighing(rank: int, world_size: int) -> dict[str, Any]:
         ),
         "fewer batches than ranks": steps(
             patched(loader(batch_sampler=[[1, 2, 3]]), uneven="keep", agreement="leader")
+        ),
+        "parts of workers, some ranks have one more": steps(
+            patched(DataLoader(ShardPerWorker((1, 4)), 1, num_workers=2, collate_fn=as_it_is), uneven="keep")
         ),
         "tokens": steps(patched(loader(5)), weight_of=tokens),
         "tokens of divided batches": steps(patched(loader(5), share="within_batches"), weight_of=tokens),

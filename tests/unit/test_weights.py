@@ -175,6 +175,13 @@ def test_a_world_given_by_hand_cannot_sum() -> None:
             next(iter_with_weights(given, **options))
 
 
+def test_a_pass_of_which_nothing_is_left_needs_no_sums() -> None:
+    ended, resumed = (patched(loader(batch_sampler=[[1, 2], [3]]), 2, 0) for _ in range(2))
+    list(ended)
+    resumed.sampler.load_state_dict(ended.sampler.state_dict())
+    assert [len(list(iter_with_weights(resumed))) for _ in range(2)] == [0, 1]
+
+
 def test_runs_of_torchs_batches_have_known_sizes() -> None:
     found = [
         [

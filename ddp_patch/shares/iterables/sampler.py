@@ -226,6 +226,14 @@ class StreamSampler(EpochSampler[None]):
         step = super().samples_of_step(one, batching, number)
         return step if self._division is None else divided(self._division, step.items, step.until)
 
+    def knows_totals(self, one: Pass[Any]) -> bool:
+        """Tell whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``.
+
+        A worker whose part has ended is passed over. Where ranks come to that end at different steps, from then on a
+        step is another worker's on each.
+        """
+        return self._division is not None or self.plan.uneven != "keep" or not _source_of(one).is_in_parts
+
     def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
         """Return the batches of a pass if this rank's workers have come to its end, else None."""
         turns = self.turns(one, batching)
