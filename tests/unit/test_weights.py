@@ -111,13 +111,26 @@ def test_weights_have_the_default_dtype_or_the_one_that_is_given() -> None:
     one = patched(loader(), 2, 0)
     assert next(iter_with_weights(one))[1].dtype == torch.float32
     assert next(iter_with_weights(one, dtype=torch.bfloat16))[1].dtype == torch.bfloat16
+    for dtype in (torch.int64, torch.bool, "float32"):
+        with raises(InvalidOptionError, f"dtype={dtype!r}", "torch.float32"):
+            iter_with_weights(one, dtype=dtype)  # type: ignore[arg-type]  # the mistake
 
 
 def test_weights_that_a_training_changes_are_made_anew() -> None:
     one = patched(DataLoader(Indices(16), 4), 2, 0)
-    for _, weights in iter_with_weights(one):
-        assert weights.tolist() == [0.25] * 4
-        weights.zero_()
+    for is_inference in (False, True):
+        with torch.inference_mode(is_inference):
+            for _, weights in iter_with_weights(one):
+                assert weights.tolist() == [0.25] * 4
+                weights.zero_()
+
+
+@pytest.mark.parametrize("iterate", [iter_with_weights, iter_with_mask])
+def test_weights_and_masks_are_on_the_cpu_wherever_other_tensors_are(iterate: Any) -> None:
+    steps = iterate(patched(loader(), 2, 0))
+    next(steps)  # torch begins a loader on the CPU
+    with torch.device("meta"):
+        assert {told.device.type for _, told in steps} == {"cpu"}
 
 
 def test_steps_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +172,11 @@ def test_what_samples_count_is_summed_over_one_rank_too() -> None:
 def test_what_samples_cannot_count_is_refused(gives: Any, fact: str) -> None:
     with raises(InvalidOptionError, ("weight_of", fact), "Return"):
         next(iter_with_weights(loader(), weight_of=gives))
+
+
+def test_what_is_no_function_is_refused_at_the_call() -> None:
+    with raises(InvalidOptionError, ("weight_of=[1, 1]", "no function"), "Pass one"):
+        iter_with_weights(loader(), weight_of=[1, 1])  # type: ignore[arg-type]  # the mistake
 
 
 # Where the ranks must communicate, and cannot.
