@@ -11,7 +11,7 @@ import pytest
 import torch
 from messages import raises
 from torch.utils.data import BatchSampler, DataLoader
-from zoo import ALL_KINDS, STEPS, Indices, Kind, Source, as_it_is, comparable, loader, seed_ambient
+from zoo import ALL_KINDS, STEPS, Bare, Indices, Kind, Source, as_it_is, comparable, loader, seed_ambient
 
 from ddp_patch import (
     InvalidOptionError,
@@ -142,6 +142,13 @@ def test_steps_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch
             patch.setattr(one.sampler, "samples_of_step", looked)
             assert len(list(iter_with_weights(one))) == len(one)
         assert looked.call_count < 100, options
+
+
+@pytest.mark.parametrize("share", ["batches", "within_batches"])
+def test_samples_of_a_batch_without_len_are_counted(share: Any) -> None:
+    for rank in range(2):
+        one = patched(loader(batch_sampler=[Bare([5, 3, 8]), Bare([1])]), 2, rank, share=share)
+        assert all(len(weights) == len(list(batch)) for batch, weights in iter_with_weights(one))
 
 
 # How much a sample counts.
