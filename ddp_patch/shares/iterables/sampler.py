@@ -234,6 +234,10 @@ class StreamSampler(EpochSampler[None]):
         """
         return self._division is not None or self.plan.uneven != "keep" or not _source_of(one).is_in_parts
 
+    def left_out(self, one: Pass[Any]) -> int:
+        """Return how many items a pass leaves out; see ``EpochSampler``."""
+        return _source_of(one).left_out
+
     def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
         """Return the batches of a pass if this rank's workers have come to its end, else None."""
         turns = self.turns(one, batching)
