@@ -137,6 +137,10 @@ class EpochSampler(DistributedSampler[T]):
         """Tell whether this rank alone knows how many samples the steps of a pass that has begun have on all ranks."""
         return True
 
+    def left_out(self, one: Pass[Any]) -> int:
+        """Return how many items a pass leaves out because another package's loader resumed within it."""
+        return 0
+
     def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
         """Return the batches of a pass if this rank has reached its end, else None."""
         length = one.length if one.is_ended else self.pass_length(one)

@@ -25,6 +25,8 @@ from ddp_patch import (
     StateError,
     UnsupportedLoaderError,
     check_loaders_is_patched,
+    iter_with_mask,
+    iter_with_weights,
     loader_state,
     patch_dataloader_to_ddp,
     restore_loader,
@@ -316,6 +318,10 @@ def test_batches_are_not_counted_in_a_pass_that_it_resumed(num_workers: int) -> 
     list(islice(resumed, 1))
     with raises(StateError, ("Source", "load_state_dict()"), "state_dict()"):
         loader_state(resumed, batches_done=1)
+    for iterate in (iter_with_mask, iter_with_weights):
+        resumed = run.start(2, stopped.state_dict())
+        with raises(UnsupportedLoaderError, (iterate.__name__, "load_state_dict()", "epoch 0"), "restore_loader()"):
+            next(iterate(resumed))
 
 
 def test_batches_are_not_counted_while_the_worker_that_resumed_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,8 +158,16 @@ class StreamSampler(EpochSampler[None]):
         return step if self.knows_totals(one) else step._replace(total=None)
 
     def knows_totals(self, one: Pass[Any]) -> bool:
-        """Tell whether this rank knows what others get: not where their workers may no longer take turns alike."""
+        """Tell whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``.
+
+        A worker whose part has ended is passed over. Where ranks come to that end at different steps, from then on a
+        step is another worker's on each.
+        """
         return self._division is not None or self.plan.uneven != "keep" or not source_of(one).is_in_parts
+
+    def left_out(self, one: Pass[Any]) -> int:
+        """Return how many items a pass leaves out; see ``EpochSampler``."""
+        return source_of(one).left_out
 
     def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
         """Return the batches of a pass if this rank's workers have come to its end, else None."""
