@@ -33,14 +33,15 @@ FLOORS = {
     "resume": 8,
     "evaluation": 8,
     "stateful": 9,
-    "patching": 10,
-    "several": 11,
-    "testing": 11,
-    "integrations": 11,
-    "auditing": 12,
-    "cli": 13,
-    "__main__": 14,
-    "__init__": 14,
+    "sharding": 10,
+    "patching": 11,
+    "several": 12,
+    "testing": 12,
+    "integrations": 12,
+    "auditing": 13,
+    "cli": 14,
+    "__main__": 15,
+    "__init__": 15,
 }
 
 
