@@ -142,7 +142,7 @@ def _counted(steps: Steps, ranks: int, dtype: torch.dtype) -> Weighed:
 def _summed(
     steps: Steps, ranks: int, dtype: torch.dtype, weight_of: WeightOf | None, sum_of: Callable[[float], float]
 ) -> Weighed:
-    """Yield batches of whose steps the ranks sum what the samples count.
+    """Yield batches. In each step, the ranks sum how much its samples count.
 
     Args:
         steps: The batches.

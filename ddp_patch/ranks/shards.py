@@ -89,7 +89,7 @@ def why_each_differs(
     """Return for each rank the warnings that ``why_orders_differ`` has, by the places of the loaders.
 
     Args:
-        asked: Of each loader whose orders differ, by its place: the orders, and the class that they come from.
+        asked: The loaders whose orders differ, by their places: these orders, and the class that they come from.
         ranks: How many ranks share.
         told: What each rank tells of these loaders, by their places.
 
