@@ -57,7 +57,7 @@ class EpochSampler(DistributedSampler[T]):
         self.watch: Watch = Watch(agreed.peers, type(self).__name__, keeps=self.plan.uneven == "keep")
         self._facts = {
             **facts,
-            "uneven": self.plan.uneven,
+            "uneven": options.uneven,
             "layout": self.plan.layout,
             "scalable_shuffle": options.scalable_shuffle,
         }
