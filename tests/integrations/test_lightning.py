@@ -385,5 +385,5 @@ def test_the_guard_looks_into_combined_loaders() -> None:
     patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
     combined: Any = CombinedLoader({"a": patched, "b": [patched, loader]})
     assert check_loaders_is_patched([CombinedLoader([patched])])
-    with raises(NotPatchedError, "1 of 3 loaders: train.iterables.b[1].", "patch_dataloader_to_ddp()"):
+    with raises(NotPatchedError, "1 of 3 loaders: loaders['train'].iterables['b'][1].", "patch_dataloader_to_ddp()"):
         assert_loaders_patched({"train": combined})
