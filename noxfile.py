@@ -35,11 +35,9 @@ def package(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train a digit classifier on two ranks and show that one process trains the same one."""
+    """Train a digit classifier on 2, 3 and 4 ranks and show that one process trains the same one."""
     install(session, ".[demo]")
-    # torchrun sets the thread count by itself where it is unset, and warns about it.
-    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "docs/examples/digits.py"]
-    session.run(*command, env={"OMP_NUM_THREADS": "1"})
+    session.run("python", "docs/examples/digits.py")
 
 
 @nox.session(requires=["package"], allow_parallel=True)
@@ -131,6 +129,14 @@ def bench(session: nox.Session) -> None:
     install(session, "--no-deps", "open-metric-learning")
     session.run("python", "-W", "ignore", "benchmarks/speed.py", *session.posargs)
     session.run("python", "-W", "ignore", "benchmarks/even_steps.py")
+    session.run("python", "benchmarks/weights.py")
+
+
+@nox.session
+def gradient(session: nox.Session) -> None:
+    """Compare what ranks train with what one process trains, with other libraries too, for ``docs/benchmarks.md``."""
+    install(session, ".[demo,peers]")
+    session.run("python", "-W", "ignore", "benchmarks/gradient.py", env={"PYTHONPATH": "docs/examples"})
 
 
 @nox.session

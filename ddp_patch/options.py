@@ -29,7 +29,7 @@ Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 Layout: TypeAlias = Literal["interleaved", "contiguous"]
 Agreement: TypeAlias = Literal["auto", "seeded", "ambient", "leader"]
 IterableSharding: TypeAlias = Literal["exact", "by_worker"]
-Share: TypeAlias = Literal["auto", "samples", "batches"]
+Share: TypeAlias = Literal["auto", "samples", "batches", "within_batches"]
 
 # From the resolution of torch's stores to some years.
 _TIMEOUTS_S = (0.001, 1e8)
@@ -57,6 +57,7 @@ _SHARE = {
     "auto": "shares samples, and whole batches where a batch sampler or a sampler puts together what belongs together",
     "samples": "gives each rank samples, of which it makes its own batches",
     "batches": "gives each rank whole batches of one process",
+    "within_batches": "divides each batch of one process over the ranks",
 }
 
 
@@ -94,6 +95,8 @@ class Options:
                 f"scalable_shuffle=True cannot hold with agreement={self.agreement!r}: each rank computes its own "
                 "share of an order that follows from (seed, epoch). Use agreement='auto' or 'seeded'."
             )
+        if self.divides_batches:
+            self._require_divisible()
         seed = None if self.seed is None else as_index(self.seed)
         if self.seed is not None and (seed is None or seed < 0):
             raise InvalidOptionError(
@@ -107,10 +110,30 @@ class Options:
                 "and ranks that wait for each other need an end to it. Pass one."
             )
 
+    def _require_divisible(self) -> None:
+        """Refuse options under which a divided batch would lose samples, or no process has whole batches."""
+        if self.uneven == "drop":
+            raise InvalidOptionError(
+                "uneven='drop' cannot hold with share='within_batches': every batch whose size the number of ranks "
+                "does not divide would lose samples. Use uneven='pad', whose padding iter_with_weights() weighs 0, or "
+                "uneven='keep'."
+            )
+        if self.iterable_sharding == "by_worker":
+            raise InvalidOptionError(
+                "iterable_sharding='by_worker' cannot hold with share='within_batches': the dataset then splits itself "
+                "over all ranks' workers, so no process makes the batches that would be divided. Use "
+                "iterable_sharding='exact'."
+            )
+
+    @property
+    def divides_batches(self) -> bool:
+        """Whether every rank takes a part of each batch that one process makes."""
+        return self.share == "within_batches"
+
     @property
     def needs_length(self) -> bool:
         """Whether a rank must know the stream's length to know its positions."""
-        return self.layout == "contiguous"
+        return self.layout == "contiguous" and not self.divides_batches
 
 
 def as_index(value: Any) -> int | None:

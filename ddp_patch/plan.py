@@ -4,9 +4,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TypeAlias, TypeVar
+from typing import Self, TypeAlias, TypeVar
 
-from ddp_patch.options import Layout, Uneven, check_layout, check_rank, check_uneven
+from ddp_patch.options import Layout, Options, Uneven, check_layout, check_rank, check_uneven
 
 __all__ = ["ITEMS", "Batching", "Done", "Plan", "Rest", "blocks"]
 
@@ -56,6 +56,16 @@ class Plan:
         check_rank(self.rank, self.num_replicas)
         check_uneven(self.uneven)
         check_layout(self.layout)
+
+    @classmethod
+    def of_stream(cls, options: Options, rank: int, num_replicas: int) -> Self:
+        """Return a rank's share of the stream: all of it where each batch is divided."""
+        return cls(0, 1) if options.divides_batches else cls(rank, num_replicas, options.uneven, options.layout)
+
+    @classmethod
+    def of_batch(cls, options: Options, rank: int, num_replicas: int) -> Self | None:
+        """Return a rank's share of each batch, for ``divide``; None where batches are not divided."""
+        return cls(rank, num_replicas, options.uneven, options.layout) if options.divides_batches else None
 
     def total(self, n: int) -> int:
         """Return how many positions all ranks together take from a stream of n items."""
@@ -108,6 +118,18 @@ class Plan:
         # One offset fits all padding: it is shorter than the stream, or this rank has a single item of it.
         turn = padding.start // n * n
         return share[: len(share) - len(padding)], range(padding.start - turn, padding.stop - turn, padding.step)
+
+    def divide(self, n: int) -> tuple[range, range]:
+        """Return ``sources`` of a batch of n samples, of which every rank gets at least one.
+
+        A rank without a sample would make no step, and the others would wait for it.
+
+        Examples:
+            >>> [tuple(map(list, Plan(rank, 3, uneven="keep").divide(2))) for rank in range(3)]
+            [([0], []), ([1], []), ([], [0])]
+        """
+        own, repeated = self.sources(n)
+        return own, repeated if own or repeated else range(min(n, 1))
 
     def part(self, start: int, size: int, n: int) -> slice:
         """Return where this rank's items lie in a chunk of the stream.

@@ -583,8 +583,8 @@ LENGTHS = [1 + 7 * i % 11 for i in range(N)]
 GROUPS = [length % 3 for length in LENGTHS]
 
 
-def pk_batches(**randomness: Any) -> PKBatchSampler:
-    return PKBatchSampler(["abcde"[i % 5] for i in range(N)], p=2, k=2, **randomness)
+def pk_batches(**options: Any) -> PKBatchSampler:
+    return PKBatchSampler(["abcde"[i % 5] for i in range(N)], p=2, k=2, **options)
 
 
 def grouped(sampler: Iterable[int]) -> DataLoader[Any]:
@@ -616,6 +616,7 @@ OUR_KINDS = [
     Kind("windows in their order", lambda: loader(sampler=WindowSampler(N, 4, 2, shuffle=False, seed=5))),
     Kind("PKBatchSampler", lambda: loader(batch_sampler=pk_batches()), batches=True),
     Kind("PKBatchSampler, seed", lambda: loader(batch_sampler=pk_batches(seed=5)), batches=True),
+    Kind("PKBatchSampler, more batches", lambda: loader(batch_sampler=pk_batches(num_batches=9)), batches=True),
     Kind(
         "length buckets",
         lambda: loader(batch_sampler=LengthBucketBatchSampler(LENGTHS, max_tokens=20)),

@@ -1,7 +1,7 @@
 """Gather all ranks' outputs in the order of the unpatched loader."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar, overload
@@ -19,6 +19,7 @@ from ddp_patch.plan import Plan
 from ddp_patch.ranks.comparison import by_value, ranks_text
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.shares.batches import Batches
+from ddp_patch.shares.step_samples import DividedBatches
 from ddp_patch.shares.turns import Turns, places_of_parts
 
 __all__ = ["gather_in_order"]
@@ -70,17 +71,19 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         >>> gather_in_order({"doubled": torch.cat(doubled)}, loader)
         {'doubled': tensor([0, 2, 4, 6, 8])}
     """
-    if is_alone(loader):
+    if is_alone("gather_in_order", loader):
         return outputs
     batches = require_one_stream("gather_in_order", loader)
     members = _members(batches, dst)
-    said, outputs, own = _say(outputs, batches, dst)
+    divided = _divided(batches)
+    said, outputs, own = _say(outputs, batches, dst, divided)
     judge = partial(_judge, batches.sampler.plan, batches.sampler.agreed.world.members or [0])
     if len(members.ranks) == 1:
         arrangement = judge({members.rank: said})[members.rank]
     else:
         arrangement = exchange(members.ranks, _GATHERING, said, judge, members.timeout)
-    return gathered(outputs, own, members, arrangement)
+    places = arrangement.places if divided is None else divided.of_ranks()
+    return gathered(outputs, own, members, replace(arrangement, places=places))
 
 
 def _members(batches: Batches, dst: int | None) -> Members:
@@ -120,7 +123,14 @@ class _Said:
     turns: Turns | None = None
 
 
-def _say(outputs: Any, batches: Batches, dst: int | None) -> tuple[_Said, Any, Packed]:
+def _divided(batches: Batches) -> DividedBatches | None:
+    """Return this rank's rows in a whole pass, where batches are divided."""
+    one = batches.sampler.latest
+    turns = None if one is None else batches.sampler.turns_of_whole(one, batches)
+    return None if one is None or turns is None else batches.sampler.divided_batches(one, turns)
+
+
+def _say(outputs: Any, batches: Batches, dst: int | None, divided: DividedBatches | None) -> tuple[_Said, Any, Packed]:
     """Return this rank's report on its outputs, the outputs that it sends, and those of them that it sends pickled."""
     sampler, one = batches.sampler, batches.sampler.latest
     if one is None:
@@ -129,20 +139,22 @@ def _say(outputs: Any, batches: Batches, dst: int | None) -> tuple[_Said, Any, P
     if turns is None or (sampler.given is not None and sampler.given.is_within):
         return _Said(dst, problem=f"is in the middle of epoch {one.epoch}"), outputs, {}
     begins = "" if one.begins_at == "0" else f" from {one.begins_at} on"
-    at = f"gives the outputs of epoch {one.epoch}{begins}, of {turns.length} items"
+    given = turns if divided is None else divided
+    at = f"gives the outputs of epoch {one.epoch}{begins}, of {given.length} items"
     structure = structure_of(outputs)
-    if problem := structure.problem(turns.samples, _UNITS[batches.level]):
+    if problem := structure.problem(given.samples, _UNITS[batches.level] if divided is None else "samples"):
         return _Said(dst, at, problem=problem), outputs, {}
-    if len(turns.parts) > 1:  # each part's padding comes at its own end, in the midst of what other workers give
+    # Each part's padding comes at its own end, in the midst of what other workers give; each batch's at the batch's.
+    if given.rows < given.samples and (divided is not None or len(turns.parts) > 1):
         outputs = structure.rebuilt(
-            {path: rows_at(leaf, list(turns.real_places())) for path, leaf in leaves_of(outputs)}
+            {path: rows_at(leaf, list(given.real_places())) for path, leaf in leaves_of(outputs)}
         )
     try:
-        own = packed(outputs, structure, turns.rows)
+        own = packed(outputs, structure, given.rows)
     except Exception as error:  # noqa: BLE001 - the user's objects; all ranks get the error
         return _Said(dst, at, problem=f"gives what cannot be pickled: {error}"), outputs, {}
     sizes = {path: len(data) for path, data in own.items()}
-    return _Said(dst, at, turns.rows, structure, sizes, turns=turns), outputs, own
+    return _Said(dst, at, given.rows, structure, sizes, turns=turns), outputs, own
 
 
 def _judge(plan: Plan, ranks: Collection[int], records: Mapping[int, _Said]) -> dict[int, Arrangement]:

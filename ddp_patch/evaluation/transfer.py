@@ -1,6 +1,6 @@
 """Sends the rows of every rank to all ranks or to one, through a gloo group made for the call."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,14 +54,14 @@ class Arrangement:
     Attributes:
         structure: The structure of all ranks' outputs.
         rows: How many rows the result has.
-        places: Where each share's rows go in the result, in order.
+        places: Where each share's rows go in the result, in order. Each may be iterated several times.
         pickled: How many bytes each share's pickled rows have, by path.
         name: A name that no other gathering has.
     """
 
     structure: Structure
     rows: int
-    places: Sequence[Sequence[range]]
+    places: Sequence[Iterable[range]]
     pickled: Sequence[Mapping[str, int]]
     name: str
 
@@ -101,7 +101,7 @@ def gathered(outputs: Any, own: Packed, members: Members, arrangement: Arrangeme
             result = _empty(form, given.get(path), arrangement.rows) if members.receives else None
             for share, source in enumerate(members.ranks):
                 places = arrangement.places[share]
-                leaf = given[path] if source == members.rank and places else None
+                leaf = given[path] if source == members.rank and any(places) else None
                 if form.is_pickled:
                     size = arrangement.pickled[share].get(path, 0)
                     _move_objects(channel, source, leaf, own.get(path, b""), size, result, places)
@@ -194,24 +194,43 @@ def _empty(form: Form, own: Any, rows: int) -> Any:
 
 
 def _move_bytes(
-    channel: _Channel, source: int, leaf: Leaf | None, form: Form, result: Any, places: Sequence[range]
+    channel: _Channel, source: int, leaf: Leaf | None, form: Form, result: Any, places: Iterable[range]
 ) -> None:
     """Move rows with a fixed number of bytes to their places in the result."""
     row_bytes = form.dtype.itemsize * int(np.prod(form.row, dtype=np.int64))
-    step = max(1, _LARGEST_MESSAGE // max(1, row_bytes))
+    done = 0
+    for ranges in _messages(places, max(1, _LARGEST_MESSAGE // max(1, row_bytes))):
+        rows = sum(map(len, ranges))
+        given = None if leaf is None else leaf[done : done + rows]
+        done += rows
+        came = channel.move(source, rows * row_bytes, lambda given=given: _bytes_of(given))  # type: ignore[misc]
+        if result is not None and row_bytes:
+            _put(_rows_of(came, form, result) if given is None else _detached(given), result, ranges)
+
+
+def _messages(places: Iterable[range], rows: int) -> Iterator[list[range]]:
+    """Cut places into messages of so many rows, each one range or several."""
+    message: list[range] = []
+    room = rows
+    for place in places:
+        left = place
+        while left:
+            part, left = left[:room], left[room:]
+            message.append(part)
+            room -= len(part)
+            if not room:
+                yield message
+                message, room = [], rows
+    if message:
+        yield message
+
+
+def _put(rows: Any, result: Any, places: Iterable[range]) -> None:
+    """Put rows into their places in the result."""
     done = 0
     for place in places:
-        for start in range(0, len(place), step):
-            into = place[start : start + step]
-            given = None if leaf is None else leaf[done : done + len(into)]
-            done += len(into)
-            came = channel.move(source, len(into) * row_bytes, lambda given=given: _bytes_of(given))  # type: ignore[misc]
-            if result is not None and row_bytes:
-                result[_slice(into)] = _rows_of(came, form, result) if given is None else _detached(given)
-
-
-def _slice(place: range) -> slice:
-    return slice(place.start, place.stop, place.step)
+        result[place.start : place.stop : place.step] = rows[done : done + len(place)]
+        done += len(place)
 
 
 def _detached(given: Any) -> Any:
@@ -234,7 +253,7 @@ def _rows_of(came: Any, form: Form, result: Any) -> Any:
 
 
 def _move_objects(
-    channel: _Channel, source: int, leaf: Leaf | None, data: bytes, size: int, result: Any, places: Sequence[range]
+    channel: _Channel, source: int, leaf: Leaf | None, data: bytes, size: int, result: Any, places: Iterable[range]
 ) -> None:
     """Move rows that are objects to their places in the result."""
     came = bytearray()
@@ -249,8 +268,4 @@ def _move_objects(
             came += piece.numpy().data
     if result is None:
         return
-    given: Any = unpacked(came) if leaf is None and came else leaf
-    done = 0
-    for place in places:
-        result[_slice(place)] = given[done : done + len(place)]
-        done += len(place)
+    _put(unpacked(came) if leaf is None and came else leaf, result, places)

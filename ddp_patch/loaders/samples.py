@@ -5,11 +5,12 @@ import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ddp_patch.compat import is_torch_batch_sampler
 from ddp_patch.loaders.nesting import deep_copy, nested_samplers
 from ddp_patch.streams.chunks import begun, own, returns_itself
 from ddp_patch.streams.fingerprint import COMPARED, fingerprint
@@ -84,8 +85,11 @@ def is_one_shot(sampler: object, dataset: object = None) -> bool:
     """Tell whether a sampler is an iterator that gives its items once, as a generator does.
 
     An iterator's own ``__iter__`` may begin anew, as lhotse's samplers do. A copy shows it: begun twice, it gives the
-    same items twice. Where that cannot be seen, the iterator counts as one-shot.
+    same items twice. Where that cannot be seen, the iterator counts as one-shot. torch's ``BatchSampler`` counts
+    as what it makes batches of.
     """
+    if is_torch_batch_sampler(type(sampler)):
+        return is_one_shot(cast(Any, sampler).sampler, dataset)
     if not isinstance(sampler, Iterator) or isinstance(sampler, IterableDataset):
         return False
     if returns_itself(sampler):

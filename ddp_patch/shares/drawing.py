@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
 from ddp_patch.plan import Done, Plan
+from ddp_patch.shares.sizes import Sizes
 from ddp_patch.streams.chunks import Chunk, draw, own
 from ddp_patch.streams.fingerprint import Fingerprint
 from ddp_patch.streams.seeding import distributed_permutation
@@ -34,6 +35,7 @@ class Epoch(Generic[T]):
         comes_late: Tells, when the first item is asked for, whether earlier passes drew from the same sampler.
         at_end: Called with how many items the whole stream had and how many were assumed.
         verify: Called at the end with how many items were drawn, and their fingerprint; None where nobody compares.
+        keeps_sizes: Whether somebody wants to know how many samples the items have.
     """
 
     sampler: Iterable[T]
@@ -48,6 +50,7 @@ class Epoch(Generic[T]):
     comes_late: Callable[[], bool]
     at_end: Callable[[int, int], None]
     verify: Callable[[int, str], None] | None
+    keeps_sizes: bool
 
 
 class Stream(Generic[T]):
@@ -56,10 +59,11 @@ class Stream(Generic[T]):
     Args:
         epoch: The epoch.
         stream: The sampler, begun.
+        sizes: Where to note how many samples each item has of what is left of the epoch; None if nobody asks.
     """
 
-    def __init__(self, epoch: Epoch[T], stream: Iterator[T]) -> None:
-        self._epoch, self._stream = epoch, stream
+    def __init__(self, epoch: Epoch[T], stream: Iterator[T], sizes: Sizes | None = None) -> None:
+        self._epoch, self._stream, self._sizes = epoch, stream, sizes
         self._chunks: _ReadAhead[T] | None = None
 
     def shares(self, plans: Sequence[Plan], skip: int, found: Callable[[int], None]) -> Iterator[list[list[T]]]:
@@ -76,6 +80,8 @@ class Stream(Generic[T]):
         rest = plan.rest_of_stream(epoch.length, epoch.before)
         if epoch.before:
             stream = rest.select(stream)
+        if self._sizes is not None:
+            stream = self._sizes.of(stream)
         # After a break, the next pass over an iterator goes on where this one stopped.
         ahead = epoch.draws_ahead and not epoch.is_one_shot
         keeps_all = epoch.verify is not None or len(plans) > 1

@@ -14,6 +14,7 @@ from ddp_patch.shares.held import Held, Holders
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.states import read_state, write_state
+from ddp_patch.shares.step_samples import DividedBatches, StepSamples
 from ddp_patch.shares.turns import Part, Turns
 from ddp_patch.streams.progress import Given
 from ddp_patch.streams.seeding import EpochCounter
@@ -50,13 +51,14 @@ class EpochSampler(DistributedSampler[T]):
         self.tells_rest: bool = True
         self.keeps_sizes: bool = False
         self.given: Given | None = None
+        self._division = agreed.division
         self._holders = Holders(holders)
         options = agreed.options
-        self.watch: Watch = Watch(agreed.peers, type(self).__name__, keeps=options.uneven == "keep")
+        self.watch: Watch = Watch(agreed.peers, type(self).__name__, keeps=self.plan.uneven == "keep")
         self._facts = {
             **facts,
             "uneven": options.uneven,
-            "layout": options.layout,
+            "layout": self.plan.layout,
             "scalable_shuffle": options.scalable_shuffle,
         }
 
@@ -68,12 +70,12 @@ class EpochSampler(DistributedSampler[T]):
     @property
     def rank(self) -> int:  # type: ignore[override]  # as seed
         """This rank, by ``DistributedSampler``'s name."""
-        return self.plan.rank
+        return self.agreed.world.rank
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]  # as seed
         """How many ranks share, by ``DistributedSampler``'s name."""
-        return self.plan.num_replicas
+        return self.agreed.world.num_replicas
 
     def _begin(self, epoch: int, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
         """Begin an epoch; with ``verify=True``, first check that all ranks begin the same one."""
@@ -107,12 +109,37 @@ class EpochSampler(DistributedSampler[T]):
 
     def left(self, place: Place) -> int | None:
         """Return how many items of this rank's share are left at a place; None where the length is not known."""
-        length, (before, skip) = self._length_if_any(place.epoch), place.split(self.num_replicas)
+        length, (before, skip) = self._length_if_any(place.epoch), place.split(self.plan.num_replicas)
         return None if length is None else len(self.plan.share(len(self.plan.rest(length, before)))) - skip
 
     def turns(self, one: Pass[Any], batching: Batching) -> Turns:
         """Return the batches of a pass, with the ends that this rank has found so far."""
-        return Turns(self.plan, batching, [Part(one.skip, one.source.length_found())])
+        return Turns(self.plan, batching, [Part(one.skip, self._length_known(one, one.source.length_found()))])
+
+    def _length_known(self, one: Pass[Any], found: int | None) -> int | None:
+        """Return how many items all ranks share in a pass: as found, or as told where runs were cut from that."""
+        return self.pass_length(one) if found is None and self.plan.needs_length else found
+
+    def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
+        """Return how many samples step ``number`` of a pass has, whose batch this rank has been given."""
+        turns = self.turns(one, batching)
+        turn, total = turns.turn(number), turns.total(number)
+        return StepSamples(turn.items, turn.real, total, turns.whole_after(number))
+
+    def divided_batches(self, one: Pass[Any], turns: Turns) -> DividedBatches | None:
+        """Return this rank's rows of a whole pass, of these batches, where batches are divided; else None."""
+        if self._division is None:
+            return None
+        sizes = [turn.items for turn in turns.all()] if one.sizes is None else one.sizes
+        return DividedBatches(self._division, sizes)
+
+    def knows_totals(self, one: Pass[Any]) -> bool:
+        """Tell whether this rank alone knows how many samples the steps of a pass that has begun have on all ranks."""
+        return True
+
+    def left_out(self, one: Pass[Any]) -> int:
+        """Return how many items a pass leaves out because another package's loader resumed within it."""
+        return 0
 
     def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
         """Return the batches of a pass if this rank has reached its end, else None."""
@@ -129,6 +156,14 @@ class EpochSampler(DistributedSampler[T]):
     def most_batches(self, one: Pass[Any], batching: Batching) -> int | None:
         """Return how many batches the largest share has in a pass, where every rank knows that; else None."""
         return Turns(self.plan, batching, [Part(one.skip, self.pass_length(one))]).most
+
+    def most_found(self, one: Pass[Any], batching: Batching, batches: int) -> int | None:
+        """Return how many batches the largest share has in a pass, as far as this rank knows; None if it does not.
+
+        Raises:
+            StateError: ``batches`` may be all of them, and this rank cannot know it yet.
+        """
+        return self.most_batches(one, batching)
 
     def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
         """Return where a pass stands when so many of its batches were taken."""
@@ -166,6 +201,14 @@ class EpochSampler(DistributedSampler[T]):
         if self.given is not None:
             self.given.begin()
 
+    def note_running(self, one: Pass[T]) -> None:
+        """Note that the training loop is in a pass, because it was given a batch of it after a ``set_epoch``.
+
+        Lightning begins an epoch's workers, and then says which epoch it is.
+        """
+        if self.place is None:
+            self.latest = one
+
     def _measured(self) -> tuple[int, Done, int]:
         """Return what lengths count: an epoch, what other numbers of ranks took of it, and what each rank took since.
 
@@ -175,7 +218,7 @@ class EpochSampler(DistributedSampler[T]):
         before: Done = ()
         if self.place is not None:
             epoch = self.place.epoch
-            before, skip = self.place.split(self.num_replicas)
+            before, skip = self.place.split(self.plan.num_replicas)
         elif one is None or one.is_over:
             epoch = self.epochs.current
         else:

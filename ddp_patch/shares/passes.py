@@ -1,6 +1,5 @@
 """One pass over a rank's share of an epoch: where it begins, how far it has come, where it ends."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -12,6 +11,7 @@ from ddp_patch.ranks.histories import State as Known
 from ddp_patch.ranks.watching import Watch
 from ddp_patch.shares.held import Held, Holders
 from ddp_patch.shares.place import Place
+from ddp_patch.shares.sizes import Sizes, size_of
 from ddp_patch.shares.sources import Source
 from ddp_patch.streams.progress import Progress, State
 
@@ -33,13 +33,18 @@ class Pass(Progress, Generic[T]):
         source: How it gets its items.
         watch: Compares it with the other ranks' passes.
         resumes: Whether it goes on from a place that was loaded.
-        keeps_sizes: Whether to keep how many samples each item given has.
+        sizes: Where to note how many samples each item has; None where nobody wants to know.
+        divide: Returns this rank's part of an item; None where ranks take whole ones.
         at_end: Called with how many items all ranks share in it, once that is known and before a rank is given items
             that others have no match for.
 
     Attributes:
         start: Where it began.
         before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
+        sizes: How many samples each item has that was given, as a whole; None where nobody wants to know.
+        handed_out: How many batches of it the training loop was given, without those that workers fetched ahead; None
+            where nobody counts them.
+        is_exhausted: Whether the loop was told that there are no more.
     """
 
     def __init__(
@@ -51,15 +56,19 @@ class Pass(Progress, Generic[T]):
         watch: Watch,
         *,
         resumes: bool = False,
-        keeps_sizes: bool = False,
+        sizes: Sizes | None = None,
+        divide: Callable[[T], T] | None = None,
         at_end: Callable[[int], object] = lambda length: None,
     ) -> None:
         before, skip = start.split(num_replicas)
         super().__init__(skip)
         self.before: Done = before
+        self.handed_out: int | None = None
+        self.is_exhausted: bool = False
         self.source: Source[T] = source
         self._resumes, self._at_end = resumes, at_end
-        self._sizes: deque[int] | None = deque() if keeps_sizes else None
+        self.sizes: Sizes | None = sizes
+        self._divide = divide
         self.start: Place = start
         self._num_replicas, self._holders = num_replicas, holders
         self._watch = watch
@@ -75,6 +84,11 @@ class Pass(Progress, Generic[T]):
     def epoch(self) -> int:
         """Which epoch it is over."""
         return self.start.epoch
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be asked for; persistent workers keep a pass that the loop has seen the end of."""
+        return self.is_exhausted or super().is_over
 
     @property
     def length(self) -> int | None:
@@ -95,7 +109,7 @@ class Pass(Progress, Generic[T]):
             for part in self.source.parts(self.skip):
                 if self.length is not None:
                     self._at_end(self.length)
-                run = self.give(part)
+                run = self.give(self._prepared(part))
                 self._catch_up()
                 yield from self._compared(run) if self._watch.is_on else [run]
             self.end()
@@ -125,15 +139,20 @@ class Pass(Progress, Generic[T]):
         known = Known.ENDED if self.is_ended or ends_elsewhere else _KNOWN[self.state]
         return Standing(self._surely_taken, known)
 
-    def give(self, part: Sequence[R]) -> Iterator[R]:
-        """Give the items that come next; return an iterator over them."""
-        if self._sizes is not None:
-            self._sizes.extend(map(_samples, part))
-        return super().give(part)
+    def _prepared(self, part: Sequence[T]) -> Sequence[T]:
+        """Note the sizes of items that come next, and divide them, where that is wanted."""
+        if self.sizes is not None:
+            for item in part:
+                self.sizes.add(size_of(item))
+        return part if self._divide is None else list(map(self._divide, part))
 
-    def next_size(self) -> int | None:
-        """Return how many samples the next item has, of those given in turn; None where nobody wanted to know."""
-        return None if self._sizes is None else self._sizes.popleft()
+    def note_handed_out(self, batches: int | None) -> None:
+        """Note how many of its batches the training loop has been given; None if that is not known any more."""
+        self.handed_out = batches
+
+    def note_exhausted(self) -> None:
+        """Note that the training loop was told that there are no more batches."""
+        self.is_exhausted = True
 
     def _begin_generators(self) -> None:
         """Have the generators where they were when the first item was drawn: a loader may draw from them before."""
@@ -174,10 +193,3 @@ class Pass(Progress, Generic[T]):
     def ends_within(self, items: int) -> bool:
         """Draw on to the end if it is at most so many items away, and tell whether it is; see ``Source``."""
         return self.is_ended or self.source.ends_within(items)
-
-
-def _samples(item: Any) -> int:
-    try:
-        return len(item)
-    except TypeError:  # no batch, but a key
-        return 1

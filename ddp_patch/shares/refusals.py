@@ -148,7 +148,7 @@ def require_steps_known(
 ) -> None:
     """Refuse an epoch without steps where its length is known now; else a pass does that when it comes to the end."""
     if (n := stream.length) is not None:
-        plan = Plan(world.rank, world.num_replicas, options.uneven, options.layout)
+        plan = Plan.of_stream(options, world.rank, world.num_replicas)
         require_steps(plan, batching, stream.name, [n], in_batches=in_batches)
 
 

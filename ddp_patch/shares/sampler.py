@@ -13,12 +13,15 @@ from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.nesting import NestedEpochs
 from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.shares.division import part_of
 from ddp_patch.shares.drawing import Epoch, require_sure_length
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.held import Held
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Place
+from ddp_patch.shares.sizes import Sizes
 from ddp_patch.shares.sources import Drawn, LookedUp, Nothing, Source
+from ddp_patch.shares.step_samples import StepSamples, divided, of_whole_batches
 from ddp_patch.shares.steps import require_steps
 from ddp_patch.streams.generators import random_generators, torch_generators, unmoved
 from ddp_patch.streams.orders import has_computed_order, has_order, is_always_alike, is_torch_sampler, scalable
@@ -67,6 +70,10 @@ class ShardedSampler(EpochSampler[T]):
         return wrapper
 
     @property
+    def _name(self) -> str:
+        return type(self.sampler).__name__
+
+    @property
     def dataset(self) -> Any:  # type: ignore[override]  # torch sets it at construction
         """The wrapped sampler, by ``DistributedSampler``'s name for what it shares."""
         return self.sampler
@@ -75,7 +82,7 @@ class ShardedSampler(EpochSampler[T]):
     def total_size(self) -> int:  # type: ignore[override]  # torch fixes it at construction; here it is computed
         """How many items all ranks take together in an epoch, or in what is left of it, padding included."""
         length, skip = self._length_measured()
-        return max(0, self.plan.total(length) - skip * self.num_replicas)
+        return max(0, self.plan.total(length) - skip * self.plan.num_replicas)
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # as total_size
@@ -159,12 +166,13 @@ class ShardedSampler(EpochSampler[T]):
         source: Source[T] = Nothing() if is_spent else self._source(start)
         self.latest = one = Pass(
             start,
-            self.num_replicas,
+            self.plan.num_replicas,
             self._holders,
             source,
             self.watch,
             resumes=resumes,
-            keeps_sizes=self.keeps_sizes,
+            sizes=Sizes() if self.keeps_sizes or self._division is not None else None,
+            divide=None if self._division is None else partial(part_of, plan=self._division, name=self._name),
             at_end=partial(self._require_steps, start),
         )
         if is_spent:
@@ -198,7 +206,7 @@ class ShardedSampler(EpochSampler[T]):
         if start.ended or not (self.agreed.options.verify and self.plan.uneven == "keep"):
             return start.ended
         # Where ranks meet, one with an item more must do as those do that have come to their end.
-        before, skip = start.split(self.num_replicas)
+        before, skip = start.split(self.plan.num_replicas)
         length = self._length_if_any(start.epoch)
         return bool(skip) and length is not None and skip == self.plan.rounds(len(self.plan.rest(length, before)))
 
@@ -210,7 +218,7 @@ class ShardedSampler(EpochSampler[T]):
             is_one_shot=self._is_one_shot,
             number=start.epoch,
             plan=self.plan,
-            before=start.split(self.num_replicas)[0],
+            before=start.split(self.plan.num_replicas)[0],
             rng=epoch_states(options, self.agreed.seed, start.epoch),
             draws_ahead=options.agreement != "ambient",
             shuffle_seed=self.seed if self.shuffle else None,
@@ -219,6 +227,7 @@ class ShardedSampler(EpochSampler[T]):
             comes_late=lambda: self.epochs.passes > 1,  # this pass counts by then
             # The leader alone draws, so there is nothing to compare.
             verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
+            keeps_sizes=self.keeps_sizes and self._division is None,
         )
         if leader is not None:
             from ddp_patch.shares.led import Led  # most trainings do without
@@ -232,8 +241,7 @@ class ShardedSampler(EpochSampler[T]):
     def _require_steps(self, start: Place, length: int) -> None:
         """Refuse an epoch without steps. The rest of one may well have none."""
         if start.is_whole:
-            name = type(self.sampler).__name__
-            require_steps(self.plan, self._batching, name, [length], in_batches=self._batching.size > 1)
+            require_steps(self.plan, self._batching, self._name, [length], in_batches=self._batching.size > 1)
 
     def _turn(self, epoch: int) -> dict[str, object]:
         """Return which pass is being made, to be compared between the ranks."""
@@ -245,6 +253,29 @@ class ShardedSampler(EpochSampler[T]):
             return False
         # All that is drawn is compared, where it can be drawn.
         return has_computed_order(self.sampler) or not self.agreed.options.verify
+
+    def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
+        """Return how many samples step ``number`` of a pass has; see ``EpochSampler``."""
+        if one.sizes is None:
+            step = super().samples_of_step(one, batching, number)
+            if one.length is not None or self.plan.needs_length:
+                return step
+            # While nobody has found the end, ranks were given whole rounds alone.
+            return step._replace(until=(one.given - one.skip) // batching.size)
+        size, until = one.sizes[number], one.sizes.alike_until(number)
+        if self._division is not None:
+            return divided(self._division, size, until)
+        real = size if self.turns(one, batching).turn(number).real else 0
+        if (sizes := one.source.sizes) is None:
+            return StepSamples(size, real, None, number + 1)
+        round_, ranks = one.skip + number, self.plan.num_replicas
+        total = of_whole_batches(self.plan, round_, one.length, sizes)
+        alike = number if self.plan.needs_length else sizes.alike_until(round_ * ranks) // ranks - one.skip
+        return StepSamples(size, real, total, alike)
+
+    def knows_totals(self, one: Pass[Any]) -> bool:
+        """Tell whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``."""
+        return one.sizes is None or self._division is not None or one.source.sizes is not None
 
     def _compare_end(self, epoch: int, drawn: int, order: str) -> None:
         if self.plan.needs_length:

@@ -6,11 +6,13 @@ The third way, sent by the leader, is in ``led.py``: most trainings do without.
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from itertools import chain
+from typing import Any, Generic, TypeVar, cast
 
-from ddp_patch.plan import Rest, blocks
+from ddp_patch.plan import Plan, Rest, blocks
 from ddp_patch.shares.drawing import Epoch, Stream
 from ddp_patch.shares.held import Held
+from ddp_patch.shares.sizes import Sizes, size_of
 from ddp_patch.streams.chunks import begun
 from ddp_patch.streams.fingerprint import COMPARED, fingerprint
 from ddp_patch.streams.orders import Order, order_of
@@ -29,12 +31,15 @@ class Source(Generic[T]):
         drawn: How many items of this rank's share were drawn, those that the pass skips included.
         held_before: What another rank said that the samplers held before the pass, where that one draws.
         held_after: What it said that they held after it.
+        sizes: How many samples each item of the pass has, all ranks' items in order and as far as they were drawn; None
+            where this rank does not see them, or nobody wants to know.
     """
 
     length: int | None = None
     drawn: int = 0
     held_before: Held | None = None
     held_after: Held | None = None
+    sizes: Sizes | None = None
     # Whether the whole epoch is drawn before the first item is given.
     is_drawn_at_once: bool = False
     # Whether items are drawn in this process, where the samplers' generators are.
@@ -75,6 +80,9 @@ class Source(Generic[T]):
 class Nothing(Source[T]):
     """Has no items: nothing is left of the epoch."""
 
+    def __init__(self) -> None:
+        self.sizes = Sizes()  # those of no item are all known
+
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Return no part."""
         return iter(())
@@ -101,18 +109,35 @@ class LookedUp(Source[T]):
         self.drawn = sys.maxsize
         rest = plan.rest(order.length, epoch.before)
         length = self.length = len(rest)
-        at = partial(_items_at, order, rest)
+        at: Callable[[range], Sequence[Any]] = partial(_items_at, order, rest)
         real, repeated = plan.sources(length)
         padding = at(repeated)  # first: an order is looked up from its beginning on
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
         rounds = length // plan.num_replicas
+        self.sizes = _sizes_in(order, rest)
+        if self.sizes is None and epoch.keeps_sizes and not plan.needs_length:
+            self.sizes = Sizes()
+            self.sizes.add(0, batches=min(length, skip * plan.num_replicas))  # nobody asks for those that were done
+            at = partial(self._looking_at_all, at, plan, length)
         yield from map(at, blocks(real[skip:rounds]))
         if epoch.verify is not None and skip <= rounds:
             told = range(0, order.length, max(1, order.length // COMPARED))
             epoch.verify(order.length, fingerprint(order.at(told)))
-        yield from map(at, blocks(real[max(skip, rounds) :]))
+        yield from map(at, blocks(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
         yield padding[max(0, skip - len(real)) :]
         self._finish()
+
+    def _looking_at_all(
+        self, at: Callable[[range], Sequence[T]], plan: Plan, length: int, positions: range
+    ) -> Sequence[T]:
+        """Return the items at some of a rank's positions, and note the sizes of all ranks' items up to there."""
+        sizes = cast(Sizes, self.sizes)
+        until = positions[-1] - plan.rank + plan.num_replicas if positions else length
+        everybodys = at(range(len(sizes), min(until, length)))
+        first = len(sizes)
+        for item in everybodys:
+            sizes.add(size_of(item))
+        return everybodys[positions.start - first :: plan.num_replicas] if positions else []
 
     def ends_within(self, items: int) -> bool:
         """Finish, wherever the pass stands: the order was drawn as a whole."""
@@ -135,7 +160,9 @@ class Drawn(Source[T]):
         # torch.Generator, the order of their draws is part of the stream.
         with epoch.rng:
             stream = begun(epoch.sampler)
-        self._stream = Stream(epoch, stream)
+        # In runs, one rank would see another's batches steps later.
+        self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None
+        self._stream = Stream(epoch, stream, self.sizes)
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw on, and yield what is this rank's."""
@@ -146,6 +173,16 @@ class Drawn(Source[T]):
         """Draw on, and tell whether at most so many items of the share are left."""
         # What is read ahead of an iterator would be lost to the next pass.
         return not self._epoch.is_one_shot and self._stream.ends_within(items)
+
+
+def _sizes_in(order: Order, rest: Rest) -> Sizes | None:
+    """Return how many samples each item of the rest has, where the order tells."""
+    if order.sizes is None:
+        return None
+    sizes = Sizes()
+    for size, batches in chain.from_iterable(map(order.sizes, rest.runs)):
+        sizes.add(size, batches)
+    return sizes
 
 
 def _items_at(order: Order, rest: Rest, positions: range) -> Sequence[Any]:

@@ -126,7 +126,7 @@ class Turns:
     @property
     def samples(self) -> int:
         """How many items all batches have together, as far as ends are known."""
-        return sum(turn.items for turn in self._all())
+        return sum(turn.items for turn in self.all())
 
     @property
     def length(self) -> int:
@@ -139,6 +139,8 @@ class Turns:
 
     def _next(self, batches: int) -> tuple[int, int]:
         """Return whose turn comes after so many batches, and how many it has made before."""
+        if len(self.parts) == 1:
+            return 0, batches
         before, after = self.made(batches), self.made(batches + 1)
         return next(((place, made) for place, made in enumerate(before) if after[place] > made), (0, 0))
 
@@ -165,7 +167,31 @@ class Turns:
         items = max(0, min(size, share - first))
         return Turn(place, first, items, max(0, min(items, share - padding - first)))
 
-    def _all(self) -> Iterator[Turn]:
+    def total(self, number: int) -> int:
+        """Return how many samples that are not padding batch ``number`` has on all ranks together."""
+        place, made = self._next(number)
+        part, size, ranks = self.parts[place], self.batching.size, range(self.plan.num_replicas)
+        if part.length is None or made < self._whole(part):
+            return size * len(ranks)
+        turns = [self._on_rank(rank)._turn(place, made) for rank in ranks]
+        return sum(turn.real for turn in turns if turn.items == size or not self.batching.drop_last)
+
+    def whole_after(self, number: int) -> int:
+        """Return up to which batch, from ``number`` on, all surely are whole on every rank; ``number`` if none is."""
+        if len(self.parts) > 1 or self.parts[0].length is None:
+            return number
+        return max(number, self._whole(self.parts[0]))
+
+    def _whole(self, part: Part) -> int:
+        """Return how many first batches of a part, whose end is known, are full and without padding on every rank."""
+        length, plan = part.length or 0, self.plan
+        real = length // plan.num_replicas
+        if plan.needs_length and plan.uneven == "pad":  # the last ranks' runs are padding
+            real = max(0, length - (plan.num_replicas - 1) * plan.rounds(length))
+        return max(0, real - part.skip) // self.batching.size
+
+    def all(self) -> Iterator[Turn]:
+        """Yield all batches, as far as ends are known."""
         most = [own or 0 for own in self._batches]
         for number in range(max(most, default=0)):
             yield from (self._turn(place, number) for place, own in enumerate(most) if own > number)
@@ -173,12 +199,12 @@ class Turns:
     @property
     def rows(self) -> int:
         """How many samples of all batches are not padding, as far as ends are known."""
-        return sum(turn.real for turn in self._all())
+        return sum(turn.real for turn in self.all())
 
     def real_places(self) -> Iterator[int]:
         """Yield which of this rank's samples, counted as they come, are not padding."""
         at = 0
-        for turn in self._all():
+        for turn in self.all():
             yield from range(at, at + turn.real)
             at += turn.items
 
@@ -189,7 +215,7 @@ class Turns:
             Its batch's number among those of its worker, the worker's turn, and its place in the batch.
         """
         size, ranks = self.batching.size, self.plan.num_replicas
-        for turn in self._all():
+        for turn in self.all():
             for item in range(turn.first, turn.first + turn.real):
                 number, place = divmod(item * ranks + self.plan.rank, size)
                 yield number, turn.part, place

@@ -37,8 +37,19 @@ def unit_shared(facts: LoaderFacts[L], share: Share) -> LoaderFacts[L]:
                 f"{name} item by item, and each makes batches of its own. Let the dataset yield whole batches and pass "
                 "batch_size=None, or leave share out."
             )
-        case Level.SAMPLE, "batches":
+        case Level.UNBATCHED, "within_batches":
+            raise _not_divisible(name)
+        case Level.ITERABLE, "within_batches" if facts.batch_size is None:
+            raise _not_divisible(name)
+        case Level.SAMPLE, "batches" | "within_batches":
             return facts.in_whole_batches()
         case Level.SAMPLE, "auto" if arranges_neighbours(facts.stream.source):
             return facts.in_whole_batches()
     return facts
+
+
+def _not_divisible(name: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        f"share='within_batches' cannot hold for a loader with batch_size=None: to torch each item of {name} is one "
+        "whole, even if it holds several samples. Give the loader a batch_size or a batch_sampler, or leave share out."
+    )

@@ -60,11 +60,14 @@ class Order:
         at: Returns the items at some positions, all in ``range(length)``. Positions must increase, also from call to
             call.
         finish: Draws what the sampler draws after its last item.
+        sizes: Returns how many samples the batches at some positions have, and how many batches have that size, in
+            runs; None where only the batches themselves show it.
     """
 
     length: int
     at: Callable[[range], Sequence[Any]]
     finish: Callable[[], object] = lambda: None
+    sizes: Callable[[range], Sequence[tuple[int, int]]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +197,11 @@ def _in_batches(items: Order, size: int, drop_last: bool) -> Order:
         starts = range(positions.start * size, positions.stop * size, positions.step * size)
         return [list(items.at(range(start, min(start + size, length)))) for start in starts]
 
-    return Order(length // size if drop_last else -(-length // size), at, items.finish)
+    def sizes(positions: range) -> list[tuple[int, int]]:
+        whole = max(0, min(positions.stop, length // size) - positions.start)
+        return [(size, whole), (length % size, len(positions) - whole)]
+
+    return Order(length // size if drop_last else -(-length // size), at, items.finish, sizes)
 
 
 def spread(values: Any) -> list[Any]:

@@ -1,186 +1,239 @@
-"""Train a classifier of handwritten digits on all ranks, then in one process, and show that both are the same.
+"""Train a classifier of handwritten digits in one process and on 2, 3 and 4 ranks, and compare the parameters.
 
-Start it with ``torchrun --standalone --nproc-per-node 2 docs/examples/digits.py``.
+``python docs/examples/digits.py`` starts the ranks itself; those of one training are killed, and others go on.
 """
 
-import copy
-from collections import Counter
+import multiprocessing
+import os
+import signal
+import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, WeightedRandomSampler, get_worker_info
 
-from ddp_patch import assert_loaders_patched, patch_dataloader_to_ddp
-from ddp_patch.samplers import IterationBatchSampler, PKBatchSampler, WeightedClassSampler
+from ddp_patch import RanksFailedError, iter_with_weights, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.samplers import IterationBatchSampler, PKBatchSampler
+from ddp_patch.testing import run_ranks
 
-Batch = tuple[Tensor, ...]  # images, labels, indices
-Loaders = dict[str, DataLoader[Batch]]
-Seen = dict[str, list[list[int]]]  # by loader: the indices in each batch
+Share: TypeAlias = Literal["within_batches", "samples", "batches"]
+Trained: TypeAlias = dict[str, dict[str, Tensor]]  # by way and loader: all parameters
 
-SEED, EPOCHS, BATCH_SIZE = 7, 5, 32
-# DDP averages the ranks' mean losses, which is the mean over the union only where the ranks' batches are of one size.
-# So with two ranks the sizes are even: 750 items per rank (the last batch has 14 on both) and 46 P x K batches.
-TRAIN_SIZE, P, K, PK_BATCHES = 1500, 8, 4, 46
-EVALUATION = "evaluation"
-TOLERANCE = 1e-4
+SEED, EPOCHS = 7, 3
+# The last batch has 11 samples, and no number of ranks divides a batch of P x K = 25.
+SAMPLES, BATCH_SIZE, P, K, PK_BATCHES = 203, 16, 5, 5, 11
+WORLDS, KILLED_WORLD, KILLED_EPOCH, KILLED_STEP = (2, 3, 4), 3, 1, 5
+TOLERANCE = 1e-10
 
-
-@dataclass(frozen=True)
-class Result:
-    """What one process saw in the last epoch, and for each index of the evaluation data whether it was right."""
-
-    seen: Seen
-    right: dict[int, bool]
+SHARES: tuple[Share, ...] = ("within_batches", "samples", "batches")
+RESUMED, PLAIN = "killed and resumed", "without weights"  # both within batches
+BATCHES_ALONE = {"1 to 9 samples", "P x K"}  # have batch samplers of their own, which make no samples to share
+SAMPLES_ALONE = {"iterable, two workers"}  # whose workers read samples
 
 
-@dataclass(frozen=True)
-class Shares:
-    """What the ranks together saw of one loader in an epoch, against what one process sees."""
+class UnequalBatches(Sampler[list[int]]):
+    """Batches of 1 to 9 samples, drawn anew in each epoch."""
 
-    items: list[int]
-    steps: list[int]
-    missing: int
-    repeated: int
-    padding: int
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(SAMPLES).tolist()
+        while order:
+            size = int(torch.randint(1, 10, ()))
+            yield order[:size]
+            order = order[size:]
 
 
-def make_loaders(batch_size: int) -> Loaders:
-    """Three training loaders and one for evaluation, as they would be written for one process."""
-    images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
-    data = TensorDataset(images.float() / 16, labels, torch.arange(len(labels)))
-    # TensorDataset(*data[a:b]) is the part with the indices still those of the whole.
-    train, evaluation = TensorDataset(*data[:TRAIN_SIZE]), TensorDataset(*data[TRAIN_SIZE:])
-    train_labels = labels[:TRAIN_SIZE]
-    balanced = WeightedClassSampler.n_per_class(train_labels, TRAIN_SIZE // 10)
-    pk_batches = IterationBatchSampler(PKBatchSampler(train_labels, P, K), PK_BATCHES)
+class Joined(Sampler[list[int]]):
+    """Every ``count`` consecutive batches as one: what so many ranks take in a step."""
+
+    def __init__(self, batch_sampler: Iterable[list[int]], count: int) -> None:
+        self.batch_sampler, self.count = batch_sampler, count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = iter(self.batch_sampler)
+        while group := list(islice(batches, self.count)):
+            yield list(chain.from_iterable(group))
+
+
+class Stream(IterableDataset[tuple[Tensor, ...]]):
+    """The samples in order, of which each worker reads its part."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        info = get_worker_info()
+        places = range(info.id, SAMPLES, info.num_workers) if info else range(SAMPLES)
+        return (self.data[place] for place in places)
+
+
+def make_loaders(wider: int = 1) -> dict[str, DataLoader[Any]]:
+    """Five loaders, as they are written for one process; or with so many times larger batches."""
+    images, labels = (torch.from_numpy(array[:SAMPLES]) for array in load_digits(return_X_y=True))
+    data = TensorDataset(images / 16, labels)
+    pk_batches = IterationBatchSampler(PKBatchSampler(labels, P, K), PK_BATCHES)
+    unequal, pk = (Joined(given, wider) if wider > 1 else given for given in (UnequalBatches(), pk_batches))
+    size = BATCH_SIZE * wider
     return {
-        "shuffled": DataLoader(train, batch_size, shuffle=True),
-        "class-balanced": DataLoader(train, batch_size, sampler=balanced),
-        "P x K batches": DataLoader(train, batch_sampler=pk_batches),
-        EVALUATION: DataLoader(evaluation, batch_size),
+        "shuffled": DataLoader(data, size, shuffle=True),
+        "weighted": DataLoader(data, size, sampler=WeightedRandomSampler((1 + labels).tolist(), SAMPLES)),
+        "1 to 9 samples": DataLoader(data, batch_sampler=unequal),
+        "P x K": DataLoader(data, batch_sampler=pk),
+        "iterable, two workers": DataLoader(Stream(data), size, num_workers=2),
     }
 
 
-def joined(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
-    """Yield every ``count`` consecutive batches as one."""
-    iterator = iter(batches)
-    while group := list(islice(iterator, count)):
-        yield tuple(torch.cat(column) for column in zip(*group, strict=True))
+def make_network() -> nn.Module:
+    """Return the same network in every process."""
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        return nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double()
 
 
-def train(model: nn.Module, loaders: Loaders, pk_batches_per_step: int, title: str, progress: Progress) -> Result:
-    """Train on every training loader in every epoch, then evaluate."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    training = {name: loader for name, loader in loaders.items() if name != EVALUATION}
-    seen: Seen = {}
-    for _ in progress.track(range(EPOCHS), description=title):
-        for name, loader in training.items():
-            batches_per_step = 1 if loader.batch_size else pk_batches_per_step
-            seen[name] = [step(model, optimizer, batch) for batch in joined(loader, batches_per_step)]
-    seen[EVALUATION], right = evaluate(model, loaders[EVALUATION])
-    return Result(seen, right)
+def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
+    """Return what trains it: slowly, since a learning rate that makes it diverge makes roundings grow."""
+    return torch.optim.SGD(network.parameters(), lr=0.02, momentum=0.9)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> list[int]:
-    """Take one training step; return the batch's indices."""
-    images, labels, indices = batch
-    optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(model(images), labels)
-    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-    optimizer.step()
-    return indices.tolist()
+class Training:
+    """A model that is trained on a patched loader."""
+
+    def __init__(self, loader: DataLoader[Any], weighted: bool = True) -> None:
+        self.loader, self.weighted, self.epoch = loader, weighted, 0
+        self.network = make_network()
+        self.model = DistributedDataParallel(self.network) if dist.is_initialized() else self.network
+        self.optimizer = make_optimizer(self.network)
+
+    def steps(self) -> Iterator[int]:
+        """Train; tell after each step how many of its epoch are done."""
+        for epoch in range(self.epoch, EPOCHS):
+            self.epoch = epoch
+            for done, ((images, labels), weights) in enumerate(self.batches(), start=1):
+                self.optimizer.zero_grad()
+                losses = nn.functional.cross_entropy(self.model(images), labels, reduction="none")
+                loss = losses.mean() if weights is None else (losses * weights).sum()
+                loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+                self.optimizer.step()
+                yield done
+
+    def batches(self) -> Iterator[tuple[Any, Tensor | None]]:
+        """Yield an epoch's batches, with weights where they are wanted."""
+        if self.weighted:
+            return iter_with_weights(self.loader, dtype=torch.float64)
+        return ((batch, None) for batch in self.loader)
+
+    def finish(self) -> Tensor:
+        """Train to the end and return all parameters."""
+        for _ in self.steps():
+            pass
+        return nn.utils.parameters_to_vector(self.network.parameters()).detach()
+
+    def save(self, file: Path, batches_done: int) -> None:
+        """Write a checkpoint."""
+        loader = loader_state(self.loader, batches_done=batches_done)
+        torch.save(
+            {"model": self.network.state_dict(), "optimizer": self.optimizer.state_dict(), "loader": loader}, file
+        )
+
+    def load(self, file: Path) -> None:
+        """Go on from a checkpoint, whatever number of ranks wrote it."""
+        checkpoint = torch.load(file, weights_only=True)
+        self.network.load_state_dict(checkpoint["model"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        restore_loader(self.loader, checkpoint["loader"])
+        self.epoch = checkpoint["loader"]["epoch"]
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, loader: DataLoader[Batch]) -> tuple[list[list[int]], dict[int, bool]]:
-    """Return the indices in each batch, and for each index whether the prediction is right."""
-    batches: list[list[int]] = []
-    right: dict[int, bool] = {}
-    for images, labels, indices in loader:
-        batches.append(indices.tolist())
-        right |= zip(batches[-1], (model(images).argmax(dim=1) == labels).tolist(), strict=True)
-    return batches, right
+def patched(share: Share) -> dict[str, DataLoader[Any]]:
+    """Patch the loaders that can be shared so, on a rank that is seeded differently from the others."""
+    torch.manual_seed(dist.get_rank())
+    leave_out = {"within_batches": set(), "samples": BATCHES_ALONE, "batches": SAMPLES_ALONE}[share]
+    loaders = {name: loader for name, loader in make_loaders().items() if name not in leave_out}
+    return {name: patch_dataloader_to_ddp(loader, share=share, seed=SEED) for name, loader in loaders.items()}
 
 
-def compare(ranks: list[list[list[int]]], one_process: list[list[int]]) -> Shares:
-    """Compare the ranks' batches of an epoch with those of one process, as multisets of indices."""
-    items = [sum(map(len, batches)) for batches in ranks]
-    stream = [index for batch in one_process for index in batch]
-    padding = max(0, sum(items) - len(stream))
-    seen = Counter(index for batches in ranks for batch in batches for index in batch)
-    # Padding is the stream's first items once more; anything else that comes too often is repeated.
-    missing = Counter(stream) - seen
-    repeated = seen - Counter(stream + stream[:padding])
-    return Shares(items, list(map(len, ranks)), missing.total(), repeated.total(), padding)
-
-
-def table(shares: dict[str, Shares]) -> Table:
-    """One row per loader."""
-    made = Table("loader", title="The last epoch")
-    for column in ("items/rank", "steps/rank", "missing", "repeated", "padding"):
-        made.add_column(column, justify="right")
-    for name, share in shares.items():
-        lists = [", ".join(map(str, values)) for values in (share.items, share.steps)]
-        made.add_row(name, *lists, str(share.missing), str(share.repeated), str(share.padding))
-    return made
-
-
-def report(ranks: list[Result], alone: Result, difference: float) -> bool:
-    """Print how the ranks' training compares with that of one process; return whether both are the same."""
-    shares = {name: compare([rank.seen[name] for rank in ranks], stream) for name, stream in alone.seen.items()}
-    right = {index: is_right for rank in ranks for index, is_right in rank.right.items()}  # padding counts once
-    console = Console()
-    console.print(table(shares))
-    accuracy, accuracy_alone = (sum(found.values()) / len(found) for found in (right, alone.right))
-    console.print(f"Evaluation accuracy: {accuracy:.2%} on the ranks, {accuracy_alone:.2%} in one process.")
-    console.print(f"Largest difference between the weights: {difference:.1e} (allowed: {TOLERANCE:.0e}).")
-    return difference < TOLERANCE and not any(share.missing or share.repeated for share in shares.values())
-
-
-def train_alone(model: nn.Module, world_size: int, progress: Progress) -> Result:
-    """Train in one process: its step k takes the samples that step k of all ranks takes together."""
-    loaders = {
-        name: patch_dataloader_to_ddp(loader, seed=SEED, rank=0, num_replicas=1)
-        for name, loader in make_loaders(BATCH_SIZE * world_size).items()
+def train_on_ranks(rank: int, world_size: int, folder: Path) -> Trained:
+    """Train in every way."""
+    trained: Trained = {
+        share: {name: Training(loader).finish() for name, loader in patched(share).items()} for share in SHARES
     }
-    return train(model, loaders, world_size, "1 process", progress)
+    trained[RESUMED] = {}
+    for name, loader in patched("within_batches").items():
+        training = Training(loader)
+        training.load(folder / name)
+        trained[RESUMED][name] = training.finish()
+    divided = patched("within_batches")
+    trained[PLAIN] = {name: Training(loader, weighted=False).finish() for name, loader in divided.items()}
+    return trained
+
+
+def die_in_an_epoch(rank: int, world_size: int, folder: Path) -> None:
+    """Train with each loader up to the midst of an epoch, save, and be killed."""
+    unfinished = []
+    for name, loader in patched("within_batches").items():
+        training = Training(loader)
+        steps = training.steps()
+        while (next(steps), training.epoch) != (KILLED_STEP, KILLED_EPOCH):
+            pass
+        unfinished.append(steps)
+        if rank == 0:
+            training.save(folder / name, KILLED_STEP)
+    dist.monitored_barrier()  # all have come so far
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_alone(wider: int) -> dict[str, Tensor]:
+    """Train in one process, by the mean loss of each batch."""
+    loaders = make_loaders(wider).items()
+    shares = {name: patch_dataloader_to_ddp(loader, seed=SEED, rank=0, num_replicas=1) for name, loader in loaders}
+    return {name: Training(loader, weighted=False).finish() for name, loader in shares.items()}
+
+
+def differences() -> dict[str, dict[str, list[float]]]:
+    """Return, by way and loader and for each number of ranks, the largest difference of any parameter of any rank."""
+    multiprocessing.set_forkserver_preload(["ddp_patch.testing", "torch._dynamo", "torch.nn.parallel"])
+    found: dict[str, dict[str, list[float]]] = {}
+    same_batch = train_alone(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            run_ranks(die_in_an_epoch, KILLED_WORLD, folder, start_method="forkserver")
+        except RanksFailedError as error:
+            if "killed by SIGKILL" not in str(error):
+                raise
+        for world_size in WORLDS:
+            larger_batch = train_alone(world_size)
+            for trained in run_ranks(train_on_ranks, world_size, folder, start_method="forkserver"):
+                for way, by_loader in trained.items():
+                    alone = larger_batch if way in {"samples", "batches"} else same_batch
+                    for loader, parameters in by_loader.items():
+                        difference = (parameters - alone[loader]).abs().max().item()
+                        found.setdefault(way, {}).setdefault(loader, []).append(difference)
+    return found
 
 
 def main() -> None:
-    """Train on all ranks, then on rank 0 alone, and compare."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(SEED + rank)  # every rank differently: the patched loaders agree all the same
-    shares = {name: patch_dataloader_to_ddp(loader, seed=SEED) for name, loader in make_loaders(BATCH_SIZE).items()}
-    assert_loaders_patched(shares)
-    mlp = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    model = DistributedDataParallel(mlp)  # sends rank 0's weights to all
-    initial = copy.deepcopy(mlp)  # what one process starts from
-
-    with Progress(disable=rank != 0) as progress:
-        mine = train(model, shares, 1, f"{world_size} ranks", progress)
-        everyone = [mine] * world_size
-        dist.all_gather_object(everyone, mine)
-        alone = train_alone(initial, world_size, progress) if rank == 0 else None
-    one, two = (nn.utils.parameters_to_vector(trained.parameters()) for trained in (mlp, initial))
-    same = alone is None or report(everyone, alone, (one - two).abs().max().item())
-    # Nobody may end right after a collective: gloo's threads abort if they free its tensors while Python shuts down.
-    dist.monitored_barrier()
-    if not same:
-        raise SystemExit("The ranks did not train what one process trains.")
+    """Compare, and print a table."""
+    found = differences()
+    worlds = ", ".join(map(str, WORLDS))
+    table = Table("loader", title=f"Largest difference of any parameter to one process, on {worlds} ranks")
+    for way in found:
+        table.add_column(way, justify="right")
+    for loader in make_loaders():
+        table.add_row(loader, *(f"{max(way[loader]):.1e}" if loader in way else "-" for way in found.values()))
+    Console(width=110).print(table)
+    wrong = [way for way, by_loader in found.items() if way != PLAIN and max(chain(*by_loader.values())) >= TOLERANCE]
+    if wrong:
+        raise SystemExit(f"These ranks did not train what one process trains: {', '.join(wrong)}.")
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    try:
-        main()
-    finally:
-        dist.destroy_process_group()
+    main()

@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -181,6 +181,15 @@ def test_an_endless_stream_is_shared_in_batches_too() -> None:
     alone = list(islice(patched(loader(sampler=Forever()), 1), 6))
     for rank in range(2):
         assert list(islice(patched(loader(sampler=Forever()), 2, rank, share="batches"), 3)) == alone[rank::2]
+
+
+def test_batches_of_an_iterator_go_on_after_a_break() -> None:
+    """Nothing is drawn ahead of it, because what is would be lost."""
+    alone, mine = (patched(loader(sampler=count()), ranks, share="batches") for ranks in (1, 2))
+    assert list(islice(alone, 2)) + list(islice(alone, 2)) == [
+        [4 * k, 4 * k + 1, 4 * k + 2, 4 * k + 3] for k in range(4)
+    ]
+    assert list(islice(mine, 1)) + list(islice(mine, 1)) == [[0, 1, 2, 3], [8, 9, 10, 11]]
 
 
 @pytest.mark.parametrize("options", [{"uneven": "drop"}, {"uneven": "keep"}, {"layout": "contiguous"}])

@@ -15,7 +15,7 @@ from ddp_patch.auditing.draw.coding import Coding, Content, Numbers, narrow
 from ddp_patch.auditing.draw.drawn import Drawn
 from ddp_patch.auditing.draw.samples import contents, in_base
 from ddp_patch.auditing.draw.subject import Subject
-from ddp_patch.auditing.draw.traits import length_of, made_of_batches
+from ddp_patch.auditing.draw.traits import divides_batches, length_of, made_of_batches
 from ddp_patch.auditing.draw.workers import Workers, base_seed
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.streams.chunks import begun, own
@@ -49,7 +49,9 @@ def draw(facts: LoaderFacts[Any], workers: Workers, coding: Coding, subject: Sub
         with suppress(Exception):
             ended = next(steps, None) is None
     drawn = record.drawn(ended, (length_before, length_of(facts.loader)))
-    return replace(drawn, asked=workers.have_asked, parts=workers.parts)
+    # Each batch that is divided is shared by itself.
+    parts = tuple(drawn.sizes.tolist()) if divides_batches(facts) else workers.parts
+    return replace(drawn, asked=workers.have_asked, parts=parts)
 
 
 class _Record:
@@ -130,7 +132,7 @@ def _steps(facts: LoaderFacts[Any]) -> Iterator[list[Any]]:
     base_seed(facts.loader)
     if facts.level is Level.SAMPLE:
         yield from indices  # torch's batch sampler makes a new list for each batch, so nothing needs copying
-    elif made_of_batches(facts):
+    elif facts.level is Level.BATCH or made_of_batches(facts):
         yield from (list(own(batch)) for batch in indices)
     else:
         yield from ([own(item)] for item in indices)

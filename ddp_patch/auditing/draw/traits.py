@@ -10,8 +10,9 @@ from ddp_patch.auditing.draw.samples import base_of
 from ddp_patch.auditing.report import Units
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.recognition import shards_itself
+from ddp_patch.shares.epochs import EpochSampler
 
-__all__ = ["Traits", "length_of", "made_of_batches", "traits_of"]
+__all__ = ["Traits", "divides_batches", "length_of", "made_of_batches", "traits_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Traits:
         is_iterable: Whether the dataset is iterable, so that it is read and has no indices.
         batch_size: Samples in a batch, where the loader or its batch sampler says so; otherwise 1.
         num_workers: The loader's workers.
+        divides_batches: Whether each rank takes a part of every batch of one process.
         drops_batch: Whether the loader leaves out a last, incomplete batch.
         drops_round: Whether a sampler leaves out the last, incomplete round of ranks.
         sharers: How many of the loader's samplers and its dataset shard by themselves.
@@ -34,6 +36,7 @@ class Traits:
     is_iterable: bool
     batch_size: int
     num_workers: int
+    divides_batches: bool
     drops_batch: bool
     drops_round: bool
     sharers: int
@@ -59,6 +62,7 @@ def traits_of(facts: LoaderFacts[Any]) -> Traits:
         is_iterable=is_iterable,
         batch_size=size if isinstance(size, int) and size > 0 else 1,
         num_workers=facts.num_workers,
+        divides_batches=divides_batches(facts),
         drops_batch=facts.drop_last or getattr(batches, "drop_last", False) is True,
         drops_round=any(getattr(sampler, "drop_last", False) is True for sampler in samplers),
         sharers=sum(map(shards_itself, (*samplers, facts.dataset))),
@@ -74,8 +78,15 @@ def length_of(sized: Any) -> int | None:
     return None
 
 
+def divides_batches(facts: LoaderFacts[Any]) -> bool:
+    """Tell whether each rank takes a part of every batch of one process."""
+    return isinstance(facts.sharded_by, EpochSampler) and facts.sharded_by.agreed.options.divides_batches
+
+
 def made_of_batches(facts: LoaderFacts[Any]) -> bool:
     """Tell whether ranks shard whole batches of this loader."""
+    if divides_batches(facts):
+        return False
     if facts.level is Level.UNBATCHED:
         return any(isinstance(sampler, BatchSampler) for sampler in facts.stream.samplers)
     return facts.level is Level.BATCH

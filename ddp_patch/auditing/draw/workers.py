@@ -71,13 +71,15 @@ class Workers:
         workers = [*self._latest]
         while workers:
             for worker in list(workers):
-                if next(tasks, None) is None and has_batches:
+                task = next(tasks, None)
+                if task is None and has_batches:
                     return
-                if not (batch := worker.batch(facts)):
+                size = 1 if task is None or not has_batches else len(task)
+                if not (batch := worker.batch(size, facts.drop_last)):
                     workers.remove(worker)
                     continue
                 yield batch
-                if len(batch) < (facts.batch_size or 1):
+                if len(batch) < size:
                     workers.remove(worker)
 
     def _begun(self) -> "list[_Worker]":
@@ -129,12 +131,11 @@ class _Worker:
         with self._at_work():
             self.items = begun(self.dataset)
 
-    def batch(self, facts: LoaderFacts[Any]) -> list[Any]:
+    def batch(self, size: int, drop_last: bool) -> list[Any]:
         """Read the next batch; an empty one at the end."""
-        size = facts.batch_size or 1
         with self._at_work():
             batch = list(islice(self.items, size))
-        return [] if facts.drop_last and len(batch) < size else batch
+        return [] if drop_last and len(batch) < size else batch
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:

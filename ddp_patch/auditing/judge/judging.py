@@ -42,6 +42,8 @@ def allowance(epoch: Epoch, traits: Traits, uneven: str | None, pads: bool) -> A
     dropped = (world - 1) * parts if uneven == "drop" or traits.drops_round else 0
     if epoch.units == "samples" and traits.drops_batch:
         dropped += world * traits.batchers * (largest_batch(epoch, traits) - 1)
+    if traits.divides_batches and uneven == "keep":  # but no rank is without a sample of a batch
+        return Allowance(sum(max(0, world - size) for size in epoch.parts if size), dropped, uneven=0)
     padding = epoch.filling if pads and uneven in (None, "pad") else 0
     return Allowance(padding, dropped, uneven=parts if uneven == "keep" else 0)
 

@@ -46,6 +46,7 @@ class ShardedIterable(IterableDataset[T]):
         batching: How workers make batches.
         readers: How many workers read it; 1 where the main process does.
         ahead: How many batches each may be ahead of the training loop.
+        division: The rank's share of each batch, where batches are divided; the plan then takes all of the stream.
 
     Attributes:
         dataset: The dataset that the user gave.
@@ -63,13 +64,15 @@ class ShardedIterable(IterableDataset[T]):
         batching: Batching,
         readers: int = 1,
         ahead: int = 2,
+        *,
+        division: Plan | None = None,
     ) -> None:
         self.dataset = dataset
         self.board: Board = Board(readers, ahead if can_snapshot(dataset, options) else None)
         self.ends: Ends = Ends(readers)
         self.first_items: FirstItems | None = None
         self.loaded_at_end: int | None = None  # the epoch of which nothing is left in an iterator that was loaded here
-        self._plan = plan
+        self._plan, self._division = plan, division
         self._options, self._seed = options, seed
         self._batching = batching
         self._reader = Reader()
@@ -196,7 +199,17 @@ class ShardedIterable(IterableDataset[T]):
 
     def _pass(self, start: Start) -> WorkerPass[T]:
         return WorkerPass(
-            Terms(self.dataset, self._plan, self._options, self._seed, self._batching, self.board, self._reader), start
+            Terms(
+                self.dataset,
+                self._plan,
+                self._division,
+                self._options,
+                self._seed,
+                self._batching,
+                self.board,
+                self._reader,
+            ),
+            start,
         )
 
     def _start_of(self, loaded: Loaded, number: int, epoch: int) -> Start:

@@ -31,7 +31,7 @@ def can_snapshot(dataset: object, options: Options) -> bool:
     """Tell whether a dataset's own state says where a stream stands that is shared in this way."""
     return (
         options.iterable_sharding == "exact"
-        and options.layout == "interleaved"  # else every rank stands elsewhere
+        and not options.needs_length  # else every rank stands elsewhere
         and options.agreement != "ambient"
         and is_stateful(dataset)
         and not loses_items_when_loaded(dataset)

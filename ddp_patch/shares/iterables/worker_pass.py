@@ -39,11 +39,13 @@ class Terms(Generic[T]):
     """What all passes of a worker have in common; ``ShardedIterable`` describes it.
 
     Attributes:
+        division: The rank's share of each batch, where batches are divided; else None.
         reader: Tells the dataset which worker it is in.
     """
 
     dataset: IterableDataset[T]
     plan: Plan
+    division: Plan | None
     options: Options
     seed: Seed
     batching: Batching
@@ -88,6 +90,7 @@ class WorkerPass(Generic[T]):
         )
         self._takes_snapshots = snapshots
         self._has_own_states = False
+        self._place = start.offset  # how many items of the rank's share this worker has gone through
 
     def split(self, ends: Ends) -> Iterator[T]:
         """Yield the items that the dataset gives this one of all ranks' workers, and write how many batches they make.
@@ -143,22 +146,27 @@ class WorkerPass(Generic[T]):
             self._require_ends(drawn, len(rest))
 
         of_rank = (item for (part,) in share([plan], chunks, len(rest), at_end, before) for item in part)
-        size, place, leaves = terms.batching.size, start.offset, self._takes_snapshots
+        items.standing = partial(self._standing, generators, is_over=False)
+        mine = self._of_worker(islice(of_rank, start.done if before is None else 0, None))
+        yield from mine if terms.division is None else _divided(mine, terms.division, terms.batching)
+        items.standing = partial(self._standing, generators, is_over=True)
 
-        def standing(*, is_over: bool) -> Loaded:
-            mark = start.mark if place == start.offset else self._mark(place)
-            return Loaded(replace(start, offset=place, mark=mark), terms.seed.value, generators, is_over)
-
-        items.standing = partial(standing, is_over=False)
-        for item in islice(of_rank, start.done if before is None else 0, None):
+    def _of_worker(self, of_rank: Iterator[T]) -> Iterator[T]:
+        """Yield those of the rank's items that this worker gives, and leave word of where the dataset stands."""
+        terms, size, leaves = self._terms, self._terms.batching.size, self._takes_snapshots
+        for item in of_rank:
             # Readers of one stream take turns.
-            is_mine = terms.reader.has_split or place // size % self._workers == self._worker
-            place += 1
+            is_mine = terms.reader.has_split or self._place // size % self._workers == self._worker
+            self._place += 1
             if is_mine:
-                if leaves and place % size == 0 and (state := self._snapshot()) is not None:
-                    leaves = terms.board.leave(start.number, self._worker, place // size, state)
+                if leaves and self._place % size == 0 and (state := self._snapshot()) is not None:
+                    leaves = terms.board.leave(self.start.number, self._worker, self._place // size, state)
                 yield item
-        items.standing = partial(standing, is_over=True)
+
+    def _standing(self, generators: Sequence[Any], *, is_over: bool) -> Loaded:
+        start = self.start
+        mark = start.mark if self._place == start.offset else self._mark(self._place)
+        return Loaded(replace(start, offset=self._place, mark=mark), self._terms.seed.value, generators, is_over)
 
     def _read(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
         return self._terms.reader.read(begin, self.info)
@@ -251,3 +259,10 @@ class WorkerPass(Generic[T]):
                 f"and the stream ended after {drawn} items of all ranks. Restore it with the dataset that it was taken "
                 "of; one that is its own iterator must be made anew."
             )
+
+
+def _divided(items: Iterator[T], division: Plan, batching: Batching) -> Iterator[T]:
+    """Yield a rank's samples of each batch that is made of some items."""
+    while batch := list(islice(items, batching.size)):
+        if len(batch) == batching.size or not batching.drop_last:
+            yield from (batch[place] for place in chain(*division.divide(len(batch))))

@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -49,8 +50,25 @@ class OwnBatchSampler(Sampler[list[int]]):
         return iter([GROUPS[place] for place in torch.randperm(len(GROUPS)).tolist()])
 
 
-def show(title: str, make: Callable[[], DataLoader[int]]) -> None:
-    """Make a loader on every rank, go through two epochs, and print on rank 0 what all ranks got together."""
+class UnequalBatchSampler(Sampler[list[int]]):
+    """Batches of 1, 2, 3 and more samples."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(SAMPLES).tolist()
+        for size in range(1, SAMPLES):
+            if batch := order[:size]:
+                yield batch
+            order = order[size:]
+
+
+def show(title: str, make: Callable[[], DataLoader[int]], divided: bool = False) -> None:
+    """Make a loader on every rank, go through two epochs, and print on rank 0 what all ranks got together.
+
+    Args:
+        title: Printed before it.
+        make: Makes the loader.
+        divided: Whether the ranks' batches of a step are parts of one batch.
+    """
     epochs: list[list[list[int]]] = []
     error = ""
     try:
@@ -61,16 +79,18 @@ def show(title: str, make: Callable[[], DataLoader[int]]) -> None:
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, epochs)
     if dist.get_rank() == 0:
-        print(f"{title + ':':<22} {error or judge(ranks, with_groups='batch' in title)}")
+        print(f"{title + ':':<22} {error or judge(ranks, with_groups='batch' in title, divided=divided)}")
     # Nobody may end right after a collective: gloo's threads abort if they free its tensors while Python shuts down.
     dist.monitored_barrier()
 
 
-def judge(ranks: list[list[list[list[int]]]], with_groups: bool) -> str:
+def judge(ranks: list[list[list[list[int]]]], with_groups: bool, divided: bool) -> str:
     """Put into words what the ranks got in the first epoch, and whether the second one differs."""
     batches = [batch for first, _ in ranks for batch in first]
+    if divided:
+        batches = [list(chain(*parts)) for parts in zip_longest(*(first for first, _ in ranks), fillvalue=())]
     seen = Counter(index for batch in batches for index in batch)
     steps = "+".join(str(len(first)) for first, _ in ranks)
-    torn = f", {sum(batch not in GROUPS for batch in batches)} torn" if with_groups else ""
+    torn = f", {sum(sorted(set(batch)) not in GROUPS for batch in batches)} torn" if with_groups else ""
     order = "same order" if all(first == second for first, second in ranks) else "new order"
     return f"{steps} steps, {len(seen)} of {SAMPLES} seen, {seen.total() - len(seen)} repeated{torn}, {order}"

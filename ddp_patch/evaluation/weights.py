@@ -1,0 +1,188 @@
+"""Weigh each sample, so that the ranks' averaged gradient is that of one process."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import chain
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.data import DataLoader
+
+from ddp_patch.compat import changes_of
+from ddp_patch.errors import InvalidOptionError, WorldError
+from ddp_patch.evaluation.one_stream import is_alone, require_one_stream
+from ddp_patch.evaluation.steps import Steps, steps_alone, steps_of
+from ddp_patch.ranks.step_sums import opened_sums
+from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.step_samples import StepSamples
+
+__all__ = ["WeightOf", "iter_with_weights"]
+
+WeightOf: TypeAlias = Callable[[Any], "torch.Tensor | Sequence[float] | float"]
+Weighed: TypeAlias = Iterator[tuple[Any, torch.Tensor]]
+
+_WEIGHING = "iter_with_weights"
+
+# What earlier passes over a loader left in the store.
+_STALE: WeakKeyDictionary[EpochSampler[Any], list[str]] = WeakKeyDictionary()
+
+
+def iter_with_weights(
+    loader: DataLoader[Any], *, weight_of: WeightOf | None = None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each batch of a pass with a weight for each sample, by which all ranks train what one process trains.
+
+    Let ``loss = (loss_per_sample * weights).sum()``. ``DistributedDataParallel`` averages the ranks' gradients, and the
+    average is then the gradient of the mean loss over the step's real samples: those that all ranks got, without
+    padding. A real sample weighs ``ranks / real samples of the step``, padding weighs 0.
+
+    The ranks know how many samples a step has without communicating. They communicate once a step, a number each,
+    where ``weight_of`` is given, and where one rank cannot know: whole batches of a batch sampler under a leader or
+    with ``layout="contiguous"``, and parts of an iterable dataset, one for each worker, with ``uneven="keep"``.
+
+    Args:
+        loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, where a sample
+            weighs ``1 / samples of the batch``.
+        weight_of: Returns how much each sample of a batch counts, at least 0: for a loss that is summed over tokens,
+            each sample's number of tokens. A real sample then weighs ``ranks / sum of these over the step``, so
+            ``loss_per_sample`` must be a sum over its tokens, not their mean.
+        dtype: The weights' dtype. Default: ``torch.get_default_dtype()``.
+
+    Yields:
+        The batch, and its weights on the CPU, of shape [samples], or of shape [] with ``batch_size=None``. Steps that
+        are alike may get the same tensor.
+
+    Raises:
+        NotPatchedError: The loader was not patched, and there are several ranks.
+        UnsupportedLoaderError: It is unknown which samples a batch holds.
+        InvalidOptionError: ``weight_of`` is no function, or gives something else than a number of at least 0 for each
+            sample; or ``dtype`` holds no fractions.
+        WorldError: The ranks must communicate, and the world was given by ``rank=`` and ``num_replicas=``.
+        RankMismatchError: Where ranks communicate, another one broke off.
+        MissingRanksError: Where ranks communicate, another one did not come to the step in time.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from ddp_patch import patch_dataloader_to_ddp
+        >>> loader = DataLoader(range(7), batch_size=4)
+        >>> for rank in range(2):
+        ...     patched = patch_dataloader_to_ddp(loader, share="within_batches", rank=rank, num_replicas=2)
+        ...     print([(batch.tolist(), weights.tolist()) for batch, weights in iter_with_weights(patched)])
+        [([0, 2], [0.5, 0.5]), ([4, 6], [0.6666666865348816, 0.6666666865348816])]
+        [([1, 3], [0.5, 0.5]), ([5, 4], [0.6666666865348816, 0.0])]
+
+    Source:
+        The gradient of a mean is the weighted mean of the parts' gradients; DistributedDataParallel weighs each rank
+        ``1 / ranks``, as ``torch.nn.parallel.DistributedDataParallel`` documents.
+    """
+    dtype = _dtype_of(dtype)
+    if not (weight_of is None or callable(weight_of)):
+        raise InvalidOptionError(
+            f"weight_of={weight_of!r} is no function. Pass one that takes a batch and gives a number for each sample."
+        )
+    if is_alone(_WEIGHING, loader):
+        steps = steps_alone(_WEIGHING, loader)
+        weighed = _counted(steps, 1, dtype) if weight_of is None else _summed(steps, 1, dtype, weight_of, float)
+    else:
+        batches = require_one_stream(_WEIGHING, loader)
+        weighed = _shared(steps_of(_WEIGHING, loader, batches), batches.sampler, dtype, weight_of)
+    if loader.batch_sampler is not None:
+        return weighed
+    return ((item, weights.reshape(())) for item, weights in weighed)
+
+
+def _dtype_of(given: torch.dtype | None) -> torch.dtype:
+    dtype = torch.get_default_dtype() if given is None else given
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidOptionError(
+            f"dtype={given!r} cannot hold weights, which are fractions. Pass a floating-point dtype such as "
+            "torch.float32, or leave it out."
+        )
+    return dtype
+
+
+def _shared(steps: Steps, sampler: EpochSampler[Any], dtype: torch.dtype, weight_of: WeightOf | None) -> Weighed:
+    """Yield the batches of a patched loader, with their weights."""
+    world = sampler.agreed.world
+    ranks = world.num_replicas
+    with closing(steps):  # type: ignore[type-var]  # a generator, which has a close()
+        # What a rank can know is known once its pass has begun.
+        first = [step for step in [next(steps, None)] if step is not None]
+        one, all_steps = sampler.latest, chain(first, steps)
+        if weight_of is None and (one is None or sampler.knows_totals(one)):
+            yield from _counted(all_steps, ranks, dtype)
+            return
+        if ranks == 1:
+            yield from _summed(all_steps, ranks, dtype, weight_of, float)
+            return
+        if world.members is None:
+            raise WorldError(
+                f"{_WEIGHING} cannot weigh the samples of {ranks} ranks that must tell each other how much theirs "
+                "count: the loader's world was given by rank= and num_replicas=, and nothing tells which processes "
+                "these are. Patch it with a process group."
+            )
+        facts = {"patched as": f"number {sampler.agreed.number}", "epoch": sampler.epoch}
+        timeout, stale = sampler.agreed.options.timeout, _STALE.setdefault(sampler, [])
+        with opened_sums(world.column(), "Weighing samples", facts, timeout, stale) as sums:
+            yield from _summed(all_steps, ranks, dtype, weight_of, sums.of)
+
+
+def _counted(steps: Steps, ranks: int, dtype: torch.dtype) -> Weighed:
+    """Yield batches whose steps' numbers of samples are known."""
+    latest, weights, version = None, None, 0
+    for batch, step in steps:
+        if weights is None or step is not latest or changes_of(weights) != version:  # the user may have changed it
+            latest, weights = step, _weights(step, ranks, step.total or 0, dtype)
+            version = changes_of(weights)
+        yield batch, weights
+
+
+def _summed(
+    steps: Steps, ranks: int, dtype: torch.dtype, weight_of: WeightOf | None, sum_of: Callable[[float], float]
+) -> Weighed:
+    """Yield batches. In each step, the ranks sum how much its samples count.
+
+    Args:
+        steps: The batches.
+        ranks: How many ranks there are.
+        dtype: The weights' dtype.
+        weight_of: What the samples of a batch count; None where each counts 1.
+        sum_of: Sums a number over the ranks.
+    """
+    for batch, step in steps:
+        own = step.real if weight_of is None else _counts(batch, step, weight_of)
+        yield batch, _weights(step, ranks, sum_of(own), dtype)
+
+
+def _counts(batch: Any, step: StepSamples, weight_of: WeightOf) -> float:
+    """Return how much the samples of a batch count that are not padding."""
+    given = weight_of(batch)
+    try:
+        each = torch.as_tensor(given, dtype=torch.float64, device="cpu").reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidOptionError(
+            f"weight_of gave a {type(given).__name__} of which no numbers can be made ({error}). Return a tensor or a "
+            "list with a number for each sample."
+        ) from error
+    if len(each) != step.items:
+        raise InvalidOptionError(
+            f"weight_of gave {len(each)} numbers for a batch of {step.items} samples. Return one for each, in order, "
+            "padding included."
+        )
+    real = each[: step.real]
+    if not bool(((real >= 0) & (real < math.inf)).all()):
+        raise InvalidOptionError(
+            f"weight_of gave {real[~((real >= 0) & (real < math.inf))][0].item()} for a sample, and how much a sample "
+            "counts is a number of at least 0. Return such numbers."
+        )
+    return real.sum().item()
+
+
+def _weights(step: StepSamples, ranks: int, total: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weights of a rank's samples in a step whose samples count so much on all ranks together."""
+    with torch.inference_mode(False):  # where tensors do not count their changes
+        weights = torch.full((step.items,), ranks / total if total else 0.0, dtype=dtype, device="cpu")
+    weights[step.real :] = 0
+    return weights

@@ -1,0 +1,92 @@
+"""What ranks train under accelerate and Lightning, by weights, is what one process trains by means."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import digits
+import pytest
+import torch
+from accelerate import Accelerator
+from documented import CHECKOUT
+from lightning.pytorch import LightningModule, Trainer
+from quick import run_ranks
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from zoo import seed_ambient
+
+from ddp_patch import iter_with_weights, patch_dataloader_to_ddp
+from ddp_patch.integrations.accelerate import prepare_patched
+
+# The page's own module.
+sys.path.append(str(CHECKOUT / "docs" / "examples" / "frameworks"))
+from lightning_weights import WeightedLoader
+
+
+def patched(name: str) -> Any:
+    return patch_dataloader_to_ddp(digits.make_loaders()[name], share="within_batches", seed=digits.SEED)
+
+
+def parameters(network: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(network.parameters()).detach()
+
+
+def with_accelerate(name: str) -> Tensor:
+    accelerator = Accelerator(cpu=True)
+    network = digits.make_network()
+    model, optimizer = accelerator.prepare(network, digits.make_optimizer(network))
+    loader = prepare_patched(accelerator, patched(name))
+    for _ in range(digits.EPOCHS):
+        for (images, labels), weights in iter_with_weights(loader, dtype=torch.float64):
+            optimizer.zero_grad()
+            accelerator.backward((cross_entropy(model(images), labels, reduction="none") * weights).sum())
+            optimizer.step()
+    return parameters(network)
+
+
+class Module(LightningModule):  # type: ignore[misc]  # it is not there where types are checked
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.network = name, digits.make_network()
+
+    def train_dataloader(self) -> WeightedLoader:
+        return WeightedLoader(patched(self.name), torch.float64)
+
+    def training_step(self, batch: Any) -> Tensor:
+        (images, labels), weights = batch
+        loss: Tensor = (cross_entropy(self.network(images), labels, reduction="none") * weights).sum()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return digits.make_optimizer(self.network)
+
+
+def with_lightning(name: str) -> Tensor:
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # the ranks were started by something else than the Trainer
+    module = Module(name)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=digits.EPOCHS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module)
+    return parameters(module.network)
+
+
+def on_rank(rank: int, world_size: int, train: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    seed_ambient(rank)
+    return {name: train(name) for name in ("shuffled", "1 to 9 samples")}
+
+
+@pytest.mark.parametrize("train", [with_accelerate, with_lightning])
+def test_frameworks_train_what_one_process_trains(train: Callable[[str], Tensor]) -> None:
+    alone = digits.train_alone(1)
+    for trained in run_ranks(on_rank, 2, train):
+        for name, vector in trained.items():
+            assert (vector - alone[name]).abs().max() < digits.TOLERANCE

@@ -1,0 +1,172 @@
+"""Real gloo ranks that divide batches, sum what their samples count, and gather their outputs in order."""
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from iterables import ShardPerWorker
+from messages import assert_tells
+from quick import run_ranks
+from torch.utils.data import DataLoader, Sampler
+from zoo import Source, as_it_is, loader, seed_ambient
+
+from ddp_patch import DDPPatchError, gather_in_order, iter_with_weights, patch_dataloader_to_ddp
+
+N = 53
+
+
+class Unequal(Sampler[list[int]]):
+    """Batches of 1 to 9 samples, drawn anew in each epoch."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = torch.randperm(N).tolist()
+        while indices:
+            size = random.randint(1, 9)
+            yield indices[:size]
+            indices = indices[size:]
+
+
+class SizedUnequal(Unequal):
+    """A fixed number of them, which is told."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([*range(k, k + random.randint(1, 9))] for k in range(8))
+
+
+def tokens(batch: list[int]) -> list[int]:
+    return [index % 4 for index in batch]
+
+
+def steps(one: Any, **options: Any) -> list[tuple[list[int], list[float]]]:
+    return [(batch, weights.tolist()) for batch, weights in iter_with_weights(one, dtype=torch.float64, **options)]
+
+
+def weighing(rank: int, world_size: int) -> dict[str, Any]:
+    seed_ambient(rank)
+
+    def patched(given: DataLoader[Any], **options: Any) -> Any:
+        return patch_dataloader_to_ddp(given, seed=3, timeout=60, **options)
+
+    return {
+        "whole batches, drawn": steps(patched(loader(batch_sampler=Unequal()))),
+        "whole batches, led": steps(patched(loader(batch_sampler=Unequal()), agreement="leader")),
+        "whole batches, in runs": steps(patched(loader(batch_sampler=SizedUnequal()), layout="contiguous")),
+        "whole batches, some ranks have one more": steps(
+            patched(loader(batch_sampler=[[1, 2], [3]] * 2 + [[4]]), uneven="keep", agreement="leader")
+        ),
+        "fewer batches than ranks": steps(
+            patched(loader(batch_sampler=[[1, 2, 3]]), uneven="keep", agreement="leader")
+        ),
+        "parts of workers, some ranks have one more": steps(
+            patched(DataLoader(ShardPerWorker((1, 4)), 1, num_workers=2, collate_fn=as_it_is), uneven="keep")
+        ),
+        "divided batches, led": steps(
+            patched(loader(batch_sampler=Unequal()), share="within_batches", agreement="leader")
+        ),
+        "divided batches, verified": steps(
+            patched(loader(batch_sampler=Unequal()), share="within_batches", verify=True)
+        ),
+        "tokens": steps(patched(loader(5)), weight_of=tokens),
+        "tokens of divided batches": steps(patched(loader(5), share="within_batches"), weight_of=tokens),
+        "tokens, some ranks have one more": steps(patched(loader(5), uneven="keep"), weight_of=tokens),
+    }
+
+
+def test_weights_of_a_step_are_one_over_what_its_samples_count() -> None:
+    for world_size in (2, 3):
+        ranks = run_ranks(weighing, world_size)
+        for name in ranks[0]:
+            of_ranks = [found[name] for found in ranks]
+            for number in range(max(map(len, of_ranks))):
+                step = [of_rank[number] for of_rank in of_ranks if number < len(of_rank)]
+                values = {weight for _, weights in step for weight in weights} - {0}
+                assert len(values) <= 1, name  # all real samples count alike in the sum of losses
+                counted = [
+                    sum(tokens([item])) if "tokens" in name else 1
+                    for batch, weights in step
+                    for item, weight in zip(batch, weights, strict=True)
+                    if weight
+                ]
+                assert abs(sum(counted) * max(values, default=0) - world_size) < 1e-9 or not sum(counted), (name, step)
+
+
+def telling(rank: int, world_size: int) -> tuple[str, str]:
+    seed_ambient(rank)
+    one = patch_dataloader_to_ddp(loader(), timeout=60)
+
+    def counts(batch: list[int]) -> list[int]:
+        return [1] * (len(batch) - (rank == 1 and batch[0] > 8))
+
+    return told(one, weight_of=counts)
+
+
+def told(one: Any, taken: int | None = None, **options: Any) -> tuple[str, str]:
+    try:
+        return "nothing", repr(list(islice(iter_with_weights(one, **options), taken)))
+    except DDPPatchError as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_rank_whose_samples_count_nothing_valid_is_named_to_the_others() -> None:
+    (first, heard), (second, said) = run_ranks(telling, 2)
+    assert (first, second) == ("RankMismatchError", "InvalidOptionError")
+    assert "rank 1" in heard
+    assert "weight_of gave 3 numbers for a batch of 4 samples" in said
+
+
+def leaving_alone(rank: int, world_size: int) -> tuple[str, str]:
+    one = patch_dataloader_to_ddp(loader(), timeout=60)
+    return told(one, 2 if rank == 1 else None, weight_of=tokens)
+
+
+def test_a_rank_that_breaks_off_alone_is_named_to_the_others() -> None:
+    (error, heard), (nothing, _) = run_ranks(leaving_alone, 2)
+    assert (error, nothing) == ("RankMismatchError", "nothing")
+    assert_tells(heard, ("Weighing samples", "rank 1", "2 batches"), "break after")
+    assert "by_worker" not in heard
+
+
+def leaving(rank: int, world_size: int) -> list[Any]:
+    """Break off on all ranks, and begin the next pass."""
+    seed_ambient(rank)
+    one = patch_dataloader_to_ddp(loader(), timeout=60)
+    first = [batch for batch, _ in islice(iter_with_weights(one, weight_of=tokens), 2)]
+    dist.barrier()
+    return [first, [batch for batch, _ in iter_with_weights(one, weight_of=tokens)]]
+
+
+def test_ranks_that_all_break_off_begin_the_next_pass() -> None:
+    for first, whole in run_ranks(leaving, 2):
+        assert first == whole[:2]
+        assert len(whole) == 3
+
+
+def gathering(rank: int, world_size: int) -> list[Any]:
+    seed_ambient(rank)
+    found: list[Any] = []
+    for uneven in ("pad", "keep"):
+        for layout in ("interleaved", "contiguous"):
+            for given in (
+                loader(batch_sampler=Unequal()),
+                loader(5, shuffle=True),
+                DataLoader(Source(N, splits=True), 5, num_workers=2, collate_fn=as_it_is),
+            ):
+                one: Any = patch_dataloader_to_ddp(given, share="within_batches", seed=3, uneven=uneven, layout=layout)
+                outputs = [index for batch in one for index in batch]
+                together: Any = gather_in_order({"tensor": torch.tensor(outputs), "list": outputs}, one)
+                assert together["tensor"].tolist() == together["list"]
+                found.append(together["list"])
+    return found
+
+
+def test_outputs_of_divided_batches_are_gathered_in_one_processs_order() -> None:
+    (alone,) = run_ranks(gathering, 1)
+    assert sorted(alone[0]) == sorted(alone[2]) == list(range(N))
+    for world_size in (2, 3):
+        assert run_ranks(gathering, world_size) == [alone] * world_size
