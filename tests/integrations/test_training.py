@@ -55,7 +55,8 @@ class Module(LightningModule):  # type: ignore[misc]  # it is not there where ty
 
     def training_step(self, batch: Any) -> Tensor:
         (images, labels), weights = batch
-        return (cross_entropy(self.network(images), labels, reduction="none") * weights).sum()
+        loss: Tensor = (cross_entropy(self.network(images), labels, reduction="none") * weights).sum()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return digits.make_optimizer(self.network)
