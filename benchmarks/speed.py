@@ -132,7 +132,7 @@ def from_the_middle(sampler: Any, world_size: int) -> Iterable[Any]:
     given: DataLoader[Any] = DataLoader(Numbers(len(sampler)), BATCH, sampler=sampler)
     patched = patch_dataloader_to_ddp(given, rank=0, num_replicas=world_size, scalable_shuffle=True)
     half = len(sampler) // world_size // BATCH // 2 * BATCH
-    restore_loader(patched, loader_state(patched, batches_done=0) | {"done": [[world_size, half]]})
+    restore_loader(patched, loader_state(patched) | {"done": [[world_size, half]]})
     return patched.batch_sampler or ()
 
 

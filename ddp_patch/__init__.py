@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ddp_patch.checking import assert_loaders_patched, check_loaders_is_patched
     from ddp_patch.evaluation import gather_in_order, iter_with_mask, iter_with_weights
     from ddp_patch.resume import loader_state, restore_loader
+    from ddp_patch.several import patch_dataloaders_to_ddp
 else:
     # Import late what the first patch does without.
     _LATER = {
@@ -48,6 +49,7 @@ else:
         "iter_with_mask": "ddp_patch.evaluation",
         "iter_with_weights": "ddp_patch.evaluation",
         "loader_state": "ddp_patch.resume",
+        "patch_dataloaders_to_ddp": "ddp_patch.several",
         "restore_loader": "ddp_patch.resume",
     }
 
@@ -95,6 +97,7 @@ __all__ = [
     "iter_with_weights",
     "loader_state",
     "patch_dataloader_to_ddp",
+    "patch_dataloaders_to_ddp",
     "restore_loader",
 ]
 __version__ = "0.1.0"

@@ -1,27 +1,30 @@
 """Check that loaders are sharded."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat import held_loaders
 from ddp_patch.errors import NotALoaderError, NotPatchedError
+from ddp_patch.loaders.nests import is_empty, nested, place_of
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 
 __all__ = ["assert_loaders_patched", "check_loaders_is_patched"]
 
-Loaders: TypeAlias = "DataLoader[Any] | Mapping[str, Loaders] | Sequence[Loaders]"
+Loaders: TypeAlias = "DataLoader[Any] | Mapping[str, Loaders] | Sequence[Loaders] | None"
+
+_TOP = "loaders"  # what both functions call what they are given
 
 
 def check_loaders_is_patched(loaders: Loaders) -> bool:
     """Return whether every loader is sharded: by this package, another ``DistributedSampler``, or itself.
 
     Args:
-        loaders: A loader, or any nest of lists, tuples and dicts of loaders.
+        loaders: A loader, or any nest of lists, tuples and dicts of loaders. None in it stands for no loader.
 
     Raises:
-        NotALoaderError: The nest contains something that is no loader, or is empty somewhere.
+        NotALoaderError: The nest contains something that is no loader, holds none, or is empty somewhere.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -31,19 +34,18 @@ def check_loaders_is_patched(loaders: Loaders) -> bool:
         >>> check_loaders_is_patched(patched), check_loaders_is_patched({"train": patched, "val": [loader]})
         (True, False)
     """
-    leaves = list(_leaves(loaders, ""))
-    return all(sharded_by(loader) is not None for _, loader in leaves)
+    return all(sharded_by(loader) is not None for _, loader in _loaders(loaders))
 
 
 def assert_loaders_patched(loaders: Loaders) -> None:
     """Raise unless every loader is sharded; the error lists where in the nest the others are.
 
     Args:
-        loaders: A loader, or any nest of lists, tuples and dicts of loaders.
+        loaders: A loader, or any nest of lists, tuples and dicts of loaders. None in it stands for no loader.
 
     Raises:
         NotPatchedError: At least one loader is not sharded. It is an ``AssertionError`` too.
-        NotALoaderError: The nest contains something that is no loader, or is empty somewhere.
+        NotALoaderError: The nest contains something that is no loader, holds none, or is empty somewhere.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -52,42 +54,48 @@ def assert_loaders_patched(loaders: Loaders) -> None:
         >>> assert_loaders_patched({"train": patched, "val": [patched, DataLoader(range(3))]})
         Traceback (most recent call last):
         ...
-        ddp_patch.errors.NotPatchedError: Every rank would get all data from 1 of 3 loaders: val[1]. \
-Pass each through patch_dataloader_to_ddp() on every rank.
+        ddp_patch.errors.NotPatchedError: Every rank would get all data from 1 of 3 loaders: \
+loaders['val'][1]. Pass each through patch_dataloader_to_ddp() on every rank.
     """
-    leaves = list(_leaves(loaders, ""))
-    offenders = [place or "the loader" for place, loader in leaves if sharded_by(loader) is None]
+    found = _loaders(loaders)
+    offenders = [place for place, loader in found if sharded_by(loader) is None]
     if offenders:
         raise NotPatchedError(
-            f"Every rank would get all data from {len(offenders)} of {len(leaves)} loaders: {', '.join(offenders)}. "
+            f"Every rank would get all data from {len(offenders)} of {len(found)} loaders: "
+            f"{', '.join('the loader' if place == _TOP else place for place in offenders)}. "
             "Pass each through patch_dataloader_to_ddp() on every rank."
         )
 
 
-def _leaves(loaders: Loaders, place: str) -> Iterator[tuple[str, DataLoader[Any]]]:
-    """Yield every loader of a nest, after its place there, such as ``val[1]``."""
-    match loaders:
-        case DataLoader():
-            yield place, loaders
-        case Mapping() | list() | tuple() if len(loaders) == 0:
+def _loaders(given: Loaders) -> list[tuple[str, DataLoader[Any]]]:
+    """Return every loader of a nest, after its place there, such as ``loaders['val'][1]``."""
+    leaves = list(_leaves(given, _TOP))
+    found = [(place, leaf) for place, leaf in leaves if leaf is not None]
+    if not found:
+        raise _no_loader(*leaves[0])
+    return found
+
+
+def _leaves(given: object, root: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a nest and the wrappers in it hold, loaders and None, each after its place."""
+    for path, leaf in nested(given):
+        place = place_of(path, root)
+        if is_empty(leaf):
             raise NotALoaderError(
-                f"Found an empty {type(loaders).__name__} at {place or 'the top'}: nothing is known of no loader. Pass "
-                "the loaders, or leave it out."
+                f"Found an empty {type(leaf).__name__} at {place}: nothing is known of no loader. Pass the loaders, or "
+                "leave it out."
             )
-        case Mapping():
-            for key, nested in loaders.items():
-                name = f"{place}.{key}" if place else str(key)
-                yield from _leaves(nested, name)
-        case list() | tuple():
-            for index, nested in enumerate(loaders):
-                yield from _leaves(nested, f"{place}[{index}]")
-        case _ if is_loader(loaders):
-            yield place, cast(DataLoader[Any], loaders)
-        case _ if (found := held_loaders(loaders)) is not None:
+        if leaf is None or is_loader(leaf):
+            yield place, leaf
+        elif (found := held_loaders(leaf)) is not None and found[1] is not None:
             name, held = found
-            yield from _leaves(cast(Any, held), f"{place}.{name}" if place else name)
-        case _:
-            raise NotALoaderError(
-                f"Found {loaders!r} ({type(loaders).__name__}) at {place or 'the top'} where a DataLoader or a list, "
-                "tuple or dict of them was expected. Leave it out, or pass the loader itself."
-            )
+            yield from _leaves(held, f"{place}.{name}")
+        else:
+            raise _no_loader(place, leaf)
+
+
+def _no_loader(place: str, found: object) -> NotALoaderError:
+    return NotALoaderError(
+        f"Found {found!r} ({type(found).__name__}) at {place} where a DataLoader or a list, tuple or dict of them was "
+        "expected. Leave it out, or pass the loader itself."
+    )

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -50,6 +50,7 @@ __all__ = [
     "arranges_neighbours",
     "asks_for_its_own_dataset",
     "changes_of",
+    "count_batches",
     "default_store",
     "forget_iterator",
     "forget_loaded_state",
@@ -121,6 +122,46 @@ class WrappedIterator(KeptIterator):
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         super()._reset(loader)
         self.wrapped._reset(loader)
+
+
+class _Counted:
+    """Stands before the class of a running iterator, and tells a tally what the iterator hands out."""
+
+    tally: Any
+
+    def __next__(self) -> Any:
+        try:
+            batch = super().__next__()  # type: ignore[misc]  # of torch's class, which comes next
+        except StopIteration:
+            self.tally.end()
+            raise
+        except BaseException:
+            self.tally.fail()
+            raise
+        self.tally.count()
+        return batch
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)  # type: ignore[misc]  # as above
+        self.tally.begin()
+
+
+@cache
+def _counted(kind: type) -> type:
+    return type(kind.__name__, (_Counted, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def count_batches(iterator: Any, tally: Any) -> None:
+    """Have a tally told when an iterator hands a batch out, fails to, is reset for another pass, or has no more.
+
+    torch counts in the iterator itself, which is gone after a ``break``, and calls nothing of ours. The iterator gets a
+    class of its own, derived from the one that it had, so nothing has to stand around it or refer back to it. What is
+    no iterator of torch's, nor around one, stays as it is.
+    """
+    if isinstance(iterator, RunningLoader | WrappedIterator) and not isinstance(iterator, _Counted):
+        vars(iterator)["tally"] = tally
+        kind: Any = type(iterator)
+        iterator.__class__ = _counted(kind)
 
 
 def pinned_by(iterator: Any, batch: Any) -> Any:

@@ -1,30 +1,25 @@
 """Shard a finished DataLoader in one call: look at it, agree with the other ranks, copy it with this rank's share."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import ACCELERATE_PREPARED, MAKE_ITERATOR
 from ddp_patch.errors import NotDistributedWarning
-from ddp_patch.loaders.copying import copy_loader
-from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
+from ddp_patch.loaders.facts import LoaderFacts, look_at
+from ddp_patch.loaders.nests import told_at
 from ddp_patch.loaders.recognition import require_loader, tell_if_assumed
 from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Share, Uneven
-from ddp_patch.ranks.agreement import Agreed, agree, refusals_told
-from ddp_patch.ranks.histories import Pace
-from ddp_patch.ranks.world import find_world
-from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.ranks.agreement import ONE, Subject, agree, refusals_told
+from ddp_patch.ranks.world import World, find_world
+from ddp_patch.sharding import shard
 from ddp_patch.shares.refusals import require_shareable, require_shuffle
 from ddp_patch.shares.units import unit_shared
-from ddp_patch.streams.seeding import WorkerSeeding
-from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
-__all__ = ["patch_dataloader_to_ddp"]
+__all__ = ["patch_dataloader_to_ddp", "patch_each"]
 
 L = TypeVar("L", bound=DataLoader[Any])
 
@@ -131,115 +126,70 @@ def patch_dataloader_to_ddp(
         3 [[1, 3], [5, 7], [9]]
     """
     world = find_world(rank, num_replicas, process_group, device_mesh, data_parallel_dimensions)
-    with refusals_told(world):
-        require_loader("patch_dataloader_to_ddp", loader)
-        options = Options(uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle, share)
-        if world is None and not options.scalable_shuffle:
-            return _unchanged(loader)
-        facts = look_at(loader)
-        if options.scalable_shuffle and facts.sharded_by is None:
-            require_shuffle(facts.stream)
-        if world is None:
-            return _unchanged(loader)
-        facts = unit_shared(facts, options.share)
-        require_shareable(facts, options, world)
-    tell_if_assumed(facts.sharded_by)
-    stream = facts.stream if facts.sharded_by is None else None
-    agreed = agree(world, options, facts.described, stream, batches_ahead=facts.batches_ahead, made_for=facts.made_for)
-    return loader if stream is None else _shard(facts, agreed)
-
-
-def _unchanged(loader: L) -> L:
-    warnings.warn(
-        "patch_dataloader_to_ddp changed nothing: there is no process group and the environment announces no other "
-        "rank, so this process takes all data. Call torch.distributed.init_process_group() first if there are to be "
-        "several; with Lightning's Trainer, patch in train_dataloader(), which is called when the group exists.",
-        NotDistributedWarning,
-        stacklevel=3,
-    )
-    return loader
-
-
-def _shard(facts: LoaderFacts[L], agreed: Agreed) -> L:
-    """Return a copy of the loader with its sampler or dataset sharded and its workers seeded by rank."""
-    share_of = _iterable_share if facts.level is Level.ITERABLE else _sampler_share
-    sharded, new = share_of(facts, agreed)
-    sharded.watch.set_pace(type(facts.loader).__name__, _pace(facts))
-    if facts.num_workers > 0:
-        init = new.get("worker_init_fn", facts.loader.worker_init_fn)
-        new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
-    patched = copy_loader(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
-    if facts.repeater is not None:
-        _run_repeated(patched, facts, sharded, new)
-    if facts.level is Level.ITERABLE and agreed.options.iterable_sharding == "by_worker":
-        _even_out(patched, facts, sharded)
-    # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
-    own = getattr(patched, "set_epoch", None)
-    vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
+    names = (uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle, share)
+    (patched,) = patch_each("patch_dataloader_to_ddp", {"": loader}, world, lambda: Options(*names))
     return patched
 
 
-def _pace(facts: LoaderFacts[Any]) -> Pace:
-    """Return how a loader takes the items of its share."""
-    if facts.level in {Level.BATCH, Level.UNBATCHED}:
-        return Pace(1, facts.batches_ahead)
-    size = facts.batch_size or 1
-    return Pace(size, facts.batches_ahead * size, facts.drop_last and facts.level is Level.SAMPLE)
+def patch_each(
+    operation: str, loaders: Mapping[str, L], world: World | None, choose: Callable[[], Options], nest: str = ONE
+) -> list[L]:
+    """Return a copy of each of several loaders that gives this rank its share, or the loaders if nothing is to share.
+
+    The ranks meet once for all, and no loader is patched unless each can be.
+
+    Args:
+        operation: What the user called, for errors.
+        loaders: The loaders, by the places that errors name; the place of one alone is empty.
+        world: The ranks that share; None if there is only one process.
+        choose: Checks the options, which hold for all.
+        nest: Which loaders these are, in words: the same on every rank.
+    """
+    with refusals_told(world):
+        for place, loader in loaders.items():
+            with told_at(place):
+                require_loader(operation, loader)
+        options = choose()
+        if world is None and not options.scalable_shuffle:
+            return _unchanged(operation, loaders)
+        looked = {}
+        for place, loader in loaders.items():
+            with told_at(place):
+                looked[place] = _shareable(loader, options, world)
+        if world is None:
+            return _unchanged(operation, loaders)
+    for facts in looked.values():
+        tell_if_assumed(facts.sharded_by, stacklevel=4)
+    agreed = agree(world, options, [_subject(place, facts) for place, facts in looked.items()], nest)
+    patched = []
+    for (place, facts), mine in zip(looked.items(), agreed, strict=True):
+        with told_at(place):
+            patched.append(facts.loader if facts.sharded_by is not None else shard(facts, mine))
+    return patched
 
 
-def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
-    """Return the sampler of this rank's share, and the loader's attributes that hold it."""
-    if facts.level is Level.BATCH:
-        batches: DDPBatchSamplerWrapper[Any] = DDPBatchSamplerWrapper.of(facts.stream, agreed)
-        # Nothing draws from loader.sampler, but frameworks look for a DistributedSampler there, users for set_epoch.
-        return batches, {"sampler": batches, "batch_sampler": batches}
-    sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(facts.stream, agreed, facts.batching)
-    if facts.level is Level.UNBATCHED:
-        return sharded, {"sampler": sharded}
-    batch_sampler: Any = facts.makes_batches(sharded, facts.batch_size, facts.drop_last)
-    # accelerate's skip_first_batches keeps only the batch sampler, so that must take epochs too.
-    batch_sampler.set_epoch = sharded.set_epoch
-    new = {"sampler": sharded, "batch_sampler": batch_sampler}
-    return sharded, new | {"batch_size": facts.batch_size, "drop_last": facts.drop_last}
-
-
-def _run_repeated(patched: DataLoader[Any], facts: LoaderFacts[Any], sharded: EpochSampler[Any], new: Any) -> None:
-    """Have a loader with one iterator for all epochs draw from another, which goes through the sharded epochs."""
-    from ddp_patch.shares.repeated import RepeatedPasses  # most loaders do without
-
-    passes = RepeatedPasses(patched, sharded, new)
-    vars(patched).update({**dict.fromkeys(facts.running, passes), MAKE_ITERATOR: passes.begin_anew})
-
-
-def _even_out(patched: DataLoader[Any], facts: LoaderFacts[Any], sampler: Any) -> None:
-    """Have ranks make equally many steps that read unequally much, where there are others to hand batches to."""
-    world = sampler.agreed.world
-    if world.members is not None and world.num_replicas > 1:
-        from ddp_patch.shares.iterables.even_steps import EvenIterators  # most loaders do without
-
-        vars(patched)[MAKE_ITERATOR] = EvenIterators(patched, sampler, facts.num_workers)
-
-
-def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
-    """Return the sampler that begins a sharded iterable dataset's epochs, and the attributes that hold both."""
-    # Imported here, because most loaders do without.
-    from ddp_patch.shares.iterables.dataset import IterableWorkerInit, ShardedIterable
-    from ddp_patch.shares.iterables.sampler import StreamSampler
-
-    plan = agreed.plan(agreed.world.rank)
-    readers, ahead = max(1, facts.num_workers), getattr(facts.loader, "prefetch_factor", None) or 2
-    dataset = ShardedIterable(
-        facts.dataset, plan, agreed.options, agreed.seed, facts.batching, readers, ahead, division=agreed.division
+def _unchanged(operation: str, loaders: Mapping[str, L]) -> list[L]:
+    warnings.warn(
+        f"{operation} changed nothing: there is no process group and the environment announces no other rank, so this "
+        "process takes all data. Call torch.distributed.init_process_group() first if there are to be several; with "
+        "Lightning's Trainer, patch in train_dataloader(), which is called when the group exists.",
+        NotDistributedWarning,
+        stacklevel=4,
     )
-    sampler = StreamSampler(dataset, facts, agreed)
-    new: dict[str, Any] = {"dataset": dataset, "sampler": sampler}
-    if facts.num_workers > 0:
-        new["worker_init_fn"] = IterableWorkerInit(facts.loader.worker_init_fn, sampler.epochs)
-    if facts.batch_size is not None:
-        new["batch_sampler"] = facts.makes_batches(sampler, sampler.indices_per_batch, facts.drop_last)
-    return sampler, new
+    return list(loaders.values())
 
 
-def _tell_both(first: Callable[[int], object], second: Callable[[int], object], epoch: int) -> None:
-    first(epoch)
-    second(epoch)
+def _shareable(loader: L, options: Options, world: World | None) -> LoaderFacts[L]:
+    """Look at a loader, and refuse what cannot be shared as the user says."""
+    facts = look_at(loader)
+    if options.scalable_shuffle and facts.sharded_by is None:
+        require_shuffle(facts.stream)
+    if world is not None:
+        facts = unit_shared(facts, options.share)
+        require_shareable(facts, options, world)
+    return facts
+
+
+def _subject(place: str, facts: LoaderFacts[Any]) -> Subject:
+    stream = facts.stream if facts.sharded_by is None else None
+    return Subject(facts.described, stream, facts.batches_ahead, facts.made_for, place)

@@ -125,8 +125,8 @@ class Plan:
         A rank without a sample would make no step, and the others would wait for it.
 
         Examples:
-            >>> [Plan(rank, 3, uneven="keep").divide(2) for rank in range(3)]
-            [(range(0, 2, 3), range(0, 0, 3)), (range(1, 2, 3), range(1, 1, 3)), (range(2, 2, 3), range(0, 1))]
+            >>> [tuple(map(list, Plan(rank, 3, uneven="keep").divide(2))) for rank in range(3)]
+            [([0], []), ([1], []), ([], [0])]
         """
         own, repeated = self.sources(n)
         return own, repeated if own or repeated else range(min(n, 1))

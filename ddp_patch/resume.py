@@ -15,13 +15,13 @@ from ddp_patch.shares.place import Place
 from ddp_patch.streams.fingerprint import fingerprint
 from ddp_patch.streams.generators import random_generators
 
-__all__ = ["go_on", "loader_state", "restore_loader"]
+__all__ = ["go_on", "loader_state", "restore_loader", "state_as_found"]
 
 _RESTORING = "Restoring a loader's state"
 
 
-def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex) -> dict[str, Any]:
-    """Return a patched loader's state after some batches of the current pass, as a small plain dict.
+def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None = None) -> dict[str, Any]:
+    """Return where a patched loader stands in its epoch, as a small plain dict.
 
     The state is the same on every rank, so any one's will do, and the ranks do not communicate. Save it beside the
     model with ``torch.save`` or ``pickle``; ``json`` works unless a sampler has a ``state_dict`` of its own.
@@ -29,7 +29,8 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex) -> dic
     Args:
         loader: A loader from ``patch_dataloader_to_ddp``.
         batches_done: How many batches the training loop has finished since the pass began, as ``enumerate(loader)``
-            counts them. Batches that workers have prefetched do not count. After the last batch, the state is the
+            counts them. Default: those that the loader has handed out, without those that workers have prefetched. Pass
+            it if something between the loader and the loop fetches ahead. After the last batch, the state is the
             beginning of the next epoch.
 
     Returns:
@@ -39,7 +40,8 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex) -> dic
         NotPatchedError: The loader was not patched.
         InvalidOptionError: The pass has not yielded that many batches.
         UnsupportedLoaderError: The loader yields its batches in another order than it draws them.
-        StateError: The order depends on something that no state holds (``agreement="ambient"``).
+        StateError: The order depends on something that no state holds (``agreement="ambient"``), or nobody counts what
+            the loader hands out (its class iterates in a way of its own): pass ``batches_done``.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -47,7 +49,7 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex) -> dic
         >>> loader = patch_dataloader_to_ddp(DataLoader(range(12), batch_size=2), rank=0, num_replicas=2)
         >>> for step, batch in enumerate(loader):
         ...     if step == 0:
-        ...         state = loader_state(loader, batches_done=step + 1)
+        ...         state = loader_state(loader)
         >>> state["epoch"], state["done"]
         (0, [[2, 2]])
         >>> resumed = patch_dataloader_to_ddp(DataLoader(range(12), batch_size=2), rank=0, num_replicas=1)
@@ -55,12 +57,26 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex) -> dic
         >>> len(resumed), [batch.tolist() for batch in resumed]
         (4, [[4, 5], [6, 7], [8, 9], [10, 11]])
     """
-    done = as_index(batches_done)
-    if done is None or done < 0:
-        raise InvalidOptionError(
-            f"batches_done={batches_done!r} is not a whole number of at least 0. Pass how many batches the training "
-            "loop has finished since the pass began."
-        )
+    done = None if batches_done is None else _checked(batches_done)
+    batches = _known(loader)
+    return batches.state_after(batches.handed_out(loader) if done is None else done)
+
+
+def state_as_found(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the state after what a loader has handed out, as far as this rank knows: frameworks load that of one rank.
+
+    They take a pass for over when as many batches were given as ``len()`` says, and would take a rest of no batches for
+    the next epoch.
+
+    Raises:
+        StateError: The place is not known; see ``loader_state`` also for other errors.
+    """
+    batches = _known(loader)
+    return batches.state_after(batches.handed_out(loader), as_found=True)
+
+
+def _known(loader: DataLoader[Any]) -> Batches:
+    """Return how a patched loader makes its batches; raise if its place cannot be told."""
     batches = require_batches("loader_state", loader)
     dataset = loader.dataset
     if isinstance(dataset, ShardedIterable) and loader.persistent_workers and random_generators([dataset.dataset]):
@@ -68,7 +84,17 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex) -> dic
             f"The state of {type(dataset.dataset).__name__} cannot be told: it holds a random generator, which "
             "persistent workers move where it is not seen. Use persistent_workers=False."
         )
-    return batches.state_after(done)
+    return batches
+
+
+def _checked(batches_done: SupportsIndex) -> int:
+    done = as_index(batches_done)
+    if done is None or done < 0:
+        raise InvalidOptionError(
+            f"batches_done={batches_done!r} is not a whole number of at least 0. Pass how many batches the training "
+            "loop has finished since the pass began."
+        )
+    return done
 
 
 def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
@@ -100,7 +126,7 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
         >>> whole, following = [list(first), list(first)]
         >>> stopped, resumed = [patch_dataloader_to_ddp(loader, rank=1, num_replicas=2) for _ in range(2)]
         >>> _ = next(iter(stopped))
-        >>> restore_loader(resumed, loader_state(stopped, batches_done=1))
+        >>> restore_loader(resumed, loader_state(stopped))
         >>> bool((torch.stack(list(resumed)) == torch.stack(whole[1:])).all())
         True
         >>> bool((torch.stack(list(resumed)) == torch.stack(following)).all())

@@ -11,15 +11,19 @@ from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, Unsupporte
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.recognition import samplers_within, shards_itself
 from ddp_patch.options import Agreement, Layout, Options, Uneven, as_index, check_flag
-from ddp_patch.ranks.agreement import Agreed, agree, refusals_told
+from ddp_patch.ranks.agreement import Agreed, Subject, agree, refusals_told
 from ddp_patch.ranks.world import find_world
 from ddp_patch.shares.refusals import require_length, require_steps_known
 from ddp_patch.shares.sampler import ShardedSampler
 from ddp_patch.streams.random_access import is_random_access
 
-__all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions"]
+__all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions", "split_options"]
 
 T = TypeVar("T")
+
+
+# The keywords that say which rank of how many this is.
+_WORLD = ("rank", "num_replicas", "process_group", "device_mesh", "data_parallel_dimensions")
 
 
 class SharingOptions(TypedDict, total=False):
@@ -178,15 +182,28 @@ def _require_iterable(wrapper: str, stream: StreamFacts) -> None:
         )
 
 
+def split_options(called: str, given: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keywords that say which rank of how many this is, and those that say how to share.
+
+    Args:
+        called: What the user called, for the error.
+        given: The keywords.
+        known: The ``TypedDict`` of those that there are.
+
+    Raises:
+        TypeError: There is no such keyword.
+    """
+    names = known.__annotations__
+    if unknown := sorted(given.keys() - names.keys()):
+        raise TypeError(f"{called}() has no option {', '.join(unknown)}. Pass some of these: {', '.join(names)}.")
+    where = {name: value for name, value in given.items() if name in _WORLD}
+    return where, {name: value for name, value in given.items() if name not in _WORLD}
+
+
 def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: bool, given: SharingOptions) -> Agreed:
     """Agree with the other ranks on a sampler that the user wraps by hand."""
     wrapper = wrapper_type.__name__
-    if unknown := sorted(given.keys() - SharingOptions.__annotations__.keys()):
-        known = ", ".join(SharingOptions.__annotations__)
-        raise TypeError(f"{wrapper}() has no option {', '.join(unknown)}. Pass some of these: {known}.")
-    names = ("rank", "num_replicas", "process_group", "device_mesh", "data_parallel_dimensions")
-    where: dict[str, Any] = {name: given[name] for name in names if name in given}  # type: ignore[literal-required]
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if name not in names}
+    where, chosen = split_options(wrapper, given, SharingOptions)
     world = find_world(**where)
     with refusals_told(world):
         _check_flag("shuffle_samples_between_gpus", shuffles)
@@ -207,4 +224,5 @@ def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: 
         require_length(options, world, stream)
         require_steps_known(options, world, stream)
     compared = {"wrapper": wrapper, "shuffle_samples_between_gpus": shuffles, **stream.described}
-    return agree(world, options, compared, stream, stacklevel=4)
+    (agreed,) = agree(world, options, [Subject(compared, stream)])
+    return agreed

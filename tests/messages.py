@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import clear_frames
 from typing import TypeAlias, TypeVar
 
 import pytest
@@ -47,10 +48,15 @@ def assert_tells(message: str, facts: Words, remedy: Words | None = ()) -> None:
 
 @contextmanager
 def raises(error: type[E], facts: Words, remedy: Words | None = ()) -> Iterator[pytest.ExceptionInfo[E]]:
-    """Expect an error of this very type, whose message tells the facts and the remedy."""
+    """Expect an error of this very type, whose message tells the facts and the remedy.
+
+    What the frames that it went through hold is let go: torch raises a worker's error from a frame that holds it, and
+    a loader's iterator that is left to the garbage collector waits 5 s for each worker.
+    """
     with pytest.raises(error) as caught:
         yield caught
     assert caught.type is error
+    clear_frames(caught.tb)
     message = str(caught.value)
     if message.startswith("Caught "):  # by a DataLoader's worker, whose traceback comes first
         message = message.rpartition(f"{error.__name__}: ")[2].rstrip()

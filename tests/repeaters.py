@@ -38,16 +38,20 @@ class MultiEpochs(DataLoader[Any]):
 
 
 class Infinite(MultiEpochs):
-    """As Ultralytics' InfiniteDataLoader: it can be reset, and ends its workers when it goes."""
+    """As Ultralytics' InfiniteDataLoader: it can be reset, and ends its workers when it goes.
+
+    There they are killed first, and one that is killed while it looks whether all is done keeps the lock that whoever
+    says so then waits for, for ever.
+    """
 
     def reset(self) -> None:
         self.iterator = self._get_iterator()
 
     def __del__(self) -> None:
         try:
+            self.iterator._shutdown_workers()
             for worker in self.iterator._workers:
                 worker.terminate()
-            self.iterator._shutdown_workers()
         except Exception:  # noqa: BLE001, S110 - as there
             pass
 

@@ -359,6 +359,11 @@ class Kind:
     warning: tuple[str, ...] | None = None
     parts: tuple[int, ...] = ()
 
+    @property
+    def worlds(self) -> tuple[int, ...]:
+        """The numbers of ranks that it is tried in. Starting workers takes long, so with them there are but two."""
+        return (2, 3) if self.make().num_workers else (1, 2, 3, 4, 5)
+
     def of_rank(self, stream: list[Any], plan: Plan) -> list[Any]:
         """Return a rank's share of what one process gets: of the stream, or of each worker's part of it."""
         size = self.make().batch_size or 1
@@ -578,8 +583,8 @@ LENGTHS = [1 + 7 * i % 11 for i in range(N)]
 GROUPS = [length % 3 for length in LENGTHS]
 
 
-def pk_batches(**randomness: Any) -> PKBatchSampler:
-    return PKBatchSampler(["abcde"[i % 5] for i in range(N)], p=2, k=2, **randomness)
+def pk_batches(**options: Any) -> PKBatchSampler:
+    return PKBatchSampler(["abcde"[i % 5] for i in range(N)], p=2, k=2, **options)
 
 
 def grouped(sampler: Iterable[int]) -> DataLoader[Any]:
@@ -611,6 +616,7 @@ OUR_KINDS = [
     Kind("windows in their order", lambda: loader(sampler=WindowSampler(N, 4, 2, shuffle=False, seed=5))),
     Kind("PKBatchSampler", lambda: loader(batch_sampler=pk_batches()), batches=True),
     Kind("PKBatchSampler, seed", lambda: loader(batch_sampler=pk_batches(seed=5)), batches=True),
+    Kind("PKBatchSampler, more batches", lambda: loader(batch_sampler=pk_batches(num_batches=9)), batches=True),
     Kind(
         "length buckets",
         lambda: loader(batch_sampler=LengthBucketBatchSampler(LENGTHS, max_tokens=20)),

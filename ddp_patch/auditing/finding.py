@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.draw.subject import Factory, made_by, name_of
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
+from ddp_patch.loaders.nests import Keys, is_empty, nested
 
 __all__ = ["find", "look_up"]
 
@@ -154,16 +155,12 @@ def _leaves(found: Any, place: str) -> Iterator[tuple[str, DataLoader[Any] | Fac
             )
 
 
-def _nested(found: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield what nested dicts, lists and tuples hold, each with the keys that lead to it."""
-    if isinstance(found, Mapping | list | tuple):
-        for key, value in found.items() if isinstance(found, Mapping) else enumerate(found):
-            yield from _nested(value, (*path, key))
-    else:
-        yield path, found
+def _nested(found: Any) -> Iterator[tuple[Keys, Any]]:
+    """Yield what a nest holds, without what is empty, each with the keys that lead to it."""
+    return ((path, leaf) for path, leaf in nested(found) if not is_empty(leaf))
 
 
-def _written(path: tuple[Any, ...]) -> str:
+def _written(path: Keys) -> str:
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
 
 

@@ -71,7 +71,7 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         >>> gather_in_order({"doubled": torch.cat(doubled)}, loader)
         {'doubled': tensor([0, 2, 4, 6, 8])}
     """
-    if is_alone(loader):
+    if is_alone("gather_in_order", loader):
         return outputs
     batches = require_one_stream("gather_in_order", loader)
     members = _members(batches, dst)

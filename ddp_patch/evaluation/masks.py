@@ -11,6 +11,8 @@ from ddp_patch.evaluation.steps import Steps, steps_alone, steps_of
 
 __all__ = ["iter_with_mask"]
 
+_MASKING = "iter_with_mask"
+
 
 def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
     """Yield each batch of a pass with a mask that is False on padding.
@@ -35,14 +37,14 @@ def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]
         [1, 3] [True, True]
         [0] [False]
     """
-    if is_alone(loader):
-        return _masked(steps_alone("iter_with_mask", loader), loader)
-    batches = require_one_stream("iter_with_mask", loader)
-    return _masked(steps_of("iter_with_mask", loader, batches), loader)
+    if is_alone(_MASKING, loader):
+        return _masked(steps_alone(_MASKING, loader), loader)
+    batches = require_one_stream(_MASKING, loader)
+    return _masked(steps_of(_MASKING, loader, batches), loader)
 
 
 def _masked(steps: Steps, loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
     is_unbatched = loader.batch_sampler is None
     for batch, step in steps:
-        mask = torch.arange(step.items) < step.real
+        mask = torch.arange(step.items, device="cpu") < step.real
         yield batch, mask[0] if is_unbatched else mask

@@ -13,9 +13,9 @@ from ddp_patch.shares.batches import Batches, require_batches
 __all__ = ["is_alone", "require_one_stream"]
 
 
-def is_alone(loader: DataLoader[Any]) -> bool:
+def is_alone(operation: str, loader: DataLoader[Any]) -> bool:
     """Return whether the loader is unpatched and this process the only one."""
-    require_loader("Evaluation", loader)
+    require_loader(operation, loader)
     return sharded_by(loader) is None and (not dist.is_initialized() or dist.get_world_size() == 1)
 
 

@@ -10,6 +10,7 @@ from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, look_at
 from ddp_patch.shares.batches import Batches
+from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.step_samples import StepSamples
 
@@ -38,12 +39,22 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches) -> Steps
         for number, batch in enumerate(loader):
             if number == 0:
                 one = cast("Pass[Any]", sampler.latest)
+                _require_own_pass(operation, sampler, one)
             if number >= until:
                 step = sampler.samples_of_step(one, batches, number)
                 until = step.until
             yield batch, step
     finally:
         sampler.keeps_sizes = False
+
+
+def _require_own_pass(operation: str, sampler: EpochSampler[Any], one: Pass[Any]) -> None:
+    if sampler.left_out(one):
+        raise UnsupportedLoaderError(
+            f"{operation} cannot tell which samples a batch holds: the loader's own load_state_dict() went on within "
+            f"epoch {one.epoch}, so its first batches were counted elsewhere. Take the state by loader_state(), and "
+            "resume by restore_loader()."
+        )
 
 
 def steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:

@@ -39,8 +39,8 @@ def iter_with_weights(
     padding. A real sample weighs ``ranks / real samples of the step``, padding weighs 0.
 
     The ranks know how many samples a step has without communicating. They communicate once a step, a number each,
-    where ``weight_of`` is given, and where one rank cannot know: whole batches of a batch sampler under a leader, or
-    with ``layout="contiguous"``.
+    where ``weight_of`` is given, and where one rank cannot know: whole batches of a batch sampler under a leader or
+    with ``layout="contiguous"``, and parts of an iterable dataset, one for each worker, with ``uneven="keep"``.
 
     Args:
         loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, where a sample
@@ -57,7 +57,8 @@ def iter_with_weights(
     Raises:
         NotPatchedError: The loader was not patched, and there are several ranks.
         UnsupportedLoaderError: It is unknown which samples a batch holds.
-        InvalidOptionError: ``weight_of`` gives something else than a number of at least 0 for each sample.
+        InvalidOptionError: ``weight_of`` is no function, or gives something else than a number of at least 0 for each
+            sample; or ``dtype`` holds no fractions.
         WorldError: The ranks must communicate, and the world was given by ``rank=`` and ``num_replicas=``.
         RankMismatchError: Where ranks communicate, another one broke off.
         MissingRanksError: Where ranks communicate, another one did not come to the step in time.
@@ -76,8 +77,12 @@ def iter_with_weights(
         The gradient of a mean is the weighted mean of the parts' gradients; DistributedDataParallel weighs each rank
         ``1 / ranks``, as ``torch.nn.parallel.DistributedDataParallel`` documents.
     """
-    dtype = dtype or torch.get_default_dtype()
-    if is_alone(loader):
+    dtype = _dtype_of(dtype)
+    if not (weight_of is None or callable(weight_of)):
+        raise InvalidOptionError(
+            f"weight_of={weight_of!r} is no function. Pass one that takes a batch and gives a number for each sample."
+        )
+    if is_alone(_WEIGHING, loader):
         steps = steps_alone(_WEIGHING, loader)
         weighed = _counted(steps, 1, dtype) if weight_of is None else _summed(steps, 1, dtype, weight_of, float)
     else:
@@ -86,6 +91,16 @@ def iter_with_weights(
     if loader.batch_sampler is not None:
         return weighed
     return ((item, weights.reshape(())) for item, weights in weighed)
+
+
+def _dtype_of(given: torch.dtype | None) -> torch.dtype:
+    dtype = torch.get_default_dtype() if given is None else given
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidOptionError(
+            f"dtype={given!r} cannot hold weights, which are fractions. Pass a floating-point dtype such as "
+            "torch.float32, or leave it out."
+        )
+    return dtype
 
 
 def _shared(steps: Steps, sampler: EpochSampler[Any], dtype: torch.dtype, weight_of: WeightOf | None) -> Weighed:
@@ -116,9 +131,9 @@ def _shared(steps: Steps, sampler: EpochSampler[Any], dtype: torch.dtype, weight
 
 def _counted(steps: Steps, ranks: int, dtype: torch.dtype) -> Weighed:
     """Yield batches whose steps' numbers of samples are known."""
-    latest, weights, version = None, torch.empty(0), 0
+    latest, weights, version = None, None, 0
     for batch, step in steps:
-        if step is not latest or changes_of(weights) != version:  # the user may have changed it in place
+        if weights is None or step is not latest or changes_of(weights) != version:  # the user may have changed it
             latest, weights = step, _weights(step, ranks, step.total or 0, dtype)
             version = changes_of(weights)
         yield batch, weights
@@ -127,7 +142,7 @@ def _counted(steps: Steps, ranks: int, dtype: torch.dtype) -> Weighed:
 def _summed(
     steps: Steps, ranks: int, dtype: torch.dtype, weight_of: WeightOf | None, sum_of: Callable[[float], float]
 ) -> Weighed:
-    """Yield batches of whose steps the ranks sum what the samples count.
+    """Yield batches. In each step, the ranks sum how much its samples count.
 
     Args:
         steps: The batches.
@@ -167,6 +182,7 @@ def _counts(batch: Any, step: StepSamples, weight_of: WeightOf) -> float:
 
 def _weights(step: StepSamples, ranks: int, total: float, dtype: torch.dtype) -> torch.Tensor:
     """Return the weights of a rank's samples in a step whose samples count so much on all ranks together."""
-    weights = torch.full((step.items,), ranks / total if total else 0.0, dtype=dtype)
+    with torch.inference_mode(False):  # where tensors do not count their changes
+        weights = torch.full((step.items,), ranks / total if total else 0.0, dtype=dtype, device="cpu")
     weights[step.real :] = 0
     return weights

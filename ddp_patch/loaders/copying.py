@@ -2,18 +2,21 @@
 
 import copy
 import inspect
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import LIGHTNING_ARGUMENTS, RUNNING_ITERATOR, RunningLoader
+from ddp_patch.compat import LIGHTNING_ARGUMENTS, MAKE_ITERATOR, RUNNING_ITERATOR, RunningLoader
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.recognition import require_loader
 from ddp_patch.options import check_flag
 
-__all__ = ["copy_loader", "extract_loader_parameters"]
+__all__ = ["OWN_METHODS", "copy_loader", "extract_loader_parameters"]
 
 L = TypeVar("L", bound=DataLoader[Any])
+
+# The attributes by which a patched loader has methods that its class has not; and what these are methods of.
+OWN_METHODS: Final = frozenset({MAKE_ITERATOR, "state_dict", "load_state_dict", "__getstate__", "_ddp_patch_methods"})
 
 _DATA_RELATED = frozenset({"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"})
 

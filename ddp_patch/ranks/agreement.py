@@ -1,43 +1,40 @@
 """Make every rank see the same stream: compare the ranks at the patch and, if the user asks, in every epoch."""
 
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from ddp_patch.errors import InvalidOptionError, LeaderWarning
-from ddp_patch.loaders.contents import Content
 from ddp_patch.loaders.facts import StreamFacts
+from ddp_patch.loaders.nests import told_at
 from ddp_patch.loaders.worlds import HeldWorld
 from ddp_patch.options import Agreement, Options
 from ddp_patch.plan import Plan
-from ddp_patch.ranks.comparison import by_value, require_same
+from ddp_patch.ranks.comparison import require_same
 from ddp_patch.ranks.exchange import exchange, refuse
 from ddp_patch.ranks.notices import Peers, agreed_peers, given_peers
-from ddp_patch.ranks.shards import TELLING_APART, require_all_shares, require_same_samples, why_orders_differ
+from ddp_patch.ranks.shards import TELLING_APART, why_each_differs
+from ddp_patch.ranks.verdicts import AGREEING, Record, Told, Verdict, judge
 from ddp_patch.ranks.world import World
 from ddp_patch.streams.fingerprint import fingerprint
-from ddp_patch.streams.seeding import Seed, loader_seed
+from ddp_patch.streams.seeding import Seed
 
 if TYPE_CHECKING:
     from ddp_patch.ranks.leader import Leader
 
-__all__ = ["AGREEING", "Agreed", "agree", "refusals_told"]
+__all__ = ["ONE", "Agreed", "Subject", "agree", "refusals_told"]
+
+# In words, what a call for one loader or sampler agrees on.
+ONE = "one"
 
 # With at most this many ranks, an error lists which rank takes which share.
 _TOLD_IN_FULL = 16
-
-AGREEING = "Agreeing on how data is shared"
-_numbers = count(1)
-# How many loaders without a seed these ranks have patched that had such a stream.
-_numbers_of_like: Counter[tuple[int | str, ...]] = Counter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,56 +98,36 @@ def _confirm(doing: str, records: Mapping[int, _Said]) -> dict[int, None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
-    """What each rank reports about itself."""
+class Subject:
+    """A loader or sampler that ranks agree on.
 
-    compared: Mapping[str, object]
-    order: str | None  # a fingerprint of the stream's first items; None if unknown
-    samples: Sequence[Content]  # fingerprints of the samples that the dataset holds, as far as they are known
-    stream: str  # a fingerprint of what tells the loader's stream from others'
-    seed: int | None
-    base_seed: int  # what the seed follows from if none was chosen
-    generators: Sequence[torch.Tensor]
-    meets: bool  # whether the ranks meet in every epoch
-    ahead: int
-    share: int  # this rank's place among those that share
-    made_for: HeldWorld | None  # for which rank of how many the loader is sharded already; None if unknown
-
-
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """What rank 0 concludes from the records."""
-
-    seed: int
-    generators: Sequence[torch.Tensor]
-    orders: Mapping[int, str | None]  # the ranks' orders where they differ; else empty
-    number: int
-
-
-def agree(
-    world: World,
-    options: Options,
-    compared: Mapping[str, object],
-    stream: StreamFacts | None,
-    *,
-    batches_ahead: int = 0,
-    made_for: HeldWorld | None = None,
-    stacklevel: int = 3,
-) -> Agreed:
-    """Compare the ranks and return what they agreed on.
-
-    Every rank sends one small record, and gets the first rank's seed and generator states. In an explicit world, no
-    rank waits for another and the generators stay as they are.
-
-    Args:
-        world: The ranks that share.
-        options: What the user chose.
+    Attributes:
         compared: What must be the same on every rank, by name.
         stream: The stream to shard; None if it is sharded already.
         batches_ahead: How many batches the loader's workers prefetch. If ranks meet within an epoch, this number must
             be the same on all, or one would wait for others that never come.
         made_for: The rank and the number of ranks that a loader which is sharded already was made for, if known.
-        stacklevel: How many calls above this one the user's code is, for a warning.
+        place: Where among several loaders it is; empty where it is alone.
+    """
+
+    compared: Mapping[str, object]
+    stream: StreamFacts | None
+    batches_ahead: int = 0
+    made_for: HeldWorld | None = None
+    place: str = ""
+
+
+def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str = ONE) -> list[Agreed]:
+    """Compare the ranks and return what they agreed on, for each of several loaders.
+
+    Every rank sends one record for all, and gets the first rank's seeds and generator states. In an explicit world, no
+    rank waits for another and the generators stay as they are.
+
+    Args:
+        world: The ranks that share.
+        options: What the user chose.
+        subjects: What they agree on.
+        nest: Which loaders these are, in words: the same on every rank.
 
     Raises:
         RankMismatchError: The facts or options differ, or a rank refused.
@@ -160,11 +137,31 @@ def agree(
     """
     if world.members is None:
         _refuse_communication(options)
-        peers = given_peers(world.rank, world.num_replicas, compared)
-        return Agreed(world, replace(options, agreement=_settled(options, "")), _seed(options, 0), peers=peers)
-    found = [] if stream is None else stream.generators
-    record = _Record(
-        compared={**compared, **_chosen(options), **_sharing(world.members), "generators": len(found)},
+        return [_agreed_alone(world, options, subject) for subject in subjects]
+    members = list(world.members)
+    generators = [() if subject.stream is None else subject.stream.generators for subject in subjects]
+    records = [_record(world, options, *each) for each in zip(subjects, generators, strict=True)]
+    told = Told(nest, _chosen(options) | _sharing(world.members), records)
+    verdicts: Sequence[Verdict] = exchange(members, AGREEING, told, judge, options.timeout)
+    for found, verdict in zip(generators, verdicts, strict=True):
+        for generator, state in zip(found, verdict.generators, strict=True):
+            generator.set_state(state)
+    whys = _why_orders_differ(world, options, subjects, verdicts)
+    for place, why in whys.items():
+        if dist.get_rank() == members[0]:
+            text = f"{place}: {why}" if place else why
+            warnings.warn(text, LeaderWarning, stacklevel=4)  # which is where a patch or a wrapper was called
+    return [
+        _agreed(world, replace(options, agreement=_settled(options, subject.place in whys)), verdict)
+        for subject, verdict in zip(subjects, verdicts, strict=True)
+    ]
+
+
+def _record(world: World, options: Options, subject: Subject, found: Sequence[torch.Generator]) -> Record:
+    stream = subject.stream
+    return Record(
+        place=subject.place,
+        compared={**subject.compared, "generators": len(found)},
         order=stream.order if stream is not None and options.agreement == "auto" else None,
         samples=stream.samples if stream is not None and options.agreement in {"auto", "leader"} else (),
         stream=fingerprint([] if stream is None else [stream.described]),
@@ -172,23 +169,39 @@ def agree(
         base_seed=_base_seed(world),
         generators=[generator.get_state() for generator in found],
         meets=options.verify or options.agreement == "leader",
-        ahead=batches_ahead,
+        ahead=subject.batches_ahead,
         share=world.rank,
-        made_for=made_for,
+        made_for=subject.made_for,
     )
-    members = list(world.members)
-    verdict: _Verdict = exchange(members, AGREEING, record, _judge, options.timeout)
-    for generator, state in zip(found, verdict.generators, strict=True):
-        generator.set_state(state)
-    disagreement = ""
-    if stream is not None and verdict.orders:  # seldom, so only then do the ranks meet once more
-        judge = partial(why_orders_differ, verdict.orders, stream.name, world.num_replicas)
-        disagreement = exchange(
-            members, TELLING_APART, stream.first_samples(world.num_replicas), judge, options.timeout
-        )
-    if disagreement and dist.get_rank() == members[0]:
-        warnings.warn(disagreement, LeaderWarning, stacklevel=stacklevel)
-    options = replace(options, agreement=_settled(options, disagreement))
+
+
+def _why_orders_differ(
+    world: World, options: Options, subjects: Sequence[Subject], verdicts: Sequence[Verdict]
+) -> dict[str, str]:
+    """Return why the ranks' orders of some loaders differ, by their places; seldom, so only then ranks meet again."""
+    differing = {
+        subject.place: (verdict.orders, subject.stream)
+        for subject, verdict in zip(subjects, verdicts, strict=True)
+        if subject.stream is not None and verdict.orders
+    }
+    if not differing:
+        return {}
+    told = {place: stream.first_samples(world.num_replicas) for place, (_, stream) in differing.items()}
+    asked = {place: (orders, stream.name) for place, (orders, stream) in differing.items()}
+    judge_orders = partial(why_each_differs, asked, world.num_replicas)
+    whys: dict[str, str] = exchange(list(world.members or ()), TELLING_APART, told, judge_orders, options.timeout)
+    return whys
+
+
+def _agreed_alone(world: World, options: Options, subject: Subject) -> Agreed:
+    """Return what holds in an explicit world, where nobody is asked."""
+    with told_at(subject.place):
+        peers = given_peers(world.rank, world.num_replicas, subject.compared)
+    return Agreed(world, replace(options, agreement=_settled(options, False)), _seed(options, 0), peers=peers)
+
+
+def _agreed(world: World, options: Options, verdict: Verdict) -> Agreed:
+    members = list(world.members or ())
     seed, peers = _seed(options, verdict.seed), agreed_peers(members, verdict.number)
     return Agreed(world, options, seed, _leader(members, options), verdict.number, peers)
 
@@ -226,11 +239,11 @@ def _base_seed(world: World) -> int:
     return torch.initial_seed() if is_whole else 0
 
 
-def _settled(options: Options, disagreement: str) -> Agreement:
+def _settled(options: Options, orders_differ: bool) -> Agreement:
     """Return the agreement, with "auto" resolved."""
     if options.agreement != "auto":
         return options.agreement
-    return "leader" if disagreement else "seeded"
+    return "leader" if orders_differ else "seeded"
 
 
 def _refuse_communication(options: Options) -> None:
@@ -252,33 +265,3 @@ def _sharing(members: Mapping[int, int]) -> dict[str, object]:
     """Return which rank takes which share: listed for few ranks, a fingerprint for many."""
     text = ", ".join(f"rank {rank}: {share}" for rank, share in members.items())
     return {"shares": text if len(members) <= _TOLD_IN_FULL else fingerprint([text])}
-
-
-def _judge(records: Mapping[int, _Record]) -> dict[int, _Verdict]:
-    require_same_samples(AGREEING, {rank: record.samples for rank, record in records.items()})
-    require_same(AGREEING, {rank: record.compared for rank, record in records.items()})
-    held = {rank: (record.share, record.made_for) for rank, record in records.items() if record.made_for is not None}
-    if len(held) == len(records):
-        require_all_shares(AGREEING, held)
-    first = next(iter(records.values()))
-    orders = _differing({rank: record.order for rank, record in records.items()})
-    if orders or first.meets:
-        require_same(AGREEING, {rank: {"batches fetched ahead": said.ahead} for rank, said in records.items()})
-    seed = _own_seed(list(records), first) if first.seed is None else first.seed
-    return dict.fromkeys(records, _Verdict(seed, first.generators, orders, next(_numbers)))
-
-
-def _own_seed(members: Sequence[int], first: _Record) -> int:
-    """Return a seed for one loader alone, so that no two loaders of these ranks have the same order.
-
-    Count per group and stream: tensor-parallel ranks in another group must come to the same seed, even if only one of
-    the groups has patched, say, a loader for validation before.
-    """
-    loader: tuple[int | str, ...] = (*members, first.stream)
-    _numbers_of_like[loader] += 1
-    return loader_seed(first.base_seed, first.stream, _numbers_of_like[loader])
-
-
-def _differing(orders: Mapping[int, str | None]) -> Mapping[int, str | None]:
-    parties = by_value(orders)
-    return {} if None in parties or len(parties) == 1 else orders

@@ -69,9 +69,9 @@ class LastWords:
                 "Correct what is said there and start all ranks again."
             )
         return RankMismatchError(
-            f"{self._doing}: {who} left this pass after {said}, and others ask for more. With "
-            "iterable_sharding='by_worker' ranks hand batches to each other, so each pass needs all of them. Let every "
-            "rank take equally many batches: break after the same one on all, or iterate to the end."
+            f"{self._doing}: {who} left this pass after {said}, and others ask for more. The ranks communicate in "
+            "each step, so every pass needs all of them. Let every rank take equally many batches: break after the "
+            "same one on all, or iterate to the end."
         )
 
     def wait(self, place: int, step: int) -> None:

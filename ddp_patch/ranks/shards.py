@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.contents import Content
+from ddp_patch.loaders.nests import told_at
 from ddp_patch.loaders.overlap import FirstSamples, relation_of
 from ddp_patch.loaders.worlds import HeldWorld
 from ddp_patch.ranks.comparison import by_value, ranks_text
 
-__all__ = ["TELLING_APART", "require_all_shares", "require_same_samples", "why_orders_differ"]
+__all__ = ["TELLING_APART", "require_all_shares", "require_same_samples", "why_each_differs", "why_orders_differ"]
 
 TELLING_APART = "Telling apart why the ranks' orders differ"
 
@@ -80,10 +81,32 @@ def _common(named: Mapping[int, Mapping[str, Content]]) -> list[str]:
     return [name for name in first if all(name in other for other in others)]
 
 
+def why_each_differs(
+    asked: Mapping[str, tuple[Mapping[int, str | None], str]],
+    ranks: int,
+    told: Mapping[int, Mapping[str, tuple[int, FirstSamples] | None]],
+) -> dict[int, dict[str, str]]:
+    """Return for each rank the warnings that ``why_orders_differ`` has, by the places of the loaders.
+
+    Args:
+        asked: The loaders whose orders differ, by their places: these orders, and the class that they come from.
+        ranks: How many ranks share.
+        told: What each rank tells of these loaders, by their places.
+
+    Raises:
+        RankMismatchError: The streams of a loader are parts already.
+    """
+    whys = {}
+    for place, (orders, name) in asked.items():
+        with told_at(place):
+            whys[place] = why_orders_differ(orders, name, ranks, {rank: said[place] for rank, said in told.items()})
+    return dict.fromkeys(told, whys)
+
+
 def why_orders_differ(
     orders: Mapping[int, str | None], name: str, ranks: int, told: Mapping[int, tuple[int, FirstSamples] | None]
-) -> dict[int, str]:
-    """Return for each rank the warning that tells why the ranks' orders differ.
+) -> str:
+    """Return the warning that tells why the ranks' orders differ.
 
     Args:
         orders: A fingerprint of each rank's order.
@@ -113,7 +136,7 @@ def why_orders_differ(
             f"cannot be told from its first samples. {_LEADS}Make the sampler's order the same on every rank; or, "
             f"if it is sharded, {mark}."
         )
-    return dict.fromkeys(told, f"{listed.capitalize()} would draw different orders: {cause}")
+    return f"{listed.capitalize()} would draw different orders: {cause}"
 
 
 def _relation(parties: Sequence[tuple[int, FirstSamples] | None], ranks: int) -> str:

@@ -5,11 +5,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import InvalidOptionError, NotPatchedError, UnsupportedLoaderError
+from ddp_patch.compat import has_own_iteration
+from ddp_patch.errors import InvalidOptionError, NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.plan import Batching
 from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.passes import Pass
 
 __all__ = ["Batches", "patched_sampler", "require_batches"]
 
@@ -26,8 +28,41 @@ class Batches(Batching):
     sampler: EpochSampler[Any]
     level: Level
 
-    def state_after(self, batches: int) -> dict[str, Any]:
+    @property
+    def _running(self) -> Pass[Any] | None:
+        """The latest pass, unless a state was restored since."""
+        return self.sampler.latest if self.sampler.place is None else None
+
+    def _given(self, one: Pass[Any] | None) -> int:
+        """Return how many batches a pass has given; where nobody counts them, those that workers fetched may count."""
+        if one is None:
+            return 0
+        return self.sampler.given_batches(one, self) if one.handed_out is None else one.handed_out
+
+    def handed_out(self, loader: DataLoader[Any]) -> int:
+        """Return how many batches of the latest pass the loader has handed out.
+
+        Raises:
+            StateError: Nobody counted them.
+        """
+        if self.sampler.given is not None:
+            return self.sampler.given.batches
+        one = self._running
+        is_counted = one is None or (one.handed_out is not None and not has_own_iteration(type(loader)))
+        if is_counted or not self._given(one):
+            return self._given(one)
+        raise StateError(
+            f"How many batches of epoch {self.sampler.epoch} the {type(loader).__name__} has handed out is not known: "
+            f"{_why_not_counted(loader)}. Pass how many the training loop has finished: batches_done=step + 1 inside "
+            "enumerate(loader)."
+        )
+
+    def state_after(self, batches: int, *, as_found: bool = False) -> dict[str, Any]:
         """Return the state after some batches of the latest pass.
+
+        Args:
+            batches: How many.
+            as_found: Say that the pass is over if this rank knows it, though others may not know it yet.
 
         Raises:
             InvalidOptionError: The pass has not yielded that many.
@@ -36,22 +71,33 @@ class Batches(Batching):
         sampler = self.sampler
         sampler.require_states("told")
         _require_count(batches, sampler)
-        one = sampler.latest if sampler.place is None else None
-        given = 0 if one is None else sampler.given_batches(one, self)
-        if batches > given:
+        one = self._running
+        if batches > (given := self._given(one)):
             raise InvalidOptionError(
                 f"batches_done={batches}, and the pass in progress has given {given}. Pass how many of its batches the "
                 "training loop has finished, counted from the beginning of this pass."
             )
         if one is None:
             return sampler.state_dict()
-        if batches == sampler.most_batches(one, self):
+        most = sampler.most_found(one, self, batches) if as_found else sampler.most_batches(one, self)
+        if batches == most:
             # This is the last batch. If more was given than it holds, the length is wrong.
             taken = one.skip + batches * self.size
             unused = (self.size - 1 if self.drop_last else 0) - sampler.given_after(one, taken)
             if unused >= 0 and one.ends_within(unused):
                 return sampler.state_at(one.place_at_end(sampler.held()).following())
         return sampler.state_at(sampler.place_after(one, self, batches))
+
+
+def _why_not_counted(loader: DataLoader[Any]) -> str:
+    if has_own_iteration(type(loader)):
+        return "its class iterates in a way of its own, and may fetch batches ahead"
+    if hasattr(type(loader), "state_dict"):
+        return "its class has a state_dict() of its own, which tells its place"
+    return (
+        "the pass was made by another loader over the same sampler, or by an iterator that is not torch's, or it went "
+        "on after an error"
+    )
 
 
 def _require_count(batches: int, sampler: EpochSampler[Any]) -> None:

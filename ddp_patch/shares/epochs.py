@@ -57,7 +57,7 @@ class EpochSampler(DistributedSampler[T]):
         self.watch: Watch = Watch(agreed.peers, type(self).__name__, keeps=self.plan.uneven == "keep")
         self._facts = {
             **facts,
-            "uneven": self.plan.uneven,
+            "uneven": options.uneven,
             "layout": self.plan.layout,
             "scalable_shuffle": options.scalable_shuffle,
         }
@@ -137,6 +137,10 @@ class EpochSampler(DistributedSampler[T]):
         """Tell whether this rank alone knows how many samples the steps of a pass that has begun have on all ranks."""
         return True
 
+    def left_out(self, one: Pass[Any]) -> int:
+        """Return how many items a pass leaves out because another package's loader resumed within it."""
+        return 0
+
     def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
         """Return the batches of a pass if this rank has reached its end, else None."""
         length = one.length if one.is_ended else self.pass_length(one)
@@ -152,6 +156,14 @@ class EpochSampler(DistributedSampler[T]):
     def most_batches(self, one: Pass[Any], batching: Batching) -> int | None:
         """Return how many batches the largest share has in a pass, where every rank knows that; else None."""
         return Turns(self.plan, batching, [Part(one.skip, self.pass_length(one))]).most
+
+    def most_found(self, one: Pass[Any], batching: Batching, batches: int) -> int | None:
+        """Return how many batches the largest share has in a pass, as far as this rank knows; None if it does not.
+
+        Raises:
+            StateError: ``batches`` may be all of them, and this rank cannot know it yet.
+        """
+        return self.most_batches(one, batching)
 
     def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
         """Return where a pass stands when so many of its batches were taken."""
@@ -188,6 +200,14 @@ class EpochSampler(DistributedSampler[T]):
         self.epochs.set(number)
         if self.given is not None:
             self.given.begin()
+
+    def note_running(self, one: Pass[T]) -> None:
+        """Note that the training loop is in a pass, because it was given a batch of it after a ``set_epoch``.
+
+        Lightning begins an epoch's workers, and then says which epoch it is.
+        """
+        if self.place is None:
+            self.latest = one
 
     def _measured(self) -> tuple[int, Done, int]:
         """Return what lengths count: an epoch, what other numbers of ranks took of it, and what each rank took since.

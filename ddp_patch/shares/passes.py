@@ -42,6 +42,9 @@ class Pass(Progress, Generic[T]):
         start: Where it began.
         before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
         sizes: How many samples each item has that was given, as a whole; None where nobody wants to know.
+        handed_out: How many batches of it the training loop was given, without those that workers fetched ahead; None
+            where nobody counts them.
+        is_exhausted: Whether the loop was told that there are no more.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class Pass(Progress, Generic[T]):
         before, skip = start.split(num_replicas)
         super().__init__(skip)
         self.before: Done = before
+        self.handed_out: int | None = None
+        self.is_exhausted: bool = False
         self.source: Source[T] = source
         self._resumes, self._at_end = resumes, at_end
         self.sizes: Sizes | None = sizes
@@ -79,6 +84,11 @@ class Pass(Progress, Generic[T]):
     def epoch(self) -> int:
         """Which epoch it is over."""
         return self.start.epoch
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be asked for; persistent workers keep a pass that the loop has seen the end of."""
+        return self.is_exhausted or super().is_over
 
     @property
     def length(self) -> int | None:
@@ -135,6 +145,14 @@ class Pass(Progress, Generic[T]):
             for item in part:
                 self.sizes.add(size_of(item))
         return part if self._divide is None else list(map(self._divide, part))
+
+    def note_handed_out(self, batches: int | None) -> None:
+        """Note how many of its batches the training loop has been given; None if that is not known any more."""
+        self.handed_out = batches
+
+    def note_exhausted(self) -> None:
+        """Note that the training loop was told that there are no more batches."""
+        self.is_exhausted = True
 
     def _begin_generators(self) -> None:
         """Have the generators where they were when the first item was drawn: a loader may draw from them before."""

@@ -7,8 +7,9 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import MAKE_ITERATOR, RUNNING_ITERATOR, KeptIterator
+from ddp_patch.compat import RUNNING_ITERATOR, KeptIterator
 from ddp_patch.errors import StreamLengthError, UnsupportedLoaderError
+from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.streams.progress import Given
@@ -45,7 +46,7 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
         self._ahead: list[Any] = []
         self._given.begin()
 
-    def begin_anew(self) -> Self:
+    def begin_anew(self, loader: DataLoader[Any]) -> Self:
         """Leave the running pass and its workers: what a loader wants when it makes itself an iterator."""
         self._plain = None
         self.drop_pass()
@@ -89,7 +90,7 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
                 "A copy of a patched loader cannot be iterated after the loader itself is gone: it has one iterator "
                 "for all epochs, and that was the loader's. Keep what patch_dataloader_to_ddp() returned and pass that."
             )
-        kept = {name: value for name, value in vars(loader).items() if name != MAKE_ITERATOR and value is not self}
+        kept = {name: value for name, value in vars(loader).items() if name not in OWN_METHODS and value is not self}
         # The given loader drew its workers' seed once. Each pass would draw one, from a generator that samplers share.
         once = {"persistent_workers": loader.num_workers > 0, "generator": torch.Generator(), RUNNING_ITERATOR: None}
         plain: DataLoader[Any] = DataLoader.__new__(DataLoader)

@@ -2,7 +2,7 @@
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from itertools import chain, repeat
 from typing import TypeVar
 
@@ -12,8 +12,10 @@ T = TypeVar("T")
 
 
 def size_of(item: object) -> int:
-    """Return how many samples an item of a stream has: a batch as many as it is long, a key one."""
+    """Return how many samples an item of a stream has: a batch as many as it gives, a key one."""
     try:
+        if isinstance(item, Iterable) and not isinstance(item, Sized | Iterator):
+            return sum(1 for _ in item)
         return len(item) if isinstance(item, Sized) else 1
     except TypeError:  # as of a tensor without dimensions
         return 1

@@ -80,6 +80,9 @@ class Source(Generic[T]):
 class Nothing(Source[T]):
     """Has no items: nothing is left of the epoch."""
 
+    def __init__(self) -> None:
+        self.sizes = Sizes()  # those of no item are all known
+
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Return no part."""
         return iter(())

@@ -10,7 +10,7 @@ from ddp_patch.shares.place import Mark, PartsDone, Place, Snapshots
 from ddp_patch.streams.generators import random_generators, set_generator_state, unmoved
 from ddp_patch.streams.seeding import Seed
 
-__all__ = ["read_state", "write_state"]
+__all__ = ["no_state", "read_state", "write_state"]
 
 _VERSION = 1
 
@@ -47,6 +47,15 @@ def write_state(place: Place, facts: Mapping[str, object], seed: int) -> dict[st
     }
 
 
+# The one field of a state that says why it is none.
+_CANNOT_RESUME = "cannot_resume"
+
+
+def no_state(why: str) -> dict[str, Any]:
+    """Return what stands for a state where none can be told: a checkpoint can be taken, and not be restored."""
+    return {_CANNOT_RESUME: why}
+
+
 def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Sequence[Any]) -> Place:
     """Return the place that a state describes.
 
@@ -57,10 +66,15 @@ def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Seq
         holders: The samplers and others whose generators, states and attributes the state holds.
 
     Raises:
-        StateError: The state is damaged, newer than this package, or of another loader.
+        StateError: The state is damaged, newer than this package, of another loader, or none.
     """
     if not isinstance(state, Mapping):
         raise _damaged(f"it is {state!r}, a {type(state).__name__} and not a dict")
+    if _CANNOT_RESUME in state:
+        raise StateError(
+            f"The state does not say where to resume, because that was not known when it was taken: "
+            f"{state[_CANNOT_RESUME]} Resume from a state that was taken between two epochs, or restore none."
+        )
     if "version" in state and not (_is_count(state["version"]) and state["version"] <= _VERSION):
         raise StateError(
             f"The state has version {state['version']!r} and this package reads versions up to {_VERSION}, so it may "

@@ -71,7 +71,7 @@ def main(folder: Path, kind: str) -> None:
 
     model = DistributedDataParallel(network)
     for epoch in range(first_epoch, EPOCHS):
-        for step, (images, labels, indices) in enumerate(loader):
+        for images, labels, indices in loader:
             # Before the step, in which ranks meet: what a checkpoint says is done is in every rank's log.
             taken = {"steps": steps, "epoch": epoch, "world": world_size, "indices": indices.tolist()}
             append(folder / f"taken-{rank}", taken)
@@ -82,7 +82,7 @@ def main(folder: Path, kind: str) -> None:
                     "steps": steps,
                     "network": network.state_dict(),
                     "optimizer": optimizer.state_dict(),
-                    "loader": loader_state(loader, batches_done=step + 1),
+                    "loader": loader_state(loader),
                 }
                 save(checkpoint, file)
     if rank == 0:

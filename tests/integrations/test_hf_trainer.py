@@ -27,7 +27,9 @@ class Recorder(EachEpoch):
         self.states: list[Any] = []
 
     def on_step_end(self, *positional: Any, train_dataloader: Any, **options: Any) -> None:
-        self.states.append(loader_state(train_dataloader, batches_done=len(self.trainer.seen[-1])))
+        state = loader_state(train_dataloader)
+        assert state == loader_state(train_dataloader, batches_done=len(self.trainer.seen[-1]))
+        self.states.append(state)
 
 
 class Restoring(TrainerCallback):  # type: ignore[misc]  # as above

@@ -2,27 +2,26 @@
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from documented import CHECKOUT
 from frameworks.kinds import KINDS, Batch, features, tiny_model
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
 from quick import run_ranks
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from repeaters import MultiEpochs
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
 
 from ddp_patch import (
-    InvalidOptionError,
     NotPatchedError,
+    StateError,
     UnsupportedLoaderError,
     assert_loaders_patched,
     check_loaders_is_patched,
@@ -30,10 +29,6 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-
-# The page's own module.
-sys.path.append(str(CHECKOUT / "docs" / "examples" / "frameworks"))
-from lightning_place import ResumableLoader
 
 # predict() loses the sampler of an iterable dataset.
 MAP_STYLE = [kind for kind in KINDS if not isinstance(kind.make().dataset, IterableDataset)]
@@ -163,8 +158,11 @@ class Recording(LightningModule):  # type: ignore[misc]  # as above
 class Resuming:
     """A training of three epochs of four steps each, of one of two ranks, with a checkpoint at every step."""
 
-    def __init__(self, folder: Path, loaders: type[DataLoader[Any]], **options: Any) -> None:
+    def __init__(self, folder: Path, loaders: Callable[..., DataLoader[Any]], **options: Any) -> None:
         self.folder, self.loaders = folder, loaders
+        self.patched_with: dict[str, Any] = {"seed": 3, "rank": 1, "num_replicas": 2} | options.pop("patched_with", {})
+        self.trained_with: dict[str, Any] = {"max_epochs": 3} | options.pop("trained_with", {})
+        self.at_ends: bool = options.pop("at_ends", False)
         self.options: dict[str, Any] = {"dataset": range(16), "shuffle": True} | options
 
     def fit(self, step: int | None = None) -> list[tuple[int, list[int]]]:
@@ -173,60 +171,159 @@ class Resuming:
         options = dict(self.options)
         if options.pop("generator", False):
             options["generator"] = torch.Generator().manual_seed(3)
-        loader: Any = self.loaders(batch_size=2, **options)
+        if own_batches := options.pop("own_batches", None):
+            options = {"dataset": options["dataset"], "batch_sampler": own_batches()}
+        loader: Any = self.loaders(**options) if own_batches else self.loaders(batch_size=2, **options)
         module = Recording()
         folder = self.folder if step is None else self.folder / f"from_{step}"
-        saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+        every = None if self.at_ends else 1
+        saving = ModelCheckpoint(
+            folder, "{step}", every_n_train_steps=every, save_top_k=-1, save_on_train_epoch_end=self.at_ends
+        )
         trainer = Trainer(
             accelerator="cpu",
-            max_epochs=3,
             callbacks=[saving],
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            num_sanity_val_steps=1,
+            **self.trained_with,
         )
-        patched = patch_dataloader_to_ddp(loader, seed=3, rank=1, num_replicas=2)
-        trainer.fit(module, patched, ckpt_path=None if step is None else self.folder / f"step={step}.ckpt")
+        patched = patch_dataloader_to_ddp(loader, **self.patched_with)
+        valuation: Any = patch_dataloader_to_ddp(DataLoader(range(6), 2), **self.patched_with)  # type: ignore[arg-type]  # a range is a dataset
+        trainer.fit(module, patched, valuation, ckpt_path=None if step is None else self.folder / f"step={step}.ckpt")
+        assert valuation.sampler.epoch == 0 or not valuation.state_dict()["done"]
         return module.seen
 
 
+class OfEpochs(BatchSampler):
+    """Makes batches whose order is drawn anew in each epoch, of as many samples each."""
+
+    def __init__(self) -> None:
+        super().__init__(RandomSampler(range(16)), 2, drop_last=False)
+
+
+class Sized(IterableDataset[int]):
+    """A stream that knows its length, and is read in parts by its workers."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        number, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(number, 16, workers))
+
+    def __len__(self) -> int:
+        return 16
+
+
+class OwnIteration(DataLoader[Any]):
+    """May fetch ahead for all that anybody knows."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+KINDS_RESUMED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "workers": {"num_workers": 2},
+    "persistent workers": {"num_workers": 2, "persistent_workers": True},
+    "generator": {"generator": True},
+}
+MORE_KINDS: dict[str, dict[str, Any]] = {
+    "whole batches": {"own_batches": OfEpochs},
+    "stream": {"dataset": Sized(), "shuffle": False},
+    "parts of a stream": {"dataset": Sized(), "shuffle": False, "num_workers": 2},
+}
+
+
 @pytest.mark.filterwarnings("ignore")  # as above
-@pytest.mark.parametrize("loaders", [StatefulDataLoader, ResumableLoader])
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"generator": True}], ids=["plain", "worker", "generator"])
+@pytest.mark.parametrize(
+    ("loaders", "options"),
+    [
+        *((StatefulDataLoader, options) for options in KINDS_RESUMED.values()),
+        *((DataLoader, options) for options in (KINDS_RESUMED | MORE_KINDS).values()),
+        (MultiEpochs, {}),
+    ],
+    ids=[*(f"torchdata, {name}" for name in KINDS_RESUMED), *KINDS_RESUMED, *MORE_KINDS, "one iterator for all"],
+)
 def test_resumed_within_an_epoch(tmp_path: Path, loaders: type[DataLoader[Any]], options: dict[str, Any]) -> None:
     """Steps are those of a run that was never stopped, in later epochs too, which the Trainer plans by the length."""
     resuming = Resuming(tmp_path, loaders, **options)
     whole = resuming.fit()
     assert [epoch for epoch, _ in whole] == [0] * 4 + [1] * 4 + [2] * 4
-    for step in (7,) if options else (3, 4, 5, 7, 8):
+    steps = (3, 4, 7, 8) if loaders is DataLoader else (7,) if options else (3, 4, 5, 7, 8)
+    for step in steps:
         assert resuming.fit(step) == whole[step:]
 
 
 @pytest.mark.filterwarnings("ignore")  # as above
 def test_of_a_loader_without_length_a_batch_is_fetched_ahead(tmp_path: Path) -> None:
-    """As the page says: the Trainer loses that batch, or is told so."""
-    resuming = Resuming(tmp_path, StatefulDataLoader, dataset=Stream(), shuffle=False)
+    """As the page says: with torchdata's loader the Trainer loses that batch; ours says that the place is not known."""
+    unsized: dict[str, Any] = {"dataset": Stream(), "shuffle": False}
+    resuming = Resuming(tmp_path / "torchdata", StatefulDataLoader, **unsized)
     whole = resuming.fit()
     assert resuming.fit(3) == whole[4:]
-    with raises(InvalidOptionError, ("batches_done=2", "0"), "batches"):
-        Resuming(tmp_path, ResumableLoader, dataset=Stream(), shuffle=False).fit()
+    resuming = Resuming(tmp_path / "torch", DataLoader, **unsized)
+    assert resuming.fit() == whole
+    with raises(StateError, ("DataLoader has no len()", "ahead"), ("__len__", "restore_loader()")):
+        resuming.fit(3)
+    # Between two epochs nothing is ahead; and a Trainer that counts steps asks there, too.
+    for trained_with in ({}, {"max_epochs": -1, "max_steps": 12}):
+        resuming = Resuming(
+            tmp_path / f"{trained_with}", DataLoader, at_ends=True, trained_with=trained_with, **unsized
+        )
+        assert resuming.fit() == whole
+        assert [batch for _, batch in resuming.fit(4)] == [batch for _, batch in whole[4:]]
 
 
 @pytest.mark.filterwarnings("ignore")  # as above
-def test_without_its_place_a_resumed_epoch_begins_anew(tmp_path: Path) -> None:
-    """As the page says: between two epochs all is as it was; within one the Trainer counts steps, not samples."""
-    resuming = Resuming(tmp_path, DataLoader)
+@pytest.mark.parametrize(
+    ("loaders", "patched_with"), [(OwnIteration, {}), (DataLoader, {"agreement": "ambient"})], ids=["own", "ambient"]
+)
+def test_without_its_place_a_resumed_epoch_begins_anew(tmp_path: Path, loaders: Any, patched_with: Any) -> None:
+    """As the page says: between two epochs all is as it was; within one the Trainer counts steps, and warns of it."""
+    resuming = Resuming(tmp_path, loaders, patched_with=patched_with)
     whole = resuming.fit()
-    assert resuming.fit(4) == whole[4:]
-    assert resuming.fit(6) == [*whole[4:6], *whole[8:]]
+    epochs = [epoch for epoch, _ in whole]
+    assert [epoch for epoch, _ in resuming.fit(4)] == epochs[4:]
+    with pytest.warns(UserWarning, match="not resumable"):
+        resumed = resuming.fit(6)
+    if not patched_with:
+        assert resuming.fit(4) == whole[4:]
+        assert resumed == [*whole[4:6], *whole[8:]]
 
 
 @pytest.mark.filterwarnings("ignore")  # as above
 def test_a_generator_given_by_the_user_begins_anew_with_the_process(tmp_path: Path) -> None:
-    """As that of an unpatched loader: no set_epoch chooses its order."""
-    resuming = Resuming(tmp_path, DataLoader, generator=True)
+    """Between two epochs the Trainer loads no place, and no set_epoch chooses the order; as of an unpatched loader."""
+    resuming = Resuming(tmp_path, DataLoader, generator=True, at_ends=True)
     whole = resuming.fit()
     assert [batch for _, batch in resuming.fit(4)] == [batch for _, batch in whole[:8]]
+
+
+def stopped_and_resumed(rank: int, world_size: int, folder: str) -> list[tuple[list[Any], list[Any]]]:
+    """What one rank's steps see of three epochs, never stopped and after checkpoints."""
+    logging.disable()
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # as above
+    found = []
+    for workers, dataset in ((0, range(16)), (2, range(16)), (2, Sized())):
+        options = {"dataset": dataset, "shuffle": not isinstance(dataset, Sized), "num_workers": workers}
+        kept = Path(folder) / f"{workers} {type(dataset).__name__}"
+        on_ranks = {"devices": world_size, "strategy": "ddp"}
+        seed_ambient(rank)
+        resuming = Resuming(kept, DataLoader, patched_with={"rank": None, "num_replicas": None}, **options)
+        resuming.trained_with |= on_ranks
+        whole = resuming.fit()
+        found += [(whole[step:], resuming.fit(step)) for step in (3, 6)]
+    return found
+
+
+def test_ranks_resume_within_an_epoch(tmp_path: Path) -> None:
+    said = run_ranks(stopped_and_resumed, 2, str(tmp_path), timeout=300)
+    for rank in said:
+        assert all(seen == whole for whole, seen in rank)
+    for (first, _), (second, _) in zip(*said, strict=True):
+        last = [sample for epoch, batch in [*first, *second] if epoch == 2 for sample in batch]
+        assert sorted(last) == list(range(16))
 
 
 @pytest.mark.filterwarnings("ignore")  # as above
@@ -288,5 +385,5 @@ def test_the_guard_looks_into_combined_loaders() -> None:
     patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
     combined: Any = CombinedLoader({"a": patched, "b": [patched, loader]})
     assert check_loaders_is_patched([CombinedLoader([patched])])
-    with raises(NotPatchedError, "1 of 3 loaders: train.iterables.b[1].", "patch_dataloader_to_ddp()"):
+    with raises(NotPatchedError, "1 of 3 loaders: loaders['train'].iterables['b'][1].", "patch_dataloader_to_ddp()"):
         assert_loaders_patched({"train": combined})

@@ -1,56 +1,26 @@
 """torchmetrics of gathered outputs are those of one process to the last bit; with padding left in they are not."""
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from evaluated import SEED, OnRank, Outputs, loader_of, on_rank, outputs_of
 from quick import run_ranks
 from sklearn.datasets import load_digits
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassAveragePrecision
-from zoo import seed_ambient
 
-from ddp_patch import gather_in_order, iter_with_mask, patch_dataloader_to_ddp
-
-Outputs = dict[str, torch.Tensor]
-OnRank = tuple[Outputs, Outputs, list[int]]
-
-SEED = 3
 METRICS = {"accuracy": MulticlassAccuracy, "AUROC": MulticlassAUROC, "mAP": MulticlassAveragePrecision}
 
 
-def make_loader(shuffle: bool) -> DataLoader[Any]:
+@cache
+def digits() -> Outputs:
     """The 1797 digits, with what an imperfect classifier says of each: its distance to each mean, and noise."""
     images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
     means = torch.stack([images[labels == label].mean(dim=0) for label in range(10)])
     noise = torch.randn(len(labels), 10, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
-    logits = noise - torch.cdist(images, means) / 8
-    generator = torch.Generator().manual_seed(SEED) if shuffle else None
-    return DataLoader(TensorDataset(logits.float(), labels), batch_size=50, shuffle=shuffle, generator=generator)
-
-
-def outputs_of(loader: Any) -> Outputs:
-    logits, labels = zip(*loader, strict=True)
-    return {"logits": torch.cat(logits), "labels": torch.cat(labels)}
-
-
-def on_rank(rank: int, world_size: int) -> list[OnRank]:
-    """Not shuffled, and shuffled."""
-    return [evaluated(rank, shuffle) for shuffle in (False, True)]
-
-
-def evaluated(rank: int, shuffle: bool) -> OnRank:
-    """What was gathered, what this rank put in, and how many of its samples a metric computed in place had right."""
-    seed_ambient(SEED + rank)
-    loader = patch_dataloader_to_ddp(make_loader(shuffle))
-    own = outputs_of(loader)
-    gathered = gather_in_order(own, loader)
-    right = torch.zeros(2, dtype=torch.int64)
-    for (logits, labels), mask in iter_with_mask(loader):
-        right += torch.stack([(logits.argmax(dim=1) == labels)[mask].sum(), mask.sum()])
-    dist.all_reduce(right)
-    return gathered, own, right.tolist()
+    return {"logits": (noise - torch.cdist(images, means) / 8).float(), "labels": labels}
 
 
 def metrics_of(outputs: Outputs) -> dict[str, float]:
@@ -68,13 +38,13 @@ def batch_by_batch(loader: DataLoader[Any]) -> dict[str, float]:
 
 @pytest.mark.parametrize("world_size", range(1, 6))
 def test_metrics_are_those_of_one_process(world_size: int) -> None:
-    ranks = run_ranks(on_rank, world_size)
+    ranks = run_ranks(on_rank, world_size, digits())
     for shuffle in (False, True):
         require_those_of_one_process([each[shuffle] for each in ranks], world_size, shuffle)
 
 
 def require_those_of_one_process(ranks: list[OnRank], world_size: int, shuffle: bool) -> None:
-    alone, expected = outputs_of(make_loader(shuffle)), batch_by_batch(make_loader(shuffle))
+    alone, expected = outputs_of(loader_of(digits(), shuffle)), batch_by_batch(loader_of(digits(), shuffle))
     for gathered, _, right in ranks:
         assert all(torch.equal(gathered[name], alone[name]) for name in alone)
         assert metrics_of(gathered) == expected

@@ -4,6 +4,7 @@ import doctest
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -22,6 +23,7 @@ from zoo import seed_ambient
 import ddp_patch.integrations.accelerate
 from ddp_patch import (
     NotPatchedError,
+    StateError,
     UnsupportedLoaderError,
     check_loaders_is_patched,
     gather_in_order,
@@ -96,7 +98,10 @@ def shared_by_accelerate(rank: int, world_size: int) -> dict[str, Any]:
     whole = [batch.tolist() for batch in prepared]
     prepared.set_epoch(7)
     for _ in prepared:
-        state = loader_state(prepared, batches_done=1)
+        state = prepared.state_dict()
+        with raises(StateError, ("_Prepared", "ahead"), "batches_done"):
+            loader_state(prepared)  # accelerate has fetched one more
+        assert state == loader_state(prepared, batches_done=1) != loader_state(patched)
         break
     again = patch_dataloader_to_ddp(numbered(shuffle=True), seed=patched.sampler.seed)  # type: ignore[attr-defined]
     restore_loader(again, state)
@@ -181,7 +186,7 @@ def shared_by_others(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "Fabric's": left_alone(fabric.setup_dataloaders(numbered(shuffle=True))),
         "patched, then Fabric's": left_alone(wrapped),
-        "state": loader_state(wrapped, batches_done=2) == loader_state(patched, batches_done=2),
+        "state": loader_state(wrapped, batches_done=2) == loader_state(patched) == wrapped.state_dict(),
         "Fabric's, not shared": refusal(fabric.setup_dataloaders(numbered(), use_distributed_sampler=False)),
         "ignite's": left_alone(idist.auto_dataloader(range(N), batch_size=8)),
         "ignite's, of a sampler": left_alone(
@@ -193,13 +198,26 @@ def shared_by_others(rank: int, world_size: int) -> dict[str, Any]:
     whole = [batch.tolist() for batch in patched]
     sampler.set_epoch(5)
     next(iter(patched))
-    restore_loader(patched, loader_state(patched, batches_done=1))
+    restore_loader(patched, loader_state(patched))
     found["resumed"] = [fabric.to_device(batch).tolist() for batch in patched] == whole[1:]
     # ignite takes a patched loader's sampler as it is; its batch size is that of all ranks together.
     sampler.set_epoch(5)
     of_sampler = idist.auto_dataloader(range(N), batch_size=8, sampler=sampler)
     found["ignite's, of a patched sampler"] = [batch.tolist() for batch in of_sampler] == whole
     return found
+
+
+def test_fabric_keeps_a_loaders_place(tmp_path: Path) -> None:
+    def made() -> Any:
+        return patch_dataloader_to_ddp(numbered(shuffle=True), seed=3, rank=1, num_replicas=2)
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loader, resumed = made(), made()
+    passing = iter(fabric.setup_dataloaders(loader))
+    next(passing)
+    fabric.save(tmp_path / "saved.ckpt", {"loader": loader})
+    fabric.load(tmp_path / "saved.ckpt", {"loader": resumed})
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in passing]
 
 
 def test_lightnings_and_ignites_loaders() -> None:

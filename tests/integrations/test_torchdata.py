@@ -25,6 +25,8 @@ from ddp_patch import (
     StateError,
     UnsupportedLoaderError,
     check_loaders_is_patched,
+    iter_with_mask,
+    iter_with_weights,
     loader_state,
     patch_dataloader_to_ddp,
     restore_loader,
@@ -298,6 +300,16 @@ def test_a_dataset_that_would_go_on_where_it_was_read_is_refused() -> None:
 
 
 @with_and_without_workers
+def test_its_batches_are_counted_by_the_loop_alone(num_workers: int) -> None:
+    loader = Run(lambda: StatefulDataLoader(Source(), 3, collate_fn=as_it_is, num_workers=num_workers)).start(1)
+    iterator = iter(loader)
+    next(iterator)
+    with raises(StateError, ("StatefulDataLoader", "state_dict() of its own"), "batches_done="):
+        loader_state(loader)
+    assert loader_state(loader, batches_done=1)["done"]
+
+
+@with_and_without_workers
 def test_batches_are_not_counted_in_a_pass_that_it_resumed(num_workers: int) -> None:
     run = Run(lambda: StatefulDataLoader(Source(), 3, collate_fn=as_it_is, num_workers=num_workers))
     stopped = run.start(1)
@@ -306,6 +318,10 @@ def test_batches_are_not_counted_in_a_pass_that_it_resumed(num_workers: int) -> 
     list(islice(resumed, 1))
     with raises(StateError, ("Source", "load_state_dict()"), "state_dict()"):
         loader_state(resumed, batches_done=1)
+    for iterate in (iter_with_mask, iter_with_weights):
+        resumed = run.start(2, stopped.state_dict())
+        with raises(UnsupportedLoaderError, (iterate.__name__, "load_state_dict()", "epoch 0"), "restore_loader()"):
+            next(iterate(resumed))
 
 
 def test_batches_are_not_counted_while_the_worker_that_resumed_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:

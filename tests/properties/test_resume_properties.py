@@ -175,7 +175,9 @@ class Resuming(RuleBasedStateMachine):
             self.taken.update(self.units(batches))
             self.done[rank] += len(batches)
             has_ended &= len(batches) < steps
-        states = [loader_state(loader, batches_done=done) for loader, done in zip(self.loaders, self.done, strict=True)]
+        states = [loader_state(loader) for loader in self.loaders]
+        for loader, done, state in zip(self.loaders, self.done, states, strict=True):
+            assert loader_state(loader, batches_done=done) == state  # it counts as the loop does
         self.state = states[0]
         if self.options["uneven"] != "keep":
             assert all(state == states[0] for state in states)

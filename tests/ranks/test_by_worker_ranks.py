@@ -190,15 +190,17 @@ def stopped_everywhere(rank: int, world_size: int) -> dict[str, list[Stopped]]:
 
 def stops(case: Case, ranks: int) -> Iterator[Stopped]:
     whole = sum(map(len, batches_alone(case, ranks))) // ranks  # that every rank makes
-    for stop in sorted({0, 1, 2, whole // 2, whole - 1, whole} & set(range(whole + 1))):
+    # Half of them with two ranks and half with three, because starting workers takes long.
+    for stop in sorted({0, 1, 2, whole // 2, whole - 1, whole} & set(range(whole + 1)))[ranks % 2 :: 2]:
         loader = made(case)
         before = [numbers(batch, 0) for batch in islice(iter(loader), stop)]
-        state = loader_state(loader, batches_done=stop)
+        state = loader_state(loader)
+        assert state == loader_state(loader, batches_done=stop)
         again = made(case)
         restore_loader(again, pickle.loads(pickle.dumps(state)))  # noqa: S301 - our own
         more = [numbers(batch, 0) for batch in islice(iter(again), 1)] if stop < whole else []
         last = made(case)
-        restore_loader(last, loader_state(again, batches_done=len(more)))
+        restore_loader(last, loader_state(again))
         rest = [numbers(batch, 0) for batch in last] if state["epoch"] == 0 else []
         yield Stopped(before, more + rest, [numbers(batch, 1) for batch in last], state)
 
@@ -236,10 +238,11 @@ def left_and_begun_again(rank: int, world_size: int) -> list[tuple[str, object]]
         iter(loader)  # is never asked
         loader.set_epoch(1)
         found.append(("the epoch that was set", [numbers(batch, 1) for batch in loader] == whole))
-        copies = [copy.copy(loader)]
         if not workers:
-            copies += [copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]  # noqa: S301 - our own
-        found += [("a copy", len(list(one)) == len(whole)) for one in copies]
+            copies = [copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]  # noqa: S301 - our own
+            found += [("a copy", len(list(one)) == len(whole)) for one in copies]
+        with raises(UnsupportedLoaderError, "shallow copy", "deepcopy"):
+            iter(copy.copy(loader))
     pinned: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(even_steps, "pinned_by", lambda _, batch: [pinned.append(batch), batch][1])  # type: ignore[func-returns-value]  # it notes what comes
@@ -247,9 +250,6 @@ def left_and_begun_again(rank: int, world_size: int) -> list[tuple[str, object]]
     received = [batch for batch in given_out if any(batch is one for one in pinned)]
     found.append(("what came is pinned", len(received) == len(pinned) == (2 if rank == 0 else 0)))
     found.append(("freed with its workers", failed_loader()() is None))
-    alone = copy.copy(made(Case([9])))
-    with raises(UnsupportedLoaderError, "by_worker", "patch_dataloader_to_ddp()"):
-        iter(alone)
     given = OwnIteration(Shards([9]), BATCH, collate_fn=list)
     own = patch_dataloader_to_ddp(given, iterable_sharding="by_worker")
     found.append(("own iteration", len([numbers(batch, 0) for batch in own]) == 3))

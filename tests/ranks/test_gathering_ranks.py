@@ -1,8 +1,5 @@
 """Real gloo ranks, each seeded differently, that gather their outputs: every rank has what one process would have."""
 
-import multiprocessing
-import os
-import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -14,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import assert_tells, missing
-from quick import run_ranks
+from quick import fork_workers_elsewhere, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.utils.data import DataLoader
@@ -72,9 +69,7 @@ def expected(stream: list[Any], plans: list[Plan], given: DataLoader[Any]) -> li
 
 def every_kind(rank: int, world_size: int) -> None:
     warnings.simplefilter("ignore")  # a length that changes
-    multiprocessing.set_start_method("forkserver", force=True)  # see test_patching_ranks.py
-    multiprocessing.set_forkserver_preload(["torch", "zoo"])
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    fork_workers_elsewhere()
     ways = [
         (name, uneven, layout)
         for name in SIZED
@@ -82,7 +77,7 @@ def every_kind(rank: int, world_size: int) -> None:
         for layout in ("interleaved", "contiguous")
     ]
     ways += [(name, uneven, "interleaved") for name in UNSIZED for uneven in ("pad", "drop", "keep")]
-    ways += [(name, "pad", "interleaved") for name in WORKERS]
+    ways += [(name, "pad", "interleaved") for name in WORKERS if world_size in BY_NAME[name].worlds]
     for name, uneven, layout in ways:
         if uneven == "drop" and len(stream_of(name, 1)) < world_size:
             continue  # refused: no rank would make a step

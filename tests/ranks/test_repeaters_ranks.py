@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from quick import run_ranks
 from repeaters import Infinite
 from zoo import Indices
 
 from ddp_patch import NotPatchedError, patch_dataloader_to_ddp
-from ddp_patch.testing import run_ranks
 from ddp_patch.testing.guard import guarded
 
 N = 21

@@ -234,7 +234,8 @@ SHORT = {"few rows, unseeded", "eight rows, unseeded", "none", "one", "one, augm
 def watched(rank: int, world_size: int) -> dict[tuple[str, int], Told]:
     told = {}
     for name, case in CASES.items():
-        for workers in (0, 2):
+        # How workers' notes come together is one rank's affair: two ranks show it, and starting workers takes long.
+        for workers in (0, 2) if world_size == 2 else (0,):
             seed_ambient(rank)
             given: DataLoader[Any] = DataLoader(case.make(), batch_size=16, collate_fn=as_it_is, num_workers=workers)
             epochs = (BATCHES, 1) if name in SHORT else (BATCHES,)
@@ -259,8 +260,9 @@ def test_only_orders_that_differ_are_found(world_size: int) -> None:
     message = ranks[0]["whole numbers, by rank", 0].message
     assert_tells(message, ("number", "of part 0 of Stream", "rank 0", "lost"), REMEDY)
     assert "than on rank 1" in message or "than on rank 2" in message  # whose notes came first
-    message = ranks[1]["rows, unseeded", 2].message
-    assert_tells(message, ("of the stream of Stream", "worker 0", "worker 1", "rank 1", "lost"), REMEDY)
+    if world_size == 2:
+        message = ranks[1]["rows, unseeded", 2].message
+        assert_tells(message, ("of the stream of Stream", "worker 0", "worker 1", "rank 1", "lost"), REMEDY)
     message = next(told["augmented", 0].message for told in ranks if told["augmented", 0].found)
     assert_tells(message, ("of part 0 of Stream", "cannot be told", "augmentation"), (*REMEDY, WARNED))
 
@@ -354,7 +356,7 @@ HONEST = (
 def honest(rank: int, world_size: int) -> dict[tuple[str, int], Told]:
     told = {}
     for act in HONEST if world_size == 4 else HONEST[:-1]:
-        for workers in (0, 2):
+        for workers in (0, 2) if world_size == 2 or act is two_worlds else (0,):
             seed_ambient(rank)
             told[act.__name__, workers] = in_step(act(rank, workers), BATCHES)._replace(batches=[])
     return told

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from iterables import ShardPerWorker
+from messages import assert_tells
 from quick import run_ranks
 from torch.utils.data import DataLoader, Sampler
 from zoo import Source, as_it_is, loader, seed_ambient
@@ -61,6 +63,15 @@ def weighing(rank: int, world_size: int) -> dict[str, Any]:
         "fewer batches than ranks": steps(
             patched(loader(batch_sampler=[[1, 2, 3]]), uneven="keep", agreement="leader")
         ),
+        "parts of workers, some ranks have one more": steps(
+            patched(DataLoader(ShardPerWorker((1, 4)), 1, num_workers=2, collate_fn=as_it_is), uneven="keep")
+        ),
+        "divided batches, led": steps(
+            patched(loader(batch_sampler=Unequal()), share="within_batches", agreement="leader")
+        ),
+        "divided batches, verified": steps(
+            patched(loader(batch_sampler=Unequal()), share="within_batches", verify=True)
+        ),
         "tokens": steps(patched(loader(5)), weight_of=tokens),
         "tokens of divided batches": steps(patched(loader(5), share="within_batches"), weight_of=tokens),
         "tokens, some ranks have one more": steps(patched(loader(5), uneven="keep"), weight_of=tokens),
@@ -92,17 +103,33 @@ def telling(rank: int, world_size: int) -> tuple[str, str]:
     def counts(batch: list[int]) -> list[int]:
         return [1] * (len(batch) - (rank == 1 and batch[0] > 8))
 
+    return told(one, weight_of=counts)
+
+
+def told(one: Any, taken: int | None = None, **options: Any) -> tuple[str, str]:
     try:
-        return "nothing", repr(steps(one, weight_of=counts))
+        return "nothing", repr(list(islice(iter_with_weights(one, **options), taken)))
     except DDPPatchError as error:
         return type(error).__name__, str(error)
 
 
 def test_a_rank_whose_samples_count_nothing_valid_is_named_to_the_others() -> None:
-    (first, told), (second, said) = run_ranks(telling, 2)
+    (first, heard), (second, said) = run_ranks(telling, 2)
     assert (first, second) == ("RankMismatchError", "InvalidOptionError")
-    assert "rank 1" in told
+    assert "rank 1" in heard
     assert "weight_of gave 3 numbers for a batch of 4 samples" in said
+
+
+def leaving_alone(rank: int, world_size: int) -> tuple[str, str]:
+    one = patch_dataloader_to_ddp(loader(), timeout=60)
+    return told(one, 2 if rank == 1 else None, weight_of=tokens)
+
+
+def test_a_rank_that_breaks_off_alone_is_named_to_the_others() -> None:
+    (error, heard), (nothing, _) = run_ranks(leaving_alone, 2)
+    assert (error, nothing) == ("RankMismatchError", "nothing")
+    assert_tells(heard, ("Weighing samples", "rank 1", "2 batches"), "break after")
+    assert "by_worker" not in heard
 
 
 def leaving(rank: int, world_size: int) -> list[Any]:

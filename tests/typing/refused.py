@@ -9,6 +9,7 @@ from ddp_patch import (
     gather_in_order,
     loader_state,
     patch_dataloader_to_ddp,
+    patch_dataloaders_to_ddp,
     restore_loader,
 )
 from ddp_patch.samplers import PKBatchSampler, ScalableRandomSampler
@@ -26,11 +27,16 @@ def options(loader: DataLoader[str]) -> None:
     patch_dataloader_to_ddp(loader, "drop")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 
 
+def options_of_several(loader: DataLoader[str]) -> None:
+    patch_dataloaders_to_ddp((loader,), uneven="wrong")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    patch_dataloaders_to_ddp((loader,), unknown=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
+
 def what_is_no_loader(dataset: Dataset[str], loader: DataLoader[str]) -> None:
     patch_dataloader_to_ddp(dataset)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
     assert_loaders_patched([dataset])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
     gather_in_order([1], dataset)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
-    loader_state(loader)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    loader_state(loader, 1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     restore_loader(loader, 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 

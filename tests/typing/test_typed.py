@@ -1,7 +1,7 @@
 """What users write, and the types that mypy and pyright then see; it runs as a test too."""
 
 from collections.abc import Iterator
-from typing import Any, TypeVar, assert_type
+from typing import Any, NamedTuple, TypeVar, assert_type
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from ddp_patch import (
     iter_with_mask,
     loader_state,
     patch_dataloader_to_ddp,
+    patch_dataloaders_to_ddp,
     restore_loader,
 )
 from ddp_patch.samplers import (
@@ -80,6 +81,29 @@ def test_a_patched_loader_is_of_the_type_that_was_given() -> None:
     patched = patch_dataloader_to_ddp(logged, rank=np.int64(0), num_replicas=2, verify=False, timeout=60)
     assert_type(patched, Logged[str])
     assert_type(patched.log, list[str])
+
+
+class Loaders(NamedTuple):
+    """A nest with names."""
+
+    train: DataLoader[str]
+    val: Logged[str] | None
+
+
+def test_a_nest_of_loaders_is_of_the_type_that_was_given() -> None:
+    train, logged = DataLoader(Words(), shuffle=True), Logged(Words())
+    pair = patch_dataloaders_to_ddp((train, logged), rank=0, num_replicas=2, uneven="drop", seed=1)
+    assert_type(pair, tuple[DataLoader[str], Logged[str]])
+    assert_type(patch_dataloaders_to_ddp([train, train], rank=0, num_replicas=2), list[DataLoader[str]])
+    by_name = patch_dataloaders_to_ddp({"train": train, "val": train}, rank=0, num_replicas=2, share="batches")
+    assert_type(by_name, dict[str, DataLoader[str]])
+    named = patch_dataloaders_to_ddp(Loaders(train, None), rank=0, num_replicas=2)
+    assert_type(named, Loaders)
+    assert_type(named.train, DataLoader[str])
+    alone = patch_dataloaders_to_ddp(logged, rank=0, num_replicas=2, scalable_shuffle=False)
+    assert_type(alone, Logged[str])
+    assert_loaders_patched((pair, by_name, named, alone))
+    assert_loaders_patched({"train": pair, "test": None})
 
 
 def patched_words() -> DataLoader[str]:

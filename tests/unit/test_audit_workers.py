@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import islice
 from multiprocessing import Value
+from traceback import clear_frames
 from typing import Any
 
 import numpy as np
@@ -106,13 +107,14 @@ def epochs_of(loader: DataLoader[Any], passes: Callable[[], Iterator[Any]]) -> l
             batches = [*islice(passes(), MOST)]
         except Exception as error:  # noqa: BLE001 - whatever the dataset raises
             found.append(type(error))
+            clear_frames(error.__traceback__)  # see messages.raises
         else:
             found.append(batches)
         found.append(draw_ambient())
     return found
 
 
-@pytest.mark.parametrize(("way", "num_workers"), [*((way, 2) for way in WAYS), ("as it stands", 4), ("patched", 4)])
+@pytest.mark.parametrize(("way", "num_workers"), [*((way, 2) for way in WAYS), ("patched", 4)])
 @pytest.mark.parametrize("name", MAKERS)
 def test_simulated_workers_read_what_real_ones_do(name: str, num_workers: int, way: str) -> None:
     """What a worker is told, which seeds it has, what it shares with the main process, and whose turn it is."""

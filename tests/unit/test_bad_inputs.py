@@ -136,7 +136,7 @@ def calls() -> list[tuple[type[DDPPatchError], str, Call]]:
         InvalidOptionError,
         "batches_done",
         lambda value: loader_state(after_a_pass(), batches_done=value),
-        [True, 1.0, "1", None, -1, 99, np.bool_(True), *WHOLES],
+        [True, 1.0, "1", -1, 99, np.bool_(True), *WHOLES],
     )
     add(StateError, "restore_loader", lambda value: restore_loader(patched(), value), [{}, None, 3, [], {"version": 1}])
     add(StateError, "load_state_dict", lambda value: patched().sampler.load_state_dict(value), [{}, None, "x"])
@@ -241,7 +241,8 @@ def test_an_empty_state_says_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nest", "place"), [([], "the top"), ({"train": [given()], "val": []}, "val"), ([[()]], "[0][0]")]
+    ("nest", "place"),
+    [([], "loaders"), ({"train": [given()], "val": []}, "loaders['val']"), ([[()]], "loaders[0][0]")],
 )
 @pytest.mark.parametrize("guard", [check_loaders_is_patched, assert_loaders_patched])
 def test_the_guard_refuses_what_is_empty(guard: Any, nest: Any, place: str) -> None:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain, islice
 from typing import Any
 
@@ -45,6 +46,7 @@ def warned(kind: Kind) -> Iterator[None]:
         assert_tells(message, kind.warning or (), "sampler's __len__")
 
 
+@cache  # several tests look at the same ones, and some take long
 def epochs_of(kind: Kind, rank: int, num_replicas: int, steps: int = STEPS, **options: Any) -> list[list[Any]]:
     """The epochs of one rank, seeded like no other, with other draws before and between."""
     seed_ambient(1000 * num_replicas + rank)
@@ -63,7 +65,7 @@ def epochs_of(kind: Kind, rank: int, num_replicas: int, steps: int = STEPS, **op
 @over(WHOLE)
 def test_every_rank_takes_its_share_of_the_one_stream(kind: Kind) -> None:
     streams = epochs_of(kind, 0, 1)
-    for num_replicas in range(1, 6):
+    for num_replicas in kind.worlds:
         for rank in range(num_replicas):
             shares = epochs_of(kind, rank, num_replicas)
             assert shares == [kind.of_rank(stream, Plan(rank, num_replicas)) for stream in streams]
@@ -103,15 +105,15 @@ def test_contiguous_shares_of_an_unknown_length_are_refused_at_the_patch(kind: K
         patch_dataloader_to_ddp(kind.make(), rank=0, num_replicas=2, layout="contiguous")
 
 
-@pytest.mark.parametrize("world_size", range(1, 6))
 @over([kind for kind in ALL_KINDS if kind.endless])
-def test_an_endless_stream_is_shared_from_its_beginning(kind: Kind, world_size: int) -> None:
+def test_an_endless_stream_is_shared_from_its_beginning(kind: Kind) -> None:
     """And its length is the usual TypeError."""
-    ranks = [epochs_of(kind, rank, world_size) for rank in range(world_size)]
-    stream = epochs_of(kind, 0, 1, steps=world_size * STEPS)[0]
-    assert list(chain.from_iterable(zip(*(epochs[0] for epochs in ranks), strict=True))) == stream
-    for epoch in range(3):
-        assert len({len(epochs[epoch]) for epochs in ranks}) == 1
+    for world_size in kind.worlds:
+        ranks = [epochs_of(kind, rank, world_size) for rank in range(world_size)]
+        stream = epochs_of(kind, 0, 1, steps=world_size * STEPS)[0]
+        assert list(chain.from_iterable(zip(*(epochs[0] for epochs in ranks), strict=True))) == stream
+        for epoch in range(3):
+            assert len({len(epochs[epoch]) for epochs in ranks}) == 1
     with pytest.raises(TypeError, match="has no len"):
         len(patch_dataloader_to_ddp(kind.make(), rank=0, num_replicas=2))
 

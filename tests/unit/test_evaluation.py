@@ -40,6 +40,7 @@ from ddp_patch import (
     WorldError,
     gather_in_order,
     iter_with_mask,
+    iter_with_weights,
     loader_state,
     patch_dataloader_to_ddp,
     restore_loader,
@@ -97,7 +98,7 @@ def assert_false_on_padding_alone(given: DataLoader[Any], batches: Masked, paddi
 @over(KINDS)
 def test_the_mask_is_false_on_padding_and_nowhere_else(kind: Kind) -> None:
     lengths = [10**9] * kind.epochs if kind.endless else lengths_of(kind)
-    for num_replicas in (2, 5) if kind.make().num_workers else range(1, 6):  # starting workers takes long
+    for num_replicas in kind.worlds:
         for rank in range(num_replicas):
             given = patched(kind, rank, num_replicas)
             for n in lengths:
@@ -371,15 +372,19 @@ def test_nobody_to_gather_from() -> None:
 
 
 @pytest.mark.parametrize(
-    "operation", [lambda loader: gather_in_order([], loader), iter_with_mask], ids=["gather_in_order", "iter_with_mask"]
+    ("name", "operation"),
+    [
+        ("gather_in_order", lambda loader: gather_in_order([], loader)),
+        ("iter_with_mask", iter_with_mask),
+        ("iter_with_weights", iter_with_weights),
+    ],
 )
-def test_loaders_whose_shares_cannot_be_told(operation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaders_whose_shares_cannot_be_told(name: str, operation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the call, before anything is drawn."""
-    name = "gather_in_order" if operation is not iter_with_mask else "iter_with_mask"
     patched_one = "patch_dataloader_to_ddp()"
     not_patched = (name, "DataLoader", "not patched"), (patched_one, "rank=0, num_replicas=1")
     for given, error, facts, remedy in (
-        ([1], NotALoaderError, ("Evaluation", "torch.utils.data.DataLoader", "[1] (list)"), "loader itself"),
+        ([1], NotALoaderError, (name, "torch.utils.data.DataLoader", "[1] (list)"), "loader itself"),
         (
             patch_dataloader_to_ddp(DataLoader(Source()), rank=0, num_replicas=1, iterable_sharding="by_worker"),
             UnsupportedLoaderError,

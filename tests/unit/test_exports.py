@@ -32,13 +32,16 @@ FLOORS = {
     "wrappers": 8,
     "resume": 8,
     "evaluation": 8,
-    "patching": 9,
-    "testing": 10,
-    "integrations": 10,
-    "auditing": 11,
-    "cli": 12,
-    "__main__": 13,
-    "__init__": 13,
+    "stateful": 9,
+    "sharding": 10,
+    "patching": 11,
+    "several": 12,
+    "testing": 12,
+    "integrations": 12,
+    "auditing": 13,
+    "cli": 14,
+    "__main__": 15,
+    "__init__": 15,
 }
 
 
@@ -78,6 +81,7 @@ def test_the_public_names_are_these() -> None:
         "iter_with_weights",
         "loader_state",
         "patch_dataloader_to_ddp",
+        "patch_dataloaders_to_ddp",
         "restore_loader",
     ]
 

@@ -256,7 +256,8 @@ def test_the_guard_names_each_offender_by_its_place() -> None:
     patched = patch_dataloader_to_ddp(loader(), **EXPLICIT)
     nest: Any = {"train": patched, "val": [patched, loader()], "test": {"clean": loader(), 3: (loader(),)}}
     assert not check_loaders_is_patched(nest)
-    with raises(NotPatchedError, "3 of 5 loaders: val[1], test.clean, test.3[0].", "patch_dataloader_to_ddp()"):
+    offenders = "3 of 5 loaders: loaders['val'][1], loaders['test']['clean'], loaders['test'][3][0]."
+    with raises(NotPatchedError, offenders, "patch_dataloader_to_ddp()"):
         assert_loaders_patched(nest)
     with raises(NotPatchedError, "1 of 1 loaders: the loader", "patch_dataloader_to_ddp()"):
         assert_loaders_patched(loader())
@@ -264,10 +265,19 @@ def test_the_guard_names_each_offender_by_its_place() -> None:
 
 @pytest.mark.parametrize("guard", [check_loaders_is_patched, assert_loaders_patched])
 def test_the_guard_wants_loaders(guard: Any) -> None:
-    with raises(NotALoaderError, ("None (NoneType)", "train[0]", "DataLoader"), "loader itself"):
-        guard({"train": [None]})
-    with raises(NotALoaderError, ("'loader' (str)", "the top", "DataLoader"), "loader itself"):
+    for nest, place in (({"train": [None]}, "loaders['train'][0]"), ([None, {"val": None}], "loaders[0]")):
+        with raises(NotALoaderError, ("None (NoneType)", place, "DataLoader"), "loader itself"):
+            guard(nest)
+    with raises(NotALoaderError, ("'loader' (str)", "at loaders ", "DataLoader"), "loader itself"):
         guard("loader")
+
+
+def test_none_beside_loaders_is_no_offender() -> None:
+    patched = patch_dataloader_to_ddp(loader(), **EXPLICIT)
+    assert check_loaders_is_patched({"train": patched, "test": None})
+    assert not check_loaders_is_patched([None, loader()])
+    with raises(NotPatchedError, "1 of 2 loaders: loaders['val'].", "patch_dataloader_to_ddp()"):
+        assert_loaders_patched({"train": patched, "val": loader(), "test": None})
 
 
 class Liar(list[int]):

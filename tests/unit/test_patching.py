@@ -375,7 +375,7 @@ def test_a_frameworks_wrapper_counts_as_what_it_wraps_and_cannot_be_patched(wrap
     assert check_loaders_is_patched({"train": [patched]})
     assert patch_dataloader_to_ddp(patched, **WORLD) is patched
     unpatched = wrap(loader())
-    with raises(NotPatchedError, "1 of 2 loaders: val.", "patch_dataloader_to_ddp()"):
+    with raises(NotPatchedError, "1 of 2 loaders: loaders['val'].", "patch_dataloader_to_ddp()"):
         assert_loaders_patched({"train": patched, "val": unpatched})
     with raises(UnsupportedLoaderError, (wrap.__name__, "framework", "DataLoader"), ("loader first", "framework")):
         patch_dataloader_to_ddp(unpatched, **WORLD)
@@ -564,5 +564,6 @@ def test_the_guard_looks_into_what_holds_loaders() -> None:
     holding: Any = Held(iterables={"a": patched, "b": [Held(loader=patched)]})
     assert check_loaders_is_patched(holding)
     holding.iterables["b"].append(Held(loader=loader()))
-    with raises(NotPatchedError, "1 of 3 loaders: train.iterables.b[1].loader.", "patch_dataloader_to_ddp()"):
+    place = "loaders['train'].iterables['b'][1].loader"
+    with raises(NotPatchedError, f"1 of 3 loaders: {place}.", "patch_dataloader_to_ddp()"):
         assert_loaders_patched({"train": holding})

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from itertools import chain, islice, pairwise
 from typing import Any
 
@@ -76,6 +77,7 @@ def keys_drawn(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 MAKE: dict[str, Callable[..., Any]] = {
     "weighted": lambda **randomness: WeightedClassSampler(LABELS, [1, 1, 2], 31, **randomness),
     "P x K": pk_batches,
+    "P x K, more batches": partial(pk_batches, num_batches=9),
     "lengths": lambda **randomness: LengthBucketBatchSampler(LENGTHS, max_tokens=20, **randomness),
     "windows": lambda **randomness: WindowSampler(N, 3, **randomness),
     "scalable": lambda **randomness: ScalableRandomSampler(N, **randomness),
@@ -482,6 +484,51 @@ def test_many_instances_of_labels_of_any_size_are_as_even_as_can_be(k: int) -> N
                 assert times in {k // size, -(-k // size)}
 
 
+@pytest.mark.parametrize("number", [1, 3, 4, 5, 30])
+def test_as_many_batches_as_were_asked_for_have_labels_alike_often(number: int) -> None:
+    """A round has two batches and a half."""
+    labels = np.repeat(np.arange(10), 7)
+    sampler = PKBatchSampler(labels, 4, 3, num_batches=number, seed=0)
+    assert len(sampler) == sampler.num_batches == number
+    epochs = [np.array(list(sampler)) for _ in range(2)]
+    assert epochs[0].shape == (number, 12)
+    assert (epochs[0] != epochs[1]).any()
+    times = np.bincount(labels[epochs[0].ravel()], minlength=10) / 3
+    assert times.max() - times.min() <= 1
+    rounds = labels[epochs[0]][:, ::3].ravel()  # three of a label stand together
+    for start in range(0, number * 4 - 9, 10):
+        assert set(rounds[start : start + 10]) == set(range(10))
+
+
+def test_the_labels_of_a_batch_are_others_in_each_round() -> None:
+    """However p and the number of labels go together: each two labels meet alike often in one epoch."""
+    for labels, p in ((10, 4), (10, 5), (9, 4), (12, 8)):
+        number = MANY
+        batches = np.array(list(PKBatchSampler(np.arange(labels), p, 1, num_batches=number, seed=0)))
+        met = np.zeros((labels, labels))
+        for batch in batches:
+            met[np.ix_(batch, batch)] += 1
+        both = p * (p - 1) / labels / (labels - 1)  # the chance of any two to be in a batch
+        off = met[~np.eye(labels, dtype=bool)]
+        assert (abs(off - number * both) < BOUND * np.sqrt(number * both * (1 - both))).all()
+
+
+@pytest.mark.parametrize(("p", "most"), [(4, 2), (3, 1)])
+def test_categories_come_round_after_round(p: int, most: int) -> None:
+    category_of = np.repeat(np.arange(5), [5, 6, 7, 11, 9])
+    options: dict[str, Any] = {"categories": category_of, "max_categories": most, "seed": 0}
+    in_round = len(PKBatchSampler(np.arange(38), p, 1, **options))
+    batches = list(PKBatchSampler(np.arange(38), p, 1, num_batches=3 * in_round + 1, **options))
+    assert len(batches) == 3 * in_round + 1
+    rounds = [batches[start : start + in_round] for start in range(0, 3 * in_round, in_round)]
+    assert rounds[0] != rounds[1] != rounds[2] != rounds[0]
+    for batch in batches:
+        assert len(set(batch)) == p
+        assert len(set(category_of[batch])) <= most
+    for one in rounds:
+        assert set(chain.from_iterable(one)) == set(range(38))
+
+
 def test_labels_of_every_category_come_again_alike_often() -> None:
     """The last batch is filled up with labels that came before, which are no more often of a small category."""
     sizes = np.array([5, 5, 5, 26])
@@ -871,6 +918,7 @@ OVER: dict[str, Callable[[], Any]] = {
     "P x K": lambda: PKBatchSampler(range(50), 3, 1),
     "P x K, seed": lambda: PKBatchSampler(range(50), 3, 1, seed=5),
     "P x K, generator": lambda: PKBatchSampler(range(50), 3, 1, generator=generator()),
+    "P x K, more batches": lambda: PKBatchSampler(range(12), 3, 1, num_batches=30),
 }
 
 

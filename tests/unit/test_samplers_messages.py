@@ -115,6 +115,8 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
     (lambda: pk(LABELS, 2, 0), ("k=0", "1", "instances"), INT),
     (lambda: pk(LABELS, 2, 1.5), ("k=1.5", "1", "instances"), INT),
     (lambda: pk(LABELS, 4, 2), ("p=4", "3"), ("p", "3")),
+    (lambda: pk(LABELS, 2, 2, num_batches=0), ("num_batches=0", "1", "epoch"), INT),
+    (lambda: pk(LABELS, 2, 2, num_batches=2.0), ("num_batches=2.0", "1", "epoch"), INT),
     (lambda: pk(LABELS, 2, 2, categories=LABELS), ("categories", "max_categories"), "max_categories"),
     (lambda: pk(LABELS, 2, 2, max_categories=2), ("categories", "max_categories"), "categories"),
     (lambda: pk(LABELS, 2, 2, categories=LABELS, max_categories=0), ("max_categories=0", "1"), INT),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from messages import raises
 from torch.utils.data import BatchSampler, DataLoader
-from zoo import ALL_KINDS, STEPS, Indices, Kind, Source, as_it_is, comparable, loader, seed_ambient
+from zoo import ALL_KINDS, STEPS, Bare, Indices, Kind, Source, as_it_is, comparable, loader, seed_ambient
 
 from ddp_patch import (
     InvalidOptionError,
@@ -111,13 +111,26 @@ def test_weights_have_the_default_dtype_or_the_one_that_is_given() -> None:
     one = patched(loader(), 2, 0)
     assert next(iter_with_weights(one))[1].dtype == torch.float32
     assert next(iter_with_weights(one, dtype=torch.bfloat16))[1].dtype == torch.bfloat16
+    for dtype in (torch.int64, torch.bool, "float32"):
+        with raises(InvalidOptionError, f"dtype={dtype!r}", "torch.float32"):
+            iter_with_weights(one, dtype=dtype)  # type: ignore[arg-type]  # the mistake
 
 
 def test_weights_that_a_training_changes_are_made_anew() -> None:
     one = patched(DataLoader(Indices(16), 4), 2, 0)
-    for _, weights in iter_with_weights(one):
-        assert weights.tolist() == [0.25] * 4
-        weights.zero_()
+    for is_inference in (False, True):
+        with torch.inference_mode(is_inference):
+            for _, weights in iter_with_weights(one):
+                assert weights.tolist() == [0.25] * 4
+                weights.zero_()
+
+
+@pytest.mark.parametrize("iterate", [iter_with_weights, iter_with_mask])
+def test_weights_and_masks_are_on_the_cpu_wherever_other_tensors_are(iterate: Any) -> None:
+    steps = iterate(patched(loader(), 2, 0))
+    next(steps)  # torch begins a loader on the CPU
+    with torch.device("meta"):
+        assert {told.device.type for _, told in steps} == {"cpu"}
 
 
 def test_steps_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +142,13 @@ def test_steps_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch
             patch.setattr(one.sampler, "samples_of_step", looked)
             assert len(list(iter_with_weights(one))) == len(one)
         assert looked.call_count < 100, options
+
+
+@pytest.mark.parametrize("share", ["batches", "within_batches"])
+def test_samples_of_a_batch_without_len_are_counted(share: Any) -> None:
+    for rank in range(2):
+        one = patched(loader(batch_sampler=[Bare([5, 3, 8]), Bare([1])]), 2, rank, share=share)
+        assert all(len(weights) == len(list(batch)) for batch, weights in iter_with_weights(one))
 
 
 # How much a sample counts.
@@ -161,6 +181,11 @@ def test_what_samples_cannot_count_is_refused(gives: Any, fact: str) -> None:
         next(iter_with_weights(loader(), weight_of=gives))
 
 
+def test_what_is_no_function_is_refused_at_the_call() -> None:
+    with raises(InvalidOptionError, ("weight_of=[1, 1]", "no function"), "Pass one"):
+        iter_with_weights(loader(), weight_of=[1, 1])  # type: ignore[arg-type]  # the mistake
+
+
 # Where the ranks must communicate, and cannot.
 
 
@@ -173,6 +198,25 @@ def test_a_world_given_by_hand_cannot_sum() -> None:
     for given, options in ways:
         with raises(WorldError, ("iter_with_weights", "2 ranks"), "process group"):
             next(iter_with_weights(given, **options))
+
+
+def test_ranks_whose_workers_may_end_at_different_steps_must_sum() -> None:
+    """With ``uneven="keep"``, one rank's worker may have a batch more than another's; divided batches are alike."""
+
+    def steps(**options: Any) -> Any:
+        given = DataLoader(Source(splits=True), 2, num_workers=2, collate_fn=as_it_is)
+        return iter_with_weights(patched(given, 2, 0, uneven="keep", **options))
+
+    with raises(WorldError, ("iter_with_weights", "2 ranks"), "process group"):
+        next(steps())
+    assert len(list(steps(share="within_batches"))) == 12
+
+
+def test_a_pass_of_which_nothing_is_left_needs_no_sums() -> None:
+    ended, resumed = (patched(loader(batch_sampler=[[1, 2], [3]]), 2, 0) for _ in range(2))
+    list(ended)
+    resumed.sampler.load_state_dict(ended.sampler.state_dict())
+    assert [len(list(iter_with_weights(resumed))) for _ in range(2)] == [0, 1]
 
 
 def test_runs_of_torchs_batches_have_known_sizes() -> None:

@@ -179,22 +179,23 @@ def test_what_users_read_of_the_loader() -> None:
 
 
 @pytest.mark.parametrize("name", ["batches", "within_batches"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_state_is_one_of_whole_batches(name: Any, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "uneven"), [(1, "pad"), (3, "pad"), (3, "keep")])
+def test_a_state_is_one_of_whole_batches(name: Any, world_size: int, uneven: Any) -> None:
     """So the rest may be divided over any number of ranks, or shared whole."""
     whole = list(divided(loader(shuffle=True), 1))
-    stopped = divided(loader(shuffle=True), 2, share=name)
+    stopped = divided(loader(shuffle=True), 2, share=name, uneven=uneven)
     iterator = iter(stopped)
     next(iterator)
     state = loader_state(stopped, batches_done=1)
     done = 2 if name == "batches" else 1
     rest = []
     for rank in range(world_size):
-        resumed = divided(loader(shuffle=True), world_size, rank)
+        resumed = divided(loader(shuffle=True), world_size, rank, uneven=uneven)
         restore_loader(resumed, state)
         assert len(resumed) == len(whole) - done
         rest.append(list(resumed))
-    assert rest == [[part(batch, Plan(rank, world_size)) for batch in whole[done:]] for rank in range(world_size)]
+    plans = [Plan(rank, world_size, uneven) for rank in range(world_size)]
+    assert rest == [[part(batch, plan) for batch in whole[done:]] for plan in plans]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,6 +1,5 @@
 """Equal steps where a dataset splits itself: ranks that still have batches hand some to those that have none."""
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat import WrappedIterator, pinned_by
-from ddp_patch.errors import NoStepsError, UnsupportedLoaderError, WorldError
+from ddp_patch.errors import NoStepsError, WorldError
 from ddp_patch.options import Uneven
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
@@ -24,38 +23,23 @@ _READS, _RAN_OUT, _FAILED = range(3)
 
 
 class EvenIterators:
-    """Stands in a patched loader for the method that makes its iterators.
+    """Makes the iterators of a patched loader.
 
     Args:
-        loader: The patched loader. It is not kept alive, because it holds this.
         sampler: What begins its epochs.
         workers: How many workers it has.
+        name: What errors call the loader.
     """
 
-    def __init__(self, loader: DataLoader[Any], sampler: StreamSampler, workers: int) -> None:
-        self._loader = weakref.ref(loader)
-        self._terms = _Terms(sampler, workers, type(loader).__name__)
+    def __init__(self, sampler: StreamSampler, workers: int, name: str) -> None:
+        self._terms = _Terms(sampler, workers, name)
 
-    def __call__(self) -> "EvenSteps":
+    def __call__(self, loader: DataLoader[Any]) -> "EvenSteps":
         """Return the iterator of a pass."""
-        loader = self._loader()
-        if loader is None:
-            raise UnsupportedLoaderError(
-                "A copy of a patched loader with iterable_sharding='by_worker' cannot be iterated after the loader "
-                "itself is gone, which makes the copy's iterators. Iterate what patch_dataloader_to_ddp() returned."
-            )
         return EvenSteps(loader, self._begin)
 
     def _begin(self, wrapped: Iterator[Any]) -> Generator[Any]:
-        self._terms.sampler.balance = balance = Balance()
-        return _handed_out(_Own(wrapped, self._terms), self._terms, balance)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_loader": self._loader()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._loader = weakref.ref(state["_loader"])
+        return _handed_out(_Own(wrapped, self._terms), self._terms)
 
 
 class EvenSteps(WrappedIterator, Iterator[Any]):
@@ -187,13 +171,14 @@ class _Own:
         return got
 
 
-def _handed_out(own: _Own, terms: _Terms, balance: Balance) -> Generator[Any]:
+def _handed_out(own: _Own, terms: _Terms) -> Generator[Any]:
     """Yield a rank's batches of one pass, in rounds of all ranks.
 
     What it holds is told before a batch is handed out, in the background of the step, and heard when the next is asked
     for.
     """
-    own.read_up_to(1)
+    own.read_up_to(1)  # which begins the pass
+    terms.sampler.balance = balance = Balance()
     with terms.opened(own) as channel:
         own.say(channel)
         while (step := next_round(ranks := _heard(channel, own, balance), terms.uneven)) is not Verdict.END:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, compress, cycle
-from typing import Any, cast
+from typing import Any
 
 from ddp_patch.errors import StateError
 from ddp_patch.loaders.facts import LoaderFacts
@@ -12,86 +12,15 @@ from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.order_guard import OrderGuard
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.iterables.balancing import Balance
-from ddp_patch.shares.iterables.board import Board
 from ddp_patch.shares.iterables.dataset import ShardedIterable, random_holder
 from ddp_patch.shares.iterables.first_items import FirstItems
+from ddp_patch.shares.iterables.reads import ReadByWorkers, source_of
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Mark, PartsDone, Place, split
-from ddp_patch.shares.sources import Source
 from ddp_patch.shares.step_samples import StepSamples, divided
 from ddp_patch.shares.turns import Part, Turns
 
 __all__ = ["StreamSampler"]
-
-_INDICES = [None] * 1024
-
-
-class _ReadByWorkers(Source[None]):
-    """Gives an index for every item that workers read: None, for ever. Workers find the end, if there is one.
-
-    Args:
-        board: Where they write it.
-        number: Which pass it is.
-        is_counted: Whether ranks take equally much; they do where each reads the whole dataset.
-    """
-
-    draws_here: bool = False
-    is_counted: bool
-
-    def __init__(self, board: Board, number: int, is_counted: bool) -> None:
-        self._board, self._number = board, number
-        self.is_counted = is_counted
-
-    def parts(self, skip: int) -> Iterator[list[None]]:
-        """Yield indices without end."""
-        while True:
-            yield _INDICES
-
-    def ends_within(self, items: int) -> bool:
-        """Return True: nothing has to be drawn here to know what is left."""
-        return True
-
-    def ends_elsewhere(self) -> bool:
-        """Tell whether a worker has come to the end: from then on more is asked for than there is."""
-        return any(length is not None for length in self._board.lengths(self._number))
-
-    @property
-    def is_in_parts(self) -> bool:
-        """Whether several workers read a part each; False while that is unknown."""
-        return self.is_counted and self._board.readers > 1 and self._board.ways(self._number) == {"parts"}
-
-    @property
-    def first_part(self) -> int:
-        """Whose part the first worker reads."""
-        return self._board.first_role(self._number)
-
-    def lengths_found(self) -> Sequence[int | None]:
-        """Return how many items the stream had, or each part of it; None where no worker came to the end."""
-        lengths = self._board.lengths(self._number)
-        return lengths if self.is_in_parts else [next((length for length in lengths if length is not None), None)]
-
-    def mark(self, reader: int, batches: int, done: Done, before: Mark) -> Mark:
-        """Return what is known of a reader's stream.
-
-        Args:
-            reader: Which worker it is.
-            batches: How many batches of it were made in this pass.
-            done: What was taken of it then.
-            before: What was known of it when the pass began.
-        """
-        if not batches:
-            return before
-        first = self._board.first(self._number, reader, sum(ranks * taken for ranks, taken in done))
-        return Mark(first or before.first, self._board.snapshot(self._number, reader, batches))
-
-    @property
-    def left_out(self) -> int:
-        """How many items were left out because another package's loader resumed within the pass."""
-        return self._board.offset(self._number)
-
-
-def _source_of(one: Pass[Any]) -> _ReadByWorkers:
-    return cast(_ReadByWorkers, one.source)
 
 
 def _done_of_parts(one: Pass[Any], readers: int) -> Sequence[Done]:
@@ -169,7 +98,7 @@ class StreamSampler(EpochSampler[None]):
         epoch = self._iterated = self.epochs.upcoming
         number = self.epochs.passes + 1
         is_exact = self.agreed.options.iterable_sharding == "exact"
-        source = _ReadByWorkers(self.dataset.board, number, is_exact)
+        source = ReadByWorkers(self.dataset.board, number, is_exact)
         start = self.place or Place(epoch, held=self.held())
         one = Pass(start, self.plan.num_replicas, self._holders, source, self.watch)
         if start.is_begun:
@@ -181,7 +110,7 @@ class StreamSampler(EpochSampler[None]):
             self.dataset.first_items.begin(number, f"epoch {epoch} from {one.begins_at}")
         if self.place is None:
             self.dataset.forget()
-        self.latest, self.place = one, None
+        self.latest, self.place, self.balance = one, None, None
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
         if callable(tell := getattr(self.dataset.dataset, "set_epoch", None)):
@@ -209,11 +138,11 @@ class StreamSampler(EpochSampler[None]):
         """Return how many items all ranks share in a pass: as the dataset says, or as was found by its end."""
         told = super().pass_length(one)
         # Before, one rank may know and another not.
-        return _source_of(one).lengths_found()[0] if told is None and one.is_over else told
+        return source_of(one).lengths_found()[0] if told is None and one.is_over else told
 
     def turns(self, one: Pass[Any], batching: Batching) -> Turns:
         """Return the batches of a pass, of one stream or of the parts that workers read; see ``EpochSampler``."""
-        source = _source_of(one)
+        source = source_of(one)
         lengths = source.lengths_found()
         if not source.is_in_parts:
             return Turns(self.plan, batching, [Part(one.skip, self._length_known(one, lengths[0]))])
@@ -224,7 +153,21 @@ class StreamSampler(EpochSampler[None]):
     def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
         """Return how many samples step ``number`` of a pass has; see ``EpochSampler``."""
         step = super().samples_of_step(one, batching, number)
-        return step if self._division is None else divided(self._division, step.items, step.until)
+        if self._division is not None:
+            return divided(self._division, step.items, step.until)
+        return step if self.knows_totals(one) else step._replace(total=None)
+
+    def knows_totals(self, one: Pass[Any]) -> bool:
+        """Tell whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``.
+
+        A worker whose part has ended is passed over. Where ranks come to that end at different steps, from then on a
+        step is another worker's on each.
+        """
+        return self._division is not None or self.plan.uneven != "keep" or not source_of(one).is_in_parts
+
+    def left_out(self, one: Pass[Any]) -> int:
+        """Return how many items a pass leaves out; see ``EpochSampler``."""
+        return source_of(one).left_out
 
     def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
         """Return the batches of a pass if this rank's workers have come to its end, else None."""
@@ -235,13 +178,27 @@ class StreamSampler(EpochSampler[None]):
         """Return how many batches the largest share has in a pass, where every rank knows that; else None."""
         if self.balance is not None:
             return self.balance.given if self.balance.is_over else None
-        if not _source_of(one).is_in_parts:
+        if not source_of(one).is_in_parts:
             return super().most_batches(one, batching)
         return self.turns(one, batching).most if one.is_over else None
 
+    def most_found(self, one: Pass[Any], batching: Batching, batches: int) -> int | None:
+        """Return how many batches the largest share has in a pass, as far as this rank knows; see ``EpochSampler``."""
+        most = self.most_batches(one, batching)
+        if most is None and self.balance is None:
+            most = self.turns(one, batching).most
+            by_length = super().most_batches(one, batching)
+            if most is None and by_length is not None and batches >= by_length:
+                raise StateError(
+                    f"{type(self.dataset.dataset).__name__} may have come to its end after {batches} batches, and "
+                    f"{self.dataset.board.readers} workers that read a part each have not all said so yet. Take the "
+                    "state a step earlier, or after the pass."
+                )
+        return most
+
     def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
         """Return where a pass stands when so many of its batches were taken."""
-        place, source = super().place_after(one, batching, batches), _source_of(one)
+        place, source = super().place_after(one, batching, batches), source_of(one)
         if not batches:
             return replace(place, parts=one.start.parts, marks=one.start.marks)
         if not source.is_counted:
@@ -281,7 +238,7 @@ class StreamSampler(EpochSampler[None]):
         made = chain.from_iterable(balance.made(batches, of_ranks))
         return replace(place, parts=PartsDone(0, [((1, count * size),) for count in made]))
 
-    def _require_own_pass(self, source: _ReadByWorkers) -> None:
+    def _require_own_pass(self, source: ReadByWorkers) -> None:
         """Refuse to count batches of a pass that another package's loader resumed in the workers."""
         if source.left_out:
             raise StateError(
@@ -324,7 +281,7 @@ class StreamSampler(EpochSampler[None]):
             return False
         if self.dataset.loaded_at_end == one.epoch:
             return one.taken > one.skip
-        batching, source = self._batching, _source_of(one)
+        batching, source = self._batching, source_of(one)
         count = self.turns(one, batching).count
         asked = batching.count(one.taken - one.skip) + batching.count(source.left_out)
         return count is not None and asked > count

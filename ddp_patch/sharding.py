@@ -1,0 +1,107 @@
+"""Put a rank's share into a copy of a loader."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader
+
+from ddp_patch.compat import ACCELERATE_PREPARED
+from ddp_patch.loaders.copying import copy_loader
+from ddp_patch.loaders.facts import Level, LoaderFacts
+from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.ranks.histories import Pace
+from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.stateful import OwnMethods
+from ddp_patch.streams.seeding import WorkerSeeding
+from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
+
+__all__ = ["shard"]
+
+L = TypeVar("L", bound=DataLoader[Any])
+
+
+def shard(facts: LoaderFacts[L], agreed: Agreed) -> L:
+    """Return a copy of the loader with its sampler or dataset sharded and its workers seeded by rank."""
+    share_of = _iterable_share if facts.level is Level.ITERABLE else _sampler_share
+    sharded, new = share_of(facts, agreed)
+    sharded.watch.set_pace(type(facts.loader).__name__, _pace(facts))
+    if facts.num_workers > 0:
+        init = new.get("worker_init_fn", facts.loader.worker_init_fn)
+        new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
+    patched = copy_loader(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
+    OwnMethods(patched, sharded, _iterators_of(patched, facts, sharded, new))
+    # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
+    own = getattr(patched, "set_epoch", None)
+    vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
+    return patched
+
+
+def _pace(facts: LoaderFacts[Any]) -> Pace:
+    """Return how a loader takes the items of its share."""
+    if facts.level in {Level.BATCH, Level.UNBATCHED}:
+        return Pace(1, facts.batches_ahead)
+    size = facts.batch_size or 1
+    return Pace(size, facts.batches_ahead * size, facts.drop_last and facts.level is Level.SAMPLE)
+
+
+def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
+    """Return the sampler of this rank's share, and the loader's attributes that hold it."""
+    if facts.level is Level.BATCH:
+        batches: DDPBatchSamplerWrapper[Any] = DDPBatchSamplerWrapper.of(facts.stream, agreed)
+        # Nothing draws from loader.sampler, but frameworks look for a DistributedSampler there, users for set_epoch.
+        return batches, {"sampler": batches, "batch_sampler": batches}
+    sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(facts.stream, agreed, facts.batching)
+    if facts.level is Level.UNBATCHED:
+        return sharded, {"sampler": sharded}
+    batch_sampler: Any = facts.makes_batches(sharded, facts.batch_size, facts.drop_last)
+    # accelerate's skip_first_batches keeps only the batch sampler, so that must take epochs too.
+    batch_sampler.set_epoch = sharded.set_epoch
+    new = {"sampler": sharded, "batch_sampler": batch_sampler}
+    return sharded, new | {"batch_size": facts.batch_size, "drop_last": facts.drop_last}
+
+
+def _iterators_of(
+    patched: DataLoader[Any], facts: LoaderFacts[Any], sharded: Any, new: Mapping[str, Any]
+) -> Callable[[DataLoader[Any]], Any] | None:
+    """Return what makes a loader's iterators; None where its class does."""
+    world, options = sharded.agreed.world, sharded.agreed.options
+    if facts.repeater is not None:
+        from ddp_patch.shares.repeated import RepeatedPasses  # most loaders do without
+
+        # A loader with one iterator for all epochs draws from another, which goes through the sharded epochs.
+        passes = RepeatedPasses(patched, sharded, new)
+        vars(patched).update(dict.fromkeys(facts.running, passes))
+        return passes.begin_anew
+    is_split = facts.level is Level.ITERABLE and options.iterable_sharding == "by_worker"
+    if is_split and world.members is not None and world.num_replicas > 1:
+        from ddp_patch.shares.iterables.even_steps import EvenIterators  # most loaders do without
+
+        # Ranks make equally many steps that read unequally much.
+        return EvenIterators(sharded, facts.num_workers, type(patched).__name__)
+    return None
+
+
+def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
+    """Return the sampler that begins a sharded iterable dataset's epochs, and the attributes that hold both."""
+    # Imported here, because most loaders do without.
+    from ddp_patch.shares.iterables.dataset import IterableWorkerInit, ShardedIterable
+    from ddp_patch.shares.iterables.sampler import StreamSampler
+
+    plan = agreed.plan(agreed.world.rank)
+    readers, ahead = max(1, facts.num_workers), getattr(facts.loader, "prefetch_factor", None) or 2
+    dataset = ShardedIterable(
+        facts.dataset, plan, agreed.options, agreed.seed, facts.batching, readers, ahead, division=agreed.division
+    )
+    sampler = StreamSampler(dataset, facts, agreed)
+    new: dict[str, Any] = {"dataset": dataset, "sampler": sampler}
+    if facts.num_workers > 0:
+        new["worker_init_fn"] = IterableWorkerInit(facts.loader.worker_init_fn, sampler.epochs)
+    if facts.batch_size is not None:
+        new["batch_sampler"] = facts.makes_batches(sampler, sampler.indices_per_batch, facts.drop_last)
+    return sampler, new
+
+
+def _tell_both(first: Callable[[int], object], second: Callable[[int], object], epoch: int) -> None:
+    first(epoch)
+    second(epoch)

@@ -1,0 +1,62 @@
+"""Counts the batches that a training loop is given, which with workers are fewer than the sampler was asked for."""
+
+from typing import Any
+
+from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.passes import Pass
+
+__all__ = ["Tally"]
+
+
+class Tally:
+    """Counts what one iterator of a loader hands out, on the pass that the iterator makes.
+
+    The count stays on the pass when the iterator is gone, as it is after a ``break``.
+
+    Args:
+        sampler: What shards the loader.
+        begins_ahead: Whether a pass has begun before its first batch is asked for, as workers begin it; else the first
+            batch begins it.
+    """
+
+    def __init__(self, sampler: EpochSampler[Any], *, begins_ahead: bool) -> None:
+        self._sampler, self._begins_ahead = sampler, begins_ahead
+        self.begin()
+
+    def begin(self) -> None:
+        """Note that a pass begins."""
+        self._batches = 0
+        self._has_failed = self._has_pass = False
+        self._pass: Pass[Any] | None = None
+        if self._begins_ahead:
+            self._find_pass()
+
+    def count(self) -> None:
+        """Note that a batch is handed out. It is called for each, so it calls little itself."""
+        if not self._has_pass:
+            self._find_pass()
+        self._batches += 1
+        if (one := self._pass) is not None:
+            # The loader went on after an error, so one batch or another is passed over: nobody knows the place.
+            one.note_handed_out(None if self._has_failed else self._batches)
+            if self._sampler.latest is None:
+                self._sampler.note_running(one)
+
+    def fail(self) -> None:
+        """Note that an error came in the place of a batch."""
+        self._find_pass()
+        self._has_failed = True
+
+    def end(self) -> None:
+        """Note that the loop was told that there are no more batches."""
+        self._find_pass()
+        if self._pass is not None and not self._has_failed:
+            self._pass.note_exhausted()
+
+    def _find_pass(self) -> None:
+        """Remember the pass, once: it is the latest one now, and another iterator may begin another."""
+        if self._has_pass:
+            return
+        self._has_pass, self._pass = True, self._sampler.latest
+        if self._pass is not None:
+            self._pass.note_handed_out(0)

@@ -1,0 +1,160 @@
+"""The methods that a patched loader has of its own: it counts its batches, and follows torch's Stateful protocol."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ddp_patch.compat import MAKE_ITERATOR, RUNNING_ITERATOR, count_batches, has_own_iteration, torchdata_batch_sampler
+from ddp_patch.errors import DDPPatchError, StateError, UnsupportedLoaderError
+from ddp_patch.loaders.copying import OWN_METHODS
+from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.states import no_state
+from ddp_patch.shares.tally import Tally
+
+__all__ = ["OwnMethods"]
+
+_COPY, _SELF = "__getstate__", "_ddp_patch_methods"
+_STATEFUL = ("state_dict", "load_state_dict")
+# By these a class copies its loaders in a way of its own.
+_COPYING = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+
+
+class OwnMethods:
+    """Methods of one patched loader. They stand in it as attributes, because its class stays the given loader's.
+
+    Its iterators count on their passes what they hand out, and ``state_dict`` and ``load_state_dict`` save and restore
+    its place. A deep copy and a pickled one have methods of their own. A shallow copy has none, because it would get
+    the iterators of the loader that it was copied from.
+
+    Args:
+        loader: The loader. It is not kept alive, because it holds this.
+        sampler: What shards it.
+        make_iterator: Makes iterators of the loader. Default: its class does.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        sampler: EpochSampler[Any],
+        make_iterator: Callable[[DataLoader[Any]], Any] | None = None,
+    ) -> None:
+        self._sampler, self._make_iterator = sampler, make_iterator
+        self._names = tuple(self._found_names(loader))
+        self._attach(loader)
+
+    def _found_names(self, loader: DataLoader[Any]) -> Iterator[str]:
+        """Yield by which names the loader gets methods. What cannot be counted is iterated as its class does it."""
+        kind = type(loader)
+        copies_plainly = all(getattr(kind, name, None) is getattr(DataLoader, name, None) for name in _COPYING)
+        if copies_plainly:
+            yield from (_COPY, _SELF)
+        is_counted = copies_plainly and not has_own_iteration(kind) and torchdata_batch_sampler(kind) is None
+        if is_counted or self._make_iterator is not None:
+            yield MAKE_ITERATOR
+            if self._is_resumable(loader):
+                yield from _STATEFUL
+
+    def _is_resumable(self, loader: DataLoader[Any]) -> bool:
+        """Tell whether states can be told of a loader, but not of its class already."""
+        in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
+        is_seeded = self._sampler.agreed.options.agreement != "ambient"
+        return in_order and is_seeded and not any(hasattr(loader, name) for name in _STATEFUL)
+
+    def _attach(self, loader: DataLoader[Any]) -> None:
+        self._loader = weakref.ref(loader)
+        methods = {
+            MAKE_ITERATOR: self.make_iterator,
+            "state_dict": self.state_dict,
+            "load_state_dict": self.load_state_dict,
+            _COPY: self.copied,
+            _SELF: self,
+        }
+        vars(loader).update({name: methods[name] for name in self._names})
+
+    def _found(self) -> DataLoader[Any]:
+        loader = self._loader()
+        if loader is None:
+            raise UnsupportedLoaderError(
+                "A method of a patched loader was called after the loader itself is gone. Keep what "
+                "patch_dataloader_to_ddp() returned, and iterate that."
+            )
+        return loader
+
+    def make_iterator(self) -> Any:
+        """Return an iterator of the loader that counts the batches which it hands out."""
+        loader = self._found()
+        # Of its class, because in the loader itself this method has that name.
+        make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)
+        iterator = make(loader)
+        count_batches(iterator, Tally(self._sampler, begins_ahead=loader.num_workers > 0))
+        return iterator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands, or why that is not known: a checkpoint may never be restored."""
+        from ddp_patch.resume import state_as_found  # most trainings do without
+
+        loader = self._found()
+        try:
+            self._require_none_ahead(loader)
+            return state_as_found(loader)
+        except DDPPatchError as error:
+            return no_state(str(error))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next pass resume where a state was taken.
+
+        Lengths stay those of whole epochs, because callers of this protocol count from the epoch's beginning.
+
+        Raises:
+            StateError: The state is damaged, newer than this package, of another loader, or none.
+        """
+        from ddp_patch.resume import go_on  # as above
+
+        go_on(self._found(), state_dict, tells_rest=False)
+
+    def _require_none_ahead(self, loader: DataLoader[Any]) -> None:
+        """Refuse a state within an epoch without length, of which frameworks fetch a batch ahead to find the end."""
+        sampler = self._sampler
+        one = sampler.latest if sampler.place is None else None
+        if one is not None and one.handed_out and not one.is_exhausted and sampler.left(one.start) is None:
+            raise StateError(
+                f"The {type(loader).__name__} has no len(), so what asks for its state may have fetched a batch ahead "
+                "of the training loop, to find the end. Give the dataset or sampler a __len__, or save "
+                "loader_state(loader) and pass it to restore_loader()."
+            )
+
+    def copied(self) -> Any:
+        """Return what a copy of the loader has for attributes: deep copies then attach methods of their own."""
+        loader = self._found()
+        state: Any = object.__getstate__(loader)
+        attributes, *slots = state if isinstance(state, tuple) else (state,)
+        kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS}
+        kept |= {_SELF: self, RUNNING_ITERATOR: None}  # its workers stay with the loader
+        if self._make_iterator is not None:
+            kept[MAKE_ITERATOR] = _OfOriginal(self)
+        return (kept, *slots) if slots else kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loader": self._loader()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._attach(state["_loader"])
+
+
+class _OfOriginal:
+    """Stands in a shallow copy, of which no iterator can be made; a deep copy has its own method in this place."""
+
+    def __init__(self, methods: OwnMethods) -> None:
+        self._methods = methods
+
+    def __call__(self) -> Any:
+        raise UnsupportedLoaderError(
+            "A shallow copy of this patched loader cannot be iterated: what makes its iterators belongs to the loader "
+            "that was copied. Iterate what patch_dataloader_to_ddp() returned, or use copy.deepcopy()."
+        )
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._methods, "make_iterator")
