@@ -24,7 +24,7 @@ import torch
 from pages import show_and_put
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import BatchSampler, DataLoader, Subset
 
 from ddp_patch import RanksFailedError, iter_with_weights, patch_dataloader_to_ddp
 from ddp_patch.testing import run_ranks
@@ -103,7 +103,7 @@ def with_accelerate(make: Make, larger: int, declared: int | None = None, **sett
     Args:
         make: Makes the loader.
         larger: So many batches are joined, since ranks take them in turn.
-        declared: What a batch sampler says its batch size is.
+        declared: What a batch sampler that is not torch's says its batch size is.
         settings: Of accelerate's loaders.
     """
     from accelerate import Accelerator
@@ -111,7 +111,7 @@ def with_accelerate(make: Make, larger: int, declared: int | None = None, **sett
 
     set_seed(digits.SEED)
     taught, loader = Taught(), make(1)
-    if declared is not None:
+    if declared is not None and type(loader.batch_sampler) is not BatchSampler:
         loader.batch_sampler.batch_size, loader.batch_sampler.drop_last = declared, False
     configuration = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=digits.SEED, **settings)
     accelerator = Accelerator(cpu=True, dataloader_config=configuration, rng_types=["torch", "generator"])
@@ -169,8 +169,9 @@ class Way:
 
 
 # 12 can be divided by each number of ranks, which it asks for before it splits.
-SPLIT = ({}, {"dispatch_batches": True}, {"dispatch_batches": True, "declared": 12}, {"declared": 12})
-WHOLE = ({}, {"even_batches": False}, {"dispatch_batches": True}, {"dispatch_batches": False})
+DISPATCH = ({}, {"dispatch_batches": True}, {"dispatch_batches": False})
+SPLIT = (*DISPATCH, *({**settings, "declared": 12} for settings in DISPATCH))
+WHOLE = (*DISPATCH, {"even_batches": False})
 WAYS = {
     'ddp_patch, `share="within_batches"`': Way(ours, ({"share": "within_batches"},)),
     "ddp_patch, defaults": Way(ours),

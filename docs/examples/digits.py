@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, WeightedRandomSampler, get_worker_info
 
 from ddp_patch import RanksFailedError, iter_with_weights, loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.samplers import IterationBatchSampler, PKBatchSampler
+from ddp_patch.samplers import PKBatchSampler
 from ddp_patch.testing import run_ranks
 
 Share: TypeAlias = Literal["within_batches", "samples", "batches"]
@@ -79,7 +79,7 @@ def make_loaders(wider: int = 1) -> dict[str, DataLoader[Any]]:
     """Five loaders, as they are written for one process; or with so many times larger batches."""
     images, labels = (torch.from_numpy(array[:SAMPLES]) for array in load_digits(return_X_y=True))
     data = TensorDataset(images / 16, labels)
-    pk_batches = IterationBatchSampler(PKBatchSampler(labels, P, K), PK_BATCHES)
+    pk_batches = PKBatchSampler(labels, P, K, num_batches=PK_BATCHES)
     unequal, pk = (Joined(given, wider) if wider > 1 else given for given in (UnequalBatches(), pk_batches))
     size = BATCH_SIZE * wider
     return {

@@ -67,13 +67,14 @@ def scheduled(model: Model, loader: Loader, optimizer: Optimizer) -> None:
 
 
 def accumulated(model: Model, loader: Loader, optimizer: Optimizer) -> None:
-    """Take a step for several batches."""
+    """Take a step for several batches, and clip it."""
     for done, ((x, y), weights) in enumerate(iter_with_weights(loader, dtype=torch.float64), start=1):
         is_step = done % ACCUMULATED == 0 or done == len(loader)
         with nullcontext() if is_step else model.no_sync():  # ranks send each other the sum alone
             losses = cross_entropy(model(x), y, reduction="none")
             ((losses * weights).sum() / ACCUMULATED).backward()
         if is_step:
+            clip_grad_norm_(model.parameters(), max_norm=0.1)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -191,19 +192,31 @@ class Recipe:
         return parameters_to_vector(network.parameters()).detach()
 
 
+def per_sample(features: int) -> nn.Module:
+    """Return norms that look at one sample at a time."""
+    return nn.Sequential(nn.LayerNorm(features), nn.GroupNorm(4, features))
+
+
+def dropout(features: int) -> nn.Module:
+    """Return what draws at random."""
+    return nn.Dropout(0.1)
+
+
 single = partial(Recipe, dtype=torch.float32)
 synced = partial(Recipe, plain, norm=SyncedBatchNorm)
 RECIPES = {
     "learning rate, schedule": Recipe(scheduled),
-    "accumulation, no_sync": Recipe(accumulated),
+    "accumulation, clipping": Recipe(accumulated),
     "clipping": Recipe(clipped),
     "losses per token": Recipe(per_token, make_sequences),
+    "LayerNorm, GroupNorm": Recipe(plain, norm=per_sample),
     "BatchNorm of each rank": Recipe(plain, norm=nn.BatchNorm1d),
-    "synchronized, padded": synced(),
-    "synchronized, uneven='keep'": synced(options={"uneven": "keep"}),
+    "synced BatchNorm, padded": synced(),
+    "synced BatchNorm, 'keep'": synced(options={"uneven": "keep"}),
     "bfloat16": single(in_bfloat16),
     "float16, GradScaler": single(partial(scaled, first_scale=2.0**10)),
     "float16, too large a scale": single(partial(scaled, first_scale=TOO_LARGE)),
+    "Dropout": Recipe(plain, norm=dropout),
 }
 
 

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import digits
@@ -11,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from documented import CHECKOUT
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from quick import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -24,8 +26,8 @@ sys.path.append(str(CHECKOUT / "docs" / "examples" / "frameworks"))
 from lightning_weights import WeightedLoader
 
 
-def patched(name: str) -> Any:
-    return patch_dataloader_to_ddp(digits.make_loaders()[name], share="within_batches", seed=digits.SEED)
+def patched(name: str, **world: Any) -> Any:
+    return patch_dataloader_to_ddp(digits.make_loaders()[name], share="within_batches", seed=digits.SEED, **world)
 
 
 def parameters(network: nn.Module) -> Tensor:
@@ -46,12 +48,12 @@ def with_accelerate(name: str) -> Tensor:
 
 
 class Module(LightningModule):  # type: ignore[misc]  # it is not there where types are checked
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **world: Any) -> None:
         super().__init__()
-        self.name, self.network = name, digits.make_network()
+        self.name, self.world, self.network = name, world, digits.make_network()
 
     def train_dataloader(self) -> WeightedLoader:
-        return WeightedLoader(patched(self.name), torch.float64)
+        return WeightedLoader(patched(self.name, **self.world), torch.float64)
 
     def training_step(self, batch: Any) -> Tensor:
         (images, labels), weights = batch
@@ -62,20 +64,14 @@ class Module(LightningModule):  # type: ignore[misc]  # it is not there where ty
         return digits.make_optimizer(self.network)
 
 
+QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+
+
 def with_lightning(name: str) -> Tensor:
     os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # the ranks were started by something else than the Trainer
     module = Module(name)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_epochs=digits.EPOCHS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module)
+    without = {"enable_checkpointing": False, "enable_model_summary": False}
+    Trainer(devices=2, strategy="ddp", max_epochs=digits.EPOCHS, **without, **QUIET).fit(module)
     return parameters(module.network)
 
 
@@ -90,3 +86,18 @@ def test_frameworks_train_what_one_process_trains(train: Callable[[str], Tensor]
     for trained in run_ranks(on_rank, 2, train):
         for name, vector in trained.items():
             assert (vector - alone[name]).abs().max() < digits.TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_a_weighted_loader_keeps_its_place_in_lightning(tmp_path: Path) -> None:
+    def fitted(checkpoint: Path | None) -> Tensor:
+        seed_ambient(5)
+        saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=17, save_top_k=-1)
+        module = Module("shuffled", rank=0, num_replicas=1)
+        trainer = Trainer(max_epochs=digits.EPOCHS, callbacks=saving, enable_model_summary=False, **QUIET)
+        trainer.fit(module, ckpt_path=checkpoint)
+        return parameters(module.network)
+
+    whole = fitted(None)
+    resumed = fitted(tmp_path / "step=17.ckpt")  # of 13 steps an epoch
+    assert (resumed - whole).abs().max() < digits.TOLERANCE

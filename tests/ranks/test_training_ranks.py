@@ -3,7 +3,6 @@
 from typing import Any
 
 import digits
-import pytest
 from quick import run_ranks
 from torch import Tensor
 from zoo import seed_ambient
@@ -11,40 +10,25 @@ from zoo import seed_ambient
 from ddp_patch import patch_dataloader_to_ddp
 
 OPTIONS: list[dict[str, Any]] = [{"uneven": "keep"}, {"layout": "contiguous"}, {"agreement": "leader"}]
-DIGITS = list(digits.make_loaders())
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, list[float]]]:
-    return digits.differences()
-
-
-def largest(by_loader: dict[str, list[float]]) -> float:
-    return max(max(differences) for differences in by_loader.values())
-
-
-def test_divided_batches_train_what_one_process_trains(found: dict[str, dict[str, list[float]]]) -> None:
-    assert list(found["within_batches"]) == DIGITS
-    assert largest(found["within_batches"]) < digits.TOLERANCE
-
-
-def test_so_they_do_after_a_kill_and_on_other_ranks(found: dict[str, dict[str, list[float]]]) -> None:
-    assert set(digits.WORLDS) > {digits.KILLED_WORLD}
-    assert list(found[digits.RESUMED]) == DIGITS
-    assert largest(found[digits.RESUMED]) < digits.TOLERANCE
-
-
-def test_a_batch_for_each_rank_trains_what_one_process_trains_with_larger_batches(
-    found: dict[str, dict[str, list[float]]],
-) -> None:
-    assert set(found["samples"]) | set(found["batches"]) == set(DIGITS)
-    assert largest(found["samples"]) < digits.TOLERANCE
-    assert largest(found["batches"]) < digits.TOLERANCE
-
-
-def test_without_weights_none_of_them_does(found: dict[str, dict[str, list[float]]]) -> None:
-    assert list(found[digits.PLAIN]) == DIGITS
-    assert min(min(differences) for differences in found[digits.PLAIN].values()) > 1e-6
+def test_ranks_train_what_one_process_trains_also_after_a_kill_and_not_without_weights() -> None:
+    found = digits.differences()
+    loaders = set(digits.make_loaders())
+    assert {way: set(by_loader) for way, by_loader in found.items()} == {
+        "within_batches": loaders,
+        "samples": loaders - digits.BATCHES_ALONE,
+        "batches": loaders - digits.SAMPLES_ALONE,
+        digits.RESUMED: loaders,
+        digits.PLAIN: loaders,
+    }
+    ranks = sum(digits.WORLDS)
+    assert {len(differences) for by_loader in found.values() for differences in by_loader.values()} == {ranks}
+    without_weights = found.pop(digits.PLAIN)
+    assert min(map(min, without_weights.values())) > 1e-6
+    for way, by_loader in found.items():
+        for loader, differences in by_loader.items():
+            assert max(differences) < digits.TOLERANCE, (way, loader, differences)
 
 
 def with_options(rank: int, world_size: int) -> list[dict[str, Tensor]]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from ddp_patch import iter_with_weights
 
@@ -13,7 +12,7 @@ from ddp_patch import iter_with_weights
 class WeightedLoader:
     """For ``train_dataloader()``: gives ``(batch, weights)`` of a patched loader."""
 
-    def __init__(self, loader: DataLoader[Any], dtype: torch.dtype | None = None) -> None:
+    def __init__(self, loader: Any, dtype: torch.dtype | None = None) -> None:
         self.loader, self.dtype = loader, dtype
 
     def __len__(self) -> int:
@@ -21,3 +20,12 @@ class WeightedLoader:
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         return iter_with_weights(self.loader, dtype=self.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's place, which the Trainer saves."""
+        state: dict[str, Any] = self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self.loader.load_state_dict(state)
