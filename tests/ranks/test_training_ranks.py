@@ -1,6 +1,7 @@
 """Real gloo ranks, each seeded differently, train what one process trains: the demo's table, and more options."""
 
 from typing import Any
+from unittest import mock
 
 import digits
 from quick import run_ranks
@@ -13,7 +14,8 @@ OPTIONS: list[dict[str, Any]] = [{"uneven": "keep"}, {"layout": "contiguous"}, {
 
 
 def test_ranks_train_what_one_process_trains_also_after_a_kill_and_not_without_weights() -> None:
-    found = digits.differences()
+    with mock.patch("multiprocessing.set_forkserver_preload"):  # tests/quick.py has told what all ranks need
+        found = digits.differences()
     loaders = set(digits.make_loaders())
     assert {way: set(by_loader) for way, by_loader in found.items()} == {
         "within_batches": loaders,
