@@ -80,6 +80,8 @@ class Source(Generic[T]):
 class Nothing(Source[T]):
     """Has no items: nothing is left of the epoch."""
 
+    sizes: Sizes | None
+
     def __init__(self) -> None:
         self.sizes = Sizes()  # those of no item are all known
 
@@ -94,6 +96,7 @@ class LookedUp(Source[T]):
     is_drawn_at_once: bool = True
     length: int | None
     drawn: int
+    sizes: Sizes | None
 
     def __init__(self, epoch: Epoch[T]) -> None:
         self._epoch = epoch
@@ -153,6 +156,8 @@ class LookedUp(Source[T]):
 
 class Drawn(Source[T]):
     """Draws the whole stream, chunk by chunk, and keeps this rank's items."""
+
+    sizes: Sizes | None
 
     def __init__(self, epoch: Epoch[T]) -> None:
         self._epoch = epoch
