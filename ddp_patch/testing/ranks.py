@@ -159,12 +159,23 @@ def _started(task: "_Task", start_method: Literal["spawn", "forkserver"]) -> Ite
 
 
 def _kill(process: BaseProcess) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it and all that it started have ended
-        if process.pid is not None:
+    """End a rank and all that it started; one that has ended is told from a stranger who has its number now."""
+    if process.pid is not None and (process.is_alive() or not _exists(process.pid)):
+        with contextlib.suppress(ProcessLookupError):  # it and all that it started have ended
             os.killpg(process.pid, signal.SIGKILL)
     process.kill()  # a rank that has just started leads no process group yet
     process.join()
     process.close()
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float, grace: float) -> None:

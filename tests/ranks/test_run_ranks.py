@@ -1,5 +1,6 @@
 """``run_ranks`` itself: results, each rank's traceback, and nothing left behind whatever the ranks do."""
 
+import multiprocessing.connection
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from zoo import Indices
 
 from ddp_patch import RanksFailedError
 from ddp_patch.testing import run_ranks
+from ddp_patch.testing.ranks import _kill
 
 START_METHODS: list[Any] = ["spawn", "forkserver"]
 
@@ -163,6 +165,18 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     process.wait()
     assert len(list(tmp_path.iterdir())) == 4
     assert until_none_is_alive(tmp_path)
+
+
+def test_who_has_the_number_of_a_rank_that_has_ended_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server takes note of an end at once, and from then on the number is anybody's."""
+    rank: Any = multiprocessing.get_context("forkserver").Process(target=int)
+    rank.start()
+    multiprocessing.connection.wait([rank.sentinel])
+    stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    monkeypatch.setattr(rank._popen, "pid", stranger.pid)
+    _kill(rank)
+    stranger.communicate(b"\n")
+    assert stranger.returncode == 0
 
 
 def not_picklable(rank: int, world_size: int) -> Any:
