@@ -129,7 +129,8 @@ class _Rank:
     def ask_where(self) -> None:
         """Have a rank that hangs write its stack down."""
         if self.process.pid is not None and self.stack.exists():
-            os.kill(self.process.pid, signal.SIGUSR1)
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.2)
             self.report = self.stack.read_text()
 

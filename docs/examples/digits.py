@@ -209,6 +209,8 @@ def differences() -> dict[str, dict[str, list[float]]]:
         except RanksFailedError as error:
             if "killed by SIGKILL" not in str(error):
                 raise
+        else:
+            raise AssertionError("no rank was killed")
         for world_size in WORLDS:
             larger_batch = train_alone(world_size)
             for trained in run_ranks(train_on_ranks, world_size, folder, start_method="forkserver"):

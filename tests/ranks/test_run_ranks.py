@@ -154,6 +154,19 @@ def test_a_rank_that_fails(fn: Any, timeout: float, said: list[str], tmp_path: P
     assert until_none_is_alive(tmp_path)
 
 
+def hang(rank: int, world_size: int) -> None:
+    time.sleep(60)
+
+
+def test_a_rank_that_ends_just_when_it_is_asked_where_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(pid: int, number: int) -> None:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "kill", gone)  # ranks are ended by killpg
+    with pytest.raises(RanksFailedError, match="rank 0 did not end"):
+        run_ranks(hang, 1, timeout=10, start_method="forkserver")
+
+
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     script = f"import test_run_ranks as t; t.run_ranks(t.one_hangs, 2, {str(tmp_path)!r})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
