@@ -87,7 +87,7 @@ def make_loaders(wider: int = 1) -> dict[str, DataLoader[Any]]:
         "weighted": DataLoader(data, size, sampler=WeightedRandomSampler((1 + labels).tolist(), SAMPLES)),
         "1 to 9 samples": DataLoader(data, batch_sampler=unequal),
         "P x K": DataLoader(data, batch_sampler=pk),
-        "iterable, two workers": DataLoader(Stream(data), size, num_workers=2),
+        "iterable, two workers": DataLoader(Stream(data), size, num_workers=2, persistent_workers=True),
     }
 
 
