@@ -24,14 +24,15 @@ import torch
 from pages import show_and_put
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import BatchSampler, DataLoader, Subset
+from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset
 
 from ddp_patch import RanksFailedError, iter_with_weights, patch_dataloader_to_ddp
+from ddp_patch.samplers import PKBatchSampler
 from ddp_patch.testing import run_ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 WORLDS, LIMIT_S = (2, 3, 4), 30.0
-EVEN = 192  # samples make 12 full batches, which each number of ranks divides
+FULL_BATCHES = 12  # which each number of ranks divides
 PEERS = ("torch", "accelerate", "lightning")
 
 Batches: TypeAlias = list[list[int]]
@@ -73,10 +74,30 @@ def places() -> dict[bytes, int]:
 
 
 def make_loaders(wider: int = 1) -> dict[str, Any]:
-    """Return the demo's loaders, and before them one with full batches alone."""
+    """Return the demo's loaders, and before them two with what all numbers of ranks divide."""
     loaders = digits.make_loaders(wider)
-    full = Subset(loaders["shuffled"].dataset, range(EVEN))
-    return {"shuffled, full batches": DataLoader(full, digits.BATCH_SIZE * wider, shuffle=True), **loaders}
+    data = loaders["shuffled"].dataset
+    full = Subset(data, range(FULL_BATCHES * digits.BATCH_SIZE))
+    pk_batches: Any = PKBatchSampler(data.tensors[1], 4, 3, num_batches=FULL_BATCHES)
+    if wider > 1:
+        pk_batches = digits.Joined(pk_batches, wider)
+    return {
+        "shuffled, 12 batches of 16": DataLoader(full, digits.BATCH_SIZE * wider, shuffle=True),
+        "P x K, 12 batches of 12": DataLoader(data, batch_sampler=pk_batches),
+        **loaders,
+    }
+
+
+class Declared(Sampler[list[int]]):
+    """A batch sampler that says how large its batches are, whether or not they are."""
+
+    drop_last = False
+
+    def __init__(self, batch_sampler: Any, batch_size: int) -> None:
+        self.batch_sampler, self.batch_size = batch_sampler, batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batch_sampler)
 
 
 # How each library trains, on a rank: on the loader as it is, or on so many times larger batches.
@@ -112,7 +133,7 @@ def with_accelerate(make: Make, larger: int, declared: int | None = None, **sett
     set_seed(digits.SEED)
     taught, loader = Taught(), make(1)
     if declared is not None and type(loader.batch_sampler) is not BatchSampler:
-        loader.batch_sampler.batch_size, loader.batch_sampler.drop_last = declared, False
+        loader = DataLoader(loader.dataset, batch_sampler=Declared(loader.batch_sampler, declared))
     configuration = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=digits.SEED, **settings)
     accelerator = Accelerator(cpu=True, dataloader_config=configuration, rng_types=["torch", "generator"])
     prepared = accelerator.prepare(taught.network, digits.make_optimizer(taught.network), loader)
@@ -168,7 +189,7 @@ class Way:
     settings: tuple[Mapping[str, Any], ...] = ({},)
 
 
-# 12 can be divided by each number of ranks, which it asks for before it splits.
+# 12 can be divided by each number of ranks, as it demands of what it splits.
 DISPATCH = ({}, {"dispatch_batches": True}, {"dispatch_batches": False})
 SPLIT = (*DISPATCH, *({**settings, "declared": 12} for settings in DISPATCH))
 WHOLE = (*DISPATCH, {"even_batches": False})
