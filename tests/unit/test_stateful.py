@@ -3,7 +3,7 @@
 import json
 import multiprocessing
 import re
-import time
+import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from zoo import Indices, as_it_is
 
 from ddp_patch import StateError, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.shares.iterables import sampler
 
 N = 24
 
@@ -95,19 +96,11 @@ def test_its_place_is_saved_and_restored(make: Callable[[], DataLoader[Any]], st
     assert isinstance(cast(object, resumed), Stateful)
     running = iter(stopped)
     list(islice(running, stop))
-    if stop == 6 and make is KINDS["parts"]:
-        wait_for_the_end(stopped)
     resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
     assert len(resumed) == len(whole) == 6  # callers count from the epoch's beginning
     rest = [batch for _ in range(2) for batch in resumed]
     most = 12 if stop == 6 or make is KINDS["one iterator for all"] else 12 - stop
     assert rest == stream[stop : stop + most]
-
-
-def wait_for_the_end(loader: Any) -> None:
-    """Until all workers of its first pass have said that they came to their ends."""
-    while None in loader.dataset.board.lengths(1):
-        time.sleep(0.01)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process is meant
@@ -187,7 +180,7 @@ def test_a_state_of_the_loaders_own_stays() -> None:
     assert loader_state(loader)["done"] == [[2, 2]]
 
 
-def test_the_last_batch_is_not_followed_by_a_rest_of_none() -> None:
+def test_the_last_batch_is_not_followed_by_a_rest_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """A framework that counts as many batches as len() says would take a rest of no batches for the next epoch."""
     dataset = Parts()
     dataset.may_end.clear()
@@ -196,10 +189,11 @@ def test_the_last_batch_is_not_followed_by_a_rest_of_none() -> None:
     list(islice(iterator, 5))
     assert loader.state_dict() == loader_state(loader)
     next(iterator)
-    assert "6 batches" in refusal_of_now(loader)  # a worker has not said that it came to its end
-    dataset.may_end.set()
-    wait_for_the_end(loader)
-    assert loader.state_dict()["epoch"] == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "_ENDS_S", 0.01)
+        assert "6 batches" in refusal_of_now(loader)  # a worker has not said that it came to its end
+    threading.Timer(0.2, dataset.may_end.set).start()
+    assert loader.state_dict()["epoch"] == 1  # it waited
     assert loader_state(loader)["epoch"] == 0  # as every rank says it, whatever it knows
     resumed = patched(of(dataset, num_workers=2))
     resumed.load_state_dict(loader.state_dict())

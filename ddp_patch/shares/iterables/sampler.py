@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, compress, cycle
+from time import monotonic, sleep
 from typing import Any
 
 from ddp_patch.errors import StateError
@@ -21,6 +22,9 @@ from ddp_patch.shares.step_samples import StepSamples, divided
 from ddp_patch.shares.turns import Part, Turns
 
 __all__ = ["StreamSampler"]
+
+# How long a state waits for workers to find the end, where the length says that it has come.
+_ENDS_S = 10
 
 
 def _done_of_parts(one: Pass[Any], readers: int) -> Sequence[Done]:
@@ -185,15 +189,20 @@ class StreamSampler(EpochSampler[None]):
     def most_found(self, one: Pass[Any], batching: Batching, batches: int) -> int | None:
         """Return how many batches the largest share has in a pass, as far as this rank knows; see ``EpochSampler``."""
         most = self.most_batches(one, batching)
-        if most is None and self.balance is None:
-            most = self.turns(one, batching).most
-            by_length = super().most_batches(one, batching)
-            if most is None and by_length is not None and batches >= by_length:
-                raise StateError(
-                    f"{type(self.dataset.dataset).__name__} may have come to its end after {batches} batches, and "
-                    f"{self.dataset.board.readers} workers that read a part each have not all said so yet. Take the "
-                    "state a step earlier, or after the pass."
-                )
+        if most is not None or self.balance is not None:
+            return most
+        by_length = super().most_batches(one, batching)
+        may_end = by_length is not None and batches >= by_length
+        # Workers read on while the last batches are used, so the end is found in a moment.
+        until = monotonic() + (_ENDS_S if may_end else 0)
+        while (most := self.turns(one, batching).most) is None and monotonic() < until:
+            sleep(0.005)
+        if most is None and may_end:
+            raise StateError(
+                f"{type(self.dataset.dataset).__name__} may have come to its end after {batches} batches, and "
+                f"{self.dataset.board.readers} workers that read a part each have not all said so within {_ENDS_S} s. "
+                "Take the state a step earlier, or after the pass."
+            )
         return most
 
     def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
