@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "ddp_guard: fail if an unpatched DataLoader is iterated while several ranks are up"
     )
     if _guards_all(config):
-        from ddp_patch.testing.guard import places_recorded
+        from ddp_patch.loaders.hooks import places_recorded
 
         recorded = ExitStack()
         recorded.enter_context(places_recorded())

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.compat import held_loaders
 from ddp_patch.errors import NotALoaderError, NotPatchedError
+from ddp_patch.loaders.first_use import about_to_use
 from ddp_patch.loaders.nests import is_empty, nested, place_of
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 
@@ -86,6 +87,7 @@ def _leaves(given: object, root: str) -> Iterator[tuple[str, Any]]:
                 "leave it out."
             )
         if leaf is None or is_loader(leaf):
+            about_to_use(leaf)
             yield place, leaf
         elif (found := held_loaders(leaf)) is not None and found[1] is not None:
             name, held = found

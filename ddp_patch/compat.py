@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ACCELERATE_NON_BLOCKING",
     "ACCELERATE_PREPARED",
+    "ACCELERATE_TAKES_LOADERS",
     "ACCELERATE_UNCUT",
     "ITERATORS_KEPT_FOR_STATES",
     "LIGHTNING_ARGUMENTS",
@@ -40,6 +41,7 @@ __all__ = [
     "READERS",
     "RUNNING_ITERATOR",
     "SAMPLE_KEY",
+    "TAKE_LOADERS",
     "WORLD_NAMES",
     "WORLD_WORDS",
     "AccelerateLeavesAlone",
@@ -47,6 +49,7 @@ __all__ = [
     "RunningLoader",
     "WorkerInfo",
     "WrappedIterator",
+    "accelerate_is_on",
     "arranges_neighbours",
     "asks_for_its_own_dataset",
     "changes_of",
@@ -338,6 +341,16 @@ _ACCELERATE_SHARDS: Final = {
 }
 
 
+# The method by which it takes a loader over: module, class and name. The method is public.
+ACCELERATE_TAKES_LOADERS: Final = ("accelerate.accelerator", "Accelerator", "prepare_data_loader")
+
+
+def accelerate_is_on() -> bool:
+    """Tell whether the script has made an ``Accelerator``, to which it will hand its loaders. It is not imported."""
+    state: Any = sys.modules.get("accelerate.state")
+    return state is not None and bool(state.is_initialized())
+
+
 class AccelerateLeavesAlone:
     """Base of a loader that ``accelerator.prepare`` registers for ``save_state`` and does nothing else to."""
 
@@ -351,6 +364,16 @@ def shards_in_accelerate(kind: type) -> bool:
     """Tell whether a class of samplers, datasets or loaders is one that accelerate shards with."""
     return not _ACCELERATE_SHARDS.isdisjoint(map(_name, kind.__mro__))
 
+
+# ---- frameworks that put a sampler of theirs into loaders: Lightning's Fabric, seen in 2.6.6, Ray, in 2.56.1 ----
+
+# The methods by which they take loaders over, by module and class. Fabric's is public. Ray's public function is imported
+# by its name, so what it calls is named here.
+TAKE_LOADERS: Final[Sequence[tuple[str, str, str]]] = (
+    ("lightning.fabric.fabric", "Fabric", "setup_dataloaders"),
+    ("lightning_fabric.fabric", "Fabric", "setup_dataloaders"),
+    ("ray.train.torch.train_loop_utils", "_TorchAccelerator", "prepare_data_loader"),
+)
 
 # ---- Lightning, seen in 2.6.6 ----
 

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import NotDistributedWarning
+from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.loaders.nests import told_at
 from ddp_patch.loaders.recognition import require_loader, tell_if_assumed
@@ -132,7 +133,12 @@ def patch_dataloader_to_ddp(
 
 
 def patch_each(
-    operation: str, loaders: Mapping[str, L], world: World | None, choose: Callable[[], Options], nest: str = ONE
+    operation: str,
+    loaders: Mapping[str, L],
+    world: World | None,
+    choose: Callable[[], Options],
+    nest: str = ONE,
+    place_share: Callable[..., L] = copy_loader,
 ) -> list[L]:
     """Return a copy of each of several loaders that gives this rank its share, or the loaders if nothing is to share.
 
@@ -144,6 +150,7 @@ def patch_each(
         world: The ranks that share; None if there is only one process.
         choose: Checks the options, which hold for all.
         nest: Which loaders these are, in words: the same on every rank.
+        place_share: Places a share into a copy of the loader, or with ``change_loader`` into the loader itself.
     """
     with refusals_told(world):
         for place, loader in loaders.items():
@@ -164,7 +171,7 @@ def patch_each(
     patched = []
     for (place, facts), mine in zip(looked.items(), agreed, strict=True):
         with told_at(place):
-            patched.append(facts.loader if facts.sharded_by is not None else shard(facts, mine))
+            patched.append(facts.loader if facts.sharded_by is not None else shard(facts, mine, place_share))
     return patched
 
 

@@ -21,15 +21,21 @@ __all__ = ["shard"]
 L = TypeVar("L", bound=DataLoader[Any])
 
 
-def shard(facts: LoaderFacts[L], agreed: Agreed) -> L:
-    """Return a copy of the loader with its sampler or dataset sharded and its workers seeded by rank."""
+def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_loader) -> L:
+    """Return a loader with its sampler or dataset sharded and its workers seeded by rank.
+
+    Args:
+        facts: The loader that is to be shared.
+        agreed: What the ranks agreed on.
+        place: Places what shards into a copy of the loader (``copy_loader``) or into itself (``change_loader``).
+    """
     share_of = _iterable_share if facts.level is Level.ITERABLE else _sampler_share
     sharded, new = share_of(facts, agreed)
     sharded.watch.set_pace(type(facts.loader).__name__, _pace(facts))
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
-    patched = copy_loader(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
+    patched = place(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
     OwnMethods(patched, sharded, _iterators_of(patched, facts, sharded, new))
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)

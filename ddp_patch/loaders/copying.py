@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 from torch.utils.data import DataLoader
@@ -11,7 +12,7 @@ from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.recognition import require_loader
 from ddp_patch.options import check_flag
 
-__all__ = ["OWN_METHODS", "copy_loader", "extract_loader_parameters"]
+__all__ = ["OWN_METHODS", "change_loader", "copy_loader", "extract_loader_parameters"]
 
 L = TypeVar("L", bound=DataLoader[Any])
 
@@ -85,16 +86,39 @@ def copy_loader(loader: L, **replaced: Any) -> L:
             f"{name} cannot be patched: copying it raised {type(error).__name__}: {error}. Let its __copy__ or "
             "__reduce_ex__ make a shallow copy, or build the loader with a DDPSamplerWrapper as its sampler."
         ) from error
-    running = [name for name, value in vars(clone).items() if isinstance(value, RunningLoader)]
+    _replace(clone, replaced)
+    return clone
+
+
+def change_loader(loader: L, **replaced: Any) -> L:
+    """Replace attributes of the loader itself as ``copy_loader`` does in a copy, and return it.
+
+    Its running iterators are let go. If an attribute cannot be replaced, the loader stays as it was.
+
+    Raises:
+        UnsupportedLoaderError: The loader's class does not let an attribute be replaced.
+    """
+    before = dict(vars(loader))
+    try:
+        _replace(loader, replaced)
+    except UnsupportedLoaderError:
+        vars(loader).clear()
+        vars(loader).update(before)
+        raise
+    return loader
+
+
+def _replace(loader: DataLoader[Any], replaced: Mapping[str, Any]) -> None:
+    name = type(loader).__name__
+    running = [name for name, value in vars(loader).items() if isinstance(value, RunningLoader)]
     # Past DataLoader.__setattr__, which refuses to change a sampler after construction.
-    vars(clone).update(dict.fromkeys([RUNNING_ITERATOR, *running]) | replaced)
-    for attribute in LIGHTNING_ARGUMENTS & vars(clone).keys():
-        del vars(clone)[attribute]
+    vars(loader).update({**dict.fromkeys([RUNNING_ITERATOR, *running]), **replaced})
+    for attribute in LIGHTNING_ARGUMENTS & vars(loader).keys():
+        del vars(loader)[attribute]
     for attribute, value in replaced.items():
-        if getattr(clone, attribute) is not value:
+        if getattr(loader, attribute) is not value:
             raise UnsupportedLoaderError(
                 f"{name} cannot be patched: its attribute {attribute!r} is computed by the class, so a sharded one "
                 "cannot take its place. Store it as DataLoader does, or build the loader with a DDPSamplerWrapper as "
                 "its sampler."
             )
-    return clone

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.compat import has_own_iteration
 from ddp_patch.errors import InvalidOptionError, NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, look_at
+from ddp_patch.loaders.first_use import about_to_use
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.plan import Batching
 from ddp_patch.shares.epochs import EpochSampler
@@ -114,6 +115,7 @@ def _require_count(batches: int, sampler: EpochSampler[Any]) -> None:
 def patched_sampler(operation: str, loader: object) -> EpochSampler[Any]:
     """Return the sampler that shards a loader; raise NotPatchedError if it is not this package's."""
     require_loader(operation, loader)
+    about_to_use(loader)
     return _ours(operation, loader, sharded_by(loader))  # type: ignore[arg-type]  # require_loader checked it
 
 
@@ -130,6 +132,7 @@ def _ours(operation: str, loader: object, found: object) -> EpochSampler[Any]:
 def require_batches(operation: str, loader: DataLoader[Any]) -> Batches:
     """Return how a patched loader makes batches of its share; raise if it does not make them in order."""
     require_loader(operation, loader)
+    about_to_use(loader)
     facts = look_at(loader)
     sampler = _ours(operation, loader, facts.sharded_by)
     if facts.num_workers > 0 and not getattr(loader, "in_order", True):

@@ -1,0 +1,56 @@
+"""Whether a script made a model whose gradients the ranks average: that is for the script to do."""
+
+import sys
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+from unittest.mock import patch
+
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["Models"]
+
+_FSDP = "torch.distributed.fsdp"
+
+
+class Models:
+    """Sees, while entered, whether a ``DistributedDataParallel`` or an FSDP model is made.
+
+    Attributes:
+        seen: Whether one was.
+    """
+
+    def __init__(self) -> None:
+        self._made = False
+        self._stack = ExitStack()
+        self._knows_fsdp = False
+
+    def __enter__(self) -> Self:
+        self._watch(DistributedDataParallel)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    @property
+    def seen(self) -> bool:
+        """Whether a model was seen."""
+        fsdp: Any = sys.modules.get(_FSDP)
+        # fully_shard() gives a model a class of its own that derives from this one.
+        return self._made or (fsdp is not None and bool(fsdp.FSDPModule.__subclasses__()))
+
+    def find(self, loader: object = None) -> None:
+        """Take hold of FSDP's wrapper if it was imported since; that takes long, so it is not imported here."""
+        fsdp: Any = sys.modules.get(_FSDP)
+        if not self._knows_fsdp and hasattr(fsdp, "FullyShardedDataParallel"):
+            self._knows_fsdp = True
+            self._watch(fsdp.FullyShardedDataParallel)
+
+    def _watch(self, kind: Any) -> None:
+        begin = kind.__init__
+
+        def init(model: Any, *args: Any, **options: Any) -> None:
+            self._made = True
+            begin(model, *args, **options)
+
+        self._stack.enter_context(patch.object(kind, "__init__", init))

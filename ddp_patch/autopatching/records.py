@@ -1,0 +1,84 @@
+"""What autopatch notes of each loader: where it was made, what became of it, and how often it was iterated."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from ddp_patch.loaders.facts import Level, LoaderFacts
+from ddp_patch.loaders.recognition import sharded_by
+from ddp_patch.loaders.samples import length_of
+from ddp_patch.shares.epochs import EpochSampler
+
+__all__ = ["Fate", "Record", "what_it_is", "with_share"]
+
+Fate: TypeAlias = Literal["patched", "would be patched", "would be refused", "left alone", "shards itself"]
+
+
+@dataclass
+class Record:
+    """A loader that was used.
+
+    Attributes:
+        place: Where it was made.
+        what: What it is.
+        fate: What became of it.
+        note: Why, or what else is to be told.
+        samples: How many items a rank gets in a pass, in words.
+        padding: How many items of a pass are repeated over all ranks, or left out, in words.
+        steps: How many steps a rank makes; None where that is not known.
+        ranks: How many ranks share.
+        passes: How often it was iterated.
+    """
+
+    place: str
+    what: str
+    fate: Fate
+    note: str = ""
+    samples: str = ""
+    padding: str = ""
+    steps: int | None = None
+    ranks: int = 1
+    passes: int = 0
+
+    @property
+    def line(self) -> str:
+        """What the log says."""
+        head = f"{self.place} {self.what}: {self.fate}"
+        if self.fate in {"patched", "would be patched"}:
+            steps = "steps" if self.steps is None else f"{self.steps:,} steps"
+            head += f", {self.ranks} ranks x {steps}"
+        return f"{head} ({self.note})" if self.note else head
+
+
+def what_it_is(facts: LoaderFacts[Any]) -> str:
+    """Return what a loader is, in words: ``DataLoader, shuffled, 50,000 samples``."""
+    n = facts.stream.length if facts.sharded_by is None else None
+    unit = "batches" if facts.level is Level.BATCH else "samples"
+    length = "" if n is None else f", {n:,} {unit}"
+    return f"{type(facts.loader).__name__}, {_order(facts)}{length}"
+
+
+def _order(facts: LoaderFacts[Any]) -> str:
+    source = facts.stream.source
+    if type(source) is RandomSampler:
+        return "shuffled" if not source.replacement else "drawn with replacement"
+    return "in order" if type(source) is SequentialSampler else type(source).__name__
+
+
+def with_share(record: Record, facts: LoaderFacts[Any], patched: DataLoader[Any]) -> Record:
+    """Fill in what a rank gets of a patched loader."""
+    sampler = sharded_by(patched)
+    assert isinstance(sampler, EpochSampler)  # noqa: S101 - the patch has put it there
+    n, plan = facts.stream.length, sampler.plan
+    unit = "batches" if facts.level is Level.BATCH else "samples"
+    record.steps, record.ranks = length_of(patched, ()), sampler.num_replicas
+    if sampler.agreed.options.divides_batches:
+        record.samples = "a part of each batch"
+    elif n is not None:
+        record.samples = f"{len(plan.share(n)):,} {unit}"
+        more = plan.total(n) - n
+        record.padding = f"{abs(more):,} {'left out' if more < 0 else 'repeated'}" if more else "none"
+    if sampler.agreed.leader is not None:
+        record.note = "rank 0 draws for all"
+    return record

@@ -1,0 +1,182 @@
+"""One time that autopatch is on: what becomes of each loader when it is first used."""
+
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, get_worker_info
+
+from ddp_patch.autopatching.exempt import is_left_alone, is_off, spare, unpatched
+from ddp_patch.autopatching.places import UNKNOWN, Patterns, compared, shown
+from ddp_patch.autopatching.records import Record, what_it_is, with_share
+from ddp_patch.compat import RunningLoader, accelerate_is_on
+from ddp_patch.errors import DDPPatchError
+from ddp_patch.loaders.copying import change_loader, copy_loader
+from ddp_patch.loaders.facts import LoaderFacts, look_at
+from ddp_patch.loaders.first_use import Use
+from ddp_patch.options import Options
+from ddp_patch.patching import patch_each
+from ddp_patch.ranks.world import World, find_world
+from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.units import unit_shared
+
+__all__ = ["Session", "logger"]
+
+logger: logging.Logger = logging.getLogger("ddp_patch.autopatch")
+
+
+class Session:
+    """Decides on loaders while autopatch is on.
+
+    Args:
+        where: Which world: the keywords of ``find_world``.
+        options: How to share.
+        patterns: Which loaders to patch.
+        dry_run: Only tell what would be done.
+
+    Attributes:
+        records: What became of each loader that was used, in that order.
+        early: The loaders that were iterated when there was no process group yet.
+        had_world: Whether there were several ranks at any time.
+    """
+
+    def __init__(self, where: Mapping[str, Any], options: Options, patterns: Patterns, *, dry_run: bool) -> None:
+        self.patterns = patterns
+        self.records: list[Record] = []
+        self.early: set[str] = set()
+        self.had_world = False
+        self._where, self._options, self._dry_run = where, options, dry_run
+        self._known: dict[int, tuple[weakref.ref[DataLoader[Any]], Record]] = {}
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+
+    def made(self, loader: DataLoader[Any]) -> None:
+        """Note a loader that is being made."""
+        if is_off():
+            spare(loader)
+
+    def used(self, loader: DataLoader[Any], use: Use) -> None:
+        """Patch a loader that is about to be used for the first time, or leave it as it is."""
+        # A process that the script has forked has these hooks, too, but no part in the group.
+        if is_off() or os.getpid() != self._process:
+            return
+        record = self._record_of(loader)
+        if record is None:
+            with self._lock:
+                record = self._record_of(loader) or self._decided(loader, use)
+        if record is not None and use is Use.ITERATED:
+            record.passes += 1
+
+    def has_patched(self, loader: DataLoader[Any]) -> bool:
+        """Tell whether a loader was patched here."""
+        record = self._record_of(loader)
+        return record is not None and record.fate == "patched"
+
+    def _record_of(self, loader: DataLoader[Any]) -> Record | None:
+        known = self._known.get(id(loader))
+        return known[1] if known is not None and known[0]() is loader else None
+
+    def _decided(self, loader: DataLoader[Any], use: Use) -> Record | None:
+        """Decide what becomes of a loader; None if that is for a later use to say."""
+        with unpatched():  # what looking at it iterates
+            world = self._world()
+            if world is None:
+                if use is Use.ITERATED:
+                    self.early.add(shown(loader))
+                return None
+            if get_worker_info() is not None or _is_fetched() or (use is Use.MEASURED and accelerate_is_on()):
+                return None
+            self.had_world = True
+            record = self._done(loader, world, use)
+        self._known[id(loader)] = weakref.ref(loader), record
+        self.records.append(record)
+        if world.rank == 0:
+            logger.info(record.line)
+        return record
+
+    def _world(self) -> World | None:
+        """Return the world if it has several ranks."""
+        if not self._where and not (dist.is_available() and dist.is_initialized()):
+            return None
+        world = find_world(**self._where)
+        return world if world is not None and world.num_replicas > 1 else None
+
+    def _done(self, loader: DataLoader[Any], world: World, use: Use) -> Record:
+        facts = look_at(loader)
+        record = Record(shown(loader), what_it_is(facts), "left alone")
+        if facts.sharded_by is not None:
+            return _shards_itself(record, facts)
+        if is_left_alone(loader):
+            return replace(record, note="leave_alone() or unpatched()")
+        if (why := self.patterns.why_left(loader)) is not None:
+            return replace(record, note=why)
+        if (inner := _wrapped(facts)) is not None:
+            return replace(record, note=f"its batches come from another loader, in {inner!r}, which is looked at itself")
+        act = self._foreseen if self._dry_run else self._patched
+        return act(record, facts, world, use)
+
+    def _patched(self, record: Record, facts: LoaderFacts[Any], world: World, use: Use) -> Record:
+        """Put its share into the loader itself, so that whoever holds it has the patched one."""
+        try:
+            patched = self._shared(facts.loader, world, self._options, compared(facts.loader), change_loader)
+        except DDPPatchError as error:
+            error.args = (_told(error, record, use),)
+            raise
+        return with_share(replace(record, fate="patched"), unit_shared(facts, self._options.share), patched)
+
+    def _foreseen(self, record: Record, facts: LoaderFacts[Any], world: World, use: Use) -> Record:
+        """Tell what a patch would do, by one of a copy that no other rank knows of."""
+        alone = replace(world, members=None)
+        agreement = "auto" if self._options.agreement == "leader" else self._options.agreement
+        options = replace(self._options, verify=False, agreement=agreement)
+        try:
+            patched = self._shared(facts.loader, alone, options, "", copy_loader)
+        except DDPPatchError as error:
+            return replace(record, fate="would be refused", note=str(error))
+        return with_share(replace(record, fate="would be patched"), unit_shared(facts, options.share), patched)
+
+    def _shared(
+        self, loader: Any, world: World, options: Options, nest: str, place: Callable[..., DataLoader[Any]]
+    ) -> DataLoader[Any]:
+        (patched,) = patch_each("autopatch", {"": loader}, world, lambda: options, nest, place)
+        return patched
+
+
+def _shards_itself(record: Record, facts: LoaderFacts[Any]) -> Record:
+    by = facts.sharded_by
+    what = "the script has patched it" if isinstance(by, EpochSampler) else f"{type(by).__name__}"
+    return replace(record, fate="shards itself", note=what)
+
+
+def _wrapped(facts: LoaderFacts[Any]) -> str | None:
+    """Return the attribute with the loader that a wrapper, which is a loader too, takes its batches from."""
+    name = facts.other_loader_in
+    other = None if name is None else getattr(facts.loader, name, None)
+    return name if isinstance(other, DataLoader) and other.dataset is facts.dataset else None
+
+
+def _is_fetched() -> bool:
+    """Tell whether this is done to fetch a batch of another loader, which shares what its dataset reads."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(frame.f_locals.get("self"), RunningLoader):
+            return True
+    return False
+
+
+def _told(error: DDPPatchError, record: Record, use: Use) -> str:
+    """Return an error with the loader that it is about, and what to do if that is not to be patched."""
+    made = "" if record.place == UNKNOWN else f" made at {record.place}"
+    pattern = "" if record.place == UNKNOWN else f", or start with python -m ddp_patch run --except '{record.place}'"
+    return (
+        f"The loader{made} ({record.what}) is {use.value}, and autopatch patches it now, on all ranks: {error} If it "
+        "is not to be shared, because only some ranks use it as in a validation on rank 0: use it within "
+        f"ddp_patch.unpatched(), or call ddp_patch.leave_alone(loader) right after it is made{pattern}."
+    )

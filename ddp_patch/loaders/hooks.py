@@ -1,0 +1,115 @@
+"""Code that runs, for a while, before a method of every class of loaders: it changes no class for good."""
+
+import functools
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch.utils.data import DataLoader
+
+__all__ = ["Made", "called_before", "made", "places_recorded"]
+
+# Frames in these folders did not make a loader: torch and this package.
+_NO_PLACES = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (torch, sys.modules["ddp_patch"]))
+_MADE = "_ddp_patch_made"  # the loader's attribute for where it was made
+
+
+class Made(NamedTuple):
+    """Where a loader was made.
+
+    Attributes:
+        place: The file and line that called its class.
+        caller: The file and line that called the function with that line: a script makes several loaders by one.
+        number: The how manieth loader it is of those that were made there, from 1.
+    """
+
+    place: str
+    caller: str
+    number: int
+
+
+def made(loader: DataLoader[Any]) -> Made | None:
+    """Return where a loader was made; None if that was not recorded."""
+    return vars(loader).get(_MADE)
+
+
+@contextmanager
+def places_recorded() -> Iterator[None]:
+    """Record, while entered, where each loader is made."""
+    numbers: Counter[tuple[str, str]] = Counter()
+
+    def record(loader: DataLoader[Any]) -> None:
+        where = _place_and_caller()
+        numbers[where] += 1
+        vars(loader)[_MADE] = Made(*where, numbers[where])
+
+    with called_before("__init__", record):
+        yield
+
+
+@contextmanager
+def called_before(name: str, call: Callable[[DataLoader[Any]], object]) -> Iterator[None]:
+    """Have ``call(loader)`` run, while entered, before a method of each loader, whatever its class.
+
+    It runs once where a class's method calls its base's, and not where another method of the class does so: some
+    constructors begin their base's iteration, for a loader that is not finished yet.
+
+    Args:
+        name: The method.
+        call: What runs. Whatever it raises, the method's caller gets.
+    """
+    with ExitStack() as stack:
+
+        def wrap(kind: type[DataLoader[Any]]) -> None:
+            # In each class, because torchdata's StatefulDataLoader does not call its base's methods.
+            if name in vars(kind):
+                stack.enter_context(patch.object(kind, name, _wrapped(kind, name, call)))
+
+        before = DataLoader.__init_subclass__.__func__  # type: ignore[attr-defined]  # a bound class method has it
+
+        def init_subclass(kind: type[DataLoader[Any]], /, **options: Any) -> None:
+            before(kind, **options)
+            wrap(kind)
+
+        for kind in _kinds(DataLoader):
+            wrap(kind)
+        stack.enter_context(patch.object(DataLoader, "__init_subclass__", classmethod(init_subclass)))
+        yield
+
+
+def _wrapped(kind: type[DataLoader[Any]], name: str, call: Callable[[DataLoader[Any]], object]) -> Callable[..., Any]:
+    method = vars(kind)[name]
+
+    @functools.wraps(method)
+    def calling_first(self: DataLoader[Any], *args: Any, **options: Any) -> Any:
+        if next(base for base in type(self).__mro__ if name in vars(base)) is kind:
+            call(self)
+        return method(self, *args, **options)
+
+    return calling_first
+
+
+def _kinds(kind: type[DataLoader[Any]]) -> Iterator[type[DataLoader[Any]]]:
+    """Yield a class and all of its subclasses."""
+    yield kind
+    for other in kind.__subclasses__():
+        yield from _kinds(other)
+
+
+def _place_and_caller() -> tuple[str, str]:
+    """Return the first two lines of the call stack that are outside torch and this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_NO_PLACES):
+        frame = frame.f_back
+    return _line(frame), _line(frame and frame.f_back)
+
+
+def _line(frame: FrameType | None) -> str:
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
