@@ -35,6 +35,7 @@ from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
 if TYPE_CHECKING:
     from ddp_patch.auditing import audit
+    from ddp_patch.autopatching import autopatch, leave_alone, unpatched
     from ddp_patch.checking import assert_loaders_patched, check_loaders_is_patched
     from ddp_patch.evaluation import gather_in_order, iter_with_mask, iter_with_weights
     from ddp_patch.resume import loader_state, restore_loader
@@ -44,13 +45,16 @@ else:
     _LATER = {
         "assert_loaders_patched": "ddp_patch.checking",
         "audit": "ddp_patch.auditing",
+        "autopatch": "ddp_patch.autopatching",
         "check_loaders_is_patched": "ddp_patch.checking",
         "gather_in_order": "ddp_patch.evaluation",
         "iter_with_mask": "ddp_patch.evaluation",
         "iter_with_weights": "ddp_patch.evaluation",
+        "leave_alone": "ddp_patch.autopatching",
         "loader_state": "ddp_patch.resume",
         "patch_dataloaders_to_ddp": "ddp_patch.several",
         "restore_loader": "ddp_patch.resume",
+        "unpatched": "ddp_patch.autopatching",
     }
 
     def __getattr__(name):
@@ -90,15 +94,18 @@ __all__ = [
     "WorldError",
     "assert_loaders_patched",
     "audit",
+    "autopatch",
     "check_loaders_is_patched",
     "extract_loader_parameters",
     "gather_in_order",
     "iter_with_mask",
     "iter_with_weights",
+    "leave_alone",
     "loader_state",
     "patch_dataloader_to_ddp",
     "patch_dataloaders_to_ddp",
     "restore_loader",
+    "unpatched",
 ]
 __version__ = "0.1.0"
 

@@ -1,6 +1,6 @@
-"""Start the command line, ``ddp-patch audit``.
+"""Start the command line: ``ddp-patch run`` and ``ddp-patch audit``.
 
-It needs click, rich and matplotlib, which ``pip install 'ddp-patch[audit]'`` installs.
+The audit needs click, rich and matplotlib, which ``pip install 'ddp-patch[audit]'`` installs.
 """
 
 import sys
@@ -14,6 +14,10 @@ _NEEDED = {"click", "matplotlib", "rich"}
 
 def main() -> None:
     """Run the command line; if a package it needs is missing, say what to install and exit with 2."""
+    if sys.argv[1:2] == ["run"]:
+        from ddp_patch.autopatching.command import run
+
+        return run(sys.argv[2:])
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does, so that targets and real ranks can import from here
     try:
@@ -29,3 +33,4 @@ def main() -> None:
             "Run: pip install 'ddp-patch[audit]'\n"
         )
         sys.exit(2)
+    return None

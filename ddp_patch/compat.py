@@ -365,7 +365,7 @@ def shards_in_accelerate(kind: type) -> bool:
     return not _ACCELERATE_SHARDS.isdisjoint(map(_name, kind.__mro__))
 
 
-# ---- frameworks that put a sampler of theirs into loaders: Lightning's Fabric, seen in 2.6.6, Ray, in 2.56.1 ----
+# ---- frameworks that put a sampler of theirs into loaders: Lightning's Fabric, seen in 2.6.6, Ray, in 2.60.0 ----
 
 # The methods by which they take loaders over, by module and class. Fabric's is public. Ray's public function is imported
 # by its name, so what it calls is named here.

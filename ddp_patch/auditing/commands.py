@@ -1,4 +1,4 @@
-"""Run ``ddp-patch audit``, with click and rich."""
+"""Run ``ddp-patch audit``, with click and rich, and list ``ddp-patch run``."""
 
 import json
 import os
@@ -19,6 +19,7 @@ from rich.table import Table
 from ddp_patch.auditing.auditing import audit
 from ddp_patch.auditing.finding import find, look_up
 from ddp_patch.auditing.report import Kind, Report, as_markdown
+from ddp_patch.autopatching.command import DESCRIPTION, run
 from ddp_patch.options import Agreement, IterableSharding, Layout, Share, Uneven
 
 __all__ = ["commands"]
@@ -64,7 +65,14 @@ def _stdout_as_stderr() -> Iterator[None]:
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ddp-patch")
 def commands() -> None:
-    """Prove on one machine what every rank of a world would get of a DataLoader."""
+    """Patch the DataLoaders of a script, or prove on one machine what every rank would get of one."""
+
+
+@commands.command("run", help=DESCRIPTION, context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run_command(arguments: tuple[str, ...]) -> None:
+    """Run a script; the door does so itself, without click."""
+    run(arguments)
 
 
 def _one_of(values: Any) -> click.Choice[str]:

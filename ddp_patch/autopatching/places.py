@@ -66,11 +66,11 @@ class Patterns:
     def why_left(self, loader: DataLoader[Any]) -> str | None:
         """Return the option by which a loader is left alone; None if it is to be patched."""
         where = made(loader)
-        if any([self._matches(where, pattern) for pattern in self.excepted]):
+        # Both are looked through whole, so that each pattern is seen to be used.
+        excepted, chosen = ([self._matches(where, one) for one in each] for each in (self.excepted, self.only))
+        if any(excepted):
             return "--except"
-        # A list, so that each pattern is seen to be used.
-        found = any([self._matches(where, pattern) for pattern in self.only])
-        return "--only" if self.only and not found else None
+        return "--only" if self.only and not any(chosen) else None
 
     def _matches(self, where: Made | None, pattern: str) -> bool:
         if where is None:

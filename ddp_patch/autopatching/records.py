@@ -44,11 +44,10 @@ class Record:
     @property
     def line(self) -> str:
         """What the log says."""
-        head = f"{self.place} {self.what}: {self.fate}"
-        if self.fate in {"patched", "would be patched"}:
-            steps = "steps" if self.steps is None else f"{self.steps:,} steps"
-            head += f", {self.ranks} ranks x {steps}"
-        return f"{head} ({self.note})" if self.note else head
+        steps = "unknown steps" if self.steps is None else f"{self.steps:,} steps"
+        share = f"{self.ranks} ranks x {steps}"
+        told = {"patched": share, "would be patched": f"would be {share}"}.get(self.fate, self.fate)
+        return f"{self.place} {self.what}: {told}" + (f" ({self.note})" if self.note else "")
 
 
 def what_it_is(facts: LoaderFacts[Any]) -> str:

@@ -90,7 +90,7 @@ class Session:
                 if use is Use.ITERATED:
                     self.early.add(shown(loader))
                 return None
-            if get_worker_info() is not None or _is_fetched() or (use is Use.MEASURED and accelerate_is_on()):
+            if get_worker_info() is not None or _is_too_soon(loader) or (use is Use.MEASURED and accelerate_is_on()):
                 return None
             self.had_world = True
             record = self._done(loader, world, use)
@@ -124,11 +124,12 @@ class Session:
     def _patched(self, record: Record, facts: LoaderFacts[Any], world: World, use: Use) -> Record:
         """Put its share into the loader itself, so that whoever holds it has the patched one."""
         try:
+            shared = unit_shared(facts, self._options.share)  # now, because the loader is another one after it
             patched = self._shared(facts.loader, world, self._options, compared(facts.loader), change_loader)
         except DDPPatchError as error:
             error.args = (_told(error, record, use),)
             raise
-        return with_share(replace(record, fate="patched"), unit_shared(facts, self._options.share), patched)
+        return with_share(replace(record, fate="patched"), shared, patched)
 
     def _foreseen(self, record: Record, facts: LoaderFacts[Any], world: World, use: Use) -> Record:
         """Tell what a patch would do, by one of a copy that no other rank knows of."""
@@ -161,12 +162,14 @@ def _wrapped(facts: LoaderFacts[Any]) -> str | None:
     return name if isinstance(other, DataLoader) and other.dataset is facts.dataset else None
 
 
-def _is_fetched() -> bool:
-    """Tell whether this is done to fetch a batch of another loader, which shares what its dataset reads."""
+def _is_too_soon(loader: DataLoader[Any]) -> bool:
+    """Tell whether a loader is used by its own constructor, or to fetch a batch of another, which shares what it reads."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
-        if isinstance(frame.f_locals.get("self"), RunningLoader):
+        caller = frame.f_locals.get("self")
+        is_constructor = caller is loader and frame.f_code.co_name == "__init__"
+        if is_constructor or isinstance(caller, RunningLoader):
             return True
     return False
 

@@ -42,16 +42,17 @@ class Summary:
 
     def _noticed(self) -> Iterator[str]:
         session = self._session
-        if not session.had_world and not session.records:
+        if not session.had_world:
             yield (
                 "No loader was used in a process group of several ranks, so none was patched. A script for one process "
                 "makes no group: start it with torchrun, and pass --init-process-group gloo (or nccl)."
             )
+            return
         for place in sorted(session.early):
             yield f"The loader made at {place} was iterated when there was no group yet: each rank took all of it."
         for pattern in sorted(session.patterns.unused):
-            yield f"The pattern {pattern!r} matched no loader."
-        if session.had_world and not self._models.seen:
+            yield f"The pattern {pattern!r} matched no loader that was used."
+        if not self._models.seen:
             yield (
                 "No DistributedDataParallel was seen, nor FSDP: unless the script averages gradients by itself, each "
                 "rank trains a model of its own."

@@ -1,0 +1,130 @@
+"""``ddp-patch run``: a script, or a module, that is run while autopatch is on. It needs no other package."""
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from ddp_patch.autopatching.context import autopatch
+from ddp_patch.autopatching.running import process_group, run_module, run_script
+from ddp_patch.autopatching.session import logger
+from ddp_patch.autopatching.summary import HEADINGS, Summary
+from ddp_patch.errors import InvalidOptionError, WorldError
+from ddp_patch.options import Options
+
+__all__ = ["DESCRIPTION", "run"]
+
+DESCRIPTION = "Run a script while every DataLoader is patched when it is first used."
+_EPILOG = "Start it on every rank: torchrun --nproc-per-node 8 -m ddp_patch run train.py --epochs 3"
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run what the arguments of ``ddp-patch run`` say.
+
+    It exits with 2 if an option is not valid; whatever else the script raises is raised here.
+    """
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if not given.is_module and not Path(given.target).exists():
+        parser.error(f"there is no {given.target}. Pass the path of a script, or -m and the name of a module.")
+    options = {name: getattr(given, name) for name, _ in _switches() if getattr(given, name) is not None}
+    with ExitStack() as stack:
+        try:
+            if given.backend is not None:
+                stack.enter_context(process_group(given.backend))
+            patching = autopatch(only=given.only, excepted=given.excepted, dry_run=given.dry_run, **options)
+            summary = stack.enter_context(patching)
+        except (InvalidOptionError, WorldError) as error:
+            parser.error(str(error))
+        stack.enter_context(_told_on_stderr())
+        stack.callback(_print, summary)
+        (run_module if given.is_module else run_script)(given.target, given.arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("ddp-patch run", description=DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+    parser.add_argument("-m", dest="is_module", action="store_true", help="TARGET is a module, as python -m has it.")
+    parser.add_argument("--dry-run", action="store_true", help="Patch nothing; only tell what would be done.")
+    place = {"action": "append", "default": [], "metavar": "FILE[:LINE]"}
+    parser.add_argument("--only", **place, help="Patch only loaders that are made there; a pattern, any number.")
+    parser.add_argument("--except", dest="excepted", **place, help="Leave alone what is made there.")
+    parser.add_argument(
+        "--init-process-group", dest="backend", choices=["gloo", "nccl"], help="Make one, for a script that makes none."
+    )
+    group = parser.add_argument_group("how to share", "As in patch_dataloader_to_ddp(), for all loaders.")
+    for name, how in _switches():
+        group.add_argument(f"--{name.replace('_', '-')}", default=None, **how)
+    parser.add_argument("target", metavar="TARGET", help="The script's path, or with -m the module's name.")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="The script's own arguments.")
+    return parser
+
+
+def _switches() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the options of sharing that a command line can give, each with how argparse takes it."""
+    kinds = get_type_hints(Options)
+    for field in dataclasses.fields(Options):
+        kind = kinds[field.name]
+        [kind, *others] = [one for one in get_args(kind) if one is not NoneType] if _is_optional(kind) else [kind]
+        if others:
+            continue  # objects of the script's, which have no name here
+        if get_origin(kind) is Literal:
+            yield field.name, {"choices": get_args(kind)}
+        elif kind is bool:
+            yield field.name, {"action": "store_true"}
+        elif kind in {int, float}:
+            yield field.name, {"type": kind, "metavar": kind.__name__.upper()}
+
+
+def _is_optional(kind: Any) -> bool:
+    return get_origin(kind) is not Literal and NoneType in get_args(kind)
+
+
+@contextmanager
+def _told_on_stderr() -> Iterator[None]:
+    """Have what is logged of loaders printed, whatever the script does with its own logs."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("ddp_patch: %(message)s"))
+    before = logger.level, logger.propagate
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+def _print(summary: Summary) -> None:
+    """Print a summary on the first rank: as a table of rich's on a terminal, as plain text elsewhere."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if sys.stderr.isatty() and find_spec("rich") is not None:
+        _print_richly(summary)
+    else:
+        lines = ["ddp_patch:", *str(summary).splitlines()]
+        sys.stderr.write("\n".join(lines) + "\n")
+    sys.stderr.flush()
+
+
+def _print_richly(summary: Summary) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(stderr=True)
+    if rows := summary.rows:
+        table = Table(*HEADINGS, title="ddp_patch", title_justify="left")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table)
+    for note in summary.notes:
+        console.print(f"[bold]ddp_patch:[/] {escape(note)}")

@@ -1,0 +1,66 @@
+"""Run a script or module as ``python`` does, and a process group around it."""
+
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddp_patch.errors import WorldError
+
+__all__ = ["process_group", "run_module", "run_script"]
+
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run_script(path: str, arguments: Sequence[str]) -> None:
+    """Run a file as ``python path arguments...``: as ``__main__``, with its folder first in ``sys.path``."""
+    with _as_in_python(path, arguments, str(Path(path).resolve().parent)):
+        runpy.run_path(path, run_name="__main__")
+
+
+def run_module(name: str, arguments: Sequence[str]) -> None:
+    """Run a module as ``python -m name arguments...``: as ``__main__``, with the current folder first in ``sys.path``.
+
+    ``sys.argv[0]`` becomes its file.
+    """
+    with _as_in_python(name, arguments, str(Path.cwd())):
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+@contextmanager
+def _as_in_python(target: str, arguments: Sequence[str], folder: str) -> Iterator[None]:
+    before = sys.argv, sys.path
+    sys.argv = [target, *arguments]
+    # What started this process has put the current folder, or that of its own script, first.
+    sys.path = [folder, *sys.path[1:]]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = before
+
+
+@contextmanager
+def process_group(backend: str) -> Iterator[None]:
+    """Have a process group of the ranks that torchrun started, while entered.
+
+    Raises:
+        WorldError: The environment does not say which rank this is.
+    """
+    if missing := [name for name in _LAUNCHED if name not in os.environ]:
+        raise WorldError(
+            f"--init-process-group {backend} makes a process group from torchrun's environment, which lacks "
+            f"{', '.join(missing)}. Start with torchrun --nproc-per-node N -m ddp_patch run ..."
+        )
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # so that "cuda" is this rank's own
+    dist.init_process_group(backend)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():  # the script may have destroyed it
+            dist.destroy_process_group()

@@ -1,0 +1,132 @@
+"""``torchrun -m ddp_patch run``: scripts that nobody edited, on real ranks."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+N = 23
+
+# Knows of ranks, but not of this package. Its dataset writes down what is read.
+SCRIPT = '''
+    import json, os, random, sys
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, Dataset
+
+    class Recording(Dataset):
+        def __init__(self, name):
+            self.name = name
+
+        def __len__(self):
+            return 23
+
+        def __getitem__(self, index):
+            return {"name": self.name, "index": index}
+
+    def record(**told):
+        with open(os.path.join(sys.argv[1], f"rank-{os.environ['RANK']}"), "a") as file:
+            file.write(json.dumps(told) + "\\n")
+
+    def epoch_of(loader, epoch):
+        for batch in loader:
+            for name, index in zip(batch["name"], batch["index"].tolist()):
+                record(name=name, epoch=epoch, index=index)
+
+    early = DataLoader(Recording("early"), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
+
+    if __name__ == "__main__":
+        torch.manual_seed(int(os.environ["RANK"]))
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        val = DataLoader(Recording("val"), batch_size=5)
+        model = torch.nn.Linear(1, 1)
+        if "parallel" in sys.argv:
+            torch.nn.parallel.DistributedDataParallel(model)
+        for epoch in range(2):
+            epoch_of(early, epoch)
+            if dist.get_rank() == 0:
+                epoch_of(val, epoch)
+        record(argv=sys.argv[2:], name="told", main=__file__, first=sys.path[0])
+        if "fails" in sys.argv:
+            raise SystemExit(3)
+'''
+
+
+VAL_LINE = 1 + next(number for number, line in enumerate(SCRIPT.splitlines()) if " val = " in line)
+
+
+def launch(folder: Path, world_size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    command = [sys.executable, *ranks, "-m", "ddp_patch", "run", "--timeout=60", *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder) as torchrun:  # noqa: S603 - our own
+        try:
+            out, err = torchrun.communicate(timeout=120)
+        finally:
+            torchrun.terminate()  # which ends the ranks too
+    return subprocess.CompletedProcess(command, torchrun.returncode, out, err)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "package").mkdir()
+    file = tmp_path / "package" / "training.py"
+    file.write_text(textwrap.dedent(SCRIPT))
+    return file
+
+
+def told(folder: Path, name: str, world_size: int) -> list[list[dict[str, object]]]:
+    """What each rank wrote down of one name."""
+    lines = [(folder / f"rank-{rank}").read_text().splitlines() for rank in range(world_size)]
+    return [[line for line in map(json.loads, of_rank) if line["name"] == name] for of_rank in lines]
+
+
+def assert_shared(folder: Path, name: str, world_size: int) -> None:
+    ranks = told(folder, name, world_size)
+    for epoch in range(2):
+        shares = [[line["index"] for line in lines if line["epoch"] == epoch] for lines in ranks]
+        assert len({len(share) for share in shares}) == 1
+        found = [index for share in shares for index in share]
+        assert set(found) == set(range(N))
+        assert len(found) == -(-N // world_size) * world_size
+
+
+def test_a_script_that_makes_a_group(script: Path, tmp_path: Path) -> None:
+    done = launch(tmp_path, 3, "--except", f"training.py:{VAL_LINE}", "package/training.py", str(tmp_path), "parallel", "--uneven", "x")
+    assert done.returncode == 0, done.stderr
+    assert_shared(tmp_path, "early", 3)
+    assert [len(lines) for lines in told(tmp_path, "val", 3)] == [2 * N, 0, 0]
+    for (line_of_rank,) in told(tmp_path, "told", 3):
+        assert line_of_rank["argv"] == ["parallel", "--uneven", "x"]  # the script's own
+        assert line_of_rank["first"] == str(script.parent)
+    assert done.stderr.count("ddp_patch: package/training.py:") == 2  # a line for each loader, on the first rank alone
+    assert "DataLoader, shuffled, 23 samples: 3 ranks x 2 steps" in done.stderr
+    (row,) = [line for line in done.stderr.splitlines() if "patched" in line and "8 samples" in line]
+    assert "2 steps" in row
+    assert "1 repeated" in row
+    assert "left alone (--except)" in done.stderr
+    assert "DistributedDataParallel" not in done.stderr
+
+
+def test_a_module_for_one_process(script: Path, tmp_path: Path) -> None:
+    options = ["--init-process-group", "gloo", "--except", f"*/training.py:{VAL_LINE}", "--seed=3", "--uneven", "drop"]
+    done = launch(tmp_path, 2, *options, "-m", "package.training", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    shares = [{line["index"] for line in lines if line["epoch"] == 1} for lines in told(tmp_path, "early", 2)]
+    assert [len(share) for share in shares] == [N // 2] * 2
+    assert not shares[0] & shares[1]
+    for (line,) in told(tmp_path, "told", 2):
+        assert (line["main"], line["first"]) == (str(script), str(tmp_path))
+    assert "No DistributedDataParallel was seen" in done.stderr
+    assert "1 left out" in done.stderr
+
+
+def test_the_scripts_exit_code_is_the_ranks(script: Path, tmp_path: Path) -> None:
+    done = launch(tmp_path, 2, "--dry-run", "package/training.py", str(tmp_path), "fails")
+    assert "exitcode  : 3" in done.stderr
+    assert [len(lines) for lines in told(tmp_path, "early", 2)] == [2 * N] * 2
+    assert "would be 2 ranks x 3 steps" in done.stderr

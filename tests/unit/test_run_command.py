@@ -1,0 +1,138 @@
+"""``ddp-patch run`` in one process: the script sees what it sees under python, and what is printed."""
+
+import dataclasses
+import logging
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import ddp_patch.autopatching.command as command
+from ddp_patch.autopatching import autopatch
+from ddp_patch.autopatching.command import run
+from ddp_patch.options import Options
+
+SCRIPT = """
+    import json, sys
+    import helper
+    print(json.dumps([sys.argv, sys.path[0], __name__, __file__, helper.HERE, sys.modules["__main__"].__file__]))
+    if "exits" in sys.argv:
+        sys.exit(5)
+    if "raises" in sys.argv:
+        raise LookupError("of the script")
+    assert globals() is vars(sys.modules["__main__"])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "helper.py").write_text("HERE = True")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("under_python", "under_run"), [(["script.py"], ["script.py"]), (["-m", "script"],) * 2])
+def test_a_script_sees_what_it_sees_under_python(folder: Path, under_python: list[str], under_run: list[str]) -> None:
+    seen = [
+        subprocess.run([sys.executable, *start, "--some", "-m"], capture_output=True, text=True, check=True).stdout  # noqa: S603 - our own script
+        for start in (under_python, ["-m", "ddp_patch", "run", "--only", "x.py", *under_run])
+    ]
+    # python itself may name the script by the path that it was given.
+    assert seen[0].replace('"script.py"', f'"{folder}/script.py"') == seen[1].replace(
+        '"script.py"', f'"{folder}/script.py"'
+    )
+
+
+def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("ddp_patch.autopatch")
+    before = list(sys.argv), list(sys.path), sys.modules["__main__"], logger.level, list(logger.handlers)
+    for arguments, error in ((["exits"], SystemExit), (["raises"], LookupError)):
+        with pytest.raises(error) as caught:
+            run(["script.py", *arguments])
+        assert caught.value.args in {(5,), ("of the script",)}
+        assert (sys.argv, sys.path, sys.modules["__main__"], logger.level, logger.handlers) == before
+        assert logger.propagate
+        assert "--init-process-group" in capsys.readouterr().err  # no group was made
+    del sys.modules["helper"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "TARGET"),
+        (["--no-such", "script.py"], "TARGET"),
+        (["--uneven", "no", "script.py"], "--uneven"),
+        (["--share", "within_batches", "--uneven", "drop", "script.py"], "within_batches"),
+        (["--only", "", "script.py"], "only="),
+        (["--init-process-group", "gloo", "script.py"], "RANK, WORLD_SIZE"),
+        (["absent.py"], "absent.py"),
+    ],
+)
+def test_wrong_usage_exits_with_2(
+    arguments: list[str], told: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        run(arguments)
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+    assert not dist.is_initialized()
+
+
+def test_every_option_that_a_line_can_give_is_one() -> None:
+    names = {field.name for field in dataclasses.fields(Options)}
+    assert {name for name, _ in command._switches()} >= names & {
+        *("uneven", "layout", "agreement", "seed", "verify", "timeout", "iterable_sharding", "scalable_shuffle"),
+        "share",
+    }
+
+
+def summary_of(isatty: Callable[[], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    with autopatch(rank=0, num_replicas=2) as summary:
+        from torch.utils.data import DataLoader
+
+        len(DataLoader(range(7)))  # type: ignore[arg-type]  # a range is a dataset
+    monkeypatch.setattr(sys.stderr, "isatty", isatty, raising=False)
+    command._print(summary)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_summary_is_a_table(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    summary_of(lambda: is_terminal, monkeypatch)
+    text = capsys.readouterr().err
+    assert ("┃" in text) is is_terminal
+    assert "DataLoader, in order, 7 samples" in text
+    assert "4 samples, 4 steps" in text
+    assert "DistributedDataParallel" in text
+
+
+def test_other_ranks_print_no_summary(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    summary_of(lambda: False, monkeypatch)
+    assert not capsys.readouterr().err
+
+
+def test_it_needs_no_package_of_the_audits(folder: Path) -> None:
+    code = """
+import sys
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"click", "rich", "matplotlib"}:
+            raise ModuleNotFoundError(name=name)
+sys.meta_path.insert(0, Refusing())
+sys.argv = ["ddp-patch", "run", "script.py"]
+from ddp_patch.cli import main
+main()
+"""
+    done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)  # noqa: S603 - our own script
+    assert done.returncode == 0, done.stderr
+    assert "__main__" in done.stdout
