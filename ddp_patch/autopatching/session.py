@@ -117,7 +117,9 @@ class Session:
         if (why := self.patterns.why_left(loader)) is not None:
             return replace(record, note=why)
         if (inner := _wrapped(facts)) is not None:
-            return replace(record, note=f"its batches come from another loader, in {inner!r}, which is looked at itself")
+            return replace(
+                record, note=f"its batches come from another loader, in {inner!r}, which is looked at itself"
+            )
         act = self._foreseen if self._dry_run else self._patched
         return act(record, facts, world, use)
 

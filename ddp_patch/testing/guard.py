@@ -64,4 +64,3 @@ def _require_sharded(loader: DataLoader[Any]) -> None:
             f"gets all of its data. It was made at {place}. Pass it through patch_dataloader_to_ddp() there; a sampler "
             "or dataset that shares by itself says so by an attribute is_ddp_aware = True."
         )
-

@@ -11,7 +11,7 @@ import pytest
 N = 23
 
 # Knows of ranks, but not of this package. Its dataset writes down what is read.
-SCRIPT = '''
+SCRIPT = """
     import json, os, random, sys
     import torch
     import torch.distributed as dist
@@ -53,7 +53,7 @@ SCRIPT = '''
         record(argv=sys.argv[2:], name="told", main=__file__, first=sys.path[0])
         if "fails" in sys.argv:
             raise SystemExit(3)
-'''
+"""
 
 
 VAL_LINE = 1 + next(number for number, line in enumerate(SCRIPT.splitlines()) if " val = " in line)
@@ -96,7 +96,17 @@ def assert_shared(folder: Path, name: str, world_size: int) -> None:
 
 
 def test_a_script_that_makes_a_group(script: Path, tmp_path: Path) -> None:
-    done = launch(tmp_path, 3, "--except", f"training.py:{VAL_LINE}", "package/training.py", str(tmp_path), "parallel", "--uneven", "x")
+    done = launch(
+        tmp_path,
+        3,
+        "--except",
+        f"training.py:{VAL_LINE}",
+        "package/training.py",
+        str(tmp_path),
+        "parallel",
+        "--uneven",
+        "x",
+    )
     assert done.returncode == 0, done.stderr
     assert_shared(tmp_path, "early", 3)
     assert [len(lines) for lines in told(tmp_path, "val", 3)] == [2 * N, 0, 0]
