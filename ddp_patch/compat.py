@@ -367,8 +367,8 @@ def shards_in_accelerate(kind: type) -> bool:
 
 # ---- frameworks that put a sampler of theirs into loaders: Lightning's Fabric, seen in 2.6.6, Ray, in 2.60.0 ----
 
-# The methods by which they take loaders over, by module and class. Fabric's is public. Ray's public function is imported
-# by its name, so what it calls is named here.
+# The methods by which they take loaders over, by module and class. Fabric's is public. Ray's public function is
+# imported by its name, so what it calls is named here.
 TAKE_LOADERS: Final[Sequence[tuple[str, str, str]]] = (
     ("lightning.fabric.fabric", "Fabric", "setup_dataloaders"),
     ("lightning_fabric.fabric", "Fabric", "setup_dataloaders"),

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ddp-patch run", description=DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
     parser.add_argument("-m", dest="is_module", action="store_true", help="TARGET is a module, as python -m has it.")
     parser.add_argument("--dry-run", action="store_true", help="Patch nothing; only tell what would be done.")
-    place = {"action": "append", "default": [], "metavar": "FILE[:LINE]"}
+    place: dict[str, Any] = {"action": "append", "default": [], "metavar": "FILE[:LINE]"}
     parser.add_argument("--only", **place, help="Patch only loaders that are made there; a pattern, any number.")
     parser.add_argument("--except", dest="excepted", **place, help="Leave alone what is made there.")
     parser.add_argument(

@@ -33,8 +33,10 @@ class Frameworks:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._stack = ExitStack()
-        wraps = dict.fromkeys(TAKE_LOADERS, self._patching_first) | {ACCELERATE_TAKES_LOADERS: self._for_accelerate}
-        self._missing: dict[tuple[str, str, str], Callable[[Any], Any]] = wraps
+        self._missing: dict[tuple[str, str, str], Callable[[Any], Any]] = {
+            **dict.fromkeys(TAKE_LOADERS, self._patching_first),
+            ACCELERATE_TAKES_LOADERS: self._for_accelerate,
+        }
 
     def __enter__(self) -> Self:
         self.find()

@@ -117,9 +117,7 @@ class Session:
         if (why := self.patterns.why_left(loader)) is not None:
             return replace(record, note=why)
         if (inner := _wrapped(facts)) is not None:
-            return replace(
-                record, note=f"its batches come from another loader, in {inner!r}, which is looked at itself"
-            )
+            return replace(record, note=f"its batches come from another loader, in {inner!r}")
         act = self._foreseen if self._dry_run else self._patched
         return act(record, facts, world, use)
 
@@ -145,9 +143,10 @@ class Session:
         return with_share(replace(record, fate="would be patched"), unit_shared(facts, options.share), patched)
 
     def _shared(
-        self, loader: Any, world: World, options: Options, nest: str, place: Callable[..., DataLoader[Any]]
+        self, loader: DataLoader[Any], world: World, options: Options, nest: str, place: Callable[..., DataLoader[Any]]
     ) -> DataLoader[Any]:
-        (patched,) = patch_each("autopatch", {"": loader}, world, lambda: options, nest, place)
+        loaders: dict[str, DataLoader[Any]] = {"": loader}
+        (patched,) = patch_each("autopatch", loaders, world, lambda: options, nest, place)
         return patched
 
 
@@ -165,7 +164,7 @@ def _wrapped(facts: LoaderFacts[Any]) -> str | None:
 
 
 def _is_too_soon(loader: DataLoader[Any]) -> bool:
-    """Tell whether a loader is used by its own constructor, or to fetch a batch of another, which shares what it reads."""
+    """Tell whether a loader is used by its own constructor, or to fetch a batch of another, which shares that."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

@@ -67,9 +67,10 @@ def test_a_loader_becomes_the_patched_one(kind: Kind) -> None:
     assert [record.fate for record in summary.records] == ["patched"]
 
 
-@pytest.mark.parametrize(
-    "use", [iter, len, ddp_patch.check_loaders_is_patched, ddp_patch.loader_state], ids=lambda use: use.__name__
-)
+USES: list[Any] = [iter, len, ddp_patch.check_loaders_is_patched, ddp_patch.loader_state]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_any_first_use_patches(use: Callable[[Any], Any]) -> None:
     loader = made()
     with autopatch(rank=1, num_replicas=2):
