@@ -22,9 +22,8 @@ __all__ = ["Frameworks"]
 class Frameworks:
     """Sees, while entered, the loaders that are handed to frameworks.
 
-    Fabric and Ray put another sampler in the place of the loader's, so it is patched before. accelerate shards all
-    loaders rightly but those whose batch sampler is not torch's own, so these alone are patched before. Lightning's
-    Trainer begins to iterate a loader before it shards it.
+    Lightning and Ray put another sampler in the place of the loader's, so it is patched before. accelerate shards all
+    loaders rightly but those whose batch sampler is not torch's own, so these alone are patched before.
 
     Args:
         session: Decides on the loaders.

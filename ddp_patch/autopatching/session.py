@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from ddp_patch.autopatching.exempt import is_left_alone, is_off, spare, unpatched
 from ddp_patch.autopatching.places import UNKNOWN, Patterns, compared, shown
 from ddp_patch.autopatching.records import Record, what_it_is, with_share
-from ddp_patch.compat import RunningLoader, accelerate_is_on
+from ddp_patch.compat import RunningLoader, accelerate_is_on, shards_in_accelerate
 from ddp_patch.errors import DDPPatchError
 from ddp_patch.loaders.copying import change_loader, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, look_at
@@ -90,10 +90,12 @@ class Session:
                 if use is Use.ITERATED:
                     self.early.add(shown(loader))
                 return None
-            if get_worker_info() is not None or _is_too_soon(loader) or (use is Use.MEASURED and accelerate_is_on()):
+            user = _user_of(loader)
+            too_soon = user is loader or isinstance(user, RunningLoader) or get_worker_info() is not None
+            if too_soon or (use is Use.MEASURED and accelerate_is_on()):
                 return None
             self.had_world = True
-            record = self._done(loader, world, use)
+            record = self._done(loader, world, use) if user is None else _shared_around(loader, user)
         self._known[id(loader)] = weakref.ref(loader), record
         self.records.append(record)
         if world.rank == 0:
@@ -163,16 +165,25 @@ def _wrapped(facts: LoaderFacts[Any]) -> str | None:
     return name if isinstance(other, DataLoader) and other.dataset is facts.dataset else None
 
 
-def _is_too_soon(loader: DataLoader[Any]) -> bool:
-    """Tell whether a loader is used by its own constructor, or to fetch a batch of another, which shares that."""
+def _user_of(loader: DataLoader[Any]) -> object | None:
+    """Return what uses a loader for its own purposes, if it is one of these; None if the script does.
+
+    The loader's constructor, before it is finished; an iterator that fetches a batch of another loader, which shares
+    what its dataset reads; or a loader of accelerate's around it, which shards by itself.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
-        caller = frame.f_locals.get("self")
-        is_constructor = caller is loader and frame.f_code.co_name == "__init__"
-        if is_constructor or isinstance(caller, RunningLoader):
-            return True
-    return False
+        user = frame.f_locals.get("self")
+        is_constructor = user is loader and frame.f_code.co_name == "__init__"
+        if is_constructor or isinstance(user, RunningLoader) or shards_in_accelerate(type(user)):
+            return user
+    return None
+
+
+def _shared_around(loader: DataLoader[Any], user: object) -> Record:
+    record = Record(shown(loader), what_it_is(look_at(loader)), "shards itself")
+    return replace(record, note=f"{type(user).__name__}, which holds it")
 
 
 def _told(error: DDPPatchError, record: Record, use: Use) -> str:
