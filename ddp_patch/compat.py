@@ -365,19 +365,16 @@ def shards_in_accelerate(kind: type) -> bool:
     return not _ACCELERATE_SHARDS.isdisjoint(map(_name, kind.__mro__))
 
 
-# ---- frameworks that put a sampler of theirs into loaders: Lightning, seen in 2.6.6, Ray, in 2.60.0 ----
+# ---- Lightning, seen in 2.6.6 ----
 
-# The methods by which they take loaders over, by module and class. Fabric's is public. The Trainer has no public one that
-# sees all loaders when the process group exists. Ray's public function is imported by its name, so what it calls is named.
+# The methods by which it takes loaders over, by module and class. Fabric's is public. The Trainer has no public one that
+# sees all loaders when the process group exists.
 TAKE_LOADERS: Final[Sequence[tuple[str, str, str]]] = (
     ("lightning.pytorch.trainer.connectors.data_connector", "_DataConnector", "_prepare_dataloader"),
     ("pytorch_lightning.trainer.connectors.data_connector", "_DataConnector", "_prepare_dataloader"),
     ("lightning.fabric.fabric", "Fabric", "setup_dataloaders"),
     ("lightning_fabric.fabric", "Fabric", "setup_dataloaders"),
-    ("ray.train.torch.train_loop_utils", "_TorchAccelerator", "prepare_data_loader"),
 )
-
-# ---- Lightning, seen in 2.6.6 ----
 
 # The arguments that Lightning's hooks note while a loader is made, to make it anew. They are the unpatched loader's.
 LIGHTNING_ARGUMENTS: Final = frozenset({"__dataset", "__pl_saved_arg_names", "__pl_saved_args", "__pl_saved_kwargs"})

@@ -22,8 +22,9 @@ __all__ = ["Frameworks"]
 class Frameworks:
     """Sees, while entered, the loaders that are handed to frameworks.
 
-    Lightning and Ray put another sampler in the place of the loader's, so it is patched before. accelerate shards all
-    loaders rightly but those whose batch sampler is not torch's own, so these alone are patched before.
+    Lightning puts another sampler in the place of the loader's, so it is patched before. accelerate shards all loaders
+    rightly but those whose batch sampler is not torch's own, so these alone are patched before. Others are left to it,
+    and to whatever framework hands out a loader that shards itself.
 
     Args:
         session: Decides on the loaders.

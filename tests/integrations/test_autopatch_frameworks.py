@@ -22,7 +22,7 @@ from ddp_patch import autopatch
 RANKS = 2
 LIMIT_S = 200.0
 NUMBERS = EPOCHS[: EPOCHS.index(1)]
-# Ray starts its ranks itself, and its test below is one that never asks whether a loader is patched: that patches it.
+# Ray's modules ask whether loaders are patched, which under autopatch patches them.
 MODULES = [name for name in FRAMEWORKS if not name.startswith("ray_")]
 SHUFFLED, WEIGHTED, _, _, ITERABLE = (kind.name for kind in KINDS)
 # What is left to the framework.
@@ -36,7 +36,7 @@ LEFT = {
 def on_rank(rank: int, world_size: int, folder: str, module: str) -> None:
     """Write down what the training steps saw of each kind of loader, and what became of the loaders."""
     warnings.simplefilter("ignore")  # frameworks warn of small data, of CPUs and of their own deprecations
-    passes = through_ray if module == "ray" else framework(module).passes
+    passes = through_ray() if module == "ray" else framework(module).passes
     seen = {}
     for kind in KINDS:
         seed_ambient(100 + rank)
@@ -48,11 +48,14 @@ def on_rank(rank: int, world_size: int, folder: str, module: str) -> None:
     Path(folder, str(rank)).write_bytes(pickle.dumps(seen))
 
 
-def through_ray(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
-    from ray.train.torch import prepare_data_loader, prepare_model
+def through_ray() -> Callable[..., Epochs]:
+    from ray.train.torch import prepare_data_loader, prepare_model  # before the loader is made, as scripts do
 
-    loader.collate_fn = NotedTensor.of
-    return train(prepare_model(tiny_model()), Seen(prepare_data_loader(loader)), epochs)
+    def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
+        loader.collate_fn = NotedTensor.of
+        return train(prepare_model(tiny_model()), Seen(prepare_data_loader(loader)), epochs)
+
+    return passes
 
 
 def assert_shared_once(launch: Callable[..., object], folder: Path, module: str) -> None:
@@ -75,7 +78,13 @@ def test_it_is_shared_once(module: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-def test_ray_gets_a_patched_one(tmp_path: Path) -> None:
+def test_ray_keeps_what_it_shards(tmp_path: Path) -> None:
+    """It makes a loader anew, without batch samplers and weights; docs/frameworks.md says what to do."""
     from frameworks.ray_launch import launch
 
-    assert_shared_once(launch, tmp_path, "ray")
+    launch(on_rank, RANKS, str(tmp_path), "ray", timeout=LIMIT_S)
+    first, second = (pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(RANKS))  # noqa: S301 - as above
+    for kind in KINDS:
+        assert first[kind.name][1] == ({"left alone", "patched"} if kind.name == ITERABLE else {"shards itself"})
+        if kind.name in {SHUFFLED, ITERABLE}:
+            assert judge(kind, [first[kind.name][0], second[kind.name][0]]).startswith("each sample once")
