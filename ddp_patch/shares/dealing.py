@@ -11,8 +11,8 @@ import numpy as np
 from ddp_patch.costs import Costs
 from ddp_patch.plan import Batching, Done, Plan
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.streams.chunks import own
-from ddp_patch.streams.dealing import deal
+from ddp_patch.streams.chunks import owned
+from ddp_patch.streams.dealing import Dealt, as_it_came, deal
 from ddp_patch.streams.seeding import Seed, dealing_key
 
 __all__ = ["Dealing", "DealtStream"]
@@ -60,20 +60,20 @@ class Dealing:
         """Return how many items a window has for so many ranks."""
         return self.steps * ranks * self.size
 
-    def order(
+    def dealt(
         self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, stage: int, window: int
-    ) -> np.ndarray[Any, Any]:
-        """Return the places of a window's items in the order in which they are dealt to so many ranks.
+    ) -> Dealt:
+        """Return a window as it is dealt to so many ranks.
 
         Args:
-            items: The items.
+            items: Its items.
             ranks: How many ranks share them.
             epoch: Which epoch it is.
             stage: How many other numbers of ranks have taken a part of it before.
             window: Which window of the rest it is.
         """
         if ranks == 1:  # nobody waits
-            return np.arange(len(items))
+            return as_it_came(len(items))
         costs = self.costs.of(items, are_batches=self.are_batches)
         key = dealing_key(self.seed.value, epoch, stage, window)
         return deal(costs, ranks, self.size, self.costs.cost_of, key)
@@ -99,7 +99,7 @@ class DealtStream(Iterator[T]):
     def __init__(self, stream: Iterator[T], dealing: Dealing, epoch: int, before: Done, plans: Sequence[Plan]) -> None:
         self._dealing, self._epoch, self._plans = dealing, epoch, plans
         self.origins: list[array[int]] = [array("q") for _ in plans]
-        placed: Iterator[_Placed[T]] = enumerate(map(own, stream))
+        placed: Iterator[_Placed[T]] = enumerate(owned(stream))
         taken = [stint for stint in before if stint[1]]
         for stage, (ranks, each) in enumerate(taken):
             dealt = (pair for window in self._dealt(placed, ranks, stage) for pair in window)
@@ -119,8 +119,10 @@ class DealtStream(Iterator[T]):
     def _dealt(self, placed: Iterator[_Placed[T]], ranks: int, stage: int) -> Iterator[Sequence[_Placed[T]]]:
         """Yield a stream's windows, each dealt to so many ranks."""
         for number, window in enumerate(_windows(placed, self._dealing.width(ranks))):
-            order = self._dealing.order([item for _, item in window], ranks, self._epoch, stage, number)
-            yield [window[place] for place in order.tolist()]
+            items = [item for _, item in window]
+            yield [
+                window[place] for place in self._dealing.dealt(items, ranks, self._epoch, stage, number).order.tolist()
+            ]
 
 
 def _windows(stream: Iterator[T], size: int) -> Iterator[list[T]]:
