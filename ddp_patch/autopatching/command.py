@@ -66,24 +66,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+# These say what to do with cost=, which is an object of the script's.
+_OF_OBJECTS = {"cost_of", "cost_window"}
+
+
 def _switches() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the options of sharing that a command line can give, each with how argparse takes it."""
     kinds = get_type_hints(Options)
     for field in dataclasses.fields(Options):
         kind = kinds[field.name]
-        [kind, *others] = [one for one in get_args(kind) if one is not NoneType] if _is_optional(kind) else [kind]
-        if others:
-            continue  # objects of the script's, which have no name here
+        if field.name in _OF_OBJECTS:
+            continue
+        if get_origin(kind) is not Literal and NoneType in get_args(kind):
+            kind = next(one for one in get_args(kind) if one is not NoneType)
         if get_origin(kind) is Literal:
             yield field.name, {"choices": get_args(kind)}
         elif kind is bool:
             yield field.name, {"action": "store_true"}
         elif kind in {int, float}:
             yield field.name, {"type": kind, "metavar": kind.__name__.upper()}
-
-
-def _is_optional(kind: Any) -> bool:
-    return get_origin(kind) is not Literal and NoneType in get_args(kind)
 
 
 @contextmanager

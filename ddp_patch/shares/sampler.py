@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, Self, TypeVar, cast
@@ -13,7 +14,8 @@ from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.nesting import NestedEpochs
 from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.shares.division import part_of
+from ddp_patch.shares.dealing import Dealing
+from ddp_patch.shares.division import Division
 from ddp_patch.shares.drawing import Epoch, require_sure_length
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.held import Held
@@ -42,19 +44,22 @@ class ShardedSampler(EpochSampler[T]):
 
     latest: Pass[T] | None
     place: Place | None
+    _gives_batches: bool = False
 
     def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ITEMS) -> None:
         if agreed.options.scalable_shuffle:
             stream = StreamFacts.of(scalable(stream.source, agreed.seed))
+        dealing = Dealing.of(agreed, batching, are_batches=self._gives_batches)
         facts = {
             "shared by": type(self).__name__,
             "shuffle_samples_between_gpus": shuffle,
             **stream.described,
+            **({} if dealing is None else dealing.described),
         }
         super().__init__(agreed, stream.samplers, facts)
         self.sampler: Iterable[T] = stream.source
         self.shuffle = shuffle
-        self._batching = batching
+        self._batching, self._dealing = batching, dealing
         self.watch.epochs_differ = shuffle or not is_always_alike(self.sampler)
         self._is_one_shot = stream.is_one_shot
         self._nested_epochs = NestedEpochs(self.sampler)
@@ -162,7 +167,7 @@ class ShardedSampler(EpochSampler[T]):
             self._holders.reinstate(start.held)  # others may have drawn from the generators since it was loaded
         else:
             start = Place(number, held=self.held())
-        is_spent = self._is_spent(start)
+        is_spent, options = self._is_spent(start), self.agreed.options
         source: Source[T] = Nothing() if is_spent else self._source(start)
         self.latest = one = Pass(
             start,
@@ -172,7 +177,7 @@ class ShardedSampler(EpochSampler[T]):
             self.watch,
             resumes=resumes,
             sizes=Sizes() if self.keeps_sizes or self._division is not None else None,
-            divide=None if self._division is None else partial(part_of, plan=self._division, name=self._name),
+            division=None if self._division is None else Division(self._division, self._name, options.costs),
             at_end=partial(self._require_steps, start),
         )
         if is_spent:
@@ -228,6 +233,7 @@ class ShardedSampler(EpochSampler[T]):
             # The leader alone draws, so there is nothing to compare.
             verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
             keeps_sizes=self.keeps_sizes and self._division is None,
+            dealing=self._dealing,
         )
         if leader is not None:
             from ddp_patch.shares.led import Led  # most trainings do without
@@ -236,7 +242,15 @@ class ShardedSampler(EpochSampler[T]):
             has_length = leader.draws and self._length_if_any(start.epoch) is not None
             turn = partial(self._turn, start.epoch)
             return Led(epoch, leader, turn, plans, start.held, self.held, has_length=has_length)
-        return LookedUp(epoch) if self._is_looked_up() else Drawn(epoch)
+        if not self._is_looked_up():
+            return Drawn(epoch)
+        if epoch.dealing is None:
+            return LookedUp(epoch)
+        from ddp_patch.shares.dealt_orders import DealtOrder, InOrder  # most trainings do without
+
+        if any(taken for _, taken in epoch.before):
+            return Drawn(replace(epoch, sampler=InOrder(epoch.sampler, epoch.number)))
+        return DealtOrder(epoch, epoch.dealing)
 
     def _require_steps(self, start: Place, length: int) -> None:
         """Refuse an epoch without steps. The rest of one may well have none."""

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 from ddp_patch.plan import Plan, Rest, blocks
 from ddp_patch.shares.drawing import Epoch, Stream
 from ddp_patch.shares.held import Held
+from ddp_patch.shares.origins import Origins
 from ddp_patch.shares.sizes import Sizes, size_of
 from ddp_patch.streams.chunks import begun
 from ddp_patch.streams.fingerprint import COMPARED, fingerprint
@@ -31,6 +32,8 @@ class Source(Generic[T]):
         drawn: How many items of this rank's share were drawn, those that the pass skips included.
         held_before: What another rank said that the samplers held before the pass, where that one draws.
         held_after: What it said that they held after it.
+        origins: Where the items come from that ``parts`` has yielded, or will next, but for padding; None where that
+            follows from the plan.
         sizes: How many samples each item of the pass has, all ranks' items in order and as far as they were drawn; None
             where this rank does not see them, or nobody wants to know.
     """
@@ -40,6 +43,7 @@ class Source(Generic[T]):
     held_before: Held | None = None
     held_after: Held | None = None
     sizes: Sizes | None = None
+    origins: Origins | None = None
     # Whether the whole epoch is drawn before the first item is given.
     is_drawn_at_once: bool = False
     # Whether items are drawn in this process, where the samplers' generators are.
@@ -123,12 +127,17 @@ class LookedUp(Source[T]):
             self.sizes.add(0, batches=min(length, skip * plan.num_replicas))  # nobody asks for those that were done
             at = partial(self._looking_at_all, at, plan, length)
         yield from map(at, blocks(real[skip:rounds]))
-        if epoch.verify is not None and skip <= rounds:
-            told = range(0, order.length, max(1, order.length // COMPARED))
-            epoch.verify(order.length, fingerprint(order.at(told)))
+        self._verify(order, has_whole_rounds=skip <= rounds)
         yield from map(at, blocks(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
         yield padding[max(0, skip - len(real)) :]
         self._finish()
+
+    def _verify(self, order: Order, *, has_whole_rounds: bool) -> None:
+        """Compare the order with the other ranks', after the items that every rank has."""
+        verify = self._epoch.verify
+        if verify is not None and has_whole_rounds:
+            told = range(0, order.length, max(1, order.length // COMPARED))
+            verify(order.length, fingerprint(order.at(told)))
 
     def _looking_at_all(
         self, at: Callable[[range], Sequence[T]], plan: Plan, length: int, positions: range
@@ -158,6 +167,7 @@ class Drawn(Source[T]):
     """Draws the whole stream, chunk by chunk, and keeps this rank's items."""
 
     sizes: Sizes | None
+    origins: Origins | None
 
     def __init__(self, epoch: Epoch[T]) -> None:
         self._epoch = epoch
@@ -167,12 +177,18 @@ class Drawn(Source[T]):
             stream = begun(epoch.sampler)
         # In runs, one rank would see another's batches steps later.
         self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None
-        self._stream = Stream(epoch, stream, self.sizes)
+        self.origins = None if epoch.dealing is None else Origins()
+        self._stream = Stream(epoch, stream, self.sizes, self._note_origins)
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw on, and yield what is this rank's."""
+        if self.origins is not None:
+            self.origins.skip = skip
         shares = self._stream.shares([self._epoch.plan], skip, self._found)
         return self._skipping(skip, (part for (part,) in shares))
+
+    def _note_origins(self, of_plans: Sequence[Any]) -> None:
+        cast(Origins, self.origins).add(of_plans[0])
 
     def ends_within(self, items: int) -> bool:
         """Draw on, and tell whether at most so many items of the share are left."""

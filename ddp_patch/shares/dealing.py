@@ -1,0 +1,160 @@
+"""Deal a sampler's stream window by window, so that each step costs alike on all ranks, and then share it as always."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, Self, TypeAlias, TypeVar
+
+import numpy as np
+
+from ddp_patch.costs import Costs
+from ddp_patch.plan import Batching, Done, Plan
+from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.streams.chunks import owned
+from ddp_patch.streams.dealing import Dealt, as_it_came, deal
+from ddp_patch.streams.seeding import Seed, dealing_key
+
+__all__ = ["Dealing", "DealtStream"]
+
+T = TypeVar("T")
+
+# Items, and their places in the stream as the sampler gives it.
+_Window: TypeAlias = tuple[Sequence[T], np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Dealing:
+    """How a sampler's stream is dealt.
+
+    Attributes:
+        costs: What the items cost.
+        size: How many items a batch takes.
+        steps: How many steps a window has.
+        are_batches: Whether each item is a batch.
+        seed: What the random order of steps follows from, with the epoch.
+    """
+
+    costs: Costs
+    size: int
+    steps: int
+    are_batches: bool
+    seed: Seed
+
+    @classmethod
+    def of(cls, agreed: Agreed, batching: Batching, *, are_batches: bool) -> Self | None:
+        """Return how a stream is dealt; None where it is not. A batch that is divided is dealt by itself."""
+        options = agreed.options
+        if options.costs is None or options.divides_batches:
+            return None
+        return cls(options.costs, batching.size, options.cost_window, are_batches, agreed.seed)
+
+    @property
+    def described(self) -> dict[str, object]:
+        """What the order follows from, by the names under which states keep it."""
+        return {"cost": self.costs.described, "cost_of": self.costs.cost_of, "cost_window": self.steps} | (
+            {} if self.are_batches else {"batch_size": self.size}
+        )
+
+    def width(self, ranks: int) -> int:
+        """Return how many items a window has for so many ranks."""
+        return self.steps * ranks * self.size
+
+    def dealt(
+        self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, stage: int, window: int
+    ) -> Dealt:
+        """Return a window as it is dealt to so many ranks.
+
+        Args:
+            items: Its items.
+            ranks: How many ranks share them.
+            epoch: Which epoch it is.
+            stage: How many other numbers of ranks have taken a part of it before.
+            window: Which window of the rest it is.
+        """
+        if ranks == 1:  # nobody waits
+            return as_it_came(len(items))
+        costs = self.costs.of(items, are_batches=self.are_batches)
+        key = dealing_key(self.seed.value, epoch, stage, window)
+        return deal(costs, ranks, self.size, self.costs.cost_of, key)
+
+
+class DealtStream(Iterable[T]):
+    """What is left of a stream, dealt for the ranks that share it now.
+
+    A window is drawn as soon as its first item is asked for. Where other numbers of ranks have taken a part, the stream
+    is dealt for each of them in turn, and what they took is left out.
+
+    Args:
+        stream: The sampler's stream, begun.
+        dealing: How it is dealt.
+        epoch: Which epoch it is.
+        before: What other numbers of ranks have taken.
+        plans: Whose shares will be taken.
+        note: Called for each window with the places in the sampler's stream from which the next items of each share
+            come.
+    """
+
+    def __init__(
+        self,
+        stream: Iterator[T],
+        dealing: Dealing,
+        epoch: int,
+        before: Done,
+        plans: Sequence[Plan],
+        note: Callable[[Sequence[np.ndarray[Any, Any]]], object],
+    ) -> None:
+        self._dealing, self._epoch, self._plans, self._note = dealing, epoch, plans, note
+        *taken, (ranks, _) = worlds = [*(stint for stint in before if stint[1]), (plans[0].num_replicas, 0)]
+        windows = _numbered(owned(stream), dealing.width(worlds[0][0]))
+        for stage, (earlier, each) in enumerate(taken):
+            dealt = self._dealt(windows, earlier, stage)
+            windows = _without(dealt, earlier * each, dealing.width(worlds[stage + 1][0]))
+        self._windows = self._dealt(windows, ranks, len(taken))
+
+    def __iter__(self) -> Iterator[T]:
+        return chain.from_iterable(map(self._recorded, self._windows))
+
+    def _recorded(self, window: _Window[T]) -> Sequence[T]:
+        """Note where the items of a window come from, which has whole rounds unless it is the last one."""
+        items, places = window
+        self._note([places[plan.rank :: plan.num_replicas] for plan in self._plans])
+        return items
+
+    def _dealt(self, windows: Iterator[_Window[T]], ranks: int, stage: int) -> Iterator[_Window[T]]:
+        """Deal a stream's windows to so many ranks."""
+        for number, (items, places) in enumerate(windows):
+            order = self._dealing.dealt(items, ranks, self._epoch, stage, number).order
+            yield list(map(items.__getitem__, order.tolist())), places[order]
+
+
+def _numbered(stream: Iterator[T], width: int) -> Iterator[_Window[T]]:
+    """Cut a stream into windows, and number its items."""
+    start = 0
+    for items in _cut(stream, width):
+        yield items, np.arange(start, start + len(items), dtype=np.int64)
+        start += len(items)
+
+
+def _without(windows: Iterator[_Window[T]], taken: int, width: int) -> Iterator[_Window[T]]:
+    """Leave out the first items of a dealt stream, and cut the rest into other windows."""
+    numbered = chain.from_iterable(zip(items, places.tolist(), strict=True) for items, places in windows)
+    for window in _cut(islice(numbered, taken, None), width):
+        items, places = zip(*window, strict=True)
+        yield items, np.array(places, np.int64)
+
+
+def _cut(stream: Iterator[T], width: int) -> Iterator[list[T]]:
+    """Cut a stream into windows. What came before an exception is a window, too."""
+    failure: Exception | None = None
+    is_ended = False
+    while not is_ended:
+        window: list[T] = []
+        try:
+            window.extend(islice(stream, width))
+        except Exception as error:  # noqa: BLE001 - the user's own, raised in its place
+            failure = error
+        is_ended = len(window) < width
+        if window:
+            yield window
+        if failure is not None:
+            raise failure
