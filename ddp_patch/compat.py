@@ -62,6 +62,7 @@ __all__ = [
     "has_own_iteration",
     "has_own_iterators",
     "held_loaders",
+    "imported_fsdp",
     "is_fastai_loader",
     "is_hugging_face_table",
     "is_split_by_node",
@@ -185,6 +186,11 @@ def default_store() -> "Store":
     and an address that all ranks know.
     """
     return _get_default_store()
+
+
+def imported_fsdp() -> Any:
+    """Return the module of FSDP if the script has imported it, else None; importing it takes long."""
+    return sys.modules.get("torch.distributed.fsdp")
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -367,8 +373,8 @@ def shards_in_accelerate(kind: type) -> bool:
 
 # ---- Lightning, seen in 2.6.6 ----
 
-# The methods by which it takes loaders over, by module and class. Fabric's is public. The Trainer has no public one that
-# sees all loaders when the process group exists.
+# The methods by which it takes loaders over, by module and class. Fabric's is public. The Trainer has no public one
+# that sees all loaders when the process group exists.
 TAKE_LOADERS: Final[Sequence[tuple[str, str, str]]] = (
     ("lightning.pytorch.trainer.connectors.data_connector", "_DataConnector", "_prepare_dataloader"),
     ("pytorch_lightning.trainer.connectors.data_connector", "_DataConnector", "_prepare_dataloader"),

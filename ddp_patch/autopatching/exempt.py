@@ -27,6 +27,7 @@ def unpatched() -> Iterator[None]:
     patched. Where ``autopatch`` is not on, this does nothing. It is a decorator, too.
 
     Examples:
+        >>> from ddp_patch import autopatch
         >>> loader = DataLoader(range(4))
         >>> with autopatch(rank=0, num_replicas=2), unpatched():
         ...     len(loader)
@@ -58,6 +59,7 @@ def leave_alone(loader: L) -> L:
         AlreadyPatchedError: The loader was patched before.
 
     Examples:
+        >>> from ddp_patch import autopatch
         >>> train, val = DataLoader(range(4)), leave_alone(DataLoader(range(4)))
         >>> with autopatch(rank=0, num_replicas=2):
         ...     len(train), len(val)

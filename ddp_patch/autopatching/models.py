@@ -1,6 +1,5 @@
 """Whether a script made a model whose gradients the ranks average: that is for the script to do."""
 
-import sys
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -8,9 +7,9 @@ from unittest.mock import patch
 
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Models"]
+from ddp_patch.compat import imported_fsdp
 
-_FSDP = "torch.distributed.fsdp"
+__all__ = ["Models"]
 
 
 class Models:
@@ -35,13 +34,13 @@ class Models:
     @property
     def seen(self) -> bool:
         """Whether a model was seen."""
-        fsdp: Any = sys.modules.get(_FSDP)
+        fsdp = imported_fsdp()
         # fully_shard() gives a model a class of its own that derives from this one.
         return self._made or (fsdp is not None and bool(fsdp.FSDPModule.__subclasses__()))
 
     def find(self, loader: object = None) -> None:
         """Take hold of FSDP's wrapper if it was imported since; that takes long, so it is not imported here."""
-        fsdp: Any = sys.modules.get(_FSDP)
+        fsdp = imported_fsdp()
         if not self._knows_fsdp and hasattr(fsdp, "FullyShardedDataParallel"):
             self._knows_fsdp = True
             self._watch(fsdp.FullyShardedDataParallel)
