@@ -10,7 +10,7 @@ from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.shares.epochs import EpochSampler
 
-__all__ = ["Fate", "Record", "what_it_is", "with_share"]
+__all__ = ["Fate", "Record", "counted", "what_it_is", "with_share"]
 
 Fate: TypeAlias = Literal["patched", "would be patched", "would be refused", "left alone", "shards itself"]
 
@@ -44,7 +44,7 @@ class Record:
     @property
     def line(self) -> str:
         """What the log says."""
-        steps = "unknown steps" if self.steps is None else f"{self.steps:,} steps"
+        steps = "unknown steps" if self.steps is None else counted(self.steps, "step")
         share = f"{self.ranks} ranks x {steps}"
         told = {"patched": share, "would be patched": f"would be {share}"}.get(self.fate, self.fate)
         return f"{self.place} {self.what}: {told}" + (f" ({self.note})" if self.note else "")
@@ -53,9 +53,12 @@ class Record:
 def what_it_is(facts: LoaderFacts[Any]) -> str:
     """Return what a loader is, in words: ``DataLoader, shuffled, 50,000 samples``."""
     n = facts.stream.length if facts.sharded_by is None else None
-    unit = "batches" if facts.level is Level.BATCH else "samples"
-    length = "" if n is None else f", {n:,} {unit}"
+    length = "" if n is None else f", {counted(n, _unit(facts))}"
     return f"{type(facts.loader).__name__}, {_order(facts)}{length}"
+
+
+def _unit(facts: LoaderFacts[Any]) -> str:
+    return "batch" if facts.level is Level.BATCH else "sample"
 
 
 def _order(facts: LoaderFacts[Any]) -> str:
@@ -65,17 +68,22 @@ def _order(facts: LoaderFacts[Any]) -> str:
     return "in order" if type(source) is SequentialSampler else type(source).__name__
 
 
+def counted(number: int, unit: str) -> str:
+    """Return a number of things, in words."""
+    plural = {"batch": "batches"}.get(unit, f"{unit}s")
+    return f"{number:,} {unit if number == 1 else plural}"
+
+
 def with_share(record: Record, facts: LoaderFacts[Any], patched: DataLoader[Any]) -> Record:
     """Fill in what a rank gets of a patched loader."""
     sampler = sharded_by(patched)
     assert isinstance(sampler, EpochSampler)  # noqa: S101 - the patch has put it there
     n, plan = facts.stream.length, sampler.plan
-    unit = "batches" if facts.level is Level.BATCH else "samples"
     record.steps, record.ranks = length_of(patched, ()), sampler.num_replicas
     if sampler.agreed.options.divides_batches:
         record.samples = "a part of each batch"
     elif n is not None:
-        record.samples = f"{len(plan.share(n)):,} {unit}"
+        record.samples = counted(len(plan.share(n)), _unit(facts))
         more = plan.total(n) - n
         record.padding = f"{abs(more):,} {'left out' if more < 0 else 'repeated'}" if more else "none"
     if sampler.agreed.leader is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from ddp_patch.autopatching.models import Models
-from ddp_patch.autopatching.records import Record
+from ddp_patch.autopatching.records import Record, counted
 from ddp_patch.autopatching.session import Session
 
 __all__ = ["HEADINGS", "Summary"]
@@ -66,5 +66,5 @@ class Summary:
 
 
 def _share(record: Record) -> tuple[str, str]:
-    steps = "" if record.steps is None else f"{record.steps:,} steps"
+    steps = "" if record.steps is None else counted(record.steps, "step")
     return ", ".join(filter(None, (record.samples, steps))), record.padding
