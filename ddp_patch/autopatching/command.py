@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ddp_patch.autopatching.context import autopatch
-from ddp_patch.autopatching.running import process_group, run_module, run_script
+from ddp_patch.autopatching.running import process_group, run_module, run_script, seed_all
 from ddp_patch.autopatching.session import logger
 from ddp_patch.autopatching.summary import HEADINGS, Summary
 from ddp_patch.errors import InvalidOptionError, WorldError
@@ -44,8 +44,13 @@ def run(arguments: Sequence[str]) -> None:
         except (InvalidOptionError, WorldError) as error:
             parser.error(str(error))
         stack.enter_context(_told_on_stderr())
-        stack.callback(_print, summary)
-        (run_module if given.is_module else run_script)(given.target, given.arguments)
+        if given.manual_seed is not None:
+            seed_all(given.manual_seed)
+        try:
+            names = (run_module if given.is_module else run_script)(given.target, given.arguments)
+        finally:
+            _print(summary)  # with the script's loaders still there, which tell of their passes
+        del names
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--except", dest="excepted", **place, help="Leave alone what is made there.")
     parser.add_argument(
         "--init-process-group", dest="backend", choices=["gloo", "nccl"], help="Make one, for a script that makes none."
+    )
+    parser.add_argument(
+        "--manual-seed",
+        type=int,
+        metavar="INT",
+        help="Seed Python, numpy and torch alike on every rank first, for a script that splits its data at random.",
     )
     group = parser.add_argument_group("how to share", "As in patch_dataloader_to_ddp(), for all loaders.")
     for name, how in _switches():

@@ -1,14 +1,20 @@
 """What autopatch notes of each loader: where it was made, what became of it, and how often it was iterated."""
 
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from ddp_patch.errors import DDPPatchError
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
+from ddp_patch.plan import Plan
+from ddp_patch.shares.batches import require_batches
 from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.turns import Turns
 
 __all__ = ["Fate", "Record", "counted", "what_it_is", "with_share"]
 
@@ -29,6 +35,7 @@ class Record:
         steps: How many steps a rank makes; None where that is not known.
         ranks: How many ranks share.
         passes: How often it was iterated.
+        loader: The loader, if it was patched and still lives.
     """
 
     place: str
@@ -40,6 +47,22 @@ class Record:
     steps: int | None = None
     ranks: int = 1
     passes: int = 0
+    loader: "weakref.ref[DataLoader[Any]] | None" = None
+
+    def note_pass(self) -> None:
+        """Fill in what its latest pass has shown of a loader without a length, if that came to its end."""
+        loader = None if self.loader is None else self.loader()
+        turns = None if loader is None or self.samples else _whole_pass(loader)
+        if turns is not None:
+            lengths = [part.length or 0 for part in turns.parts]
+            self.steps = turns.count
+            self.note_shares(turns.plan, lengths, "sample" if turns.batching.size > 1 else "item")
+
+    def note_shares(self, plan: Plan, lengths: Sequence[int], unit: str) -> None:
+        """Fill in what a rank gets of streams of these lengths."""
+        self.samples = counted(sum(len(plan.share(n)) for n in lengths), unit)
+        more = sum(plan.total(n) - n for n in lengths)
+        self.padding = f"{abs(more):,} {'left out' if more < 0 else 'repeated'}" if more else "none"
 
     @property
     def line(self) -> str:
@@ -79,13 +102,25 @@ def with_share(record: Record, facts: LoaderFacts[Any], patched: DataLoader[Any]
     sampler = sharded_by(patched)
     assert isinstance(sampler, EpochSampler)  # noqa: S101 - the patch has put it there
     n, plan = facts.stream.length, sampler.plan
-    record.steps, record.ranks = length_of(patched, ()), sampler.num_replicas
+    record.steps, record.ranks, record.loader = length_of(patched, ()), sampler.num_replicas, weakref.ref(patched)
     if sampler.agreed.options.divides_batches:
         record.samples = "a part of each batch"
-    elif n is not None:
-        record.samples = counted(len(plan.share(n)), _unit(facts))
-        more = plan.total(n) - n
-        record.padding = f"{abs(more):,} {'left out' if more < 0 else 'repeated'}" if more else "none"
+    elif n is not None and (facts.level is not Level.ITERABLE or facts.num_workers < 2):  # else each worker has a share
+        record.note_shares(plan, [n], _unit(facts))
     if sampler.agreed.leader is not None:
         record.note = "rank 0 draws for all"
     return record
+
+
+def _whole_pass(loader: DataLoader[Any]) -> Turns | None:
+    """Return the batches of a loader's latest pass, if it came to its end."""
+    try:
+        batches = require_batches("autopatch", loader)
+    except DDPPatchError:
+        return None
+    sampler = batches.sampler
+    options = sampler.agreed.options
+    # A rank may get other items than it reads.
+    if sampler.latest is None or options.divides_batches or options.iterable_sharding == "by_worker":
+        return None
+    return sampler.turns_of_whole(sampler.latest, batches)

@@ -1,35 +1,44 @@
 """Run a script or module as ``python`` does, and a process group around it."""
 
 import os
+import random
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from ddp_patch.errors import WorldError
 
-__all__ = ["process_group", "run_module", "run_script"]
+__all__ = ["process_group", "run_module", "run_script", "seed_all"]
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run a file as ``python path arguments...``: as ``__main__``, with its folder first in ``sys.path``."""
+def run_script(path: str, arguments: Sequence[str]) -> dict[str, object]:
+    """Run a file as ``python path arguments...``: as ``__main__``, with its folder first in ``sys.path``.
+
+    Returns:
+        The script's global names.
+    """
     with _as_in_python(path, arguments, str(Path(path).resolve().parent)):
-        runpy.run_path(path, run_name="__main__")
+        return runpy.run_path(path, run_name="__main__")
 
 
-def run_module(name: str, arguments: Sequence[str]) -> None:
+def run_module(name: str, arguments: Sequence[str]) -> dict[str, object]:
     """Run a module as ``python -m name arguments...``: as ``__main__``, with the current folder first in ``sys.path``.
 
     ``sys.argv[0]`` becomes its file.
+
+    Returns:
+        The module's global names.
     """
     with _as_in_python(name, arguments, str(Path.cwd())):
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 @contextmanager
@@ -64,3 +73,10 @@ def process_group(backend: str) -> Iterator[None]:
     finally:
         if dist.is_initialized():  # the script may have destroyed it
             dist.destroy_process_group()
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

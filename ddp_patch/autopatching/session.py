@@ -71,6 +71,8 @@ class Session:
             with self._lock:
                 record = self._record_of(loader) or self._decided(loader, use)
         if record is not None and use is Use.ITERATED:
+            if record.passes == 1:
+                record.note_pass()
             record.passes += 1
 
     def has_patched(self, loader: DataLoader[Any]) -> bool:

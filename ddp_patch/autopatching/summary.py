@@ -30,6 +30,8 @@ class Summary:
     @property
     def rows(self) -> list[tuple[str, ...]]:
         """A row of the table for each."""
+        for record in self._session.records:
+            record.note_pass()
         return [
             (one.place, one.what, f"{one.fate} ({one.note})" if one.note else one.fate, str(one.passes), *_share(one))
             for one in self._session.records

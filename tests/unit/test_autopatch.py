@@ -16,7 +16,7 @@ from messages import raises
 from repeaters import BegunAtFirst, Infinite, MultiEpochs
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
-from zoo import ALL_KINDS, Indices, Kind, seed_ambient, units
+from zoo import ALL_KINDS, Indices, Kind, Source, seed_ambient, units
 
 import ddp_patch
 from ddp_patch import (
@@ -442,6 +442,25 @@ def test_a_summary_tells_of_each_loader() -> None:
     assert text.splitlines()[0].split("  ")[0] == "made at"
     assert all(cell in text for cell in first)
     assert "DistributedDataParallel" in text
+
+
+@pytest.mark.parametrize(
+    ("workers", "share"), [(0, ("12 samples, 3 steps", "1 repeated")), (2, ("12 samples, 4 steps", "1 repeated"))]
+)
+def test_a_summary_tells_of_streams_what_a_pass_has_shown(workers: int, share: tuple[str, str]) -> None:
+    with autopatch(rank=0, num_replicas=2) as summary:
+        loader = DataLoader(Source(splits=True), batch_size=4, num_workers=workers)
+        next(iter(loader))
+        assert workers or summary.rows[0][4:] == ("", "")  # which workers read ahead of
+        items(loader)
+        assert summary.rows[0][4:] == share
+        items(loader)
+        del loader
+        again = DataLoader(Source(splits=True), batch_size=4, num_workers=workers)
+        items(again)
+        items(again)
+        del again
+    assert [row[4:] for row in summary.rows] == [share] * 2
 
 
 @pytest.mark.parametrize(

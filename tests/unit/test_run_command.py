@@ -85,6 +85,16 @@ def test_wrong_usage_exits_with_2(
     assert not dist.is_initialized()
 
 
+def test_all_generators_are_seeded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(()).item())"
+    (folder / "script.py").write_text(code)
+    for seed in ("1", "1", "2"):
+        run(["--manual-seed", seed, "script.py"])
+    first, again, other = capsys.readouterr().out.splitlines()
+    assert first == again
+    assert not {*first.split()} & {*other.split()}
+
+
 def test_every_option_that_a_line_can_give_is_one() -> None:
     names = {field.name for field in dataclasses.fields(Options)}
     assert {name for name, _ in command._switches()} == {name for name in names if not name.startswith("cost")}
