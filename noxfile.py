@@ -166,6 +166,14 @@ def packages(session: nox.Session) -> None:
 
 
 @nox.session
+def scripts(session: nox.Session) -> None:
+    """Run scripts of others under autopatch, as ``docs/autopatch.md`` tells; needs ``-- FOLDER`` with their checkouts."""
+    pinned = ("-c", "constraints-packages.txt")
+    session.install(*pinned, ".[packages]", "pytorch-ignite", "requests", "tensorboard")
+    session.run("python", "benchmarks/scripts.py", *session.posargs)
+
+
+@nox.session
 def pictures(session: nox.Session) -> None:
     """Share a loader on four ranks in three ways, and draw the picture of ``docs/index.md``."""
     install(session, ".[bench]")
