@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 from ddp_patch.auditing.pictured import Pictured
 from ddp_patch.errors import AuditError
 
-__all__ = ["EpochReport", "Kind", "Problem", "Report", "Units", "as_markdown", "problem_kinds"]
+__all__ = ["EpochReport", "Kind", "Problem", "Report", "Units", "as_markdown", "problem_kinds", "waiting_text"]
 
 Kind: TypeAlias = Literal[
     "not_sharded",
@@ -174,6 +174,8 @@ class Report:
     problems: tuple[Problem, ...]
     allowed: tuple[Problem, ...] = ()
     pictured: Pictured = field(default_factory=Pictured, repr=False)
+    balanced: "Report | None" = None
+    not_balanced: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -271,6 +273,19 @@ def _range(values: Sequence[int]) -> str:
 
 def _yes(value: bool | None) -> str:
     return {True: "yes", False: "no", None: "not known"}[value]
+
+
+def waiting_text(imbalance: float | None) -> str:
+    """Return in words which share of the time the mean rank waits, where a step takes what the slowest rank costs.
+
+    Examples:
+        >>> waiting_text(1.5), waiting_text(1.004), waiting_text(None)
+        ('33 %', '0.4 %', 'an unknown part')
+    """
+    if imbalance is None:
+        return "an unknown part"
+    share = 100 * (1 - 1 / imbalance)
+    return f"{share:.1f} %" if 0.05 <= share < 9.95 else f"{share:.0f} %"
 
 
 def as_markdown(text: str) -> str:
