@@ -3,13 +3,15 @@
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard, cast
 
 import numpy as np
 
+from ddp_patch.costs import CostOf, Costs
 from ddp_patch.errors import InvalidOptionError
 
 __all__ = [
+    "COST_WINDOW",
     "Agreement",
     "IterableSharding",
     "Layout",
@@ -30,6 +32,9 @@ Layout: TypeAlias = Literal["interleaved", "contiguous"]
 Agreement: TypeAlias = Literal["auto", "seeded", "ambient", "leader"]
 IterableSharding: TypeAlias = Literal["exact", "by_worker"]
 Share: TypeAlias = Literal["auto", "samples", "batches", "within_batches"]
+
+# In steps; benchmarks/balance.py shows what others give.
+COST_WINDOW = 256
 
 # From the resolution of torch's stores to some years.
 _TIMEOUTS_S = (0.001, 1e8)
@@ -52,6 +57,10 @@ _AGREEMENT = {
 _ITERABLE_SHARDING = {
     "exact": "has every rank read what one process with the same workers reads, and keep its share",
     "by_worker": "has the dataset split itself by get_worker_info(), over the workers of all ranks",
+}
+_COST_OF = {
+    "sum": "has a batch cost the sum of what its samples cost",
+    "padded": "has it cost the largest of these times their number",
 }
 _SHARE = {
     "auto": "shares samples, and whole batches where a batch sampler or a sampler puts together what belongs together",
@@ -81,6 +90,9 @@ class Options:
     iterable_sharding: IterableSharding = "exact"
     scalable_shuffle: bool = False
     share: Share = "auto"
+    cost: Any = None
+    cost_of: CostOf = "sum"
+    cost_window: int = COST_WINDOW
 
     def __post_init__(self) -> None:
         check_uneven(self.uneven)
@@ -97,6 +109,7 @@ class Options:
             )
         if self.divides_batches:
             self._require_divisible()
+        self._take_costs()
         seed = None if self.seed is None else as_index(self.seed)
         if self.seed is not None and (seed is None or seed < 0):
             raise InvalidOptionError(
@@ -124,6 +137,43 @@ class Options:
                 "over all ranks' workers, so no process makes the batches that would be divided. Use "
                 "iterable_sharding='exact'."
             )
+
+    def _take_costs(self) -> None:
+        """Check what items cost, and refuse options under which steps cannot cost alike."""
+        _check("cost_of", self.cost_of, _COST_OF)
+        window = whole_number("cost_window", self.cost_window)
+        if window < 1:
+            raise InvalidOptionError(f"cost_window={window} has no step in it. Pass a whole number of at least 1.")
+        object.__setattr__(self, "cost_window", window)
+        if self.cost is None:
+            for name, value, default in (("cost_of", self.cost_of, "sum"), ("cost_window", window, COST_WINDOW)):
+                if value != default:
+                    raise InvalidOptionError(
+                        f"{name}={value!r} says how costs are balanced, and there is no cost=. Pass both or neither."
+                    )
+            return
+        costs = self.cost if isinstance(self.cost, Costs) else Costs(self.cost, self.cost_of)
+        object.__setattr__(self, "cost", costs)
+        if self.layout == "contiguous":
+            raise InvalidOptionError(
+                "cost= cannot hold with layout='contiguous', which gives each rank a run of the stream: the items of a "
+                "step lie far apart in it, and cannot be exchanged within a window. Use layout='interleaved'."
+            )
+        if self.agreement == "ambient":
+            raise InvalidOptionError(
+                "cost= cannot hold with agreement='ambient': a whole window is drawn at once, and the global random "
+                "states, which training moves, would be others then. Use agreement='auto' or 'seeded'."
+            )
+        if self.divides_batches and self.cost_of == "padded":
+            raise InvalidOptionError(
+                "cost_of='padded' cannot hold with share='within_batches': the rank with a batch's longest sample is "
+                "the slowest, however the others are dealt. Use cost_of='sum', or share='samples' or 'batches'."
+            )
+
+    @property
+    def costs(self) -> Costs | None:
+        """What items cost, if steps are to cost alike on all ranks."""
+        return cast("Costs | None", self.cost)
 
     @property
     def divides_batches(self) -> bool:

@@ -8,14 +8,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
+from ddp_patch.costs import Cost, CostOf
 from ddp_patch.errors import NotDistributedWarning
 from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.loaders.nests import told_at
 from ddp_patch.loaders.recognition import require_loader, tell_if_assumed
-from ddp_patch.options import Agreement, IterableSharding, Layout, Options, Share, Uneven
+from ddp_patch.options import COST_WINDOW, Agreement, IterableSharding, Layout, Options, Share, Uneven
 from ddp_patch.ranks.agreement import ONE, Subject, agree, refusals_told
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding import shard
+from ddp_patch.shares.balance import costs_compared
 from ddp_patch.shares.refusals import require_shareable, require_shuffle
 from ddp_patch.shares.units import unit_shared
 
@@ -39,6 +41,9 @@ def patch_dataloader_to_ddp(
     rank: SupportsIndex | None = None,
     num_replicas: SupportsIndex | None = None,
     scalable_shuffle: bool = False,
+    cost: Cost | None = None,
+    cost_of: CostOf = "sum",
+    cost_window: int = COST_WINDOW,
     verify: bool = False,
     timeout: float = 300.0,
 ) -> L:
@@ -68,6 +73,16 @@ def patch_dataloader_to_ddp(
         scalable_shuffle: Compute the order of a shuffled loader (``DataLoader(shuffle=True)`` or a
             ``SubsetRandomSampler``) instead of drawing a permutation; each rank computes only its share. The first
             batch then takes constant time and memory for any number of samples. The order differs from torch's.
+        cost: What items cost, in any unit, such as how many tokens they have: then each step costs alike on all ranks.
+            One number of at least 0 for each index of ``loader.dataset`` (a sequence, array or tensor), or a function
+            of an item of the stream: of an index, or where whole batches are shared, of a batch. Every rank calls it
+            for the items of all ranks, so let it be quick. The items of a window are dealt anew, each exactly once, in
+            a random order of steps; which samples share a batch then depends on the number of ranks. Whole batches
+            stay whole. With ``share="within_batches"``, each batch is divided so that the parts cost alike.
+        cost_of: What a batch costs: the ``"sum"`` of its samples' costs, or where these are ``"padded"`` to the
+            longest, the largest cost times their number.
+        cost_window: How many steps a window has. A larger one balances better, and more is drawn before the first
+            batch: ``cost_window * num_replicas`` batches.
         seed: A whole number of at least 0, the same on every rank. Default: a seed of this loader's own, the same on
             every rank, which follows from rank 0's ``torch.initial_seed()`` and how many such loaders were patched
             before; in a ``process_group`` of only some ranks it follows from 0 instead, and in an explicit world it
@@ -126,8 +141,9 @@ def patch_dataloader_to_ddp(
         3 [[1, 3], [5, 7], [9]]
     """
     world = find_world(rank, num_replicas, process_group, device_mesh, data_parallel_dimensions)
-    names = (uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle, share)
-    (patched,) = patch_each("patch_dataloader_to_ddp", {"": loader}, world, lambda: Options(*names))
+    sharing = (uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle, share)
+    costs = (cost, cost_of, cost_window)
+    (patched,) = patch_each("patch_dataloader_to_ddp", {"": loader}, world, lambda: Options(*sharing, *costs))
     return patched
 
 
@@ -158,9 +174,13 @@ def patch_each(
                 looked[place] = _shareable(loader, options, world)
         if world is None:
             return _unchanged(operation, loaders)
+        subjects = []
+        for place, facts in looked.items():
+            with told_at(place):
+                subjects.append(_subject(place, facts, options))
     for facts in looked.values():
         tell_if_assumed(facts.sharded_by, stacklevel=4)
-    agreed = agree(world, options, [_subject(place, facts) for place, facts in looked.items()], nest)
+    agreed = agree(world, options, subjects, nest)
     patched = []
     for (place, facts), mine in zip(looked.items(), agreed, strict=True):
         with told_at(place):
@@ -190,6 +210,8 @@ def _shareable(loader: L, options: Options, world: World | None) -> LoaderFacts[
     return facts
 
 
-def _subject(place: str, facts: LoaderFacts[Any]) -> Subject:
-    stream = facts.stream if facts.sharded_by is None else None
-    return Subject(facts.described, stream, facts.batches_ahead, facts.made_for, place)
+def _subject(place: str, facts: LoaderFacts[Any], options: Options) -> Subject:
+    if facts.sharded_by is not None:
+        return Subject(facts.described, None, facts.batches_ahead, facts.made_for, place)
+    compared = {**facts.described, **costs_compared(facts, options)}
+    return Subject(compared, facts.stream, facts.batches_ahead, facts.made_for, place)

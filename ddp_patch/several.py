@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
+from ddp_patch.costs import Cost, CostOf
 from ddp_patch.errors import NotALoaderError
 from ddp_patch.loaders.nests import Keys, copied, is_empty, nested, place_of
 from ddp_patch.options import IterableSharding, Options, Share
@@ -22,6 +23,9 @@ class PatchOptions(SharingOptions, total=False):
     iterable_sharding: IterableSharding
     share: Share
     scalable_shuffle: bool
+    cost: Cost | None
+    cost_of: CostOf
+    cost_window: int
 
 
 def patch_dataloaders_to_ddp(loaders: N, **options: Unpack[PatchOptions]) -> N:

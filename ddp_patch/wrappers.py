@@ -110,6 +110,8 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
         [[3], [6, 7, 8, 9]]
     """
 
+    _gives_batches: bool = True
+
     def __new__(cls, batch_sampler: object = None, *_: object, **options: Any) -> Self:
         """Return the given wrapper itself if a framework rebuilds it as if it were torch's batch sampler."""
         if _is_made_anew(options) and isinstance(batch_sampler, cls):

@@ -4,9 +4,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 from uuid import uuid4
 
+import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
@@ -83,7 +84,27 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
     else:
         arrangement = exchange(members.ranks, _GATHERING, said, judge, members.timeout)
     places = arrangement.places if divided is None else divided.of_ranks()
-    return gathered(outputs, own, members, replace(arrangement, places=places))
+    arrangement = replace(arrangement, places=places)
+    result = gathered(outputs, own, members, arrangement)
+    origins = _origins(batches, arrangement, members)
+    return result if origins is None else _reordered(result, np.argsort(origins))
+
+
+def _origins(batches: Batches, arrangement: Arrangement, members: Members) -> np.ndarray[Any, Any] | None:
+    """Return where all ranks' rows come from in the unpatched loader's order; None where they lie in that order."""
+    own = None if batches.sampler.latest is None else batches.sampler.latest.origins
+    if own is None:
+        return None
+    rows = np.array(own, np.int64)
+    form, name = structure_of(rows), f"{arrangement.name}/origins"
+    of_all = replace(arrangement, structure=form, pickled=[{} for _ in arrangement.pickled], name=name)
+    return cast("np.ndarray[Any, Any] | None", gathered(rows, {}, members, of_all))
+
+
+def _reordered(outputs: Any, order: np.ndarray[Any, Any]) -> Any:
+    """Return outputs with their rows in another order."""
+    structure = structure_of(outputs)
+    return structure.rebuilt({path: rows_at(leaf, order.tolist()) for path, leaf in leaves_of(outputs)})
 
 
 def _members(batches: Batches, dst: int | None) -> Members:

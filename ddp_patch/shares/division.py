@@ -1,5 +1,6 @@
 """One process's batches, divided over the ranks."""
 
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -7,42 +8,71 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddp_patch.costs import Costs
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.plan import Plan
+from ddp_patch.streams.dealing import deal_batch
 
-__all__ = ["part_of"]
+__all__ = ["Division"]
 
 
-def part_of(batch: Any, plan: Plan, name: str) -> Any:
-    """Return a rank's part of a batch of indices, which has at least one unless the batch is empty.
+class Division:
+    """Gives a rank its part of each batch of a pass: at least one sample, unless the batch is empty.
 
     Args:
-        batch: The batch: a list, tensor, array, or anything that gives its indices when it is iterated.
         plan: The rank's share of a batch.
-        name: What made the batch, for an error.
+        name: What makes the batches, for an error.
+        costs: What the samples cost, if the parts of a batch are to cost alike.
 
-    Returns:
-        A tensor or array of such a batch, else a list.
-
-    Raises:
-        UnsupportedLoaderError: The batch cannot be taken apart.
+    Attributes:
+        origins: Where the samples of all parts come from that are not padding: their places among those of all batches.
+            None where that follows from the plan.
 
     Examples:
-        >>> [part_of([5, 3, 8], Plan(rank, 2), "a sampler") for rank in range(2)]
+        >>> [Division(Plan(rank, 2), "a sampler")([5, 3, 8]) for rank in range(2)]
         [[5, 8], [3, 5]]
+        >>> [Division(Plan(rank, 2), "a sampler", Costs(abs, "sum"))([5, 9, 1, 3]) for rank in range(2)]
+        [[5, 3], [9, 1]]
     """
-    if isinstance(batch, str | bytes | dict) or not isinstance(batch, Iterable) or getattr(batch, "ndim", 1) == 0:
-        raise UnsupportedLoaderError(
-            f"share='within_batches' divides batches of indices, and {name} yields a {type(batch).__name__}, of which "
-            "it is not known what its samples are. Let it yield lists of indices, or use share='batches'."
-        )
-    if isinstance(batch, torch.Tensor | np.ndarray):
-        return batch[_places(plan, len(batch))]
-    items: Sequence[Any] = batch if isinstance(batch, list | tuple) else list(batch)
-    own, repeated = plan.divide(len(items))
-    part = list(items[own.start : own.stop : own.step])
-    return part + [items[place] for place in repeated] if repeated else part
 
+    def __init__(self, plan: Plan, name: str, costs: Costs | None = None) -> None:
+        self._plan, self._name, self._costs = plan, name, costs
+        self.origins: array[int] | None = None if costs is None else array("q")
+        self._samples = 0
 
-def _places(plan: Plan, samples: int) -> list[int]:
-    return list(chain(*plan.divide(samples)))
+    def __call__(self, batch: Any) -> Any:
+        """Return this rank's part of a batch of indices.
+
+        Args:
+            batch: The batch: a list, tensor, array, or anything that gives its indices when it is iterated.
+
+        Returns:
+            A tensor or array of such a batch, else a list.
+
+        Raises:
+            UnsupportedLoaderError: The batch cannot be taken apart.
+        """
+        if isinstance(batch, str | bytes | dict) or not isinstance(batch, Iterable) or getattr(batch, "ndim", 1) == 0:
+            raise UnsupportedLoaderError(
+                f"share='within_batches' divides batches of indices, and {self._name} yields a {type(batch).__name__}, "
+                "of which it is not known what its samples are. Let it yield lists of indices, or use share='batches'."
+            )
+        items: Any = batch if isinstance(batch, list | tuple | torch.Tensor | np.ndarray) else list(batch)
+        own, repeated = self._places(items)
+        if isinstance(items, torch.Tensor | np.ndarray):
+            return items[[*own, *repeated]]
+        if isinstance(own, range) and not repeated:
+            return list(items[own.start : own.stop : own.step])
+        return [items[place] for place in chain(own, repeated)]
+
+    def _places(self, items: Any) -> tuple[Sequence[int], Sequence[int]]:
+        """Return which samples of a batch are this rank's, and which its padding repeats."""
+        own, repeated = self._plan.divide(len(items))
+        if self._costs is None or self.origins is None:
+            return own, repeated
+        costs = self._costs.of(items.tolist() if isinstance(items, torch.Tensor | np.ndarray) else items)
+        dealt = deal_batch(costs, self._plan.num_replicas).tolist()
+        places = [dealt[place] for place in own]
+        self.origins.extend(self._samples + place for place in places)
+        self._samples += len(items)
+        return places, [dealt[place] for place in repeated]

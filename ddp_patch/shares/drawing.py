@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
 from ddp_patch.plan import Done, Plan
+from ddp_patch.shares.dealing import Dealing, DealtStream
 from ddp_patch.shares.sizes import Sizes
 from ddp_patch.streams.chunks import Chunk, draw, own
 from ddp_patch.streams.fingerprint import Fingerprint
@@ -36,6 +37,8 @@ class Epoch(Generic[T]):
         at_end: Called with how many items the whole stream had and how many were assumed.
         verify: Called at the end with how many items were drawn, and their fingerprint; None where nobody compares.
         keeps_sizes: Whether somebody wants to know how many samples the items have.
+        dealing: How the stream is dealt, so that steps cost alike; None where it is shared as it comes.
+        seed: The seed in force.
     """
 
     sampler: Iterable[T]
@@ -51,6 +54,8 @@ class Epoch(Generic[T]):
     at_end: Callable[[int, int], None]
     verify: Callable[[int, str], None] | None
     keeps_sizes: bool
+    dealing: Dealing | None
+    seed: int
 
 
 class Stream(Generic[T]):
@@ -60,10 +65,14 @@ class Stream(Generic[T]):
         epoch: The epoch.
         stream: The sampler, begun.
         sizes: Where to note how many samples each item has of what is left of the epoch; None if nobody asks.
+
+    Attributes:
+        dealt: The stream as it is dealt, once its shares are asked for; None where it is shared as it comes.
     """
 
     def __init__(self, epoch: Epoch[T], stream: Iterator[T], sizes: Sizes | None = None) -> None:
         self._epoch, self._stream, self._sizes = epoch, stream, sizes
+        self.dealt: DealtStream[T] | None = None
         self._chunks: _ReadAhead[T] | None = None
 
     def shares(self, plans: Sequence[Plan], skip: int, found: Callable[[int], None]) -> Iterator[list[list[T]]]:
@@ -78,7 +87,9 @@ class Stream(Generic[T]):
         if epoch.shuffle_seed is not None:
             stream = _shuffled(stream, epoch.shuffle_seed, epoch.number)
         rest = plan.rest_of_stream(epoch.length, epoch.before)
-        if epoch.before:
+        if epoch.dealing is not None:
+            stream = self.dealt = DealtStream(stream, epoch.dealing, epoch.seed, epoch.number, epoch.before, plans)
+        elif epoch.before:
             stream = rest.select(stream)
         if self._sizes is not None:
             stream = self._sizes.of(stream)

@@ -1,9 +1,10 @@
 """How a pass gets its items where the ranks could not draw the same: the leader draws for all and sends them."""
 
 import sys
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import Any, TypeVar
+from itertools import chain, repeat
+from typing import Any, TypeVar, cast
 
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
@@ -32,6 +33,7 @@ class Led(Source[T]):
     length: int | None
     held_before: Held | None
     held_after: Held | None
+    origins: "array[int] | None"
 
     def __init__(
         self,
@@ -49,17 +51,37 @@ class Led(Source[T]):
         # Begun with its first item: an error then is one that the leader can tell the others of.
         self._stream = Stream(epoch, chain(epoch.sampler))
         self.held_before = held_before
+        self.origins = None if epoch.dealing is None else array("q")
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
-        return self._skipping(skip, self._sent(skip) if self._leader.draws else self._received())
+        shares: Iterator[list[Any]] = self._sent(skip) if self._leader.draws else self._received()
+        return self._skipping(skip, shares if self.origins is None else self._noted(self.origins, shares))
 
-    def _sent(self, skip: int) -> Iterator[list[T]]:
-        shares = self._stream.shares(self._plans, skip, self._found)
+    def _sent(self, skip: int) -> Iterator[list[Any]]:
+        shares: Iterator[list[list[Any]]] = self._stream.shares(self._plans, skip, self._found)
+        if self.origins is not None:
+            shares = self._with_origins(shares)
         return self._leader.send(shares, self._turn(), self._note, *self._piece_sizes)
 
-    def _received(self) -> Iterator[list[T]]:
+    def _received(self) -> Iterator[list[Any]]:
         return self._leader.receive(self._turn(), self._take_note)
+
+    def _with_origins(self, shares: Iterator[list[list[T]]]) -> Iterator[list[list[tuple[int, T]]]]:
+        """Pair each item with the place that it comes from: the others do not see the stream. Padding has -1."""
+        done = [0] * len(self._plans)
+        for parts in shares:
+            paired = []
+            for place, (part, origins) in enumerate(zip(parts, cast(Any, self._stream.dealt).origins, strict=True)):
+                here = origins[done[place] : done[place] + len(part)]
+                paired.append(list(zip(chain(here, repeat(-1)), part, strict=False)))
+                done[place] += len(part)
+            yield paired
+
+    def _noted(self, origins: "array[int]", shares: Iterator[list[tuple[int, T]]]) -> Iterator[list[T]]:
+        for share in shares:
+            origins.extend(place for place, _ in share if place >= 0)
+            yield [item for _, item in share]
 
     def _note(self, is_last: bool) -> tuple[Held | None, Held | None, int | None]:
         """Return what the leader tells the others, so that every rank knows where the loader stands."""

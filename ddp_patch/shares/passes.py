@@ -9,6 +9,7 @@ from ddp_patch.plan import Done
 from ddp_patch.ranks.histories import Standing
 from ddp_patch.ranks.histories import State as Known
 from ddp_patch.ranks.watching import Watch
+from ddp_patch.shares.division import Division
 from ddp_patch.shares.held import Held, Holders
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.sizes import Sizes, size_of
@@ -34,7 +35,7 @@ class Pass(Progress, Generic[T]):
         watch: Compares it with the other ranks' passes.
         resumes: Whether it goes on from a place that was loaded.
         sizes: Where to note how many samples each item has; None where nobody wants to know.
-        divide: Returns this rank's part of an item; None where ranks take whole ones.
+        division: Returns this rank's part of an item; None where ranks take whole ones.
         at_end: Called with how many items all ranks share in it, once that is known and before a rank is given items
             that others have no match for.
 
@@ -57,7 +58,7 @@ class Pass(Progress, Generic[T]):
         *,
         resumes: bool = False,
         sizes: Sizes | None = None,
-        divide: Callable[[T], T] | None = None,
+        division: Division | None = None,
         at_end: Callable[[int], object] = lambda length: None,
     ) -> None:
         before, skip = start.split(num_replicas)
@@ -68,7 +69,7 @@ class Pass(Progress, Generic[T]):
         self.source: Source[T] = source
         self._resumes, self._at_end = resumes, at_end
         self.sizes: Sizes | None = sizes
-        self._divide = divide
+        self._division = division
         self.start: Place = start
         self._num_replicas, self._holders = num_replicas, holders
         self._watch = watch
@@ -94,6 +95,17 @@ class Pass(Progress, Generic[T]):
     def length(self) -> int | None:
         """How many items all ranks share in it, once its end was found."""
         return self.source.length
+
+    @property
+    def origins(self) -> Sequence[int] | None:
+        """Where this rank's items, or its samples of divided batches, come from, but for padding and for those skipped.
+
+        They are places in the stream as one process has it, in the order in which the items are given; None where they
+        follow from the plan.
+        """
+        if self._division is not None:
+            return self._division.origins
+        return None if self.source.origins is None else self.source.origins[self.skip :]
 
     @property
     def begins_at(self) -> str:
@@ -144,7 +156,7 @@ class Pass(Progress, Generic[T]):
         if self.sizes is not None:
             for item in part:
                 self.sizes.add(size_of(item))
-        return part if self._divide is None else list(map(self._divide, part))
+        return part if self._division is None else list(map(self._division, part))
 
     def note_handed_out(self, batches: int | None) -> None:
         """Note how many of its batches the training loop has been given; None if that is not known any more."""

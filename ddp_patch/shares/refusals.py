@@ -11,6 +11,7 @@ from ddp_patch.loaders.recognition import line_for_inner, nested_datasets
 from ddp_patch.options import Options
 from ddp_patch.plan import ITEMS, Batching, Plan
 from ddp_patch.ranks.world import World
+from ddp_patch.shares.balance import require_costs
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.steps import require_steps
 
@@ -50,6 +51,8 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
             _require_iterable_options(facts, options)
             if options.iterable_sharding == "by_worker":
                 _require_hand_over(facts, options, world)
+        if options.costs is not None:
+            require_costs(facts, options.costs, options)
         require_length(options, world, facts.stream)
         # With "by_worker", the dataset decides what each rank reads.
         if facts.level is not Level.ITERABLE or options.iterable_sharding == "exact":

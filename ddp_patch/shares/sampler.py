@@ -13,7 +13,8 @@ from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.nesting import NestedEpochs
 from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.shares.division import part_of
+from ddp_patch.shares.dealing import Dealing
+from ddp_patch.shares.division import Division
 from ddp_patch.shares.drawing import Epoch, require_sure_length
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.held import Held
@@ -42,19 +43,22 @@ class ShardedSampler(EpochSampler[T]):
 
     latest: Pass[T] | None
     place: Place | None
+    _gives_batches: bool = False
 
     def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ITEMS) -> None:
         if agreed.options.scalable_shuffle:
             stream = StreamFacts.of(scalable(stream.source, agreed.seed))
+        dealing = Dealing.of(agreed.options, batching, are_batches=self._gives_batches)
         facts = {
             "shared by": type(self).__name__,
             "shuffle_samples_between_gpus": shuffle,
             **stream.described,
+            **({} if dealing is None else dealing.described),
         }
         super().__init__(agreed, stream.samplers, facts)
         self.sampler: Iterable[T] = stream.source
         self.shuffle = shuffle
-        self._batching = batching
+        self._batching, self._dealing = batching, dealing
         self.watch.epochs_differ = shuffle or not is_always_alike(self.sampler)
         self._is_one_shot = stream.is_one_shot
         self._nested_epochs = NestedEpochs(self.sampler)
@@ -162,7 +166,7 @@ class ShardedSampler(EpochSampler[T]):
             self._holders.reinstate(start.held)  # others may have drawn from the generators since it was loaded
         else:
             start = Place(number, held=self.held())
-        is_spent = self._is_spent(start)
+        is_spent, options = self._is_spent(start), self.agreed.options
         source: Source[T] = Nothing() if is_spent else self._source(start)
         self.latest = one = Pass(
             start,
@@ -172,7 +176,7 @@ class ShardedSampler(EpochSampler[T]):
             self.watch,
             resumes=resumes,
             sizes=Sizes() if self.keeps_sizes or self._division is not None else None,
-            divide=None if self._division is None else partial(part_of, plan=self._division, name=self._name),
+            division=None if self._division is None else Division(self._division, self._name, options.costs),
             at_end=partial(self._require_steps, start),
         )
         if is_spent:
@@ -228,6 +232,8 @@ class ShardedSampler(EpochSampler[T]):
             # The leader alone draws, so there is nothing to compare.
             verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
             keeps_sizes=self.keeps_sizes and self._division is None,
+            dealing=self._dealing,
+            seed=self.seed,
         )
         if leader is not None:
             from ddp_patch.shares.led import Led  # most trainings do without
@@ -249,7 +255,7 @@ class ShardedSampler(EpochSampler[T]):
 
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
-        if self.agreed.leader is not None or self.shuffle or not has_order(self.sampler):
+        if self.agreed.leader is not None or self.shuffle or self._dealing or not has_order(self.sampler):
             return False
         # All that is drawn is compared, where it can be drawn.
         return has_computed_order(self.sampler) or not self.agreed.options.verify

@@ -31,6 +31,8 @@ class Source(Generic[T]):
         drawn: How many items of this rank's share were drawn, those that the pass skips included.
         held_before: What another rank said that the samplers held before the pass, where that one draws.
         held_after: What it said that they held after it.
+        origins: Where the items of this rank's share come from, skipped ones included and padding not: their places in
+            the sampler's stream. None where that follows from the plan.
         sizes: How many samples each item of the pass has, all ranks' items in order and as far as they were drawn; None
             where this rank does not see them, or nobody wants to know.
     """
@@ -40,6 +42,7 @@ class Source(Generic[T]):
     held_before: Held | None = None
     held_after: Held | None = None
     sizes: Sizes | None = None
+    origins: Sequence[int] | None = None
     # Whether the whole epoch is drawn before the first item is given.
     is_drawn_at_once: bool = False
     # Whether items are drawn in this process, where the samplers' generators are.
@@ -173,6 +176,11 @@ class Drawn(Source[T]):
         """Draw on, and yield what is this rank's."""
         shares = self._stream.shares([self._epoch.plan], skip, self._found)
         return self._skipping(skip, (part for (part,) in shares))
+
+    @property
+    def origins(self) -> Sequence[int] | None:  # type: ignore[override]  # known once the stream is dealt
+        """Where the items of this rank's share come from; see ``Source``."""
+        return None if self._stream.dealt is None else self._stream.dealt.origins[0]
 
     def ends_within(self, items: int) -> bool:
         """Draw on, and tell whether at most so many items of the share are left."""

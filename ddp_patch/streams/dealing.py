@@ -6,16 +6,16 @@ the next ``size`` items of every rank.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from ddp_patch.costs import CostOf
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # which takes long to import
 
-__all__ = ["CostOf", "deal", "deal_batch"]
-
-CostOf: TypeAlias = Literal["sum", "padded"]
+__all__ = ["deal", "deal_batch"]
 
 _PLACE_BITS = np.uint64(32)
 _PLACE = np.uint64(2**32 - 1)
@@ -129,7 +129,7 @@ def _filled(
 
 def _interleaved(steps: NDArray[np.int64], random: np.random.PCG64) -> NDArray[np.int64]:
     """Return the order that gives each rank a batch of each step, of steps and batches in a random order."""
-    number, ranks, size = steps.shape
+    number, ranks, _ = steps.shape
     order = np.argsort(random.random_raw(number))
     of_ranks = np.argsort(random.random_raw(number * ranks).reshape(number, ranks), axis=1)
     return steps[order[:, None], of_ranks].swapaxes(1, 2).reshape(-1)

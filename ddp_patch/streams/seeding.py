@@ -14,6 +14,7 @@ __all__ = [
     "EpochCounter",
     "Seed",
     "WorkerSeeding",
+    "dealing_key",
     "distributed_permutation",
     "epoch_seed",
     "loader_seed",
@@ -23,7 +24,7 @@ __all__ = [
 ]
 
 # What a seed is used for, so that no two uses draw the same numbers.
-_ORDER, _WORKER, _SHUFFLE, _LOADER, _READER, _PART = range(6)
+_ORDER, _WORKER, _SHUFFLE, _LOADER, _READER, _PART, _DEALING = range(7)
 
 
 def _derive(seed: int, *key: int) -> np.random.SeedSequence:
@@ -89,6 +90,18 @@ def reader_seed(seed: int, epoch: int) -> int:
 def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:
     """Return the key of an epoch's order that is computed, not drawn."""
     return _derive(seed, _SHUFFLE, epoch)
+
+
+def dealing_key(seed: int, epoch: int, stage: int, window: int) -> np.random.SeedSequence:
+    """Return the key of the random order in which a window of an epoch is dealt.
+
+    Args:
+        seed: The seed in force.
+        epoch: The epoch.
+        stage: How many numbers of ranks have shared the epoch before.
+        window: Which window.
+    """
+    return _derive(seed, _DEALING, epoch, stage, window)
 
 
 class Seed:

@@ -1,0 +1,180 @@
+"""What the items of a stream cost, as the user says: checked at once, looked up later."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+
+import numpy as np
+import torch
+
+from ddp_patch.errors import InvalidOptionError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # which takes long to import
+
+__all__ = ["Cost", "CostOf", "Costs"]
+
+Cost: TypeAlias = Sequence[float] | np.ndarray[Any, Any] | torch.Tensor | Callable[[Any], float]
+CostOf: TypeAlias = Literal["sum", "padded"]
+
+
+class Costs:
+    """What the items of a stream cost.
+
+    Args:
+        given: One number for each index of the dataset, or a function of an item.
+        cost_of: What a batch of indices costs: the ``"sum"`` of its samples', or where these are ``"padded"`` to the
+            longest, the largest times their number.
+
+    Attributes:
+        function: The user's function; None where costs are looked up.
+        length: How many numbers there are; None where a function gives them.
+
+    Raises:
+        InvalidOptionError: ``given`` is neither, or has a cost that is no number of at least 0.
+
+    Examples:
+        >>> Costs([3.0, 1, 4], "padded").of([2, [0, 1]]).tolist()
+        [4.0, 6.0]
+        >>> Costs([3.0, 1, 4], "sum").of([(0, 2), (1,)], are_batches=True).tolist()
+        [7.0, 1.0]
+        >>> Costs(len, "sum").of(["ab", "c"]).tolist()
+        [2.0, 1.0]
+    """
+
+    def __init__(self, given: Any, cost_of: CostOf) -> None:
+        self.cost_of: CostOf = cost_of
+        self.function: Callable[[Any], float] | None = given if callable(given) else None
+        self._each = np.empty(0) if callable(given) else _numbers(given)
+        self.length: int | None = None if callable(given) else len(self._each)
+
+    @property
+    def described(self) -> str:
+        """What must be the same on every rank: the numbers, or the function's name."""
+        function = self.function
+        if function is not None:
+            kind = type(function)
+            name = getattr(function, "__qualname__", kind.__qualname__)
+            return f"function {getattr(function, '__module__', kind.__module__)}.{name}"
+        return f"{self.length} numbers, {hashlib.blake2b(self._each.tobytes(), digest_size=16).hexdigest()}"
+
+    def of(self, items: Sequence[Any], *, are_batches: bool = False) -> NDArray[np.float64]:
+        """Return what each of some items of a stream costs: indices, or batches of indices.
+
+        Args:
+            items: The items.
+            are_batches: Whether each is surely a batch. Else a list, tensor or array is one, and a tuple is a key.
+
+        Raises:
+            InvalidOptionError: The function gives no number of at least 0; or an item is neither an index of the
+                dataset nor a batch of such.
+        """
+        if self.function is not None:
+            return _checked(np.fromiter(map(self._given, items), np.float64, len(items)), items)
+        indices = _as_indices(items)
+        if indices is not None and indices.ndim == 1:
+            return self._looked_up(indices)
+        if indices is not None:
+            each = self._looked_up(indices)
+            whole: NDArray[np.float64] = each.sum(1) if self.cost_of == "sum" else each.max(1) * each.shape[1]
+            return whole
+        return self._of_batches([_listed(item, are_batches=are_batches) for item in items])
+
+    def _given(self, item: Any) -> float:
+        cost = cast("Callable[[Any], float]", self.function)(item)
+        try:
+            return float(cost)
+        except (TypeError, ValueError, RuntimeError):
+            raise InvalidOptionError(
+                f"cost= gave {cost!r} for {_shown(item)}, which is no number. Return one, at least 0."
+            ) from None
+
+    def _of_batches(self, batches: Sequence[Sequence[Any]]) -> NDArray[np.float64]:
+        """Return what batches cost that have different numbers of samples."""
+        sizes = np.fromiter(map(len, batches), np.int64, len(batches))
+        indices = _as_indices(list(chain.from_iterable(batches)))
+        if indices is None or indices.ndim != 1:
+            raise _not_indices(batches[0])
+        each, found = self._looked_up(indices), np.zeros(len(batches))
+        stops = np.cumsum(sizes)
+        if len(each):
+            begins, filled = stops - sizes, sizes > 0
+            reduced = np.add if self.cost_of == "sum" else np.maximum
+            found[filled] = reduced.reduceat(each, begins[filled])
+        return found if self.cost_of == "sum" else found * sizes
+
+    def _looked_up(self, indices: NDArray[Any]) -> NDArray[np.float64]:
+        try:
+            found: NDArray[np.float64] = self._each[indices]
+        except IndexError as error:
+            raise InvalidOptionError(
+                f"cost= has {self.length} numbers, and the sampler gives an index beyond them ({error}). Pass one "
+                "number for each index of the dataset."
+            ) from None
+        return found
+
+
+def _numbers(given: Any) -> NDArray[np.float64]:
+    """Return costs as an array of our own; refuse what are no costs."""
+    wanted = "Pass a sequence, array or tensor with one number of at least 0 for each index, or a function of an item."
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable | torch.Tensor):
+        raise InvalidOptionError(f"cost= is a {type(given).__name__}, which says nothing of indices. {wanted}")
+    try:
+        plain = given.detach().cpu() if isinstance(given, torch.Tensor) else given
+        found = np.asarray(plain if hasattr(plain, "__array__") or isinstance(plain, Sequence) else list(plain))
+    except Exception as error:
+        raise InvalidOptionError(f"cost= cannot be read as numbers: {error}. {wanted}") from error
+    if found.ndim != 1 or found.dtype.kind not in "iuf":
+        raise InvalidOptionError(f"cost= is an array of {found.dtype} of shape {found.shape}. {wanted}")
+    return _checked(found.astype(np.float64), range(len(found)))
+
+
+def _checked(costs: NDArray[np.float64], items: Sequence[Any]) -> NDArray[np.float64]:
+    """Return costs; refuse any that is negative, infinite or not a number."""
+    wrong = np.flatnonzero(~((costs >= 0) & (costs < np.inf)))
+    if len(wrong):
+        raise InvalidOptionError(
+            f"cost= says that {_shown(items[wrong[0]])} costs {costs[wrong[0]]}. A cost is a finite number of at least "
+            "0: correct it."
+        )
+    return costs
+
+
+def _as_indices(items: Sequence[Any]) -> NDArray[Any] | None:
+    """Return indices as an array: of one dimension, or of two for batches of equal size; None for all else."""
+    if not items or isinstance(items[0], tuple | str | bytes | Mapping):
+        return None if items else np.empty(0, np.int64)
+    try:
+        found = np.asarray(items)
+    except (TypeError, ValueError, RuntimeError):  # of several sizes
+        return None
+    return found if found.dtype.kind in "iu" and found.ndim <= 2 and 0 not in found.shape else None
+
+
+def _listed(item: Any, *, are_batches: bool) -> Sequence[Any]:
+    """Return the indices that an item of a stream is, or has."""
+    if isinstance(item, torch.Tensor | np.ndarray):
+        listed: list[Any] = item.reshape(-1).tolist()
+        return listed
+    if isinstance(item, list):
+        return item
+    if isinstance(item, int | np.integer):
+        return [item]
+    if not are_batches or isinstance(item, str | bytes | Mapping) or not isinstance(item, Iterable):
+        raise _not_indices(item)
+    return list(item)
+
+
+def _not_indices(item: Any) -> InvalidOptionError:
+    return InvalidOptionError(
+        f"cost= has one number for each index of the dataset, and the sampler gives {_shown(item)}, which is neither "
+        "an index nor a batch of them. Pass a function of such an item."
+    )
+
+
+def _shown(item: Any) -> str:
+    text = repr(item)
+    return f"item {text}" if len(text) < 80 else f"item {text[:77]}..."

@@ -1,0 +1,75 @@
+"""Check that the costs a user gives are those of a loader's items, and that its stream can be dealt by them."""
+
+from typing import Any
+
+from ddp_patch.costs import Costs
+from ddp_patch.errors import InvalidOptionError
+from ddp_patch.loaders.facts import Level, LoaderFacts
+from ddp_patch.options import Options
+
+__all__ = ["costs_compared", "require_costs"]
+
+# For so many samples, ranks compare what a function says that they cost.
+_COMPARED = 32
+
+
+def require_costs(facts: LoaderFacts[Any], costs: Costs, options: Options) -> None:
+    """Refuse costs that are not those of a loader's items, and a loader whose stream cannot be dealt.
+
+    Raises:
+        InvalidOptionError: They are not, or it cannot.
+    """
+    name = facts.stream.name
+    if facts.level is Level.ITERABLE:
+        raise InvalidOptionError(
+            f"cost= cannot hold for an iterable dataset: {name} gives samples, not indices, and a window of them would "
+            "have to be read, and kept, before it is dealt. Leave cost= out, or use a dataset with __getitem__."
+        )
+    if facts.stream.is_one_shot:
+        raise InvalidOptionError(
+            f"cost= cannot hold for a loader over a {name}, an iterator that gives its items once: a window is drawn "
+            "ahead, and after a break the rest of it would be lost. Give the loader a sampler that can be iterated "
+            "again, such as a list."
+        )
+    if costs.function is not None and costs.cost_of == "padded" and facts.level is not Level.SAMPLE:
+        raise InvalidOptionError(
+            f"cost_of='padded' cannot hold with a function where {name} gives whole batches: the function says what a "
+            "batch costs. Leave cost_of out, or pass one number for each index."
+        )
+    n = facts.dataset_length
+    if costs.length is not None and n is not None and costs.length != n:
+        raise InvalidOptionError(
+            f"cost= has {costs.length} numbers and {type(facts.dataset).__name__} has {n} samples. Pass one number for "
+            "each index of loader.dataset, in order."
+        )
+
+
+def costs_compared(facts: LoaderFacts[Any], options: Options) -> dict[str, object]:
+    """Return what of a loader's costs must be the same on every rank, by name.
+
+    Raises:
+        InvalidOptionError: A function gives a cost that is no number of at least 0.
+    """
+    costs = options.costs
+    if costs is None:
+        return {"cost": "none"}
+    some = None if costs.function is None else _of_some_samples(facts, costs, divides=options.divides_batches)
+    return {
+        "cost": costs.described,
+        "cost_of": options.cost_of,
+        "cost_window": options.cost_window,
+        "cost of some samples": some,
+    }
+
+
+def _of_some_samples(facts: LoaderFacts[Any], costs: Costs, *, divides: bool) -> list[float] | None:
+    """Return what the user's function says that some indices cost, or batches of one; None if it takes others."""
+    n, takes_batches = facts.dataset_length or 0, facts.level is Level.BATCH and not divides
+    some = range(0, n, max(1, n // _COMPARED))
+    try:
+        found: list[float] = costs.of([[index] for index in some] if takes_batches else some).tolist()
+    except InvalidOptionError:
+        raise
+    except Exception:  # noqa: BLE001 - the user's function, of which nobody knows what keys it takes
+        return None
+    return found
