@@ -61,7 +61,7 @@ class Costs:
             return f"function {getattr(function, '__module__', kind.__module__)}.{name}"
         return f"{self.length} numbers, {hashlib.blake2b(self._each.tobytes(), digest_size=16).hexdigest()}"
 
-    def of(self, items: Sequence[Any], *, are_batches: bool = False) -> NDArray[np.float64]:
+    def of(self, items: Sequence[Any] | NDArray[Any], *, are_batches: bool = False) -> NDArray[np.float64]:
         """Return what each of some items of a stream costs: indices, or batches of indices.
 
         Args:
@@ -98,10 +98,18 @@ class Costs:
         indices = _as_indices(list(chain.from_iterable(batches)))
         if indices is None or indices.ndim != 1:
             raise _not_indices(batches[0])
-        each, found = self._looked_up(indices), np.zeros(len(batches))
-        stops = np.cumsum(sizes)
+        return self.of_batches(self._looked_up(indices), sizes)
+
+    def of_batches(self, each: NDArray[np.float64], sizes: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
+        """Return what batches cost whose samples cost so much.
+
+        Args:
+            each: What each sample costs, batch after batch, shape (samples,).
+            sizes: How many samples each batch has, shape (batches,).
+        """
+        found = np.zeros(len(sizes))
         if len(each):
-            begins, filled = stops - sizes, sizes > 0
+            begins, filled = np.cumsum(sizes) - sizes, sizes > 0
             reduced = np.add if self.cost_of == "sum" else np.maximum
             found[filled] = reduced.reduceat(each, begins[filled])
         return found if self.cost_of == "sum" else found * sizes
@@ -132,7 +140,7 @@ def _numbers(given: Any) -> NDArray[np.float64]:
     return _checked(found.astype(np.float64), range(len(found)))
 
 
-def _checked(costs: NDArray[np.float64], items: Sequence[Any]) -> NDArray[np.float64]:
+def _checked(costs: NDArray[np.float64], items: Sequence[Any] | NDArray[Any]) -> NDArray[np.float64]:
     """Return costs; refuse any that is negative, infinite or not a number."""
     wrong = np.flatnonzero(~((costs >= 0) & (costs < np.inf)))
     if len(wrong):
@@ -143,10 +151,10 @@ def _checked(costs: NDArray[np.float64], items: Sequence[Any]) -> NDArray[np.flo
     return costs
 
 
-def _as_indices(items: Sequence[Any]) -> NDArray[Any] | None:
+def _as_indices(items: Sequence[Any] | NDArray[Any]) -> NDArray[Any] | None:
     """Return indices as an array: of one dimension, or of two for batches of equal size; None for all else."""
-    if not items or isinstance(items[0], tuple | str | bytes | Mapping):
-        return None if items else np.empty(0, np.int64)
+    if len(items) == 0 or isinstance(items[0], tuple | str | bytes | Mapping):
+        return None if len(items) else np.empty(0, np.int64)
     try:
         found = np.asarray(items)
     except (TypeError, ValueError, RuntimeError):  # of several sizes

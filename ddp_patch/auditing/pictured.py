@@ -66,12 +66,14 @@ class Waits:
         ranks: The ranks that are shown: some where there are many.
         costs: What each step costs each of these ranks, shape (ranks, steps); 0 where a rank makes no such step.
         slowest: What each step costs the slowest rank of all, shape (steps,).
+        imbalance: The slowest rank's cost over the ranks' mean, over all steps of the epoch.
     """
 
     first: int
     ranks: tuple[int, ...]
     costs: tuple[tuple[float, ...], ...]
     slowest: tuple[float, ...]
+    imbalance: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from ddp_patch.auditing.draw.coding import Coding, Numbers
 from ddp_patch.auditing.draw.drawn import Epoch
 from ddp_patch.auditing.judge.counting import dense
 from ddp_patch.auditing.judge.judging import Judged
+from ddp_patch.auditing.judge.measures import imbalance
 from ddp_patch.auditing.pictured import Pictured, ShareMap, StepMap, Waits
 
 __all__ = ["pictured"]
@@ -21,7 +22,7 @@ _COLUMNS, _CELLS = 240, 8192
 # Look up this many samples of all ranks at once.
 _BLOCK = 2**18
 # Show waiting in this many steps of this many ranks: bars of more are too thin to read at a glance.
-_STEPS, _RANKS = 8, 16
+_STEPS, _RANKS = 8, 10
 
 
 def pictured(epoch: Epoch, judged: Judged, coding: Coding, costs: NDArray[np.float64] | None) -> Pictured:
@@ -136,7 +137,8 @@ def _waits(costs: NDArray[np.float64]) -> Waits | None:
     """Return the few consecutive steps whose cost and slowest rank are most like those of the mean step."""
     ranks, steps = costs.shape
     slowest, mean = costs.max(axis=0), costs.mean(axis=0)
-    if not mean.any():
+    whole, _ = imbalance(costs)
+    if whole is None:
         return None
     few = min(_STEPS, steps)
     unlike = sum(np.abs(_means_of(few, each) / each.mean() - 1) for each in (slowest, mean))
@@ -144,7 +146,7 @@ def _waits(costs: NDArray[np.float64]) -> Waits | None:
     shown = np.linspace(0, ranks - 1, min(_RANKS, ranks)).astype(int)
     part = slice(first, first + few)
     each_rank = tuple(map(tuple, costs[shown, part].tolist()))
-    return Waits(first, tuple(shown.tolist()), each_rank, tuple(slowest[part].tolist()))
+    return Waits(first, tuple(shown.tolist()), each_rank, tuple(slowest[part].tolist()), whole)
 
 
 def _means_of(few: int, values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -67,7 +67,7 @@ def _section(place: str, report: Report) -> str:
     mark = "✔ holds" if report.ok else "✘ does not hold"
     facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in report.facts())
     problems = "".join(map(_problem, report.problems))
-    figures = "".join(map(_figure, pictures_of(report.pictured)))
+    figures = "".join(map(_figure, pictures_of(report)))
     return (
         f'<section><h2>{escape(place)} <span class="{_tone(report.ok)}">{mark}</span></h2>{problems}<dl>{facts}</dl>'
         + (figures or '<p class="soft">No sample was drawn, so there is nothing to show.</p>')

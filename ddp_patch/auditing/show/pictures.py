@@ -27,7 +27,7 @@ _MISSING, _NO_STEP = "----", "\\\\\\\\"
 
 
 def pictures_of(report: Report) -> list[Picture]:
-    """Draw who gets what, the sizes of batches, and how ranks wait where costs are known; nothing for an empty epoch."""
+    """Draw who gets what, the sizes of batches, and how ranks wait if costs are known; nothing for an empty epoch."""
     found, pictured = [], report.pictured
     if pictured.shares.positions:
         found.append(_share_picture(pictured.shares, pictured.epoch))

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
+from ddp_patch.auditing.epoch_report import waiting_text
 from ddp_patch.auditing.pictured import Waits
-from ddp_patch.auditing.report import Report, waiting_text
+from ddp_patch.auditing.report import Report
 from ddp_patch.auditing.show.frame import Picture, Theme, compose, put_legend
 
 __all__ = ["waiting_picture"]
@@ -22,43 +23,36 @@ def waiting_picture(report: Report) -> Picture | None:
     Returns:
         The picture; None where costs are not known.
     """
-    reports = {"": report} if report.balanced is None else {"without cost=": report, "with cost=": report.balanced}
-    panels = {how: (each, waits) for how, each in reports.items() if (waits := each.pictured.waits) is not None}
+    beside = report.balanced
+    reports = {"Ranks": report} if beside is None else {"Without cost=, ranks": report, "With cost=, ranks": beside}
+    panels = [
+        (f"{who} wait {waiting_text(waits.imbalance)} of the time (epoch {each.pictured.epoch})", waits)
+        for who, each in reports.items()
+        if (waits := each.pictured.waits) is not None
+    ]
     if not panels:
         return None
 
     def draw(found: Sequence[Axes], theme: Theme) -> None:
-        for axes, (how, (each, waits)) in zip(found, panels.items(), strict=True):
-            axes.set_title(_heading(how, each), loc="left", color=theme.ink, fontweight="bold")
+        for axes, (heading, waits) in zip(found, panels, strict=True):
+            axes.set_title(heading, loc="left", color=theme.ink, fontweight="bold")
             _draw(axes, theme, waits)
         put_legend(found[0], theme, {"works": "", "waits for the slowest rank": _HATCH}, side="right")
         found[-1].set_xlabel("time, in the unit of cost", color=theme.ink)
 
-    shown = [waits for _, waits in panels.values()]
-    rows = sum(len(waits.ranks) for waits in shown)
-    return compose(
-        "How long ranks wait",
-        _caption(report, shown),
-        [_heading(how, each) for how, (each, _) in panels.items()],
-        draw,
-        _WIDTH,
-        rows * _ROW + len(shown) * _AROUND_PANEL + _BELOW,
-        len(shown),
-    )
+    headings, (first, *_) = zip(*panels, strict=True)
+    height = sum(len(waits.ranks) * _ROW + _AROUND_PANEL for _, waits in panels) + _BELOW
+    caption = _caption(first, report.world_size)
+    return compose("How long ranks wait", caption, headings, draw, _WIDTH, height, len(panels))
 
 
-def _heading(how: str, report: Report) -> str:
-    epoch = report.epochs[report.pictured.epoch]
-    return f"Epoch {epoch.epoch} {how}".rstrip() + f": ranks wait {waiting_text(epoch.imbalance)} of the time"
-
-
-def _caption(report: Report, shown: Sequence[Waits]) -> str:
-    waits = shown[0]
-    few, ranks = len(waits.slowest), len(waits.ranks)
-    which = f"{ranks} of {report.world_size} ranks" if ranks < report.world_size else "each rank"
+def _caption(waits: Waits, ranks: int) -> str:
+    shown = len(waits.ranks)
+    some = f" Shown are {shown} of {ranks} ranks." if shown < ranks else ""
     return (
-        f"{few} steps in a row, most like the epoch's mean step: how long {which} works in each, if time is as the "
-        "cost. A step ends with its slowest rank, at the upright line, and the others wait for it."
+        "A bar is one rank's work in one step, taking as long as it costs. At the upright line the slowest of all "
+        f"ranks is done, and the next step begins. The {len(waits.slowest)} steps, one after the other, are those most "
+        f"like the whole epoch.{some}"
     )
 
 
