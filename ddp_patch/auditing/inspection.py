@@ -167,7 +167,7 @@ class Inspection:
 
         Shares that together are the whole dataset are right whatever the factory makes for one process.
         """
-        epoch, judged = judge(drawn, self._allowance)
+        epoch, judged = self._compared(drawn)
         if judged.is_covered or not repeats_rank_0(epoch) or (whole := self.world.whole()) is None:
             return epoch, judged
         against_whole = judge_against(whole, drawn, self._allowance)
@@ -175,6 +175,9 @@ class Inspection:
             return epoch, judged
         self.is_against_whole = True
         return against_whole
+
+    def _compared(self, drawn: Epoch) -> tuple[Epoch, Judged]:
+        return judge(drawn, self._allowance, may_rebatch=not self.world.subject.patches)
 
     def _inspect_shards(self, epoch: Epoch, judged: Judged) -> None:
         """Look for problems in an epoch in which no rank raised."""
@@ -215,7 +218,7 @@ class Inspection:
 
     def _find_cause(self, epoch: Epoch, judged: Judged) -> None:
         def alike() -> tuple[Epoch, Judged]:
-            return judge(self.world.alike(epoch), self._allowance)
+            return self._compared(self.world.alike(epoch))
 
         cause = cause_of(self._about(epoch, judged), alike, self.world.traits, self.expect.padding)
         self.problems += cause.problems

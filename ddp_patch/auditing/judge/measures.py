@@ -74,10 +74,10 @@ def step_costs(epoch: Epoch, costs: SampleCosts | None) -> NDArray[np.float64] |
     """Look up what each rank's steps cost.
 
     Returns:
-        The cost of each step, shape (ranks, steps), 0 where a rank makes no such step. None without ``costs``, and for
-        an epoch without a step.
+        The cost of each step, shape (ranks, steps), 0 where a rank makes no such step. None without ``costs``, for an
+        epoch without a step, and for samples of an iterable dataset, which have no indices.
     """
-    if costs is None or epoch.steps == 0:
+    if costs is None or epoch.steps == 0 or epoch.is_iterable:
         return None
     return np.array([np.pad(_costs_of(drawn, costs), (0, epoch.steps - len(drawn.sizes))) for drawn in epoch.ranks])
 
