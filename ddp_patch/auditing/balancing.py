@@ -24,8 +24,10 @@ def costs_of_samples(subject: Subject, costs: Costs | None) -> SampleCosts | Non
     Raises:
         InvalidOptionError: The loader's dataset has more samples than there are costs, or fewer.
     """
-    if costs is None or not isinstance(subject.make, LoaderFacts):
-        return costs and SampleCosts(costs)
+    if costs is None:
+        return None
+    if not isinstance(subject.make, LoaderFacts):
+        return SampleCosts(costs)
     require_one_of_each(subject.make, costs)
     return SampleCosts.in_dataset(costs, subject.make.dataset)
 

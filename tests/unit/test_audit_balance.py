@@ -114,7 +114,8 @@ class OwnBatches(BatchSampler):
 
 
 def batches_of_three_and_five() -> list[list[int]]:
-    order, found = list(range(N)), []
+    order: list[int] = list(range(N))
+    found: list[list[int]] = []
     while order:
         size = 3 + 2 * (len(found) % 2)
         found.append(order[:size])
@@ -198,7 +199,7 @@ def test_the_first_steps_of_a_long_epoch_are_balanced_as_they_are_in_the_epoch()
     """A sample ends within a window, which is dealt whole all the same."""
     steps, given = 10, plain(batch_size=2, shuffle=True)
     report = audit(given, 4, epochs=1, cost=COSTS, max_items=2 * steps)
-    drawn = DataLoader(range(N), batch_size=2, shuffle=True)  # type: ignore[arg-type]  # a sequence is a dataset
+    drawn: DataLoader[Any] = DataLoader(range(N), batch_size=2, shuffle=True)  # type: ignore[arg-type]  # a sequence is a dataset
     first = by_hand(drawn, 4, summed, cost=COSTS)[:, :steps]
     assert report.is_sample
     assert beside(report).epochs[0].steps == (steps,) * 4

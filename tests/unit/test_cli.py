@@ -148,7 +148,7 @@ def test_balance_is_shown_without_cost_and_with_it(path: str) -> None:
     done = run("audit", f"{path}:train", "-w", "4", "-e", "1", *balance, "--format", "json")
     told = json.loads(done.stdout)["train"]
     lengths = [1 + index % 2 for index in range(103)]
-    loader = DataLoader(range(103), batch_size=8, shuffle=True)  # type: ignore[arg-type]  # a sequence is a dataset
+    loader: DataLoader[Any] = DataLoader(range(103), batch_size=8, shuffle=True)  # type: ignore[arg-type]  # a sequence is a dataset
     report = audit(loader, 4, 1, cost=lengths, cost_of="padded", cost_window=4)
     assert told["epochs"][0]["imbalance"] == report.epochs[0].imbalance
     assert report.balanced is not None

@@ -88,7 +88,7 @@ def _svg(draw: Draw, theme: Theme, width: int, height: int, panels: int) -> str:
     settings = {"svg.fonttype": "none", "svg.hashsalt": "", "font.family": "sans-serif", "hatch.color": theme.ink}
     with mpl.rc_context(settings | {"font.size": 12, "hatch.linewidth": 0.8}):  # type: ignore[arg-type]  # names are literals there
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained", facecolor=theme.ground)
-        found = figure.subplots(panels, squeeze=False, sharex=True)[:, 0]
+        found = [*figure.subplots(panels, squeeze=False, sharex=True)[:, 0]]
         for axes in found:
             axes.set_facecolor(theme.ground)
             axes.tick_params(colors=theme.soft)
@@ -117,7 +117,7 @@ def put_legend(axes: Axes, theme: Theme, marks: dict[str, str | None], side: Lit
     ]
     axes.legend(
         handles=handles,
-        loc=f"lower {side}",
+        loc="lower left" if side == "left" else "lower right",
         bbox_to_anchor=(0 if side == "left" else 1, 1),
         ncols=len(handles),
         frameon=False,

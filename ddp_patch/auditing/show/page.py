@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from html import escape
 
 from ddp_patch.auditing.report import Problem, Report
-from ddp_patch.auditing.show.pictures import Picture, pictures_of
+from ddp_patch.auditing.show.frame import Picture
+from ddp_patch.auditing.show.pictures import pictures_of
 
 __all__ = ["page"]
 
