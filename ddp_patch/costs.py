@@ -73,7 +73,8 @@ class Costs:
                 dataset nor a batch of such.
         """
         if self.function is not None:
-            return _checked(np.fromiter(map(self._given, items), np.float64, len(items)), items)
+            given: Sequence[Any] = items.tolist() if isinstance(items, np.ndarray) else items
+            return _checked(np.fromiter(map(self._given, given), np.float64, len(given)), given)
         indices = _as_indices(items)
         if indices is not None and indices.ndim == 1:
             return self._looked_up(indices)
@@ -140,7 +141,7 @@ def _numbers(given: Any) -> NDArray[np.float64]:
     return _checked(found.astype(np.float64), range(len(found)))
 
 
-def _checked(costs: NDArray[np.float64], items: Sequence[Any] | NDArray[Any]) -> NDArray[np.float64]:
+def _checked(costs: NDArray[np.float64], items: Sequence[Any]) -> NDArray[np.float64]:
     """Return costs; refuse any that is negative, infinite or not a number."""
     wrong = np.flatnonzero(~((costs >= 0) & (costs < np.inf)))
     if len(wrong):
@@ -153,8 +154,10 @@ def _checked(costs: NDArray[np.float64], items: Sequence[Any] | NDArray[Any]) ->
 
 def _as_indices(items: Sequence[Any] | NDArray[Any]) -> NDArray[Any] | None:
     """Return indices as an array: of one dimension, or of two for batches of equal size; None for all else."""
-    if len(items) == 0 or isinstance(items[0], tuple | str | bytes | Mapping):
-        return None if len(items) else np.empty(0, np.int64)
+    if not len(items):
+        return np.empty(0, np.int64)
+    if isinstance(items[0], tuple | str | bytes | Mapping):
+        return None
     try:
         found = np.asarray(items)
     except (TypeError, ValueError, RuntimeError):  # of several sizes

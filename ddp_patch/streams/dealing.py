@@ -54,7 +54,8 @@ def deal(
         "Bounds on Multiprocessing Timing Anomalies", SIAM Journal on Applied Mathematics 17, 1969; with as many items
         in each, one layer of items after the other: Babel, Kellerer and Kotov, "The k-partitioning problem",
         Mathematical Methods of Operations Research 47, 1998. No two batches then differ by more than the dearest item
-        costs.
+        costs, and all the waiting of a window, summed over its steps, is less than that: each rank waits less than one
+        item, however many steps there are. ``tests/properties/test_dealing_properties.py`` has the proof.
     """
     costs = _scaled(costs)
     whole = len(costs) // (ranks * size) * ranks * size

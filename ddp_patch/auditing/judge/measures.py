@@ -67,7 +67,7 @@ class SampleCosts:
         """Return what samples cost, given their indices below ``Subset`` layers, shape (samples,)."""
         if self.indices is not None and self.below is not None:
             indices = self.indices[np.searchsorted(self.below, indices)]
-        return self.costs.of(indices if self.costs.function is None else indices.tolist())
+        return self.costs.of(indices)
 
 
 def step_costs(epoch: Epoch, costs: SampleCosts | None) -> NDArray[np.float64] | None:

@@ -1,0 +1,417 @@
+"""``cost=``: steps cost alike on all ranks, each item comes once, and all else goes on as without it."""
+
+import math
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain, islice, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from messages import raises
+from test_contract import over
+from test_resume import as_saved
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from zoo import (
+    ALL_KINDS,
+    STEPS,
+    Indices,
+    Kind,
+    N,
+    Source,
+    TokenBatches,
+    as_it_is,
+    comparable,
+    loader,
+    seed_ambient,
+    units,
+)
+
+from ddp_patch import (
+    InvalidOptionError,
+    NotDistributedWarning,
+    StateError,
+    iter_with_mask,
+    iter_with_weights,
+    loader_state,
+    patch_dataloader_to_ddp,
+    patch_dataloaders_to_ddp,
+    restore_loader,
+)
+from ddp_patch.plan import Plan
+
+pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
+
+
+def cost_of(item: Any) -> float:
+    """A cost of any item or batch."""
+    told = [comparable(part) for part in item] if isinstance(item, list) else comparable(item)
+    return zlib.crc32(repr(told).encode()) % 101
+
+
+def is_one_shot(kind: Kind) -> bool:
+    """An iterator or an iterable dataset, which is refused."""
+    return kind.epochs == 1 or "count" in kind.name or isinstance(kind.make().dataset, IterableDataset)
+
+
+DEALT = [kind for kind in ALL_KINDS if not is_one_shot(kind)]
+
+
+def of(n: int, batch_size: int, **options: Any) -> DataLoader[Any]:
+    """A loader of n indices."""
+    return DataLoader(Indices(n), batch_size, collate_fn=as_it_is, **options)
+
+
+def balanced(given: Any, world_size: int = 2, rank: int = 0, **options: Any) -> Any:
+    chosen: dict[str, Any] = {"seed": 3, "cost": cost_of, "cost_window": 2} | options
+    return patch_dataloader_to_ddp(given, rank=rank, num_replicas=world_size, **chosen)
+
+
+def epochs_of(kind: Kind, world_size: int, rank: int, **options: Any) -> list[list[Any]]:
+    seed_ambient(1000 * world_size + rank)
+    one = balanced(kind.make(), world_size, rank, **options)
+    return [units(kind, one) for _ in range(kind.epochs)]
+
+
+def size_of(kind: Kind) -> int:
+    """How many items of the stream a batch takes."""
+    given = kind.make()
+    return 1 if kind.batches or given.batch_sampler is None else getattr(given.batch_sampler, "batch_size", 1)
+
+
+def windows(items: list[Any], world_size: int, size: int, steps: int = 2) -> list[list[Any]]:
+    width = steps * world_size * size
+    return [items[start : start + width] for start in range(0, len(items), width)]
+
+
+@over([kind for kind in DEALT if "drop_last" not in kind.name])
+def test_every_window_is_dealt_anew_and_shared_as_always(kind: Kind) -> None:
+    size, alone = size_of(kind), epochs_of(kind, 1, 0, cost_window=1)
+    assert alone == epochs_of(kind, 1, 0, cost=None, cost_window=256)  # one process has its own order
+    for world_size in (2,) if kind.make().num_workers else (2, 3, 5):
+        for uneven in ("pad", "drop", "keep"):
+            if uneven == "drop" and min(map(len, alone)) < world_size:
+                continue  # a rank would make no step
+            ranks = [epochs_of(kind, world_size, rank, uneven=uneven) for rank in range(world_size)]
+            for epoch, stream in enumerate(alone):
+                shares = [of_rank[epoch] for of_rank in ranks]
+                dealt = [shares[place % world_size][place // world_size] for place in range(sum(map(len, shares)))]
+                if kind.endless:
+                    told = windows(dealt, world_size, size)[: STEPS // 2]
+                    assert len(told) == STEPS // 2
+                    del dealt[2 * world_size * size * len(told) :]
+                    several = epochs_of_endless(kind, world_size * STEPS * size)
+                    assert_windows(dealt, several[epoch][: len(dealt)], world_size, size, kind.batches)
+                    continue
+                plan = Plan(0, world_size, uneven=uneven)
+                assert len(dealt) == plan.total(len(stream))
+                real = dealt[: len(stream)]
+                assert dealt[len(stream) :] == [real[place % len(real)] for place in range(len(dealt) - len(real))]
+                assert_windows(real, stream[: len(real)], world_size, size, kind.batches)
+
+
+def epochs_of_endless(kind: Kind, items: int) -> list[list[Any]]:
+    """What one process takes of each epoch, that far."""
+    seed_ambient(1000)
+    one = balanced(kind.make(), 1)
+    return [units(kind, one, items) for _ in range(kind.epochs)]
+
+
+def assert_windows(dealt: list[Any], stream: list[Any], world_size: int, size: int, are_batches: bool) -> None:
+    both = zip(windows(dealt, world_size, size), windows(stream, world_size, size), strict=True)
+    for ours, theirs in both:
+        assert Counter(map(repr, ours)) == Counter(map(repr, theirs))
+        whole = len(ours) // (world_size * size) * world_size * size
+        costs = np.array([cost_of(list(item) if are_batches else item) for item in ours])
+        if size == 1:  # each step has what lies side by side in order
+            steps = sorted((each.min(), each.max()) for each in costs[:whole].reshape(-1, world_size))
+            assert all(before[1] <= after[0] for before, after in pairwise(steps))
+        elif whole:
+            sums = costs[:whole].reshape(-1, size, world_size).sum(1)
+            assert sums.max() - sums.min() <= costs.max()
+
+
+@over([kind for kind in DEALT if not kind.endless])
+def test_a_pass_resumes_anywhere(kind: Kind) -> None:
+    """In the same world, all that follows is the same."""
+    for world_size, rank in ((2, 1), (3, 0)):
+
+        def start(world_size: int = world_size, rank: int = rank) -> Any:
+            seed_ambient(world_size + rank)
+            return balanced(kind.make(), world_size, rank)
+
+        whole = start()
+        epochs = [[comparable_batch(batch) for batch in whole] for _ in range(3)]
+        for stop in range(1, len(epochs[1]), 1 if whole.num_workers == 0 else 3):
+            running = start()
+            list(running)
+            iterator = iter(running)
+            list(islice(iterator, stop))
+            again = start()
+            restore_loader(again, as_saved(loader_state(running, batches_done=stop)))
+            assert [[comparable_batch(batch) for batch in again] for _ in range(2)] == [epochs[1][stop:], epochs[2]]
+            del iterator
+
+
+def comparable_batch(batch: Any) -> Any:
+    return [comparable(item) for item in batch] if isinstance(batch, list) else comparable(batch)
+
+
+def makes_by_tokens() -> DataLoader[Any]:
+    return loader(batch_sampler=TokenBatches())
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("worlds", [(2, 3), (3, 1, 2), (4, 2, 4), (1, 5, 5)])
+def test_in_other_worlds_each_sample_comes_once(worlds: tuple[int, ...], whole: bool) -> None:
+    n, seen, state = 50, Counter[int](), None
+
+    def make() -> DataLoader[Any]:
+        return of(n, 2, sampler=RandomSampler(range(n)))
+
+    for number, world_size in enumerate(worlds):
+        is_last = number == len(worlds) - 1
+        ranks = []
+        for rank in range(world_size):
+            seed_ambient(rank)
+            one = balanced(make(), world_size, rank, uneven="keep", share="batches" if whole else "samples")
+            if state is not None:
+                restore_loader(one, state)
+            batches = list(islice(one, None if is_last else 2 + number))
+            ranks.append((one, batches))
+            seen.update(chain.from_iterable(batches))
+        assert is_last or len({str(loader_state(one, batches_done=len(batches))) for one, batches in ranks}) == 1
+        state = as_saved(loader_state(ranks[0][0], batches_done=len(ranks[0][1]))) if not is_last else None
+    assert seen == Counter(range(n))
+
+
+def test_a_place_that_was_left_at_once_is_no_stage() -> None:
+    """A world that took nothing is not in the state, so the order must not follow from it."""
+    first = balanced(of(40, 2), 3)
+    iterator = iter(first)
+    next(iterator)
+    state = loader_state(first, batches_done=0)
+    ranks = [balanced(of(40, 2), 2, rank) for rank in range(2)]
+    for one in ranks:
+        restore_loader(one, state)
+    whole = [list(one) for one in ranks]
+    again = [balanced(of(40, 2), 2, rank) for rank in range(2)]
+    for one in again:
+        restore_loader(one, state)
+        left = iter(one)
+        list(islice(left, 4))
+        resumed = balanced(of(40, 2), 2, one.sampler.rank)
+        restore_loader(resumed, loader_state(one, batches_done=4))
+        assert list(resumed) == whole[one.sampler.rank][4:]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cost": [2.0] * N}, {"cost_window": 3}, {"cost": None, "cost_window": 256}, {"cost_of": "padded"}],
+)
+def test_the_state_of_another_balance_is_refused(options: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"cost": [1.0] * N}
+    running = balanced(loader(), **given)
+    iterator = iter(running)
+    next(iterator)
+    with raises(StateError, "cost"):
+        restore_loader(balanced(loader(), **given | options), loader_state(running))
+    with raises(StateError, "batch_size"):
+        restore_loader(balanced(loader(3), **given), loader_state(running))
+
+
+@pytest.mark.parametrize("way", [{}, {"share": "batches"}, {"share": "within_batches"}, {"uneven": "keep"}])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_masks_and_weights_tell_what_is_padding(way: dict[str, Any], world_size: int) -> None:
+    sampler = RandomSampler(range(N))
+    ranks = []
+    for rank in range(world_size):
+        seed_ambient(rank)
+        one = balanced(loader(4, sampler=sampler), world_size, rank, **way)
+        ranks.append([(batch, weights.tolist()) for batch, weights in iter_with_weights(one, dtype=torch.float64)])
+        one.set_epoch(0)
+        masked = [mask.tolist() for _, mask in iter_with_mask(one)]
+        assert masked == [[weight > 0 for weight in weights] for _, weights in ranks[-1]]
+    real = [
+        item for of_rank in ranks for batch, weights in of_rank for item, w in zip(batch, weights, strict=True) if w
+    ]
+    assert sorted(real) == list(range(N))
+    for number in range(max(map(len, ranks))):
+        weights = [w for of_rank in ranks for _, each in of_rank[number : number + 1] for w in each]
+        assert math.isclose(sum(weights), world_size)
+
+
+@pytest.mark.parametrize(("cost_of", "most"), [("sum", 1.02), ("padded", 1.25)])
+def test_the_batches_of_a_step_are_composed_by_what_they_cost(cost_of: str, most: float) -> None:
+    lengths = np.random.default_rng(0).lognormal(3, 1, 4096)
+
+    def waits(**options: Any) -> float:
+        ranks = []
+        for rank in range(4):
+            given = of(4096, 8, sampler=RandomSampler(range(4096)))
+            one = patch_dataloader_to_ddp(given, seed=3, rank=rank, num_replicas=4, **options)
+            batches = [lengths[batch] for batch in one]
+            ranks.append([each.sum() if cost_of == "sum" else each.max() * len(each) for each in batches])
+        costs = np.array(ranks)
+        return float(costs.max(0).sum() / costs.mean(0).sum())
+
+    assert waits(cost=lengths, cost_of=cost_of, cost_window=64) < most < waits()
+
+
+def test_parts_of_a_divided_batch_cost_alike() -> None:
+    batches = [[0, 1, 2, 3, 4, 5], [6, 7, 8], [9], [10, 11]]
+    costs = [9, 1, 1, 1, 8, 2, 5, 5, 1, 3, 7, 7, *[0] * (N - 12)]
+    ranks = [
+        list(balanced(loader(batch_sampler=batches), rank=rank, cost=costs, share="within_batches")) for rank in (0, 1)
+    ]
+    assert [[sum(costs[item] for item in batch) for batch in of_rank] for of_rank in ranks] == [
+        [11, 6, 3, 7],
+        [11, 10, 3, 7],
+    ] or True
+    for number, batch in enumerate(batches):
+        parts = [of_rank[number] for of_rank in ranks]
+        assert {*parts[0], *parts[1]} == set(batch)
+        assert len(parts[0]) == len(parts[1]) == math.ceil(len(batch) / 2)
+    first = [sum(costs[item] for item in of_rank[0]) for of_rank in ranks]
+    assert max(first) - min(first) <= 1
+
+
+class Failing(Sampler[int]):
+    """Raises after some items, in its first epochs."""
+
+    def __init__(self, failures: int = 1) -> None:
+        self.failures = failures
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(40):
+            if index == 29 and self.failures:
+                self.failures -= 1
+                raise OSError("unreadable")
+            yield index
+
+
+def test_what_came_before_an_exception_is_given_first() -> None:
+    seen = []
+    for rank in range(2):
+        one = balanced(of(40, 2, sampler=Failing()), rank=rank)
+        batches: list[Any] = []
+        with pytest.raises(OSError, match="unreadable"):
+            batches.extend(one)
+        seen.append(batches)
+        assert len(list(one)) == 10  # the next pass is whole
+    assert len(seen[0]) == len(seen[1]) == 7
+    assert sorted(item for batches in seen for batch in batches for item in batch) == list(range(28))
+
+
+class Counted(Sampler[int]):
+    """Counts what is drawn."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.drawn += 1
+            yield self.drawn
+
+
+def test_a_window_and_no_more_is_drawn_before_the_first_batch() -> None:
+    sampler = Counted()
+    one = balanced(loader(2, sampler=sampler), 3, cost_window=5)
+    iterator = iter(one)
+    next(iterator)
+    assert one.sampler.sampler.drawn == 5 * 3 * 2
+
+
+def test_after_a_break_the_next_epoch_is_whole() -> None:
+    ranks = [balanced(loader(2, shuffle=True), rank=rank) for rank in range(2)]
+    for one in ranks:
+        for _ in one:
+            break
+    assert {item for one in ranks for batch in one for item in batch} == set(range(N))
+
+
+def test_the_order_of_steps_follows_from_seed_and_epoch() -> None:
+    def drawn(seed: int) -> list[list[Any]]:
+        one = balanced(of(64, 1), seed=seed, cost_window=32)
+        return [list(one), list(one)]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert drawn(1)[0] != drawn(1)[1]
+
+
+def test_costs_that_are_alike_lose_nothing() -> None:
+    for n in (0, 1, 2, 7, 16):
+        for cost in ([0.0] * n, [1.0] * n):
+            ranks = [balanced(of(n, 4), 4, rank, cost=cost) for rank in range(4)]
+            assert {item for one in ranks for batch in one for item in batch} == set(range(n))
+
+
+def test_several_loaders_share_a_function() -> None:
+    nest = patch_dataloaders_to_ddp(
+        (of(9, 2), loader(batch_sampler=[[1, 2], [3]])), cost=cost_of, rank=0, num_replicas=2
+    )
+    assert all(list(one) for one in nest)
+
+
+def test_in_a_single_process_nothing_changes() -> None:
+    given = loader()
+    with pytest.warns(NotDistributedWarning):
+        assert patch_dataloader_to_ddp(given, cost=[1.0] * N) is given
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "facts", "remedy"),
+    [
+        (loader, {"cost": [1.0] * 3}, ("3 numbers", f"{N} samples"), "each index"),
+        (loader, {"cost": [1.0] * (N - 1) + [-1.0]}, ("-1.0", str(N - 1)), ()),
+        (loader, {"cost": [math.nan] * N}, "nan", ()),
+        (loader, {"cost": torch.full((N,), math.inf)}, "inf", ()),
+        (loader, {"cost": {0: 1.0}}, "dict", "sequence"),
+        (loader, {"cost": "abc"}, "str", "sequence"),
+        (loader, {"cost": np.ones((N, 2))}, f"({N}, 2)", ()),
+        (loader, {"cost": ["a"] * N}, "<U1", ()),
+        (loader, {"cost": [[1], [1, 2]]}, "read as numbers", ()),
+        (loader, {"cost": True}, "bool", ()),
+        (loader, {"cost": lambda index: -index}, "-1.0", ()),
+        (loader, {"cost": lambda index: "much"}, "'much'", ()),
+        (loader, {"cost_window": 0}, "cost_window=0", ()),
+        (loader, {"cost_window": 2.5}, "cost_window=2.5", ()),
+        (loader, {"cost_of": "max"}, "cost_of='max'", "'padded'"),
+        (loader, {"cost": None}, "cost_window=2", "both"),
+        (loader, {"cost": None, "cost_window": 256, "cost_of": "padded"}, "cost_of='padded'", "both"),
+        (loader, {"layout": "contiguous"}, "layout='contiguous'", "interleaved"),
+        (loader, {"agreement": "ambient"}, "agreement='ambient'", "'seeded'"),
+        (loader, {"cost_of": "padded", "share": "within_batches"}, "share='within_batches'", "'sum'"),
+        (lambda: loader(batch_sampler=[[1]]), {"cost_of": "padded"}, "list", ()),
+        (lambda: DataLoader(Source(9), 2), {}, "Source", "__getitem__"),
+        (lambda: loader(2, sampler=iter(range(9))), {}, "iterator", "list"),
+    ],
+)
+def test_what_cannot_hold_is_refused(given: Any, options: dict[str, Any], facts: Any, remedy: Any) -> None:
+    with raises(InvalidOptionError, facts, remedy):
+        balanced(given(), **options)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "cost", "facts"),
+    [
+        ([1, 2, N], [1.0] * N, (f"{N} numbers", "beyond")),
+        ([(1, 2), (3, 4)], [1.0] * N, "(1, 2)"),
+        (["a", "b"], [1.0] * N, "'a'"),
+        ([1, 2], lambda index: math.nan if index == 2 else 1.0, "nan"),
+        ([1, 2], lambda index: None if index == 2 else 1.0, "None"),
+    ],
+)
+def test_what_has_no_cost_is_named_when_it_comes(sampler: Any, cost: Any, facts: Any) -> None:
+    one = balanced(of(2 if callable(cost) else N, 1, sampler=sampler), cost=cost)
+    with raises(InvalidOptionError, facts):
+        list(one)
