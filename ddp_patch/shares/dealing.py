@@ -1,9 +1,9 @@
 """Deal a sampler's stream window by window, so that each step costs alike on all ranks, and then share it as always."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -11,16 +11,16 @@ import numpy as np
 from ddp_patch.costs import Costs
 from ddp_patch.plan import Batching, Done, Plan
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.streams.chunks import own
-from ddp_patch.streams.dealing import deal
+from ddp_patch.streams.chunks import owned
+from ddp_patch.streams.dealing import Dealt, as_it_came, deal
 from ddp_patch.streams.seeding import Seed, dealing_key
 
 __all__ = ["Dealing", "DealtStream"]
 
 T = TypeVar("T")
 
-# An item with its place in the stream as the sampler gives it.
-_Placed: TypeAlias = tuple[int, T]
+# Items, and their places in the stream as the sampler gives it.
+_Window: TypeAlias = tuple[Sequence[T], np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +60,26 @@ class Dealing:
         """Return how many items a window has for so many ranks."""
         return self.steps * ranks * self.size
 
-    def order(
+    def dealt(
         self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, stage: int, window: int
-    ) -> np.ndarray[Any, Any]:
-        """Return the places of a window's items in the order in which they are dealt to so many ranks.
+    ) -> Dealt:
+        """Return a window as it is dealt to so many ranks.
 
         Args:
-            items: The items.
+            items: Its items.
             ranks: How many ranks share them.
             epoch: Which epoch it is.
             stage: How many other numbers of ranks have taken a part of it before.
             window: Which window of the rest it is.
         """
         if ranks == 1:  # nobody waits
-            return np.arange(len(items))
+            return as_it_came(len(items))
         costs = self.costs.of(items, are_batches=self.are_batches)
         key = dealing_key(self.seed.value, epoch, stage, window)
         return deal(costs, ranks, self.size, self.costs.cost_of, key)
 
 
-class DealtStream(Iterator[T]):
+class DealtStream(Iterable[T]):
     """What is left of a stream, dealt for the ranks that share it now.
 
     A window is drawn as soon as its first item is asked for. Where other numbers of ranks have taken a part, the stream
@@ -99,41 +99,57 @@ class DealtStream(Iterator[T]):
     def __init__(self, stream: Iterator[T], dealing: Dealing, epoch: int, before: Done, plans: Sequence[Plan]) -> None:
         self._dealing, self._epoch, self._plans = dealing, epoch, plans
         self.origins: list[array[int]] = [array("q") for _ in plans]
-        placed: Iterator[_Placed[T]] = enumerate(map(own, stream))
-        taken = [stint for stint in before if stint[1]]
-        for stage, (ranks, each) in enumerate(taken):
-            dealt = (pair for window in self._dealt(placed, ranks, stage) for pair in window)
-            placed = islice(dealt, ranks * each, None)
-        self._items = self._recorded(self._dealt(placed, plans[0].num_replicas, len(taken)))
+        *taken, (ranks, _) = worlds = [*(stint for stint in before if stint[1]), (plans[0].num_replicas, 0)]
+        windows = _numbered(owned(stream), dealing.width(worlds[0][0]))
+        for stage, (earlier, each) in enumerate(taken):
+            dealt = self._dealt(windows, earlier, stage)
+            windows = _without(dealt, earlier * each, dealing.width(worlds[stage + 1][0]))
+        self._windows = self._dealt(windows, ranks, len(taken))
 
-    def __next__(self) -> T:
-        return next(self._items)
+    def __iter__(self) -> Iterator[T]:
+        return chain.from_iterable(map(self._recorded, self._windows))
 
-    def _recorded(self, windows: Iterator[Sequence[_Placed[T]]]) -> Iterator[T]:
-        # A window has whole rounds, but for the last one.
-        for window in windows:
-            for plan, origins in zip(self._plans, self.origins, strict=True):
-                origins.extend(place for place, _ in window[plan.rank :: plan.num_replicas])
-            yield from (item for _, item in window)
+    def _recorded(self, window: _Window[T]) -> Sequence[T]:
+        """Note where the items of a window come from, which has whole rounds unless it is the last one."""
+        items, places = window
+        for plan, origins in zip(self._plans, self.origins, strict=True):
+            origins.frombytes(places[plan.rank :: plan.num_replicas].tobytes())
+        return items
 
-    def _dealt(self, placed: Iterator[_Placed[T]], ranks: int, stage: int) -> Iterator[Sequence[_Placed[T]]]:
-        """Yield a stream's windows, each dealt to so many ranks."""
-        for number, window in enumerate(_windows(placed, self._dealing.width(ranks))):
-            order = self._dealing.order([item for _, item in window], ranks, self._epoch, stage, number)
-            yield [window[place] for place in order.tolist()]
+    def _dealt(self, windows: Iterator[_Window[T]], ranks: int, stage: int) -> Iterator[_Window[T]]:
+        """Deal a stream's windows to so many ranks."""
+        for number, (items, places) in enumerate(windows):
+            order = self._dealing.dealt(items, ranks, self._epoch, stage, number).order
+            yield list(map(items.__getitem__, order.tolist())), places[order]
 
 
-def _windows(stream: Iterator[T], size: int) -> Iterator[list[T]]:
+def _numbered(stream: Iterator[T], width: int) -> Iterator[_Window[T]]:
+    """Cut a stream into windows, and number its items."""
+    start = 0
+    for items in _cut(stream, width):
+        yield items, np.arange(start, start + len(items), dtype=np.int64)
+        start += len(items)
+
+
+def _without(windows: Iterator[_Window[T]], taken: int, width: int) -> Iterator[_Window[T]]:
+    """Leave out the first items of a dealt stream, and cut the rest into other windows."""
+    numbered = chain.from_iterable(zip(items, places.tolist(), strict=True) for items, places in windows)
+    for window in _cut(islice(numbered, taken, None), width):
+        items, places = zip(*window, strict=True)
+        yield items, np.array(places, np.int64)
+
+
+def _cut(stream: Iterator[T], width: int) -> Iterator[list[T]]:
     """Cut a stream into windows. What came before an exception is a window, too."""
     failure: Exception | None = None
     is_ended = False
     while not is_ended:
         window: list[T] = []
         try:
-            window.extend(islice(stream, size))
+            window.extend(islice(stream, width))
         except Exception as error:  # noqa: BLE001 - the user's own, raised in its place
             failure = error
-        is_ended = len(window) < size
+        is_ended = len(window) < width
         if window:
             yield window
         if failure is not None:

@@ -11,6 +11,7 @@ from ddp_patch.shares.dealing import Dealing
 from ddp_patch.shares.drawing import Epoch
 from ddp_patch.shares.sizes import Sizes, size_of
 from ddp_patch.shares.sources import LookedUp
+from ddp_patch.streams.dealing import Dealt, as_it_came
 from ddp_patch.streams.orders import Order, order_of
 
 __all__ = ["DealtOrder", "InOrder"]
@@ -43,7 +44,7 @@ class DealtOrder(LookedUp[T]):
         length = self.length = order.length
         real, repeated = plan.sources(length)
         windows = _Windows(order, self._dealing, plan.num_replicas, epoch.number)
-        padding = _at(windows.items(0), windows.dealt(0)[list(repeated)])
+        padding = _at(windows.items(0), windows.dealt(0).order[list(repeated)]) if repeated else []
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
         rounds = length // plan.num_replicas
         first = min(skip * plan.num_replicas // windows.width, windows.count)
@@ -53,11 +54,11 @@ class DealtOrder(LookedUp[T]):
             self.sizes.add(0, batches=first * windows.width)  # nobody asks for those that were done
         last: Sequence[T] = []
         for number in range(first, windows.count):
-            own = windows.dealt(number)[plan.rank :: plan.num_replicas][: len(real) - done]
+            own = windows.dealt(number).of_rank(plan.rank)[: len(real) - done]
             taken = own[max(0, skip - done) :]
             self.origins.frombytes((taken + number * windows.width).astype(np.int64).tobytes())
             if self.sizes is not None:
-                _note(self.sizes, windows.items(number), windows.dealt(number))
+                _note(self.sizes, windows.items(number), windows.dealt(number).order)
             items = _at(windows.items(number), taken)
             until = max(0, rounds - max(done, skip))
             yield items[:until]
@@ -75,23 +76,22 @@ class _Windows:
         self._order, self._dealing, self._ranks, self._epoch = order, dealing, ranks, epoch
         self.width: int = dealing.width(ranks)
         self.count: int = -(-order.length // self.width)
-        self._latest: tuple[int, Any, Any] = (-1, [], np.empty(0, np.int64))
+        self._latest: tuple[int, Any, Dealt] = (-1, [], as_it_came(0))
 
     def items(self, number: int) -> Any:
         """Return the items of a window as they come, which may be an array."""
         return self._window(number)[0]
 
-    def dealt(self, number: int) -> np.ndarray[Any, Any]:
-        """Return their places in the window in the order in which they are dealt."""
-        dealt: np.ndarray[Any, Any] = self._window(number)[1]
-        return dealt
+    def dealt(self, number: int) -> Dealt:
+        """Return their places in the window as they are dealt."""
+        return self._window(number)[1]
 
-    def _window(self, number: int) -> tuple[Any, Any]:
-        if self._latest[0] != number and number < self.count:
+    def _window(self, number: int) -> tuple[Any, Dealt]:
+        if self._latest[0] != number:
             positions = range(number * self.width, min(self._order.length, (number + 1) * self.width))
             found = self._order.array(positions)
             items = self._order.at(positions) if found is None else found
-            self._latest = (number, items, self._dealing.order(items, self._ranks, self._epoch, 0, number))
+            self._latest = (number, items, self._dealing.dealt(items, self._ranks, self._epoch, 0, number))
         return self._latest[1:]
 
 

@@ -86,7 +86,8 @@ class Stream(Generic[T]):
             stream = _shuffled(stream, epoch.shuffle_seed, epoch.number)
         rest = plan.rest_of_stream(epoch.length, epoch.before)
         if epoch.dealing is not None:
-            stream = self.dealt = DealtStream(stream, epoch.dealing, epoch.number, epoch.before, plans)
+            self.dealt = DealtStream(stream, epoch.dealing, epoch.number, epoch.before, plans)
+            stream = iter(self.dealt)
         elif epoch.before:
             stream = rest.select(stream)
         if self._sizes is not None:
