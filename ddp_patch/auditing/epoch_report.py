@@ -111,7 +111,7 @@ def balance_text(epoch: EpochReport, balanced: EpochReport | None) -> str | None
     if len(found) < len(both):
         return None
     waiting = [waiting_text(all_steps) for all_steps, _ in found]
-    shown, worst = ([f"{each:.2f}" for each in column] for column in zip(*found, strict=True))
+    shown, worst = ([f"{each:.4g}" for each in column] for column in zip(*found, strict=True))
     without = "" if balanced is None else " without cost="
     with_it = "".join(f", {share} with it" for share in waiting[1:])
     return (

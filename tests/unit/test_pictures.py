@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import audit_setups as setups
@@ -213,6 +214,15 @@ def test_a_bar_is_as_long_as_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drawn[:6] == [(0, 1), (3, 4), (7, 5), (0, 3), (3, 2), (7, 5)]
     assert hatched[:6] == [(1, 2), (7, 0), (12, 0), (3, 0), (5, 2), (12, 0)]
     assert drawn[light:] == drawn[:light]
+
+
+def test_the_picture_of_the_documentation_is_what_the_audit_draws() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    made = run_path(str(docs / "examples" / "loaders.py"))
+    *_, picture = pictures(made["texts"], 4, epochs=1, cost=made["tokens"])
+    for name in ("audit-light.svg", "audit-dark.svg"):
+        shown = [each.text for each in ElementTree.parse(docs / name).iter(f"{SVG}text")]  # noqa: S314 - ours
+        assert shown == texts(picture), "run nox -s pictures"
 
 
 def test_light_and_dark_differ_in_colours_alone() -> None:
