@@ -1,7 +1,6 @@
 """Deal a sampler's stream window by window, so that each step costs alike on all ranks, and then share it as always."""
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Self, TypeAlias, TypeVar
@@ -90,15 +89,21 @@ class DealtStream(Iterable[T]):
         dealing: How it is dealt.
         epoch: Which epoch it is.
         before: What other numbers of ranks have taken.
-        plans: The shares whose origins are recorded.
-
-    Attributes:
-        origins: For each plan, where the items of its share come from: their places in the sampler's stream.
+        plans: Whose shares will be taken.
+        note: Called for each window with the places in the sampler's stream from which the next items of each share
+            come.
     """
 
-    def __init__(self, stream: Iterator[T], dealing: Dealing, epoch: int, before: Done, plans: Sequence[Plan]) -> None:
-        self._dealing, self._epoch, self._plans = dealing, epoch, plans
-        self.origins: list[array[int]] = [array("q") for _ in plans]
+    def __init__(
+        self,
+        stream: Iterator[T],
+        dealing: Dealing,
+        epoch: int,
+        before: Done,
+        plans: Sequence[Plan],
+        note: Callable[[Sequence[np.ndarray[Any, Any]]], object],
+    ) -> None:
+        self._dealing, self._epoch, self._plans, self._note = dealing, epoch, plans, note
         *taken, (ranks, _) = worlds = [*(stint for stint in before if stint[1]), (plans[0].num_replicas, 0)]
         windows = _numbered(owned(stream), dealing.width(worlds[0][0]))
         for stage, (earlier, each) in enumerate(taken):
@@ -112,8 +117,7 @@ class DealtStream(Iterable[T]):
     def _recorded(self, window: _Window[T]) -> Sequence[T]:
         """Note where the items of a window come from, which has whole rounds unless it is the last one."""
         items, places = window
-        for plan, origins in zip(self._plans, self.origins, strict=True):
-            origins.frombytes(places[plan.rank :: plan.num_replicas].tobytes())
+        self._note([places[plan.rank :: plan.num_replicas] for plan in self._plans])
         return items
 
     def _dealt(self, windows: Iterator[_Window[T]], ranks: int, stage: int) -> Iterator[_Window[T]]:
