@@ -61,7 +61,7 @@ class Costs:
             return f"function {getattr(function, '__module__', kind.__module__)}.{name}"
         return f"{self.length} numbers, {hashlib.blake2b(self._each.tobytes(), digest_size=16).hexdigest()}"
 
-    def of(self, items: Sequence[Any], *, are_batches: bool = False) -> NDArray[np.float64]:
+    def of(self, items: Sequence[Any] | NDArray[Any], *, are_batches: bool = False) -> NDArray[np.float64]:
         """Return what each of some items of a stream costs: indices, or batches of indices.
 
         Args:
@@ -73,7 +73,8 @@ class Costs:
                 dataset nor a batch of such.
         """
         if self.function is not None:
-            return _checked(np.fromiter(map(self._given, items), np.float64, len(items)), items)
+            given: Sequence[Any] = items.tolist() if isinstance(items, np.ndarray) else items
+            return _checked(np.fromiter(map(self._given, given), np.float64, len(given)), given)
         indices = _as_indices(items)
         if indices is not None and indices.ndim == 1:
             return self._looked_up(indices)
@@ -143,10 +144,12 @@ def _checked(costs: NDArray[np.float64], items: Sequence[Any]) -> NDArray[np.flo
     return costs
 
 
-def _as_indices(items: Sequence[Any]) -> NDArray[Any] | None:
+def _as_indices(items: Sequence[Any] | NDArray[Any]) -> NDArray[Any] | None:
     """Return indices as an array: of one dimension, or of two for batches of equal size; None for all else."""
-    if not items or isinstance(items[0], tuple | str | bytes | Mapping):
-        return None if items else np.empty(0, np.int64)
+    if not len(items):
+        return np.empty(0, np.int64)
+    if isinstance(items[0], tuple | str | bytes | Mapping):
+        return None
     try:
         found = np.asarray(items)
     except (TypeError, ValueError, RuntimeError):  # of several sizes

@@ -4,14 +4,16 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
+
+import numpy as np
 
 from ddp_patch.costs import Costs
-from ddp_patch.options import Options
 from ddp_patch.plan import Batching, Done, Plan
-from ddp_patch.streams.chunks import own
-from ddp_patch.streams.dealing import deal
-from ddp_patch.streams.seeding import dealing_key
+from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.streams.chunks import owned
+from ddp_patch.streams.dealing import Dealt, as_it_came, deal
+from ddp_patch.streams.seeding import Seed, dealing_key
 
 __all__ = ["Dealing", "DealtStream"]
 
@@ -30,19 +32,22 @@ class Dealing:
         size: How many items a batch takes.
         steps: How many steps a window has.
         are_batches: Whether each item is a batch.
+        seed: What the random order of steps follows from, with the epoch.
     """
 
     costs: Costs
     size: int
     steps: int
     are_batches: bool
+    seed: Seed
 
     @classmethod
-    def of(cls, options: Options, batching: Batching, *, are_batches: bool) -> Self | None:
+    def of(cls, agreed: Agreed, batching: Batching, *, are_batches: bool) -> Self | None:
         """Return how a stream is dealt; None where it is not. A batch that is divided is dealt by itself."""
+        options = agreed.options
         if options.costs is None or options.divides_batches:
             return None
-        return cls(options.costs, batching.size, options.cost_window, are_batches)
+        return cls(options.costs, batching.size, options.cost_window, are_batches, agreed.seed)
 
     @property
     def described(self) -> dict[str, object]:
@@ -50,6 +55,28 @@ class Dealing:
         return {"cost": self.costs.described, "cost_of": self.costs.cost_of, "cost_window": self.steps} | (
             {} if self.are_batches else {"batch_size": self.size}
         )
+
+    def width(self, ranks: int) -> int:
+        """Return how many items a window has for so many ranks."""
+        return self.steps * ranks * self.size
+
+    def dealt(
+        self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, stage: int, window: int
+    ) -> Dealt:
+        """Return a window as it is dealt to so many ranks.
+
+        Args:
+            items: Its items.
+            ranks: How many ranks share them.
+            epoch: Which epoch it is.
+            stage: How many other numbers of ranks have taken a part of it before.
+            window: Which window of the rest it is.
+        """
+        if ranks == 1:  # nobody waits
+            return as_it_came(len(items))
+        costs = self.costs.of(items, are_batches=self.are_batches)
+        key = dealing_key(self.seed.value, epoch, stage, window)
+        return deal(costs, ranks, self.size, self.costs.cost_of, key)
 
 
 class DealtStream(Iterator[T]):
@@ -61,8 +88,7 @@ class DealtStream(Iterator[T]):
     Args:
         stream: The sampler's stream, begun.
         dealing: How it is dealt.
-        seed: What the order follows from,
-        epoch: together with this.
+        epoch: Which epoch it is.
         before: What other numbers of ranks have taken.
         plans: The shares whose origins are recorded.
 
@@ -70,12 +96,10 @@ class DealtStream(Iterator[T]):
         origins: For each plan, where the items of its share come from: their places in the sampler's stream.
     """
 
-    def __init__(
-        self, stream: Iterator[T], dealing: Dealing, seed: int, epoch: int, before: Done, plans: Sequence[Plan]
-    ) -> None:
-        self._dealing, self._seed, self._epoch, self._plans = dealing, seed, epoch, plans
+    def __init__(self, stream: Iterator[T], dealing: Dealing, epoch: int, before: Done, plans: Sequence[Plan]) -> None:
+        self._dealing, self._epoch, self._plans = dealing, epoch, plans
         self.origins: list[array[int]] = [array("q") for _ in plans]
-        placed: Iterator[_Placed[T]] = enumerate(map(own, stream))
+        placed: Iterator[_Placed[T]] = enumerate(owned(stream))
         taken = [stint for stint in before if stint[1]]
         for stage, (ranks, each) in enumerate(taken):
             dealt = (pair for window in self._dealt(placed, ranks, stage) for pair in window)
@@ -94,14 +118,11 @@ class DealtStream(Iterator[T]):
 
     def _dealt(self, placed: Iterator[_Placed[T]], ranks: int, stage: int) -> Iterator[Sequence[_Placed[T]]]:
         """Yield a stream's windows, each dealt to so many ranks."""
-        dealing = self._dealing
-        for number, window in enumerate(_windows(placed, dealing.steps * ranks * dealing.size)):
-            if ranks == 1:  # nobody waits
-                yield window
-                continue
-            costs = dealing.costs.of([item for _, item in window], are_batches=dealing.are_batches)
-            key = dealing_key(self._seed, self._epoch, stage, number)
-            yield [window[place] for place in deal(costs, ranks, dealing.size, dealing.costs.cost_of, key).tolist()]
+        for number, window in enumerate(_windows(placed, self._dealing.width(ranks))):
+            items = [item for _, item in window]
+            yield [
+                window[place] for place in self._dealing.dealt(items, ranks, self._epoch, stage, number).order.tolist()
+            ]
 
 
 def _windows(stream: Iterator[T], size: int) -> Iterator[list[T]]:

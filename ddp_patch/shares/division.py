@@ -71,7 +71,7 @@ class Division:
         if self._costs is None or self.origins is None:
             return own, repeated
         costs = self._costs.of(items.tolist() if isinstance(items, torch.Tensor | np.ndarray) else items)
-        dealt = deal_batch(costs, self._plan.num_replicas).tolist()
+        dealt = deal_batch(costs.tolist(), self._plan.num_replicas)
         places = [dealt[place] for place in own]
         self.origins.extend(self._samples + place for place in places)
         self._samples += len(items)

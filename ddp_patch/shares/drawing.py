@@ -38,7 +38,6 @@ class Epoch(Generic[T]):
         verify: Called at the end with how many items were drawn, and their fingerprint; None where nobody compares.
         keeps_sizes: Whether somebody wants to know how many samples the items have.
         dealing: How the stream is dealt, so that steps cost alike; None where it is shared as it comes.
-        seed: The seed in force.
     """
 
     sampler: Iterable[T]
@@ -55,7 +54,6 @@ class Epoch(Generic[T]):
     verify: Callable[[int, str], None] | None
     keeps_sizes: bool
     dealing: Dealing | None
-    seed: int
 
 
 class Stream(Generic[T]):
@@ -88,7 +86,7 @@ class Stream(Generic[T]):
             stream = _shuffled(stream, epoch.shuffle_seed, epoch.number)
         rest = plan.rest_of_stream(epoch.length, epoch.before)
         if epoch.dealing is not None:
-            stream = self.dealt = DealtStream(stream, epoch.dealing, epoch.seed, epoch.number, epoch.before, plans)
+            stream = self.dealt = DealtStream(stream, epoch.dealing, epoch.number, epoch.before, plans)
         elif epoch.before:
             stream = rest.select(stream)
         if self._sizes is not None:

@@ -55,8 +55,8 @@ class Led(Source[T]):
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
-        shares: Iterator[list[Any]] = self._sent(skip) if self._leader.draws else self._received()
-        return self._skipping(skip, shares if self.origins is None else self._noted(self.origins, shares))
+        shares = self._skipping(skip, self._sent(skip) if self._leader.draws else self._received())
+        return shares if self.origins is None else self._noted(self.origins, shares)
 
     def _sent(self, skip: int) -> Iterator[list[Any]]:
         shares: Iterator[list[list[Any]]] = self._stream.shares(self._plans, skip, self._found)
@@ -78,7 +78,7 @@ class Led(Source[T]):
                 done[place] += len(part)
             yield paired
 
-    def _noted(self, origins: "array[int]", shares: Iterator[list[tuple[int, T]]]) -> Iterator[list[T]]:
+    def _noted(self, origins: "array[int]", shares: Iterator[Sequence[Any]]) -> Iterator[list[T]]:
         for share in shares:
             origins.extend(place for place, _ in share if place >= 0)
             yield [item for _, item in share]

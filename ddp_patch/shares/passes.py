@@ -105,7 +105,7 @@ class Pass(Progress, Generic[T]):
         """
         if self._division is not None:
             return self._division.origins
-        return None if self.source.origins is None else self.source.origins[self.skip :]
+        return self.source.origins
 
     @property
     def begins_at(self) -> str:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, Self, TypeVar, cast
@@ -48,7 +49,7 @@ class ShardedSampler(EpochSampler[T]):
     def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ITEMS) -> None:
         if agreed.options.scalable_shuffle:
             stream = StreamFacts.of(scalable(stream.source, agreed.seed))
-        dealing = Dealing.of(agreed.options, batching, are_batches=self._gives_batches)
+        dealing = Dealing.of(agreed, batching, are_batches=self._gives_batches)
         facts = {
             "shared by": type(self).__name__,
             "shuffle_samples_between_gpus": shuffle,
@@ -233,7 +234,6 @@ class ShardedSampler(EpochSampler[T]):
             verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
             keeps_sizes=self.keeps_sizes and self._division is None,
             dealing=self._dealing,
-            seed=self.seed,
         )
         if leader is not None:
             from ddp_patch.shares.led import Led  # most trainings do without
@@ -242,7 +242,15 @@ class ShardedSampler(EpochSampler[T]):
             has_length = leader.draws and self._length_if_any(start.epoch) is not None
             turn = partial(self._turn, start.epoch)
             return Led(epoch, leader, turn, plans, start.held, self.held, has_length=has_length)
-        return LookedUp(epoch) if self._is_looked_up() else Drawn(epoch)
+        if not self._is_looked_up():
+            return Drawn(epoch)
+        if epoch.dealing is None:
+            return LookedUp(epoch)
+        from ddp_patch.shares.dealt_orders import DealtOrder, InOrder  # most trainings do without
+
+        if any(taken for _, taken in epoch.before):
+            return Drawn(replace(epoch, sampler=InOrder(epoch.sampler, epoch.number)))
+        return DealtOrder(epoch, epoch.dealing)
 
     def _require_steps(self, start: Place, length: int) -> None:
         """Refuse an epoch without steps. The rest of one may well have none."""
@@ -255,7 +263,7 @@ class ShardedSampler(EpochSampler[T]):
 
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
-        if self.agreed.leader is not None or self.shuffle or self._dealing or not has_order(self.sampler):
+        if self.agreed.leader is not None or self.shuffle or not has_order(self.sampler):
             return False
         # All that is drawn is compared, where it can be drawn.
         return has_computed_order(self.sampler) or not self.agreed.options.verify

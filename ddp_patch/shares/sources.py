@@ -31,8 +31,8 @@ class Source(Generic[T]):
         drawn: How many items of this rank's share were drawn, those that the pass skips included.
         held_before: What another rank said that the samplers held before the pass, where that one draws.
         held_after: What it said that they held after it.
-        origins: Where the items of this rank's share come from, skipped ones included and padding not: their places in
-            the sampler's stream. None where that follows from the plan.
+        origins: Where the items come from that ``parts`` has yielded, or will next, but for padding: their places in
+            the sampler's stream. None where these follow from the plan.
         sizes: How many samples each item of the pass has, all ranks' items in order and as far as they were drawn; None
             where this rank does not see them, or nobody wants to know.
     """
@@ -126,12 +126,17 @@ class LookedUp(Source[T]):
             self.sizes.add(0, batches=min(length, skip * plan.num_replicas))  # nobody asks for those that were done
             at = partial(self._looking_at_all, at, plan, length)
         yield from map(at, blocks(real[skip:rounds]))
-        if epoch.verify is not None and skip <= rounds:
-            told = range(0, order.length, max(1, order.length // COMPARED))
-            epoch.verify(order.length, fingerprint(order.at(told)))
+        self._verify(order, has_whole_rounds=skip <= rounds)
         yield from map(at, blocks(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
         yield padding[max(0, skip - len(real)) :]
         self._finish()
+
+    def _verify(self, order: Order, *, has_whole_rounds: bool) -> None:
+        """Compare the order with the other ranks', after the items that every rank has."""
+        verify = self._epoch.verify
+        if verify is not None and has_whole_rounds:
+            told = range(0, order.length, max(1, order.length // COMPARED))
+            verify(order.length, fingerprint(order.at(told)))
 
     def _looking_at_all(
         self, at: Callable[[range], Sequence[T]], plan: Plan, length: int, positions: range
@@ -171,16 +176,18 @@ class Drawn(Source[T]):
         # In runs, one rank would see another's batches steps later.
         self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None
         self._stream = Stream(epoch, stream, self.sizes)
+        self._skip = 0
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw on, and yield what is this rank's."""
+        self._skip = skip
         shares = self._stream.shares([self._epoch.plan], skip, self._found)
         return self._skipping(skip, (part for (part,) in shares))
 
     @property
     def origins(self) -> Sequence[int] | None:  # type: ignore[override]  # known once the stream is dealt
-        """Where the items of this rank's share come from; see ``Source``."""
-        return None if self._stream.dealt is None else self._stream.dealt.origins[0]
+        """Where the items come from; see ``Source``."""
+        return None if self._stream.dealt is None else self._stream.dealt.origins[0][self._skip :]
 
     def ends_within(self, items: int) -> bool:
         """Draw on, and tell whether at most so many items of the share are left."""

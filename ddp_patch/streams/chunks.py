@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-__all__ = ["MOST_AHEAD", "MOST_PLAIN", "Chunk", "begun", "draw", "own", "returns_itself"]
+__all__ = ["MOST_AHEAD", "MOST_PLAIN", "Chunk", "begun", "draw", "own", "owned", "returns_itself"]
 
 T = TypeVar("T")
 
@@ -174,6 +174,13 @@ class _Source:
 def _first(item: Any) -> Any:
     """Return what a list begins with; anything else itself."""
     return item[0] if type(item) is list and item else item
+
+
+def owned(stream: Iterator[T]) -> Iterator[T]:
+    """Yield copies of a stream's items; the items themselves where the first one shows that they are indices."""
+    first = list(islice(stream, 1))
+    yield from map(own, first)
+    yield from stream if first and isinstance(first[0], _IMMUTABLE) else map(own, stream)
 
 
 def own(item: Any) -> Any:

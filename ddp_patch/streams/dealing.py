@@ -6,6 +6,9 @@ the next ``size`` items of every rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,22 +18,43 @@ from ddp_patch.costs import CostOf
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # which takes long to import
 
-__all__ = ["deal", "deal_batch"]
-
-_PLACE_BITS = np.uint64(32)
-_PLACE = np.uint64(2**32 - 1)
+__all__ = ["Dealt", "as_it_came", "deal", "deal_batch"]
 
 
-def deal(
-    costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf, key: np.random.SeedSequence
-) -> NDArray[np.int64]:
-    """Return an order of a window's items in which the batches of each step cost alike.
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """A window as it is dealt.
+
+    Attributes:
+        steps: Which items each batch of each step has, shape (steps, ranks, items), in any order within a batch.
+        last: The same of a last step that does not fill its batches, shape (0 or 1, ranks, items).
+        left: What does not fill a round, shape (items,).
+    """
+
+    steps: NDArray[np.int64]
+    last: NDArray[np.int64]
+    left: NDArray[np.int64]
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """The order for interleaved sharing."""
+        in_order = [np.sort(steps, axis=2).swapaxes(1, 2).reshape(-1) for steps in (self.steps, self.last)]
+        return np.concatenate([*in_order, self.left])
+
+    def of_rank(self, rank: int) -> NDArray[np.int64]:
+        """Return what a rank takes of the order."""
+        own = [np.sort(steps[:, rank], axis=1).reshape(-1) for steps in (self.steps, self.last)]
+        return np.concatenate([*own, self.left[rank : rank + 1]])
+
+
+def deal(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf, key: np.random.SeedSequence) -> Dealt:
+    """Deal the items of a window so that the batches of each step cost alike.
 
     The steps come in a random order, and so do the batches within each. A batch has its items in the order in which
     they came. What does not fill a step comes last, and what does not fill a round of it after all else, as it came.
 
     Args:
-        costs: What each item costs, at least 0, shape (items,); fewer than 2**32.
+        costs: What each item costs, at least 0, shape (items,).
         ranks: How many ranks share the items.
         size: How many items a batch has; 1 where each is a whole batch.
         cost_of: What a batch costs: the ``"sum"`` of its items, or where these are ``"padded"`` to the longest, the
@@ -38,14 +62,14 @@ def deal(
         key: What the random order follows from.
 
     Returns:
-        The items' places in the window, in the order in which they are dealt.
+        The items' places in the window, as they are dealt.
 
     Examples:
         >>> key = np.random.SeedSequence(0)
-        >>> order = deal(np.array([1.0, 9, 2, 8, 5, 5, 4, 6]), ranks=2, size=2, cost_of="sum", key=key)
-        >>> order.reshape(2, 2, 2).swapaxes(1, 2).tolist()  # steps, ranks, items
-        [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-        >>> deal(np.array([1.0, 9, 2, 8, 5, 5, 4, 6]), ranks=2, size=1, cost_of="sum", key=key).tolist()
+        >>> dealt = deal(np.array([1.0, 9, 2, 8, 5, 5, 4, 6]), ranks=2, size=2, cost_of="sum", key=key)
+        >>> [dealt.of_rank(rank).tolist() for rank in range(2)]
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
+        >>> deal(np.array([1.0, 9, 2, 8, 5, 5, 4, 6]), ranks=2, size=1, cost_of="sum", key=key).order.tolist()
         [2, 0, 4, 6, 7, 5, 3, 1]
 
     Source:
@@ -61,44 +85,45 @@ def deal(
     whole = len(costs) // (ranks * size) * ranks * size
     over = (len(costs) - whole) // ranks  # rounds of the last step, which is no whole one
     random = np.random.PCG64(key)
-    steps = _steps(costs[:whole], ranks, size, cost_of)
-    last = whole + _steps(costs[whole : whole + over * ranks], ranks, over, cost_of)
-    left = np.arange(whole + over * ranks, len(costs))
-    return np.concatenate([_interleaved(steps, random), _interleaved(last, random), left])
+    steps = _shuffled(_steps(costs[:whole], ranks, size, cost_of), random)
+    last = whole + _shuffled(_steps(costs[whole : whole + over * ranks], ranks, over, cost_of), random)
+    return Dealt(steps, last, np.arange(whole + over * ranks, len(costs)))
 
 
-def deal_batch(costs: NDArray[np.float64], ranks: int) -> NDArray[np.int64]:
+def as_it_came(items: int) -> Dealt:
+    """Return a window of one rank, which has its order already."""
+    return Dealt(np.arange(items).reshape(-1, 1, 1), np.empty((0, 1, 0), np.int64), np.empty(0, np.int64))
+
+
+def deal_batch(costs: Sequence[float], ranks: int) -> list[int]:
     """Return an order of one batch's samples in which the ranks' parts of it cost alike in sum.
 
     Args:
-        costs: What each sample costs, at least 0, shape (samples,); fewer than 2**32.
+        costs: What each sample costs, at least 0.
         ranks: How many ranks share the batch. The first of them get a sample more where it does not come out even.
 
     Returns:
         The samples' places in the batch, for interleaved sharing.
 
     Examples:
-        >>> order = deal_batch(np.array([9.0, 5, 5, 3, 1]), ranks=2)
-        >>> [order[rank::2].tolist() for rank in range(2)]
+        >>> order = deal_batch([9.0, 5, 5, 3, 1], ranks=2)
+        >>> [order[rank::2] for rank in range(2)]
         [[1, 2, 4], [0, 3]]
 
     Source:
-        As in ``deal``.
+        As in ``deal``. Plain numbers, because a batch is too short for arrays to be faster.
     """
-    costs = _scaled(costs)
-    whole, over = divmod(len(costs), ranks)
-    dearest_first = _ascending(costs)[::-1]
-    parts, sums = _filled(costs, dearest_first[: whole * ranks], ranks)
-    by_sum = _ascending(sums)
-    parts, last = parts[by_sum], dearest_first[whole * ranks :]  # the cheapest samples, to the cheapest parts
-    longer = np.sort(np.concatenate([parts[:over], last[:, None]], axis=1), axis=1)
-    shorter = np.sort(parts[over:], axis=1)
+    dearest_first = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    sums = [0.0] * ranks
+    for start in range(0, len(costs), ranks):
+        least_first = sorted(range(ranks), key=sums.__getitem__)
+        for sample, part in zip(dearest_first[start : start + ranks], least_first, strict=False):
+            parts[part].append(sample)
+            sums[part] += costs[sample]
     # Whichever part has the first sample goes to the first rank: no rank has the dearest part each time.
-    longer, shorter = (part[np.argsort(part[:, 0])] if part.size else part for part in (longer, shorter))
-    if not over:
-        return shorter.T.reshape(-1)
-    rounds = np.concatenate([longer[:, :whole], shorter]).T.reshape(-1)
-    return np.concatenate([rounds, longer[:, whole]])
+    parts = sorted(map(sorted, parts), key=lambda part: (-len(part), part))
+    return [sample for samples in zip_longest(*parts) for sample in samples if sample is not None]
 
 
 def _steps(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf) -> NDArray[np.int64]:
@@ -109,7 +134,7 @@ def _steps(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf) -
     if cost_of == "sum" and size > 1:
         batches, sums = _filled(costs, dearest_first, len(costs) // size)
         dearest_first = batches[_ascending(sums)[::-1]]
-    return np.sort(dearest_first.reshape(-1, ranks, size), axis=2)
+    return dearest_first.reshape(-1, ranks, size)
 
 
 def _filled(
@@ -119,21 +144,21 @@ def _filled(
 
     Layer by layer, from the dearest items on, the dearest item of a layer goes to the batch with the least so far.
     """
-    layers = dearest_first.reshape(-1, batches)
-    filled, sums = np.empty((batches, len(layers)), np.int64), np.zeros(batches)
+    layers, costs_of = dearest_first.reshape(-1, batches), costs[dearest_first].reshape(-1, batches)
+    filled, sums = np.empty_like(layers), np.zeros(batches)
     for place, layer in enumerate(layers):
         least_first = _ascending(sums)
-        filled[least_first, place] = layer
-        sums[least_first] += costs[layer]
-    return filled, sums
+        filled[place, least_first] = layer
+        sums[least_first] += costs_of[place]
+    return filled.T, sums
 
 
-def _interleaved(steps: NDArray[np.int64], random: np.random.PCG64) -> NDArray[np.int64]:
-    """Return the order that gives each rank a batch of each step, of steps and batches in a random order."""
+def _shuffled(steps: NDArray[np.int64], random: np.random.PCG64) -> NDArray[np.int64]:
+    """Return steps in a random order, and the batches of each, too."""
     number, ranks, _ = steps.shape
     order = np.argsort(random.random_raw(number))
     of_ranks = np.argsort(random.random_raw(number * ranks).reshape(number, ranks), axis=1)
-    return steps[order[:, None], of_ranks].swapaxes(1, 2).reshape(-1)
+    return steps[order[:, None], of_ranks]
 
 
 def _scaled(costs: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -144,10 +169,12 @@ def _scaled(costs: NDArray[np.float64]) -> NDArray[np.float64]:
 def _ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the places of some values in ascending order, and of equal ones as they come; faster than ``argsort``.
 
-    It must not depend on the machine, so no two things that are sorted are equal: each has its place in it. The bits
-    of floats that are not negative sort as the floats do. Single precision will do: what it takes for equal is.
+    It must not depend on the machine, so no two things that are sorted are equal: each has its place in it, instead of
+    its last bits. The bits of floats that are not negative sort as the floats do.
     """
-    bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
-    keyed = (bits << _PLACE_BITS) | np.arange(len(values), dtype=np.uint64)
+    places = np.uint64((1 << len(values).bit_length()) - 1)
+    keyed = np.ascontiguousarray(values).view(np.uint64) & ~places
+    keyed |= np.arange(len(values), dtype=np.uint64)
     keyed.sort()
-    return (keyed & _PLACE).astype(np.int64)
+    keyed &= places
+    return keyed.view(np.int64)

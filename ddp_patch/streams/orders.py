@@ -60,6 +60,8 @@ class Order:
         at: Returns the items at some positions, all in ``range(length)``. Positions must increase, also from call to
             call.
         finish: Draws what the sampler draws after its last item.
+        array: Returns them as an array, shape (items,) or for batches of equal size (items, size); None where they are
+            no such indices.
         sizes: Returns how many samples the batches at some positions have, and how many batches have that size, in
             runs; None where only the batches themselves show it.
     """
@@ -67,7 +69,14 @@ class Order:
     length: int
     at: Callable[[range], Sequence[Any]]
     finish: Callable[[], object] = lambda: None
+    array: Callable[[range], NDArray[Any] | None] = lambda _: None
     sizes: Callable[[range], Sequence[tuple[int, int]]] | None = None
+
+    def items(self) -> Iterator[Any]:
+        """Yield all items, then draw what the sampler draws after its last one."""
+        for positions in blocks(range(self.length)):
+            yield from self.at(positions)
+        self.finish()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +94,7 @@ class _TorchSampler:
 
 
 def _sequential_order(sampler: SequentialSampler) -> Order:
-    return Order(len(sampler.data_source), lambda positions: positions)
+    return Order(len(sampler.data_source), lambda positions: positions, array=_as_array)
 
 
 def _random_order(sampler: RandomSampler) -> Order:
@@ -201,7 +210,12 @@ def _in_batches(items: Order, size: int, drop_last: bool) -> Order:
         whole = max(0, min(positions.stop, length // size) - positions.start)
         return [(size, whole), (length % size, len(positions) - whole)]
 
-    return Order(length // size if drop_last else -(-length // size), at, items.finish, sizes)
+    def array(positions: range) -> NDArray[Any] | None:
+        whole = positions.step == 1 and positions.stop * size <= length
+        samples = items.array(range(positions.start * size, positions.stop * size)) if whole else None
+        return None if samples is None else samples.reshape(-1, size)
+
+    return Order(length // size if drop_last else -(-length // size), at, items.finish, array, sizes)
 
 
 def spread(values: Any) -> list[Any]:
@@ -243,11 +257,15 @@ def _integers(n: int) -> torch.dtype:
 
 
 def _drawn(order: torch.Tensor, finish: Callable[[], object] = lambda: None) -> Order:
-    return Order(len(order), partial(_read, order), finish)
+    return Order(len(order), partial(_read, order), finish, lambda positions: _cut(order, positions).numpy())
 
 
 def _read(order: torch.Tensor, positions: range) -> list[int]:
-    return cast(list[int], order[positions.start : positions.stop : positions.step].tolist())
+    return cast(list[int], _cut(order, positions).tolist())
+
+
+def _cut(order: torch.Tensor, positions: range) -> torch.Tensor:
+    return order[positions.start : positions.stop : positions.step]
 
 
 def _looked_up(sampler: RandomAccess, epoch: int, positions: range) -> list[Any]:
@@ -286,9 +304,7 @@ class ScalableShuffle(Sampler[int]):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
-        order = self.order(self.epoch)
-        for positions in blocks(range(order.length)):
-            yield from order.at(positions)
+        return self.order(self.epoch).items()
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that iterating yields."""
@@ -301,11 +317,15 @@ class ScalableShuffle(Sampler[int]):
         n = len(sampler.data_source if isinstance(sampler, RandomSampler) else sampler.indices)
         permutation = Permutation(n, shuffle_key(self._seed.value, epoch))
 
+        def array(positions: range) -> NDArray[np.int64]:
+            return permutation(_as_array(positions))
+
         def at(positions: range) -> list[int]:
-            places: list[int] = permutation(_as_array(positions)).tolist()
+            places: list[int] = array(positions).tolist()
             return places if indices is None else [indices[place] for place in places]
 
-        return Order(min(n, len(self.sampler)), at)
+        length = min(n, len(self.sampler))
+        return Order(length, at, array=array) if indices is None else Order(length, at)
 
 
 def scalable(sampler: Any, seed: Seed) -> Sampler[Any]:

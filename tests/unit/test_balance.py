@@ -412,8 +412,6 @@ def test_what_cannot_hold_is_refused(given: Any, options: dict[str, Any], facts:
     ],
 )
 def test_what_has_no_cost_is_named_when_it_comes(sampler: Any, cost: Any, facts: Any) -> None:
-    one = balanced(
-        of(2 if callable(cost) else N, 1, sampler=sampler), cost=cost
-    )
+    one = balanced(of(2 if callable(cost) else N, 1, sampler=sampler), cost=cost)
     with raises(InvalidOptionError, facts):
         list(one)

@@ -1,0 +1,160 @@
+"""Real gloo ranks whose steps cost alike: all ways to draw, outputs in order, and what is told of costs that differ."""
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from messages import assert_tells
+from quick import run_ranks
+from torch.utils.data import DataLoader, RandomSampler, Sampler
+from zoo import Indices, as_it_is, loader, seed_ambient
+
+from ddp_patch import (
+    DDPPatchError,
+    gather_in_order,
+    iter_with_weights,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
+
+N = 53
+COSTS = np.random.default_rng(0).lognormal(2, 1, N)
+
+
+class Unequal(Sampler[list[int]]):
+    """Batches of 1 to 9 samples, drawn anew in each epoch, of which one process alone knows how many there are."""
+
+    def __iter__(self) -> Any:
+        indices = torch.randperm(N).tolist()
+        while indices:
+            size = int(torch.randint(1, 10, ()))
+            yield indices[:size]
+            indices = indices[size:]
+
+
+def makes() -> dict[str, DataLoader[Any]]:
+    return {
+        "looked up": DataLoader(Indices(N), 3, sampler=RandomSampler(range(N)), collate_fn=as_it_is),
+        "in order": DataLoader(Indices(N), 3, collate_fn=as_it_is),
+        "drawn": DataLoader(Indices(N), 3, sampler=[*range(N)], collate_fn=as_it_is),
+        "whole batches": DataLoader(Indices(N), batch_sampler=Unequal(), collate_fn=as_it_is),
+    }
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"uneven": "keep"},
+    {"uneven": "drop"},
+    {"verify": True},
+    {"agreement": "leader"},
+    {"agreement": "leader", "uneven": "keep"},
+    {"share": "within_batches"},
+    {"share": "within_batches", "agreement": "leader", "uneven": "keep"},
+]
+
+
+def passing(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
+    """A whole pass, and the rest of the next one, resumed: what was given, and the outputs as all ranks gather them."""
+    found = {}
+    for way in WAYS:
+        for name, given in makes().items():
+            seed_ambient(rank)
+            options: dict[str, Any] = {"seed": 3, "timeout": 60, "cost": COSTS, "cost_window": 2, **way}
+            one = patch_dataloader_to_ddp(given, **options)
+            batches = list(one)
+            gathered = gather_in_order(_rows(batches, name, options), one)
+            step = 2 if len(batches) > 3 else 1
+            iterator = iter(one)
+            for _ in range(step):
+                next(iterator)
+            again = patch_dataloader_to_ddp(makes()[name], **options)
+            restore_loader(again, loader_state(one, batches_done=step))
+            rest = list(again)
+            of_rest = gather_in_order({"of": _rows(rest, name, options)}, again)
+            found[str(way), name] = (len(batches), gathered, of_rest["of"], rest == list(iterator))
+    return found
+
+
+def _rows(batches: list[Any], name: str, options: Any) -> Any:
+    """One row for each sample, or for each of the batches that are shared whole."""
+    if name == "whole batches" and "share" not in options:
+        return batches
+    return torch.tensor([*chain.from_iterable(batches)], dtype=torch.int64)
+
+
+def alone(name: str, way: dict[str, Any]) -> list[list[Any]]:
+    """Two epochs of one process, as rows."""
+    seed_ambient(0)
+    one = patch_dataloader_to_ddp(makes()[name], rank=0, num_replicas=1, seed=3)
+    epochs = [list(one), list(one)]
+    is_whole = name == "whole batches" and "share" not in way
+    return epochs if is_whole else [[*chain.from_iterable(batches)] for batches in epochs]
+
+
+def test_outputs_come_in_the_order_of_one_process() -> None:
+    world_size = 3
+    ranks = run_ranks(passing, world_size)
+    for way in WAYS:
+        for name in makes():
+            first, second = alone(name, way)
+            of_ranks = [found[str(way), name] for found in ranks]
+            for _, gathered, of_rest, goes_on in of_ranks:
+                rows, rest = list(map(plain, gathered)), list(map(plain, of_rest))
+                is_cut = way.get("uneven") == "drop"
+                assert len(rows) == len(first) // world_size * world_size if is_cut else len(first)
+                assert rows == [row for row in first if row in rows], (way, name)
+                assert rest == [row for row in second if row in rest], (way, name)
+                assert 0 < len(rest) < len(second)
+                assert goes_on
+            steps = {batches for batches, *_ in of_ranks}
+            assert max(steps) - min(steps) <= (way.get("uneven") == "keep")
+
+
+def plain(row: Any) -> Any:
+    return row.tolist() if isinstance(row, torch.Tensor) else row
+
+
+def refusing(rank: int, world_size: int) -> list[str]:
+    """What each rank is told of costs that differ, or that one rank's are wrong."""
+    heard = []
+    others: list[dict[str, Any]] = [
+        {"cost": COSTS if rank else COSTS[::-1]},
+        {"cost": COSTS if rank else [*COSTS[:-1], -1.0]},
+        {"cost": COSTS if rank else None},
+        {"cost": COSTS, "cost_window": 2 + rank},
+        {"cost": lambda index: float(index + rank)},
+        {"cost": lambda index: float("nan") if rank else 1.0},
+    ]
+    for options in others:
+        try:
+            patch_dataloader_to_ddp(DataLoader(Indices(N), 2), timeout=60, **options)
+            heard.append("nothing")
+        except DDPPatchError as error:
+            heard.append(f"{type(error).__name__}: {error}")
+    return heard
+
+
+def test_costs_that_differ_are_told_at_the_patch() -> None:
+    for rank, heard in enumerate(run_ranks(refusing, 2)):
+        same, wrong, missing, window, function, nan = heard
+        for text in (same, missing, window, function):
+            assert text.startswith("RankMismatchError"), text
+            assert "cost" in text
+        assert "-1.0" in wrong
+        assert wrong.startswith("RankMismatchError" if rank else "InvalidOptionError")
+        assert "nan" in nan
+        assert nan.startswith("InvalidOptionError" if rank else "RankMismatchError")
+    assert_tells(window, ("cost_window", "2", "3"))
+
+
+def weighing(rank: int, world_size: int) -> list[float]:
+    seed_ambient(rank)
+    one = patch_dataloader_to_ddp(loader(batch_sampler=Unequal()), seed=3, timeout=60, cost=len, cost_window=3)
+    return [float(weights.sum()) for _, weights in iter_with_weights(one, dtype=torch.float64)]
+
+
+def test_weights_of_dealt_batches_sum_to_the_ranks() -> None:
+    for steps in zip(*run_ranks(weighing, 3), strict=True):
+        assert abs(sum(steps) - 3) < 1e-9
