@@ -31,7 +31,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.costs import CostOf
 from ddp_patch.options import COST_WINDOW
-from ddp_patch.streams.dealing import deal
+from ddp_patch.streams.dealing import deal, deal_batch
 from ddp_patch.streams.seeding import dealing_key
 
 PAGE = Path(__file__).parents[1] / "docs" / "balance.md"
@@ -40,7 +40,7 @@ RANKS, WINDOWS, DRAWING_RANKS = (2, 8, 64, 1024), (16, 64, 128, 256, 1024), (8, 
 STEPS = 4 * COST_WINDOW
 
 Costs: TypeAlias = NDArray[np.float64]
-Make: TypeAlias = Callable[[NDArray[np.int64]], Any]
+Make: TypeAlias = Callable[[NDArray[np.int64], int], Any]
 
 
 @dataclass(frozen=True)
@@ -74,20 +74,20 @@ class TokenBatches(Sampler[list[int]]):
         yield batch
 
 
-def plain(lengths: NDArray[np.int64]) -> Any:
+def plain(lengths: NDArray[np.int64], size: int) -> Any:
     """A shuffled loader."""
-    return DataLoader(Numbers(len(lengths)), BATCH, shuffle=True)
+    return DataLoader(Numbers(len(lengths)), size, shuffle=True)
 
 
-def by_tokens(lengths: NDArray[np.int64]) -> Any:
+def by_tokens(lengths: NDArray[np.int64], _: int) -> Any:
     """A loader with a batch sampler by tokens."""
     batches = TokenBatches(lengths, max(int(TOKENS * lengths.mean()), int(lengths.max())))
     return DataLoader(Numbers(len(lengths)), batch_sampler=batches)
 
 
-def by_length(lengths: NDArray[np.int64]) -> Any:
+def by_length(lengths: NDArray[np.int64], size: int) -> Any:
     """A loader with the sampler of Hugging Face's Trainer that groups by length."""
-    return DataLoader(Numbers(len(lengths)), BATCH, sampler=LengthGroupedSampler(BATCH, lengths=lengths.tolist()))
+    return DataLoader(Numbers(len(lengths)), size, sampler=LengthGroupedSampler(size, lengths=lengths.tolist()))
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ class Kind:
     def patched(self, lengths: NDArray[np.int64], rank: int, ranks: int, **options: Any) -> Any:
         """Return a rank's loader."""
         world: Any = {"rank": rank, "num_replicas": ranks, "share": self.share, "seed": 0}
-        return patch_dataloader_to_ddp(self.make(lengths), **world, **options)
+        size = BATCH * ranks if self.share == "within_batches" else BATCH
+        return patch_dataloader_to_ddp(self.make(lengths, size), **world, **options)
 
     def balanced(self, lengths: NDArray[np.int64], rank: int, ranks: int) -> Any:
         """Return a rank's loader, dealt."""
@@ -124,6 +125,7 @@ class Kind:
 KINDS = [
     Kind("samples, packed", plain),
     Kind("samples, padded", plain, "padded"),
+    Kind("each batch divided, packed", plain, share="within_batches"),
     Kind("whole batches, packed", plain, share="batches"),
     Kind("whole batches, padded", plain, "padded", "batches"),
     Kind("batches by tokens", by_tokens, "padded", "batches"),
@@ -165,10 +167,17 @@ def dealt(costs: Costs, ranks: int, size: int, cost_of: CostOf, window: int) -> 
     items = window * ranks * size
     return np.concatenate(
         [
-            start + deal(costs[start : start + items], ranks, size, cost_of, dealing_key(0, 0, 0, number))
+            start + deal(costs[start : start + items], ranks, size, cost_of, dealing_key(0, 0, 0, number)).order
             for number, start in enumerate(range(0, len(costs), items))
         ]
     )
+
+
+def divided(costs: Costs, ranks: int) -> NDArray[np.int64]:
+    """Return the order of a stream of which each batch is divided so that the parts cost alike."""
+    begins = range(0, len(costs), BATCH * ranks)
+    orders = [deal_batch(costs[begin : begin + BATCH * ranks].tolist(), ranks) for begin in begins]
+    return np.concatenate([begin + np.array(order) for begin, order in zip(begins, orders, strict=True)])
 
 
 def costs_of(costs: Costs, ranks: int, size: int, cost_of: CostOf) -> Costs:
@@ -203,7 +212,10 @@ class Stream:
     def figures(self, ranks: int) -> tuple[Costs, Costs]:
         """Return what batches cost, today and balanced."""
         costs = self.costs[: STEPS * ranks * self.size]
-        order = dealt(costs, ranks, self.size, self.kind.cost_of, COST_WINDOW)
+        if self.kind.share == "within_batches":
+            order = divided(costs, ranks)
+        else:
+            order = dealt(costs, ranks, self.size, self.kind.cost_of, COST_WINDOW)
         self.require_same(order, ranks)
         measured = partial(costs_of, ranks=ranks, size=self.size, cost_of=self.kind.cost_of)
         return measured(costs), measured(costs[order])
@@ -245,7 +257,7 @@ def windows_table(largest: int) -> list[list[str]]:
     """Return how a window's size matters: plain arithmetic, of which the patch is not asked."""
     rows = [["lengths", "shared", "ranks", "today", *map(str, WINDOWS)]]
     for name in ("lognormal, sigma 0.5", "lognormal, sigma 1", "docstrings"):
-        for kind in KINDS[:3]:
+        for kind in (KIND["samples, packed"], KIND["samples, padded"], KIND["whole batches, packed"]):
             for ranks in RANKS[1:]:
                 lengths = drawn(name, BATCH * ranks * largest).astype(float)
                 size = 1 if kind.are_batches else BATCH
@@ -260,13 +272,13 @@ def windows_table(largest: int) -> list[list[str]]:
     return rows
 
 
-def shuffled_by_python(lengths: NDArray[np.int64]) -> Any:
+def shuffled_by_python(lengths: NDArray[np.int64], size: int) -> Any:
     """A loader with a sampler that nobody knows, and that therefore is drawn whole on each rank."""
 
     class Own(RandomSampler):
         pass
 
-    return DataLoader(Numbers(len(lengths)), BATCH, sampler=Own(Numbers(len(lengths))))
+    return DataLoader(Numbers(len(lengths)), size, sampler=Own(Numbers(len(lengths))))
 
 
 DRAWING = [
@@ -317,7 +329,7 @@ def memory_table(sizes: Iterable[int]) -> list[list[str]]:
             *(f"{ranks} ranks: {what}" for ranks in DRAWING_RANKS for what in ("today", "balanced")),
         ]
     ]
-    in_order = Kind("in order", lambda lengths: DataLoader(Numbers(len(lengths)), BATCH))
+    in_order = Kind("in order", lambda lengths, size: DataLoader(Numbers(len(lengths)), size))
     for n in sizes:
         lengths, cells = drawn("lognormal, sigma 0.5", n), []
         for ranks in DRAWING_RANKS:
