@@ -95,10 +95,9 @@ def _origins(batches: Batches, arrangement: Arrangement, members: Members) -> np
     own = None if batches.sampler.latest is None else batches.sampler.latest.origins
     if own is None:
         return None
-    rows = np.array(own, np.int64)
-    form, name = structure_of(rows), f"{arrangement.name}/origins"
+    form, name = structure_of(own), f"{arrangement.name}/origins"
     of_all = replace(arrangement, structure=form, pickled=[{} for _ in arrangement.pickled], name=name)
-    return cast("np.ndarray[Any, Any] | None", gathered(rows, {}, members, of_all))
+    return cast("np.ndarray[Any, Any] | None", gathered(own, {}, members, of_all))
 
 
 def _reordered(outputs: Any, order: np.ndarray[Any, Any]) -> Any:

@@ -1,9 +1,8 @@
 """Deal a sampler's stream window by window, so that each step costs alike on all ranks, and then share it as always."""
 
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -19,8 +18,8 @@ __all__ = ["Dealing", "DealtStream"]
 
 T = TypeVar("T")
 
-# An item with its place in the stream as the sampler gives it.
-_Placed: TypeAlias = tuple[int, T]
+# Items, and their places in the stream as the sampler gives it.
+_Window: TypeAlias = tuple[Sequence[T], np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Dealing:
         return deal(costs, ranks, self.size, self.costs.cost_of, key)
 
 
-class DealtStream(Iterator[T]):
+class DealtStream(Iterable[T]):
     """What is left of a stream, dealt for the ranks that share it now.
 
     A window is drawn as soon as its first item is asked for. Where other numbers of ranks have taken a part, the stream
@@ -90,52 +89,71 @@ class DealtStream(Iterator[T]):
         dealing: How it is dealt.
         epoch: Which epoch it is.
         before: What other numbers of ranks have taken.
-        plans: The shares whose origins are recorded.
-
-    Attributes:
-        origins: For each plan, where the items of its share come from: their places in the sampler's stream.
+        plans: Whose shares will be taken.
+        note: Called for each window with the places in the sampler's stream from which the next items of each share
+            come.
     """
 
-    def __init__(self, stream: Iterator[T], dealing: Dealing, epoch: int, before: Done, plans: Sequence[Plan]) -> None:
-        self._dealing, self._epoch, self._plans = dealing, epoch, plans
-        self.origins: list[array[int]] = [array("q") for _ in plans]
-        placed: Iterator[_Placed[T]] = enumerate(owned(stream))
-        taken = [stint for stint in before if stint[1]]
-        for stage, (ranks, each) in enumerate(taken):
-            dealt = (pair for window in self._dealt(placed, ranks, stage) for pair in window)
-            placed = islice(dealt, ranks * each, None)
-        self._items = self._recorded(self._dealt(placed, plans[0].num_replicas, len(taken)))
+    def __init__(
+        self,
+        stream: Iterator[T],
+        dealing: Dealing,
+        epoch: int,
+        before: Done,
+        plans: Sequence[Plan],
+        note: Callable[[Sequence[np.ndarray[Any, Any]]], object],
+    ) -> None:
+        self._dealing, self._epoch, self._plans, self._note = dealing, epoch, plans, note
+        *taken, (ranks, _) = worlds = [*(stint for stint in before if stint[1]), (plans[0].num_replicas, 0)]
+        windows = _numbered(owned(stream), dealing.width(worlds[0][0]))
+        for stage, (earlier, each) in enumerate(taken):
+            dealt = self._dealt(windows, earlier, stage)
+            windows = _without(dealt, earlier * each, dealing.width(worlds[stage + 1][0]))
+        self._windows = self._dealt(windows, ranks, len(taken))
 
-    def __next__(self) -> T:
-        return next(self._items)
+    def __iter__(self) -> Iterator[T]:
+        return chain.from_iterable(map(self._recorded, self._windows))
 
-    def _recorded(self, windows: Iterator[Sequence[_Placed[T]]]) -> Iterator[T]:
-        # A window has whole rounds, but for the last one.
-        for window in windows:
-            for plan, origins in zip(self._plans, self.origins, strict=True):
-                origins.extend(place for place, _ in window[plan.rank :: plan.num_replicas])
-            yield from (item for _, item in window)
+    def _recorded(self, window: _Window[T]) -> Sequence[T]:
+        """Note where the items of a window come from, which has whole rounds unless it is the last one."""
+        items, places = window
+        self._note([places[plan.rank :: plan.num_replicas] for plan in self._plans])
+        return items
 
-    def _dealt(self, placed: Iterator[_Placed[T]], ranks: int, stage: int) -> Iterator[Sequence[_Placed[T]]]:
-        """Yield a stream's windows, each dealt to so many ranks."""
-        for number, window in enumerate(_windows(placed, self._dealing.width(ranks))):
-            items = [item for _, item in window]
-            yield [
-                window[place] for place in self._dealing.dealt(items, ranks, self._epoch, stage, number).order.tolist()
-            ]
+    def _dealt(self, windows: Iterator[_Window[T]], ranks: int, stage: int) -> Iterator[_Window[T]]:
+        """Deal a stream's windows to so many ranks."""
+        for number, (items, places) in enumerate(windows):
+            order = self._dealing.dealt(items, ranks, self._epoch, stage, number).order
+            yield list(map(items.__getitem__, order.tolist())), places[order]
 
 
-def _windows(stream: Iterator[T], size: int) -> Iterator[list[T]]:
+def _numbered(stream: Iterator[T], width: int) -> Iterator[_Window[T]]:
+    """Cut a stream into windows, and number its items."""
+    start = 0
+    for items in _cut(stream, width):
+        yield items, np.arange(start, start + len(items), dtype=np.int64)
+        start += len(items)
+
+
+def _without(windows: Iterator[_Window[T]], taken: int, width: int) -> Iterator[_Window[T]]:
+    """Leave out the first items of a dealt stream, and cut the rest into other windows."""
+    numbered = chain.from_iterable(zip(items, places.tolist(), strict=True) for items, places in windows)
+    for window in _cut(islice(numbered, taken, None), width):
+        items, places = zip(*window, strict=True)
+        yield items, np.array(places, np.int64)
+
+
+def _cut(stream: Iterator[T], width: int) -> Iterator[list[T]]:
     """Cut a stream into windows. What came before an exception is a window, too."""
     failure: Exception | None = None
     is_ended = False
     while not is_ended:
         window: list[T] = []
         try:
-            window.extend(islice(stream, size))
+            window.extend(islice(stream, width))
         except Exception as error:  # noqa: BLE001 - the user's own, raised in its place
             failure = error
-        is_ended = len(window) < size
+        is_ended = len(window) < width
         if window:
             yield window
         if failure is not None:

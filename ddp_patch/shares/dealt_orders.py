@@ -1,7 +1,6 @@
 """How a pass gets its items where they are dealt, and looked up: one window of the epoch's order at a time."""
 
 import sys
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -9,6 +8,7 @@ import numpy as np
 
 from ddp_patch.shares.dealing import Dealing
 from ddp_patch.shares.drawing import Epoch
+from ddp_patch.shares.origins import Origins
 from ddp_patch.shares.sizes import Sizes, size_of
 from ddp_patch.shares.sources import LookedUp
 from ddp_patch.streams.dealing import Dealt, as_it_came
@@ -32,7 +32,7 @@ class DealtOrder(LookedUp[T]):
     def __init__(self, epoch: Epoch[T], dealing: Dealing) -> None:
         super().__init__(epoch)
         self._dealing = dealing
-        self.origins: array[int] = array("q")
+        self.origins: Origins = Origins()
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw the order, and yield this rank's items window by window."""
@@ -56,7 +56,7 @@ class DealtOrder(LookedUp[T]):
         for number in range(first, windows.count):
             own = windows.dealt(number).of_rank(plan.rank)[: len(real) - done]
             taken = own[max(0, skip - done) :]
-            self.origins.frombytes((taken + number * windows.width).astype(np.int64).tobytes())
+            self.origins.add(taken + number * windows.width)
             if self.sizes is not None:
                 _note(self.sizes, windows.items(number), windows.dealt(number).order)
             items = _at(windows.items(number), taken)

@@ -24,10 +24,6 @@ class Division:
         name: What makes the batches, for an error.
         costs: What the samples cost, if the parts of a batch are to cost alike.
 
-    Attributes:
-        origins: Where the samples of all parts come from that are not padding: their places among those of all batches.
-            None where that follows from the plan.
-
     Examples:
         >>> [Division(Plan(rank, 2), "a sampler")([5, 3, 8]) for rank in range(2)]
         [[5, 8], [3, 5]]
@@ -37,8 +33,7 @@ class Division:
 
     def __init__(self, plan: Plan, name: str, costs: Costs | None = None) -> None:
         self._plan, self._name, self._costs = plan, name, costs
-        self.origins: array[int] | None = None if costs is None else array("q")
-        self._samples = 0
+        self._taken = array("I")  # the places of this rank's samples in their batches, where these are dealt
 
     def __call__(self, batch: Any) -> Any:
         """Return this rank's part of a batch of indices.
@@ -68,11 +63,26 @@ class Division:
     def _places(self, items: Any) -> tuple[Sequence[int], Sequence[int]]:
         """Return which samples of a batch are this rank's, and which its padding repeats."""
         own, repeated = self._plan.divide(len(items))
-        if self._costs is None or self.origins is None:
+        if self._costs is None:
             return own, repeated
         costs = self._costs.of(items.tolist() if isinstance(items, torch.Tensor | np.ndarray) else items)
         dealt = deal_batch(costs.tolist(), self._plan.num_replicas)
         places = [dealt[place] for place in own]
-        self.origins.extend(self._samples + place for place in places)
-        self._samples += len(items)
+        self._taken.extend(places)
         return places, [dealt[place] for place in repeated]
+
+    def origins(self, sizes: Iterable[int]) -> np.ndarray[Any, Any] | None:
+        """Return where this rank's samples that are not padding come from: their places among those of all batches.
+
+        Args:
+            sizes: How many samples each batch has.
+
+        Returns:
+            None where that follows from the plan.
+        """
+        if self._costs is None:
+            return None
+        of_batches = np.array([*sizes], np.int64)
+        own = [len(self._plan.divide(size)[0]) for size in of_batches.tolist()]
+        begins = np.cumsum(of_batches) - of_batches
+        return np.repeat(begins, own) + np.array(self._taken, np.int64)

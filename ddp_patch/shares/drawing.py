@@ -4,7 +4,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
 from ddp_patch.plan import Done, Plan
@@ -63,14 +65,18 @@ class Stream(Generic[T]):
         epoch: The epoch.
         stream: The sampler, begun.
         sizes: Where to note how many samples each item has of what is left of the epoch; None if nobody asks.
-
-    Attributes:
-        dealt: The stream as it is dealt, once its shares are asked for; None where it is shared as it comes.
+        note_origins: Called, where the stream is dealt, with the places in it from which the next items of each share
+            come.
     """
 
-    def __init__(self, epoch: Epoch[T], stream: Iterator[T], sizes: Sizes | None = None) -> None:
-        self._epoch, self._stream, self._sizes = epoch, stream, sizes
-        self.dealt: DealtStream[T] | None = None
+    def __init__(
+        self,
+        epoch: Epoch[T],
+        stream: Iterator[T],
+        sizes: Sizes | None = None,
+        note_origins: Callable[[Sequence[np.ndarray[Any, Any]]], object] = lambda origins: None,
+    ) -> None:
+        self._epoch, self._stream, self._sizes, self._note_origins = epoch, stream, sizes, note_origins
         self._chunks: _ReadAhead[T] | None = None
 
     def shares(self, plans: Sequence[Plan], skip: int, found: Callable[[int], None]) -> Iterator[list[list[T]]]:
@@ -86,7 +92,7 @@ class Stream(Generic[T]):
             stream = _shuffled(stream, epoch.shuffle_seed, epoch.number)
         rest = plan.rest_of_stream(epoch.length, epoch.before)
         if epoch.dealing is not None:
-            stream = self.dealt = DealtStream(stream, epoch.dealing, epoch.number, epoch.before, plans)
+            stream = iter(DealtStream(stream, epoch.dealing, epoch.number, epoch.before, plans, self._note_origins))
         elif epoch.before:
             stream = rest.select(stream)
         if self._sizes is not None:

@@ -1,15 +1,17 @@
 """How a pass gets its items where the ranks could not draw the same: the leader draws for all and sends them."""
 
 import sys
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
+
+import numpy as np
 
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
 from ddp_patch.shares.drawing import Epoch, Stream
 from ddp_patch.shares.held import Held
+from ddp_patch.shares.origins import Origins
 from ddp_patch.shares.sources import Source
 
 __all__ = ["Led"]
@@ -33,7 +35,7 @@ class Led(Source[T]):
     length: int | None
     held_before: Held | None
     held_after: Held | None
-    origins: "array[int] | None"
+    origins: Origins | None
 
     def __init__(
         self,
@@ -49,9 +51,10 @@ class Led(Source[T]):
         self._leader, self._turn, self._plans, self._held_now = leader, turn, plans, held_now
         self._piece_sizes = _piece_sizes(epoch, has_length)
         # Begun with its first item: an error then is one that the leader can tell the others of.
-        self._stream = Stream(epoch, chain(epoch.sampler))
+        self._stream = Stream(epoch, chain(epoch.sampler), note_origins=self._wait)
         self.held_before = held_before
-        self.origins = None if epoch.dealing is None else array("q")
+        self.origins = None if epoch.dealing is None else Origins()
+        self._waiting: list[list[int]] = [[] for _ in plans]
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
@@ -69,18 +72,21 @@ class Led(Source[T]):
 
     def _with_origins(self, shares: Iterator[list[list[T]]]) -> Iterator[list[list[tuple[int, T]]]]:
         """Pair each item with the place that it comes from: the others do not see the stream. Padding has -1."""
-        done = [0] * len(self._plans)
         for parts in shares:
             paired = []
-            for place, (part, origins) in enumerate(zip(parts, cast(Any, self._stream.dealt).origins, strict=True)):
-                here = origins[done[place] : done[place] + len(part)]
-                paired.append(list(zip(chain(here, repeat(-1)), part, strict=False)))
-                done[place] += len(part)
+            for part, waiting in zip(parts, self._waiting, strict=True):
+                paired.append(list(zip(chain(waiting, repeat(-1)), part, strict=False)))
+                del waiting[: len(part)]
             yield paired
 
-    def _noted(self, origins: "array[int]", shares: Iterator[Sequence[Any]]) -> Iterator[list[T]]:
+    def _wait(self, of_plans: Sequence[Any]) -> None:
+        """Keep where the next items of each share come from until these are sent."""
+        for waiting, places in zip(self._waiting, of_plans, strict=True):
+            waiting.extend(places.tolist())
+
+    def _noted(self, origins: Origins, shares: Iterator[Sequence[Any]]) -> Iterator[list[T]]:
         for share in shares:
-            origins.extend(place for place, _ in share if place >= 0)
+            origins.add(np.array([place for place, _ in share if place >= 0], np.int64))
             yield [item for _, item in share]
 
     def _note(self, is_last: bool) -> tuple[Held | None, Held | None, int | None]:

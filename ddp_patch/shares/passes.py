@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ddp_patch.plan import Done
 from ddp_patch.ranks.histories import Standing
@@ -15,6 +15,10 @@ from ddp_patch.shares.place import Place
 from ddp_patch.shares.sizes import Sizes, size_of
 from ddp_patch.shares.sources import Source
 from ddp_patch.streams.progress import Progress, State
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray  # which takes long to import
 
 __all__ = ["Pass"]
 
@@ -97,15 +101,15 @@ class Pass(Progress, Generic[T]):
         return self.source.length
 
     @property
-    def origins(self) -> Sequence[int] | None:
+    def origins(self) -> "NDArray[np.int64] | None":
         """Where this rank's items, or its samples of divided batches, come from, but for padding and for those skipped.
 
         They are places in the stream as one process has it, in the order in which the items are given; None where they
         follow from the plan.
         """
         if self._division is not None:
-            return self._division.origins
-        return self.source.origins
+            return self._division.origins(self.sizes or ())
+        return None if self.source.origins is None else self.source.origins.places()
 
     @property
     def begins_at(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 from ddp_patch.plan import Plan, Rest, blocks
 from ddp_patch.shares.drawing import Epoch, Stream
 from ddp_patch.shares.held import Held
+from ddp_patch.shares.origins import Origins
 from ddp_patch.shares.sizes import Sizes, size_of
 from ddp_patch.streams.chunks import begun
 from ddp_patch.streams.fingerprint import COMPARED, fingerprint
@@ -31,8 +32,8 @@ class Source(Generic[T]):
         drawn: How many items of this rank's share were drawn, those that the pass skips included.
         held_before: What another rank said that the samplers held before the pass, where that one draws.
         held_after: What it said that they held after it.
-        origins: Where the items come from that ``parts`` has yielded, or will next, but for padding: their places in
-            the sampler's stream. None where these follow from the plan.
+        origins: Where the items come from that ``parts`` has yielded, or will next, but for padding; None where that
+            follows from the plan.
         sizes: How many samples each item of the pass has, all ranks' items in order and as far as they were drawn; None
             where this rank does not see them, or nobody wants to know.
     """
@@ -42,7 +43,7 @@ class Source(Generic[T]):
     held_before: Held | None = None
     held_after: Held | None = None
     sizes: Sizes | None = None
-    origins: Sequence[int] | None = None
+    origins: Origins | None = None
     # Whether the whole epoch is drawn before the first item is given.
     is_drawn_at_once: bool = False
     # Whether items are drawn in this process, where the samplers' generators are.
@@ -166,6 +167,7 @@ class Drawn(Source[T]):
     """Draws the whole stream, chunk by chunk, and keeps this rank's items."""
 
     sizes: Sizes | None
+    origins: Origins | None
 
     def __init__(self, epoch: Epoch[T]) -> None:
         self._epoch = epoch
@@ -175,19 +177,18 @@ class Drawn(Source[T]):
             stream = begun(epoch.sampler)
         # In runs, one rank would see another's batches steps later.
         self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None
-        self._stream = Stream(epoch, stream, self.sizes)
-        self._skip = 0
+        self.origins = None if epoch.dealing is None else Origins()
+        self._stream = Stream(epoch, stream, self.sizes, self._note_origins)
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw on, and yield what is this rank's."""
-        self._skip = skip
+        if self.origins is not None:
+            self.origins.skip = skip
         shares = self._stream.shares([self._epoch.plan], skip, self._found)
         return self._skipping(skip, (part for (part,) in shares))
 
-    @property
-    def origins(self) -> Sequence[int] | None:  # type: ignore[override]  # known once the stream is dealt
-        """Where the items come from; see ``Source``."""
-        return None if self._stream.dealt is None else self._stream.dealt.origins[0][self._skip :]
+    def _note_origins(self, of_plans: Sequence[Any]) -> None:
+        cast(Origins, self.origins).add(of_plans[0])
 
     def ends_within(self, items: int) -> bool:
         """Draw on, and tell whether at most so many items of the share are left."""
