@@ -347,7 +347,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--steps", type=int, default=COST_WINDOW, help="how many steps 1024 ranks make")
-    parser.add_argument("--largest", type=int, default=max(WINDOWS), help="the largest window that is tried")
+    parser.add_argument("--largest-window", type=int, default=max(WINDOWS), help="the largest window that is tried")
     parser.add_argument("--samples", type=int, default=1_000_000, help="how many samples are drawn to measure the time")
     parser.add_argument("--repeats", type=int, default=3, help="how often each pass is repeated")
     arguments = parser.parse_args()
@@ -363,7 +363,7 @@ def main() -> None:
     figures, times = figures_table(arguments.steps)
     show_and_put(PAGE, "figures", figures)
     show_and_put(PAGE, "times", times)
-    show_and_put(PAGE, "windows", windows_table(arguments.largest))
+    show_and_put(PAGE, "windows", windows_table(arguments.largest_window))
     show_and_put(PAGE, "drawing", drawing_table(arguments.samples, arguments.repeats))
     show_and_put(PAGE, "memory", memory_table(arguments.samples // part for part in (100, 10, 1)))
 
