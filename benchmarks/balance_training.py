@@ -129,15 +129,14 @@ KINDS = [
 ]
 
 
-def on_rank(rank: int, world_size: int, number: int, steps: int, epochs: int) -> list[list[Epoch]]:
+def on_rank(rank: int, world_size: int, number: int, texts: list[str], epochs: int) -> list[list[Epoch]]:
     """Train; return the epochs of each loader."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     kind = KINDS[number]
-    texts = [torch.tensor(list(text.encode()[:LONGEST])) for text in chosen(steps * BATCH * world_size)]
     model = DistributedDataParallel(kind.model())
     optimizer = torch.optim.AdamW(model.parameters())
-    loaders = kind.loaders(texts)
+    loaders = kind.loaders([torch.tensor(list(text.encode()[:LONGEST])) for text in texts])
     seen: list[list[Epoch]] = [[], []]
     for epoch in range(epochs + 1):  # the first one warms up
         for loader, measured in zip(loaders, seen, strict=True):
@@ -161,11 +160,6 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterabl
         worked = time.process_time()
     dist.barrier()
     return Epoch(time.perf_counter() - begun, busy, sizes)
-
-
-def chosen(count: int) -> list[str]:
-    """Return so many docstrings, the same on every rank."""
-    return random.Random(0).sample([text for text in docstrings() if len(text) >= SHORTEST], count)
 
 
 def slowest(ranks: Iterable[Sequence[float]]) -> float:
@@ -203,8 +197,10 @@ def table(steps: int, epochs: int) -> list[list[str]]:
             "by CPU time",
         ]
     ]
+    long_enough = [text for text in docstrings() if len(text) >= SHORTEST]
+    texts = random.Random(0).sample(long_enough, steps * BATCH * RANKS)
     for number, kind in enumerate(KINDS):
-        ranks = run_ranks(on_rank, RANKS, number, steps, epochs, timeout=900)
+        ranks = run_ranks(on_rank, RANKS, number, texts, epochs, timeout=900)
         today, balanced = (Measured([rank[loader] for rank in ranks]) for loader in range(2))
         promised = 1 - balanced.slowest / today.slowest
         seconds, busy = saved(today.seconds, balanced.seconds), saved(today.busy, balanced.busy)
