@@ -169,7 +169,7 @@ def packages(session: nox.Session) -> None:
 
 @nox.session
 def pictures(session: nox.Session) -> None:
-    """Share a loader on four ranks in three ways, and draw the picture of ``docs/index.md``."""
+    """Share a loader on four ranks in three ways, and draw the pictures of ``docs/index.md`` and ``docs/audit.md``."""
     install(session, ".[bench]")
     session.run("python", "benchmarks/pictures.py")
 
