@@ -33,7 +33,7 @@ from ddp_patch.costs import CostOf
 from ddp_patch.testing import run_ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "balance.md"
-RANKS, BATCH, LONGEST, SHORTEST = 2, 8, 512, 2
+RANKS, BATCH, LONGEST, SHORTEST = 2, 8, 1024, 2
 
 
 class Epoch(NamedTuple):
@@ -214,7 +214,7 @@ def table(steps: int, epochs: int) -> list[list[str]]:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--steps", type=int, default=100, help="how many steps an epoch has")
+    parser.add_argument("--steps", type=int, default=80, help="how many steps an epoch has")
     parser.add_argument("--epochs", type=int, default=5, help="how many epochs of each loader are timed")
     arguments = parser.parse_args()
     show_and_put(PAGE, "training", table(arguments.steps, arguments.epochs))
