@@ -36,7 +36,7 @@ def package(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a digit classifier on 2, 3 and 4 ranks and show that one process trains the same one."""
-    install(session, ".[demo]")
+    install(session, "--no-compile", ".[demo]")  # one process imports for all: that compiles a third of what is there
     session.run("python", "docs/examples/digits.py")
 
 
@@ -197,6 +197,8 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
     """Run pytest in such a way that no process imports ``ddp_patch`` from the checkout."""
     # PYTHONSAFEPATH: the folder in which a process starts is not where it imports from.
     environment = {"PYTHONSAFEPATH": "1", "DDP_PATCH_DIST": str(DIST.resolve())}
+    # Huge pages, where there are any: tests fork thousands of workers, and each fork copies what maps the memory.
+    environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     # More processes than cores: on real ranks a test mostly waits.
     # And they take tests from each other: some take a hundred times as long as others.
     workers = ["-n", str((os.cpu_count() or 1) + 2), "--dist", "worksteal"]
