@@ -124,12 +124,14 @@ def audit(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure speed and memory beside other libraries, and write ``docs/benchmarks.md``; ``--largest 6`` is short."""
+    """Measure speed, memory and balance, and write these pages of ``docs``; ``-- --largest 6`` is shorter."""
     install(session, ".[bench]")
     install(session, "--no-deps", "open-metric-learning")
     session.run("python", "-W", "ignore", "benchmarks/speed.py", *session.posargs)
     session.run("python", "-W", "ignore", "benchmarks/even_steps.py")
     session.run("python", "benchmarks/weights.py")
+    session.run("python", "-W", "ignore", "benchmarks/balance.py")
+    session.run("python", "-W", "ignore", "benchmarks/balance_training.py")
 
 
 @nox.session
