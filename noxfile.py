@@ -36,7 +36,7 @@ def package(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a digit classifier on 2, 3 and 4 ranks and show that one process trains the same one."""
-    install(session, ".[demo]")
+    install(session, "--no-compile", ".[demo]")  # one process imports for all: that compiles a third of what is there
     session.run("python", "docs/examples/digits.py")
 
 
@@ -124,12 +124,14 @@ def audit(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure speed and memory beside other libraries, and write ``docs/benchmarks.md``; ``--largest 6`` is short."""
+    """Measure speed, memory and balance, and write these pages of ``docs``; ``-- --largest 6`` is shorter."""
     install(session, ".[bench]")
     install(session, "--no-deps", "open-metric-learning")
     session.run("python", "-W", "ignore", "benchmarks/speed.py", *session.posargs)
     session.run("python", "-W", "ignore", "benchmarks/even_steps.py")
     session.run("python", "benchmarks/weights.py")
+    session.run("python", "-W", "ignore", "benchmarks/balance.py")
+    session.run("python", "-W", "ignore", "benchmarks/balance_training.py")
 
 
 @nox.session
@@ -167,7 +169,7 @@ def packages(session: nox.Session) -> None:
 
 @nox.session
 def scripts(session: nox.Session) -> None:
-    """Run scripts of others under autopatch, as ``docs/autopatch.md`` tells; needs ``-- FOLDER`` with their checkouts."""
+    """Run scripts of others under autopatch, as ``docs/autopatch.md`` tells; needs ``-- FOLDER``, their checkouts."""
     pinned = ("-c", "constraints-packages.txt")
     session.install(*pinned, ".[packages]", "pytorch-ignite", "requests", "tensorboard")
     session.run("python", "benchmarks/scripts.py", *session.posargs)
@@ -175,7 +177,7 @@ def scripts(session: nox.Session) -> None:
 
 @nox.session
 def pictures(session: nox.Session) -> None:
-    """Share a loader on four ranks in three ways, and draw the picture of ``docs/index.md``."""
+    """Share a loader on four ranks in three ways, and draw the pictures of ``docs/index.md`` and ``docs/audit.md``."""
     install(session, ".[bench]")
     session.run("python", "benchmarks/pictures.py")
 
@@ -203,6 +205,8 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
     """Run pytest in such a way that no process imports ``ddp_patch`` from the checkout."""
     # PYTHONSAFEPATH: the folder in which a process starts is not where it imports from.
     environment = {"PYTHONSAFEPATH": "1", "DDP_PATCH_DIST": str(DIST.resolve())}
+    # Huge pages, where there are any: tests fork thousands of workers, and each fork copies what maps the memory.
+    environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     # More processes than cores: on real ranks a test mostly waits.
     # And they take tests from each other: some take a hundred times as long as others.
     workers = ["-n", str((os.cpu_count() or 1) + 2), "--dist", "worksteal"]

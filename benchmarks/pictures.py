@@ -1,6 +1,8 @@
-"""Draw the picture of the first page: how often four ranks see each sample, before and after the patch.
+"""Draw pictures, before and after: how often four ranks see each sample, and how long they wait for each other.
 
-``nox -s pictures`` runs this; it prints what it counts and writes ``docs/index-light.svg`` and ``docs/index-dark.svg``.
+``nox -s pictures`` runs this; it prints what it counts and writes ``docs/index-light.svg`` and ``docs/index-dark.svg``,
+and of the texts of ``docs/examples/loaders.py`` the audit's picture, ``docs/audit-light.svg`` and
+``docs/audit-dark.svg``.
 """
 
 import os
@@ -9,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import matplotlib as mpl
@@ -16,7 +19,9 @@ import torch
 from matplotlib import pyplot as plt
 from torch.utils.data import DataLoader, Sampler
 
-from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch import audit, patch_dataloader_to_ddp
+from ddp_patch.auditing.show.frame import Picture
+from ddp_patch.auditing.show.pictures import pictures_of
 from ddp_patch.testing import run_ranks
 
 SAMPLES, RANKS, COLUMNS = 40, 4, 20
@@ -77,6 +82,13 @@ def summary(seen: Counter[int]) -> str:
     return f"{SAMPLES - len(seen)} never, {seen.total() - len(seen)} repeated"
 
 
+def waiting() -> Picture:
+    """Draw how long four ranks wait for each other, without ``cost=`` and with it."""
+    made = run_path(str(DOCS / "examples" / "loaders.py"))
+    report = audit(made["texts"], RANKS, epochs=1, cost=made["tokens"])
+    return next(picture for picture in pictures_of(report) if "wait" in picture.title)
+
+
 def main() -> None:
     """Run the ranks, print the counts and draw them."""
     ranks = run_ranks(epochs, RANKS)
@@ -89,6 +101,10 @@ def main() -> None:
         figure = picture(counts, ink)
         figure.savefig(DOCS / f"index-{scheme}.svg", metadata={"Date": None}, transparent=True)
         plt.close(figure)
+    of_audit = waiting()
+    print(of_audit.alt)
+    (DOCS / "audit-light.svg").write_text(of_audit.light)
+    (DOCS / "audit-dark.svg").write_text(of_audit.dark)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Run scripts that others wrote under autopatch, unedited, and compare what the ranks read with what one process reads.
 
 ``python benchmarks/scripts.py FOLDER`` takes checkouts from FOLDER, each in a folder of its repository's name; further
-arguments choose some. What is read is recorded from outside: where torch's loaders fetch samples, in every process. Each
-script gets small data of ours.
+arguments choose some. What is read is recorded from outside: where torch's loaders fetch samples, in every process.
+Each script gets small data of ours.
 """
 
 import json

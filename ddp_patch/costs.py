@@ -99,10 +99,18 @@ class Costs:
         indices = _as_indices(list(chain.from_iterable(batches)))
         if indices is None or indices.ndim != 1:
             raise _not_indices(batches[0])
-        each, found = self._looked_up(indices), np.zeros(len(batches))
-        stops = np.cumsum(sizes)
+        return self.of_batches(self._looked_up(indices), sizes)
+
+    def of_batches(self, each: NDArray[np.float64], sizes: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
+        """Return what batches cost whose samples cost so much.
+
+        Args:
+            each: What each sample costs, batch after batch, shape (samples,).
+            sizes: How many samples each batch has, shape (batches,).
+        """
+        found = np.zeros(len(sizes))
         if len(each):
-            begins, filled = stops - sizes, sizes > 0
+            begins, filled = np.cumsum(sizes) - sizes, sizes > 0
             reduced = np.add if self.cost_of == "sum" else np.maximum
             found[filled] = reduced.reduceat(each, begins[filled])
         return found if self.cost_of == "sum" else found * sizes

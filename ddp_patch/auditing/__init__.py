@@ -5,7 +5,8 @@
 """
 
 from ddp_patch.auditing.auditing import audit
+from ddp_patch.auditing.epoch_report import EpochReport
 from ddp_patch.auditing.pictured import Pictured
-from ddp_patch.auditing.report import EpochReport, Kind, Problem, Report, problem_kinds
+from ddp_patch.auditing.report import Kind, Problem, Report, problem_kinds
 
 __all__ = ["EpochReport", "Kind", "Pictured", "Problem", "Report", "audit", "problem_kinds"]

@@ -1,18 +1,20 @@
 """Run the audit: check what the user asks for, then draw, judge and report."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, cast
 
 from torch.utils.data import DataLoader
 
+from ddp_patch.auditing.balancing import balanced, costs_of_samples
 from ddp_patch.auditing.draw.made_up_world import MadeUpWorld, Progress
 from ddp_patch.auditing.draw.subject import Factory, Subject
 from ddp_patch.auditing.inspection import Expectations, Inspection
-from ddp_patch.auditing.judge.measures import Cost
 from ddp_patch.auditing.report import Kind, Report, problem_kinds
+from ddp_patch.costs import Cost, CostOf, Costs
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import look_at
-from ddp_patch.options import check_flag, is_seconds, whole_number
+from ddp_patch.options import COST_WINDOW, Options, check_flag, is_seconds, whole_number
 
 __all__ = ["audit"]
 
@@ -36,6 +38,8 @@ def audit(
     epochs_differ: bool = False,
     allow: Collection[Kind] = (),
     cost: Cost | None = None,
+    cost_of: CostOf = "sum",
+    cost_window: int = COST_WINDOW,
     max_items: SupportsIndex | None = None,
     processes: bool = False,
     timeout: float = 120.0,
@@ -59,9 +63,14 @@ def audit(
         epochs_differ: Whether every epoch must have another order.
         allow: Kinds of problem that do not make the audit fail, from ``ddp_patch.auditing.problem_kinds``. They are
             listed in ``report.allowed``.
-        cost: What each sample costs, such as its length, in any unit: a sequence or array with one number for each
-            index, shape (samples,), or a function of an index, which is that in the dataset below torch's ``Subset``
-            layers. Needed for the balance of ranks.
+        cost: What each sample costs, such as its length, in any unit: one number for each index of ``loader.dataset``
+            (a sequence, array or tensor), or a function of an index. A factory's are indices in the dataset below
+            torch's ``Subset`` layers. The report then says how ranks wait for the slowest, in this loader and in the
+            same one patched with ``cost=``, which is drawn and judged, too. Where whole batches are shared, a batch
+            costs what its samples do.
+        cost_of: What a batch costs: the ``"sum"`` of its samples' costs, or where these are ``"padded"`` to the
+            longest, the largest cost times their number.
+        cost_window: How many steps ``patch_dataloader_to_ddp`` deals at once.
         max_items: How many items to draw of each rank's epoch, rounded up to a whole batch. If there are more, the
             report is of a sample. Without it, 16 million items of all ranks together are drawn.
         processes: Whether to draw on real ranks, processes of a gloo group, which differ in all that processes differ
@@ -104,8 +113,53 @@ def audit(
     _check_options(options, processes)
     make = look_at(loader) if isinstance(loader, DataLoader) else loader
     subject = Subject(make, patch, options, set_epoch, most)
-    world = MadeUpWorld(subject, ranks, passes, processes, timeout, progress or _ignore)
-    return Inspection(world, Expectations(padding, epochs_differ, frozenset(allow), cost)).report()
+    costs = _costs(subject, cost, cost_of, cost_window)
+    expect = Expectations(padding, epochs_differ, frozenset(allow), costs_of_samples(subject, costs))
+    draws = _Draws(progress or _ignore)
+
+    def world_of(subject: Subject) -> MadeUpWorld:
+        return MadeUpWorld(subject, ranks, passes, processes, timeout, draws)
+
+    given = world_of(subject)
+    if costs is None:
+        return Inspection(given, expect).report()
+    again = balanced(subject, costs, cost_window, ranks, processes)
+    if isinstance(again, str):
+        return replace(Inspection(given, expect).report(), why_not_balanced=again)
+    draws.worlds = 2
+    report = Inspection(given, expect).report()
+    del given  # free its ranks, before the others are made
+    draws.before = 1
+    return report.beside(Inspection(world_of(again), expect).report())
+
+
+def _costs(subject: Subject, cost: Cost | None, cost_of: CostOf, cost_window: int) -> Costs | None:
+    """Check what samples cost, and what is said of it."""
+    options = Options(cost=cost, cost_of=cost_of, cost_window=cost_window)
+    if options.cost_window != COST_WINDOW and not subject.patches:
+        raise InvalidOptionError(
+            f"audit was given cost_window={cost_window} for patch_dataloader_to_ddp(), which is not called. Leave it "
+            "out, or pass an unpatched loader."
+        )
+    return options.costs
+
+
+@dataclass(slots=True)
+class _Draws:
+    """Show how many draws are done, of one world or of two.
+
+    Attributes:
+        show: Called after each draw with how many are done, and how many there are.
+        worlds: How many worlds are drawn.
+        before: How many of them are done.
+    """
+
+    show: Progress
+    worlds: int = 1
+    before: int = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        self.show(self.before * total + done, self.worlds * total)
 
 
 def _positive(name: str, value: SupportsIndex) -> int:

@@ -20,6 +20,7 @@ from ddp_patch.auditing.auditing import audit
 from ddp_patch.auditing.finding import find, look_up
 from ddp_patch.auditing.report import Kind, Report, as_markdown
 from ddp_patch.autopatching.command import DESCRIPTION, run
+from ddp_patch.costs import CostOf
 from ddp_patch.options import Agreement, IterableSharding, Layout, Share, Uneven
 
 __all__ = ["commands"]
@@ -90,6 +91,8 @@ def _one_of(values: Any) -> click.Choice[str]:
 @click.option("--epochs-differ", is_flag=True, help="Every epoch must have another order.")
 @click.option("--allow", multiple=True, type=_one_of(Kind), help="What is all right here.")
 @click.option("--cost", metavar="TARGET", help="What samples cost: a sequence, or a function of an index.")
+@click.option("--cost-of", type=_one_of(CostOf), help="What a batch costs: as in patch_dataloader_to_ddp().")
+@click.option("--cost-window", type=click.IntRange(1), help="How many steps are balanced at once: as there.")
 @click.option("--max-items", type=click.IntRange(1), help="Of each rank; else 16 million of all ranks together.")
 @click.option("--processes", is_flag=True, help="Draw on real ranks, processes of a gloo group.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds that these may take.")

@@ -8,11 +8,12 @@ from numpy.typing import NDArray
 
 from ddp_patch.auditing.draw.drawn import Drawn, Epoch, signature
 from ddp_patch.auditing.draw.made_up_world import MadeUpWorld
+from ddp_patch.auditing.epoch_report import EpochReport
 from ddp_patch.auditing.judge.about import About
 from ddp_patch.auditing.judge.causes import cause_of, coverage_kinds, unsharded
 from ddp_patch.auditing.judge.counting import repeats_rank_0
 from ddp_patch.auditing.judge.judging import Allowance, Judged, allowance, judge, judge_against
-from ddp_patch.auditing.judge.measures import Cost, global_batches, imbalance, step_costs
+from ddp_patch.auditing.judge.measures import SampleCosts, global_batches, imbalance, step_costs
 from ddp_patch.auditing.judge.properties import (
     Lost,
     error_problem,
@@ -25,7 +26,7 @@ from ddp_patch.auditing.judge.properties import (
 )
 from ddp_patch.auditing.judge.unpatched import unpatched_problem
 from ddp_patch.auditing.pictured import Pictured
-from ddp_patch.auditing.report import EpochReport, Problem, Report
+from ddp_patch.auditing.report import Problem, Report
 from ddp_patch.auditing.show.binning import pictured
 from ddp_patch.loaders.facts import LoaderFacts
 
@@ -40,13 +41,13 @@ class Expectations:
         padding: Whether samples may be repeated to fill the last round.
         epochs_differ: Whether every epoch must have another order.
         allow: Kinds of problem that do not make the audit fail.
-        cost: What each sample costs, if it is known.
+        costs: What samples cost, if it is known.
     """
 
     padding: bool
     epochs_differ: bool
     allow: frozenset[str]
-    cost: Cost | None
+    costs: SampleCosts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ class Inspection:
                 shared += " (make(0, 1) ignores world_size, so compared with the whole dataset)"
         else:
             shared = "shared by patch_dataloader_to_ddp" if subject.patch else "as it stands"
+            shared += " with cost=" if subject.balance else ""
         read = ", reading the iterable dataset" if self.world.traits.is_iterable else ""
         where = "on real ranks" if self.world.processes else "in one process, every rank seeded differently"
         return f"{shared}, {where}{read}"
@@ -149,7 +151,7 @@ class Inspection:
             self._inspect_shards(epoch, judged)
         else:
             self.seeds_agree = None
-        costs = step_costs(epoch, self.expect.cost)
+        costs = step_costs(epoch, self.expect.costs)
         self.first = self.first or epoch.ranks[0]
         if not self.epochs or (self.problems and not known):
             # Picture the first epoch with a problem, or else the first.
@@ -165,7 +167,7 @@ class Inspection:
 
         Shares that together are the whole dataset are right whatever the factory makes for one process.
         """
-        epoch, judged = judge(drawn, self._allowance)
+        epoch, judged = self._compared(drawn)
         if judged.is_covered or not repeats_rank_0(epoch) or (whole := self.world.whole()) is None:
             return epoch, judged
         against_whole = judge_against(whole, drawn, self._allowance)
@@ -173,6 +175,9 @@ class Inspection:
             return epoch, judged
         self.is_against_whole = True
         return against_whole
+
+    def _compared(self, drawn: Epoch) -> tuple[Epoch, Judged]:
+        return judge(drawn, self._allowance, may_rebatch=not self.world.subject.patches)
 
     def _inspect_shards(self, epoch: Epoch, judged: Judged) -> None:
         """Look for problems in an epoch in which no rank raised."""
@@ -213,7 +218,7 @@ class Inspection:
 
     def _find_cause(self, epoch: Epoch, judged: Judged) -> None:
         def alike() -> tuple[Epoch, Judged]:
-            return judge(self.world.alike(epoch), self._allowance)
+            return self._compared(self.world.alike(epoch))
 
         cause = cause_of(self._about(epoch, judged), alike, self.world.traits, self.expect.padding)
         self.problems += cause.problems

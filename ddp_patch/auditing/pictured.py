@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["CostLine", "Pictured", "ShareMap", "StepMap"]
+__all__ = ["Pictured", "ShareMap", "StepMap", "Waits"]
 
 Counts: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -55,20 +55,25 @@ class StepMap:
 
 
 @dataclass(frozen=True, slots=True)
-class CostLine:
-    """Hold what steps cost; a step that a rank does not make costs it 0.
+class Waits:
+    """Hold how long ranks work in a few consecutive steps, of which they wait for the slowest.
 
-    The steps of the rank with the most steps are cut into columns. Costs are in the unit of the user's ``cost``.
+    The steps are those that are most like the whole epoch: about as dear, and about as uneven. Costs are in the unit of
+    the user's ``cost``.
 
     Attributes:
-        steps: How many steps that rank makes.
-        slowest: The cost of a step on its slowest rank, on average, shape (columns,).
-        mean: The cost of a step on the mean rank, on average, shape (columns,).
+        first: The number of the first of these steps.
+        ranks: The ranks that are shown: some where there are many.
+        costs: What each step costs each of these ranks, shape (ranks, steps); 0 where a rank makes no such step.
+        slowest: What each step costs the slowest rank of all, shape (steps,).
+        imbalance: The slowest rank's cost over the ranks' mean, over all steps of the epoch.
     """
 
-    steps: int = 0
-    slowest: tuple[float, ...] = ()
-    mean: tuple[float, ...] = ()
+    first: int
+    ranks: tuple[int, ...]
+    costs: tuple[tuple[float, ...], ...]
+    slowest: tuple[float, ...]
+    imbalance: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +84,10 @@ class Pictured:
         epoch: The epoch's number.
         shares: Which rank gets what; empty where samples cannot be compared.
         steps: How large batches are.
-        costs: What steps cost; None without ``cost``.
+        waits: How ranks wait for each other; None without ``cost``, or where nothing costs anything.
     """
 
     epoch: int = 0
     shares: ShareMap = ShareMap()
     steps: StepMap = StepMap()
-    costs: CostLine | None = None
+    waits: Waits | None = None

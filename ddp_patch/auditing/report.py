@@ -3,13 +3,14 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+from ddp_patch.auditing.epoch_report import EpochReport, Units, balance_text, batches_text, epoch_text
 from ddp_patch.auditing.pictured import Pictured
 from ddp_patch.errors import AuditError
 
-__all__ = ["EpochReport", "Kind", "Problem", "Report", "Units", "as_markdown", "problem_kinds"]
+__all__ = ["Kind", "Problem", "Report", "as_markdown", "problem_kinds"]
 
 Kind: TypeAlias = Literal[
     "not_sharded",
@@ -43,9 +44,6 @@ problem_kinds: Mapping[Kind, str] = {
     "wrong_length": "len() of the loader is not the number of its steps",
     "error": "a rank's sampler raises",
 }
-Units: TypeAlias = Literal["samples", "batches"]
-# List sizes of global batches one by one up to this many.
-_FEW = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,59 +76,6 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class EpochReport:
-    """Tell what the ranks got in one epoch.
-
-    Attributes:
-        epoch: The epoch's number, from 0.
-        items: Number of samples that each rank got, shape (ranks,).
-        steps: Number of batches that each rank got, shape (ranks,).
-        units: What the numbers below count: samples, or batches where ranks shard whole batches.
-        expected: How many a single process would get.
-        distinct: How many different ones a single process would get, as far as they can be told apart.
-        missing: How many no rank got. None where only a part was drawn, or where samples cannot be compared: all are
-            equal, or an iterable dataset makes new ones in each pass.
-        missing_examples: The names of some samples that no rank got.
-        repeated: How many ranks got more often than a single process would, padding included and foreign ones not. None
-            where it cannot be told.
-        repeated_examples: The names of some samples that ranks got too often, each with the ranks that got it.
-        padding: How many of the repeated ones fill the last round.
-        dropped: How many of the missing ones the loader was asked to leave out.
-        global_batches: Sizes of global batches, in samples, each with how many steps in a row have it. So
-            ``((64, 3), (40, 1))`` means 64 samples in each of the first 3 steps, then 40 in one.
-        imbalance: The slowest rank's cost over the ranks' mean, over all steps; 1 is balance. None without ``cost``.
-        worst_imbalance: The slowest rank's cost over the ranks' mean, in the worst step. None without ``cost``.
-        foreign: How many ranks got that a single process never gets. None where it cannot be told.
-        foreign_examples: The names of some samples that a single process never gets, each with the ranks that got it.
-
-    Examples:
-        >>> from torch.utils.data import DataLoader
-        >>> from ddp_patch import audit
-        >>> epoch, _ = audit(DataLoader(range(10), batch_size=2), world_size=4).epochs
-        >>> epoch.expected, epoch.items, epoch.repeated, epoch.padding, epoch.global_batches
-        (10, (3, 3, 3, 3), 2, 2, ((8, 1), (4, 1)))
-    """
-
-    epoch: int
-    items: tuple[int, ...]
-    steps: tuple[int, ...]
-    units: Units
-    expected: int
-    distinct: int
-    missing: int | None
-    missing_examples: tuple[str, ...]
-    repeated: int | None
-    repeated_examples: tuple[tuple[str, tuple[int, ...]], ...]
-    padding: int
-    dropped: int
-    global_batches: tuple[tuple[int, int], ...]
-    imbalance: float | None = None
-    worst_imbalance: float | None = None
-    foreign: int | None = 0
-    foreign_examples: tuple[tuple[str, tuple[int, ...]], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """Tell what every rank would get of a loader.
 
@@ -150,6 +95,9 @@ class Report:
         problems: What does not hold.
         allowed: What does not hold but was allowed.
         pictured: What pictures are drawn from.
+        balanced: The report of the same loader patched with ``cost=``, too. What does not hold there is among this
+            report's problems. None without ``cost``, and where it cannot be balanced.
+        why_not_balanced: Why it cannot; None where it can, and without ``cost``.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -174,6 +122,8 @@ class Report:
     problems: tuple[Problem, ...]
     allowed: tuple[Problem, ...] = ()
     pictured: Pictured = field(default_factory=Pictured, repr=False)
+    balanced: "Report | None" = None
+    why_not_balanced: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -189,29 +139,52 @@ class Report:
         if self.problems:
             raise AuditError(str(self))
 
+    def beside(self, balanced: "Report") -> "Report":
+        """Return this report with that of the same loader patched with ``cost=``, whose problems become its own."""
+        known = {problem.kind for problem in (*self.problems, *self.allowed)}
+
+        def new(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+            fresh = (problem for problem in problems if problem.kind not in known)
+            return tuple(replace(problem, where=f"with cost=, {problem.where}") for problem in fresh)
+
+        problems, allowed = self.problems + new(balanced.problems), self.allowed + new(balanced.allowed)
+        return replace(self, balanced=balanced, problems=problems, allowed=allowed)
+
     def facts(self) -> list[tuple[str, str]]:
         """Return what was found as pairs of a name and a text, to show to people."""
         told = [
             ("shared", f"{self.units}, over {self.world_size} ranks"),
             ("drawn", self.how + (" (a sample: the first items of each rank)" if self.is_sample else "")),
         ]
-        told += [(f"epoch {epoch.epoch}", _epoch_text(epoch)) for epoch in self.epochs]
-        batches = [_batches_text(epoch.global_batches) for epoch in self.epochs]
+        told += [(f"epoch {epoch.epoch}", epoch_text(epoch)) for epoch in self.epochs]
+        batches = [batches_text(epoch.global_batches) for epoch in self.epochs]
         if len(set(batches)) == 1:
             told.append(("global batch", batches[0]))
         else:
             told += [(f"global batch {epoch.epoch}", text) for epoch, text in zip(self.epochs, batches, strict=True)]
+        told += self._balance()
         told += [("epochs differ", _yes(self.epochs_differ)), ("seeds agree", _yes(self.seeds_agree))]
         memory = "" if self.memory is None else f", {self.memory / 2**20:.0f} MiB more"
         told += [("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed]
         return [*told, ("one rank's epoch", f"{self.seconds:.3f} s{memory}")]
 
+    def _balance(self) -> list[tuple[str, str]]:
+        """Say how ranks wait for each other in each epoch, and whether all holds with ``cost=``, too."""
+        balanced = [None] * len(self.epochs) if self.balanced is None else self.balanced.epochs
+        texts = [balance_text(epoch, other) for epoch, other in zip(self.epochs, balanced, strict=True)]
+        told = [(f"balance {epoch.epoch}", text) for epoch, text in zip(self.epochs, texts, strict=True) if text]
+        if self.balanced is not None:
+            told.append(("with cost=", "all holds" if self.balanced.ok else "not all holds"))
+        if self.why_not_balanced is not None:
+            told.append(("with cost=", f"not drawn. {self.why_not_balanced}"))
+        return told
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values: numbers, strings, lists and dicts; without ``pictured``."""
-        told = asdict(self)
+        told = asdict(replace(self, balanced=None))
         del told["pictured"]
         plain: dict[str, Any] = json.loads(json.dumps(told))
-        return {"ok": self.ok, **plain}
+        return {"ok": self.ok, **plain, "balanced": self.balanced and self.balanced.to_dict()}
 
     def to_markdown(self) -> str:
         """Return the report as Markdown: a heading, a table, and the problems below the table."""
@@ -232,41 +205,6 @@ class Report:
             lines += [f"  ✘ {problem.kind} ({problem.where})", f"    {problem.what} {problem.why}"]
             lines += [f"    Remedy: {problem.remedy}"]
         return "\n".join(lines)
-
-
-def _epoch_text(epoch: EpochReport) -> str:
-    parts = [
-        f"{_range(epoch.items)} samples and {_range(epoch.steps)} steps per rank of {epoch.expected} {epoch.units}"
-        + (f" ({epoch.distinct} different ones)" if epoch.distinct < epoch.expected else ""),
-        *_coverage_text(epoch),
-    ]
-    if epoch.imbalance is not None and epoch.worst_imbalance is not None:
-        parts.append(f"slowest rank {epoch.imbalance:.2f} of the mean, {epoch.worst_imbalance:.2f} in the worst step")
-    return ", ".join(parts)
-
-
-def _coverage_text(epoch: EpochReport) -> list[str]:
-    if epoch.repeated is None:
-        return ["missing and repeated ones not known"]
-    missing = "missing ones not told of a sample" if epoch.missing is None else f"{epoch.missing} missing"
-    return [
-        missing + (f" ({epoch.dropped} as asked for)" if epoch.dropped else ""),
-        f"{epoch.repeated} repeated" + (f" ({epoch.padding} to fill the last round)" if epoch.padding else ""),
-        *([f"{epoch.foreign} that one process never gets"] if epoch.foreign else []),
-    ]
-
-
-def _batches_text(batches: Sequence[tuple[int, int]]) -> str:
-    if len(batches) > _FEW:
-        steps = sum(steps for _, steps in batches)
-        mean = sum(size * steps for size, steps in batches) / steps
-        return f"{_range([size for size, _ in batches])} samples, {mean:.4g} on average, in {steps} steps"
-    return ", then ".join(f"{size} in {steps} step{'s' if steps > 1 else ''}" for size, steps in batches) or "none"
-
-
-def _range(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return str(low) if low == high else f"{low} to {high}"
 
 
 def _yes(value: bool | None) -> str:

@@ -7,7 +7,7 @@ from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.options import Options
 
-__all__ = ["costs_compared", "require_costs"]
+__all__ = ["costs_compared", "require_costs", "require_one_of_each"]
 
 # For so many samples, ranks compare what a function says that they cost.
 _COMPARED = 32
@@ -36,6 +36,15 @@ def require_costs(facts: LoaderFacts[Any], costs: Costs, options: Options) -> No
             f"cost_of='padded' cannot hold with a function where {name} gives whole batches: the function says what a "
             "batch costs. Leave cost_of out, or pass one number for each index."
         )
+    require_one_of_each(facts, costs)
+
+
+def require_one_of_each(facts: LoaderFacts[Any], costs: Costs) -> None:
+    """Refuse costs that are not as many as the dataset's samples.
+
+    Raises:
+        InvalidOptionError: They are not.
+    """
     n = facts.dataset_length
     if costs.length is not None and n is not None and costs.length != n:
         raise InvalidOptionError(

@@ -12,6 +12,7 @@ from ddp_patch.shares.origins import Origins
 from ddp_patch.shares.sizes import Sizes, size_of
 from ddp_patch.shares.sources import LookedUp
 from ddp_patch.streams.dealing import Dealt, as_it_came
+from ddp_patch.streams.fingerprint import fingerprint
 from ddp_patch.streams.orders import Order, order_of
 
 __all__ = ["DealtOrder", "InOrder"]
@@ -53,17 +54,20 @@ class DealtOrder(LookedUp[T]):
             self.sizes = Sizes()
             self.sizes.add(0, batches=first * windows.width)  # nobody asks for those that were done
         last: Sequence[T] = []
+        orders: list[str] = []
         for number in range(first, windows.count):
             own = windows.dealt(number).of_rank(plan.rank)[: len(real) - done]
             taken = own[max(0, skip - done) :]
             self.origins.add(taken + number * windows.width)
             if self.sizes is not None:
                 _note(self.sizes, windows.items(number), windows.dealt(number).order)
+            if epoch.verify is not None:
+                orders.append(fingerprint([windows.dealt(number).order]))
             items = _at(windows.items(number), taken)
             until = max(0, rounds - max(done, skip))
             yield items[:until]
             last, done = items[until:], done + len(own)
-        self._verify(order, has_whole_rounds=skip <= rounds)
+        self._verify(order, has_whole_rounds=skip <= rounds, dealt=orders)
         yield last
         yield padding[max(0, skip - len(real)) :]
         self._finish()

@@ -132,12 +132,12 @@ class LookedUp(Source[T]):
         yield padding[max(0, skip - len(real)) :]
         self._finish()
 
-    def _verify(self, order: Order, *, has_whole_rounds: bool) -> None:
-        """Compare the order with the other ranks', after the items that every rank has."""
+    def _verify(self, order: Order, *, has_whole_rounds: bool, dealt: Sequence[object] = ()) -> None:
+        """Compare the order with the other ranks', and how it was dealt, after the items that every rank has."""
         verify = self._epoch.verify
         if verify is not None and has_whole_rounds:
             told = range(0, order.length, max(1, order.length // COMPARED))
-            verify(order.length, fingerprint(order.at(told)))
+            verify(order.length, fingerprint([*order.at(told), *dealt]))
 
     def _looking_at_all(
         self, at: Callable[[range], Sequence[T]], plan: Plan, length: int, positions: range

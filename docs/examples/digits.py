@@ -199,7 +199,8 @@ def train_alone(wider: int) -> dict[str, Tensor]:
 
 def differences() -> dict[str, dict[str, list[float]]]:
     """Return, by way and loader and for each number of ranks, the largest difference of any parameter of any rank."""
-    multiprocessing.set_forkserver_preload(["ddp_patch.testing", "torch._dynamo", "torch.nn.parallel"])
+    imported_once = ["ddp_patch.testing", "rich.table", "sklearn.datasets", "torch._dynamo", "torch.nn.parallel"]
+    multiprocessing.set_forkserver_preload(imported_once)  # for all ranks
     found: dict[str, dict[str, list[float]]] = {}
     same_batch = train_alone(1)
     with tempfile.TemporaryDirectory() as name:
@@ -235,6 +236,8 @@ def main() -> None:
     wrong = [way for way, by_loader in found.items() if way != PLAIN and max(chain(*by_loader.values())) >= TOLERANCE]
     if wrong:
         raise SystemExit(f"These ranks did not train what one process trains: {', '.join(wrong)}.")
+    if min(chain(*found[PLAIN].values())) <= 1e-6:
+        raise SystemExit("Ranks trained the same without weights, so this does not show what they are for.")
 
 
 if __name__ == "__main__":

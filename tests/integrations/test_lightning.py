@@ -233,6 +233,8 @@ MORE_KINDS: dict[str, dict[str, Any]] = {
     "whole batches": {"own_batches": OfEpochs},
     "stream": {"dataset": Sized(), "shuffle": False},
     "parts of a stream": {"dataset": Sized(), "shuffle": False, "num_workers": 2},
+    "balanced": {"patched_with": {"cost": float, "cost_window": 1}},
+    "balanced, workers": {"patched_with": {"cost": float, "cost_window": 2}, "num_workers": 2},
 }
 
 

@@ -32,7 +32,8 @@ def test_plan_and_wrappers_equal_torchs_sampler(num_replicas: int, drop_last: bo
                     DistributedSampler(range(n), num_replicas, rank, shuffle=False, drop_last=drop_last)  # type: ignore[arg-type]
                 )
             assert [p % n for p in Plan(rank, num_replicas, uneven).share(n)] == torchs
-            if n > 2 * num_replicas:  # every rest of a division was met; making wrappers takes most of the time
+            # Making wrappers takes most of the time: these are enough for every rest of a division.
+            if n > 2 * num_replicas or num_replicas > 8:
                 continue
             if drop_last and 0 < n < num_replicas:
                 continue  # torch's ranks get nothing then; ours refuse it

@@ -357,7 +357,7 @@ def test_a_first_rank_that_comes_when_others_have_given_up_does_not_go_on_alone(
 
 
 def one_does_not_patch(rank: int, world_size: int) -> tuple[str, str]:
-    told = said(lambda: patch_dataloader_to_ddp(loader(), timeout=3)) if rank != 1 else ("nothing", "")
+    told = said(lambda: patch_dataloader_to_ddp(loader(), timeout=6)) if rank != 1 else ("nothing", "")
     dist.barrier()  # the store is rank 0's
     return told
 
@@ -367,7 +367,7 @@ def test_the_ranks_that_never_patch_are_named() -> None:
     for rank in (0, 2):
         name, message = ranks[rank]
         assert name == "MissingRanksError"
-        facts = ("Agreeing on how data is shared", "rank 1 of 3", "3 s", "ranks 0, 2 did")
+        facts = ("Agreeing on how data is shared", "rank 1 of 3", "6 s", "ranks 0, 2 did")
         assert_tells(message, facts, ("missing ranks", "if rank == 0", "timeout="))
 
 
@@ -444,7 +444,7 @@ def test_the_end_is_compared_before_the_items_that_not_every_rank_has() -> None:
 
 
 def peeking(rank: int, world_size: int) -> tuple[str, str]:
-    patched = patch_dataloader_to_ddp(loader(shuffle=True), verify=True, timeout=5)
+    patched = patch_dataloader_to_ddp(loader(shuffle=True), verify=True, timeout=20)
     if rank == 0:
         next(iter(patched))
     told = said(lambda: [batch for _ in range(2) for batch in patched])

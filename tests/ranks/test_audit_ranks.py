@@ -10,7 +10,7 @@ from typing import Any
 import audit_parts as parts
 import audit_setups as setups
 import torch.distributed as dist
-from messages import raises
+from messages import assert_tells, raises
 from torch.utils.data import DataLoader
 from zoo import loader
 
@@ -77,3 +77,23 @@ def slice_by_process_group(_rank: int, _world_size: int) -> DataLoader[Any]:
 
 def test_slices_are_compared_by_value_on_real_ranks() -> None:
     assert audit(slice_by_process_group, 2, epochs=1, processes=True).ok
+
+
+def cost_of_index(index: int) -> float:
+    return 1.0 + index % 5
+
+
+def test_real_ranks_are_balanced_as_simulated_ones_are() -> None:
+    """By numbers, and by a function that other processes can import; another one is a reason not to."""
+    given = loader(batch_size=2, shuffle=True)
+    simulated = audit(given, 2, epochs=1, cost=cost_of_index, seed=0)
+    real = audit(given, 2, epochs=1, cost=cost_of_index, processes=True)
+    assert simulated.balanced is not None
+    assert real.balanced is not None
+    assert real.ok
+    assert real.epochs == simulated.epochs
+    assert real.balanced.epochs == simulated.balanced.epochs
+    private = audit(given, 2, epochs=1, cost=lambda index: cost_of_index(index), processes=True)
+    assert private.epochs == real.epochs
+    assert private.why_not_balanced is not None
+    assert_tells(private.why_not_balanced, ("Pickling cost=", "processes=True"), ("function of a module", "number"))

@@ -149,6 +149,32 @@ def test_costs_that_differ_are_told_at_the_patch() -> None:
     assert_tells(window, ("cost_window", "2", "3"))
 
 
+def disagreeing(rank: int, world_size: int) -> list[str]:
+    """What ranks are told in the epoch, with ``verify=True``, of a function that says another cost on each."""
+    heard = []
+    ways: list[dict[str, Any]] = [{"scalable_shuffle": True}, {}]
+    for options in ways:
+
+        def cost(index: int) -> float:
+            return float(index + 7 * rank if 0 < index % 312 < 99 else index)  # as at the patch for each 312th
+
+        given = DataLoader(Indices(10_000), 4, shuffle=True)
+        one = patch_dataloader_to_ddp(given, seed=3, timeout=60, cost=cost, verify=True, cost_window=64, **options)
+        try:
+            list(one)
+            heard.append("nothing")
+        except DDPPatchError as error:
+            heard.append(f"{type(error).__name__}: {error}")
+    return heard
+
+
+def test_costs_that_differ_later_are_found_where_ranks_verify() -> None:
+    for heard in run_ranks(disagreeing, 2):
+        for text in heard:
+            assert text.startswith("RankMismatchError"), text
+            assert "order" in text
+
+
 def weighing(rank: int, world_size: int) -> list[float]:
     seed_ambient(rank)
     one = patch_dataloader_to_ddp(loader(batch_sampler=Unequal()), seed=3, timeout=60, cost=len, cost_window=3)

@@ -270,25 +270,6 @@ def test_no_sample_is_read() -> None:
     assert audit(DataLoader(Untouchable(), batch_size=4, shuffle=True), 3).ok
 
 
-def test_cost_shows_how_ranks_are_balanced() -> None:
-    given = DataLoader(Untouchable(8), batch_size=2)
-    lengths = [1, 3, 1, 3, 1, 3, 1, 3]
-    by_sequence = audit(given, 2, cost=lengths)
-    assert by_sequence.epochs[0].imbalance == by_sequence.epochs[0].worst_imbalance == 1.5
-    assert audit(given, 2, cost=lambda index: 1 + 2 * (index % 2)).epochs == by_sequence.epochs
-    assert audit(given, 2, cost=np.ones(8)).epochs[0].imbalance == 1
-    with raises(InvalidOptionError, ("cost=", "no indices"), "cost"):
-        audit(BY_NAME["string keys"].make(), 2, cost=lengths)
-
-
-def test_a_rank_that_makes_no_such_step_costs_nothing_there() -> None:
-    report = audit(setups.uneven, 4, cost=np.ones(97))
-    assert report.epochs[0].steps == (7, 6, 6, 6)
-    assert report.epochs[0].worst_imbalance == 4  # of the last step, which three ranks do not make
-    assert report.pictured.costs is not None
-    assert report.pictured.costs.steps == 7
-
-
 def test_the_global_batch_of_each_step_is_told_in_order() -> None:
     report = audit(setups.loader(range(22), n=22), 2, epochs=1)
     assert report.epochs[0].global_batches == ((8, 2), (6, 1))
@@ -427,7 +408,7 @@ class Uncopyable(setups.Stream):
 
 MAKE = "make(rank, world_size)"
 PATCH = "patch_dataloader_to_ddp()"
-COST = ("sequence", "finite number", "0", "every index", "function")
+COST = ("sequence", "array", "tensor", "one number", "each index", "function")
 REFUSED: list[tuple[Any, dict[str, Any], Words, Words | None]] = [
     (setups.torchs(0, 2), {}, ("one rank's share", "DistributedSampler, rank 0 of 2"), MAKE),
     (setups.torchs, {"uneven": "drop"}, ("uneven", PATCH, "factory"), "unpatched loader"),
@@ -437,12 +418,19 @@ REFUSED: list[tuple[Any, dict[str, Any], Words, Words | None]] = [
     (loader(), {"max_items": True}, ("max_items=True", "bool"), "whole number"),
     (loader(), {"allow": ["pading"]}, ("allow=['pading']", *problem_kinds), None),
     (loader(), {"allow": "padding"}, "allow='padding'", "allow=['padding']"),
-    (loader(), {"cost": [1] * 9}, ("cost=", "IndexError", "9"), COST),
-    (loader(), {"cost": ["long"] * 23}, ("cost=", "ValueError", "'long'"), COST),
-    (loader(), {"cost": np.ones((23, 2))}, ("cost=", "1 dimensions", "each sample"), COST),
-    (loader(), {"cost": lambda index: index - 2}, ("cost=", "-2.0", "sample 0"), COST),
-    (loader(), {"cost": [1.0] * 4 + [np.nan] * 19}, ("cost=", "nan", "sample 4"), COST),
-    (loader(), {"cost": 7}, "cost=", COST),
+    (loader(), {"cost": [1] * 9}, ("cost=", "9 numbers", "23 samples"), "each index of loader.dataset"),
+    (loader(), {"cost": [1] * 24, "patch": False}, ("cost=", "24 numbers", "23 samples"), "loader.dataset"),
+    (setups.uneven, {"cost": [1] * 9}, ("cost=", "9 numbers", "beyond"), "each index"),
+    (loader(), {"cost": np.ones((23, 2))}, ("cost=", "(23, 2)"), COST),
+    (loader(), {"cost": lambda index: index - 2}, ("cost=", "-2.0", "item 0", "finite"), "correct"),
+    (loader(), {"cost": [1.0] * 4 + [np.nan] * 19}, ("cost=", "nan", "item 4", "finite"), "correct"),
+    (loader(), {"cost": 7}, ("cost=", "int"), COST),
+    (BY_NAME["string keys"].make(), {"cost": lambda key: 1}, ("cost=", "no indices"), "cost"),
+    (loader(), {"cost_of": "padded"}, ("cost_of='padded'", "no cost="), "both"),
+    (loader(), {"cost_window": 8}, ("cost_window=8", "no cost="), "both"),
+    (loader(), {"cost": [1] * 23, "cost_of": "max"}, "cost_of='max'", ("'sum'", "'padded'")),
+    (loader(), {"cost": [1] * 23, "cost_window": 8, "patch": False}, ("cost_window=8", PATCH), "unpatched loader"),
+    (setups.uneven, {"cost": np.ones(97), "cost_window": 8}, ("cost_window=8", PATCH), "unpatched loader"),
     (loader(sampler=(i for i in range(9))), {}, ("sampler", "every rank", "copying generator", "TypeError"), MAKE),
     (DataLoader(Uncopyable()), {}, ("dataset", "every rank", "copying Uncopyable", "TypeError"), MAKE),
     (loader(), {"rank": 0}, ("rank", PATCH, "one real rank"), ("factory", "processes=True")),
@@ -716,11 +704,6 @@ def test_what_was_allowed_stands_in_every_form() -> None:
 
 
 # What is counted, and against what.
-
-
-def test_a_cost_is_looked_up_in_the_dataset_below_subsets() -> None:
-    report = audit(of_a_subset, 4, epochs=1, cost=np.arange(104) % 4)  # which is each index' rank
-    assert report.epochs[0].imbalance == 2  # a mean of 1.5 for each sample, and 3 on rank 3
 
 
 @pytest.mark.parametrize(

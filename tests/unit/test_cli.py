@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from messages import Words, raises
+from torch.utils.data import DataLoader
 
 from ddp_patch import audit, patch_dataloader_to_ddp
 from ddp_patch.auditing.commands import commands
@@ -131,9 +132,29 @@ def test_cost_is_a_target_too(path: str, name: str) -> None:
     done = run(
         "audit", f"{path}:loaders.train", "-w", "2", "--no-patch", "--allow", "not_sharded", "--cost", f"{path}:{name}"
     )
-    assert "slowest rank 1.0" in " ".join(done.output.split())
+    assert "the slowest rank takes 1.0" in shown(done)
+    assert "with cost= │ not drawn. patch=False" in shown(done)
     assert done.exit_code == 0
     assert "has no 'weights'" in run("audit", f"{path}:train", "-w", "2", "--cost", f"{path}:weights").output
+
+
+def shown(done: Result) -> str:
+    """What was printed, without line breaks and the lines of tables."""
+    return " ".join(done.output.replace("\n", " ").split()).replace(" │ │ │ ", " ")
+
+
+def test_balance_is_shown_without_cost_and_with_it(path: str) -> None:
+    balance = ["--cost", f"{path}:lengths", "--cost-of", "padded", "--cost-window", "4"]
+    done = run("audit", f"{path}:train", "-w", "4", "-e", "1", *balance, "--format", "json")
+    told = json.loads(done.stdout)["train"]
+    lengths = [1 + index % 2 for index in range(103)]
+    loader: DataLoader[Any] = DataLoader(range(103), batch_size=8, shuffle=True)  # type: ignore[arg-type]  # a sequence is a dataset
+    report = audit(loader, 4, 1, cost=lengths, cost_of="padded", cost_window=4)
+    assert told["epochs"][0]["imbalance"] == report.epochs[0].imbalance
+    assert report.balanced is not None
+    assert told["balanced"]["epochs"][0]["imbalance"] == report.balanced.epochs[0].imbalance
+    table = shown(run("audit", f"{path}:train", "-w", "4", "-e", "1", *balance))
+    assert all(part in table for part in ("without cost=,", "with it;", "with cost= │ all holds"))
 
 
 # Parameters that have no option, and why.
@@ -167,6 +188,7 @@ def test_every_parameter_has_its_option() -> None:
             {"scalable_shuffle": True, "iterable_sharding": "by_worker"},
         ),
         (["--share", "batches"], {"share": "batches"}),
+        (["--cost-of", "padded", "--cost-window", "8"], {"cost_of": "padded", "cost_window": 8}),
         (
             ["--layout", "contiguous", "--seed", "4", "--uneven", "drop"],
             {"layout": "contiguous", "seed": 4, "uneven": "drop"},

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import audit_setups as setups
@@ -19,14 +20,15 @@ from zoo import BY_NAME, loader
 from ddp_patch import audit
 from ddp_patch.auditing.commands import commands
 from ddp_patch.auditing.pictured import ShareMap
+from ddp_patch.auditing.show.frame import Picture
 from ddp_patch.auditing.show.page import page
-from ddp_patch.auditing.show.pictures import Picture, pictures_of
+from ddp_patch.auditing.show.pictures import pictures_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def pictures(loader: Any, world_size: int, **options: Any) -> list[Picture]:
-    return pictures_of(audit(loader, world_size, **options).pictured)
+    return pictures_of(audit(loader, world_size, **options))
 
 
 def texts(picture: Picture) -> list[str]:
@@ -104,15 +106,40 @@ def test_blocks_of_steps_are_looked_up_as_one(monkeypatch: pytest.MonkeyPatch) -
     assert audit(make, 3).pictured == whole
 
 
-def test_steps_and_their_cost_are_counted_in_columns() -> None:
-    report = audit(plain(5000, batch_size=2), 2, cost=np.arange(5000) % 2, epochs=1)
-    steps, costs = report.pictured.steps, report.pictured.costs
+def test_steps_are_counted_in_columns() -> None:
+    steps = audit(plain(5000, batch_size=2), 2, epochs=1).pictured.steps
     assert steps.steps == 1250
     assert {len(row) for row in steps.sizes} == {240}
     assert set(np.array(steps.sizes).ravel()) == {2.0}
-    assert costs is not None
-    assert (set(costs.slowest), set(costs.mean)) == ({2.0}, {1.0})  # rank 1 has the odd samples
-    assert audit(plain(50), 2).pictured.costs is None
+
+
+def test_the_steps_that_are_most_like_the_epoch_show_how_ranks_wait() -> None:
+    """Rank 0 works for 3, rank 1 for 5; but in the first and last steps of the epoch both differ."""
+    costs = [9, 9] * 10 + [3, 5] * 30 + [1, 1] * 10
+    given = plain(100)
+    waits = audit(given, 2, epochs=1, cost=costs, patch=False, allow=["not_sharded"]).pictured.waits
+    assert waits is not None
+    assert waits.imbalance == 1  # both ranks get all
+
+    waits = audit(given, 2, epochs=1, cost=costs).pictured.waits
+    assert waits is not None
+    assert 10 <= waits.first <= 40 - 8
+    assert waits.ranks == (0, 1)
+    assert waits.costs == ((3.0,) * 8, (5.0,) * 8)
+    assert waits.slowest == (5.0,) * 8
+    assert waits.imbalance == (90 + 150 + 10) / (90 + 120 + 10)
+    assert audit(given, 2).pictured.waits is None
+    assert audit(given, 2, cost=[0] * 100).pictured.waits is None
+
+
+def test_of_many_ranks_some_are_shown_and_all_are_waited_for() -> None:
+    costs = np.ones(64 * 4)
+    costs[5::64] = 7
+    waits = audit(plain(64 * 4), 64, epochs=1, cost=costs).pictured.waits
+    assert waits is not None
+    assert len(waits.ranks) == len(set(waits.ranks)) == len(waits.costs) == 10
+    assert 5 not in waits.ranks
+    assert waits.slowest == (7.0,) * 4
 
 
 def test_the_first_epoch_that_does_not_hold_is_pictured() -> None:
@@ -130,7 +157,7 @@ def test_the_first_epoch_that_does_not_hold_is_pictured() -> None:
     report = audit(make, 2, epochs=4)
     assert report.pictured.epoch == 2
     assert report.pictured.shares.missing[10:] == (1, 1)
-    assert pictures_of(report.pictured)[0].title == "Who gets what in epoch 2"
+    assert pictures_of(report)[0].title == "Who gets what in epoch 2"
     assert audit(make, 2, epochs=2).pictured.epoch == 0
 
 
@@ -156,10 +183,46 @@ def test_steps_that_a_rank_does_not_make_are_hatched() -> None:
     assert texts(steps).count("4") == 4 * 6 + 1  # every batch's size, and the tick of step 4
 
 
-def test_cost_is_drawn_where_it_is_known() -> None:
-    assert len(pictures(loader(), 2)) == 2
-    cost = pictures(loader(), 2, cost=range(23))[2]
-    assert {"slowest rank", "mean"} <= set(texts(cost))
+def test_waiting_is_drawn_without_cost_and_with_it() -> None:
+    """Bars of both panels stand on one axis, and what they say is text."""
+    costs = [1, 3] * 20
+    assert len(pictures(plain(40), 2)) == 2
+    *_, both = pictures(plain(40), 2, epochs=1, cost=costs)
+    headings = [
+        "Without cost=, ranks wait 33 % of the time (epoch 0)",
+        "With cost=, ranks wait 0 % of the time (epoch 0)",
+    ]
+    assert {*headings, "works", "waits for the slowest rank", "rank 1", "time, in the unit of cost"} <= set(texts(both))
+    assert both.alt == "; ".join(headings) + "."
+    assert all("<pattern" in svg for svg in picture_svgs(both))
+    assert "The 8 steps" in both.caption
+    *_, one = pictures(setups.uneven, 4, epochs=1, cost=np.ones(97))
+    assert "Ranks wait 3.0 % of the time (epoch 0)" in texts(one)  # for rank 0, which makes a step more
+
+
+def test_a_bar_is_as_long_as_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[float, float]] = []
+    hatched: list[tuple[float, float]] = []
+
+    def note(axes: Any, ranges: Any, place: Any, **how: Any) -> None:
+        (hatched if how.get("hatch") else drawn).extend((float(x), float(width)) for x, width in ranges)
+
+    monkeypatch.setattr("matplotlib.axes.Axes.broken_barh", note)
+    pictures(plain(6), 2, epochs=1, cost=[1, 3, 4, 2, 5, 5], share="samples")
+    light = len(drawn) // 2
+    # Rank 0, then rank 1; steps begin at 0, 3 and 7.
+    assert drawn[:6] == [(0, 1), (3, 4), (7, 5), (0, 3), (3, 2), (7, 5)]
+    assert hatched[:6] == [(1, 2), (7, 0), (12, 0), (3, 0), (5, 2), (12, 0)]
+    assert drawn[light:] == drawn[:light]
+
+
+def test_the_picture_of_the_documentation_is_what_the_audit_draws() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    made = run_path(str(docs / "examples" / "loaders.py"))
+    *_, picture = pictures(made["texts"], 4, epochs=1, cost=made["tokens"])
+    for name in ("audit-light.svg", "audit-dark.svg"):
+        shown = [each.text for each in ElementTree.parse(docs / name).iter(f"{SVG}text")]  # noqa: S314 - ours
+        assert shown == texts(picture), "run nox -s pictures"
 
 
 def test_light_and_dark_differ_in_colours_alone() -> None:
@@ -190,7 +253,7 @@ def test_any_loader_can_be_pictured(name: str) -> None:
     html = page({"<b>&$x$": report})
     assert "&lt;b&gt;&amp;$x$" in html
     assert ("<picture>" in html) == any(report.epochs[0].items)
-    assert all(picture.alt and texts(picture) for picture in pictures_of(report.pictured))
+    assert all(picture.alt and texts(picture) for picture in pictures_of(report))
 
 
 def test_names_are_no_markup() -> None:

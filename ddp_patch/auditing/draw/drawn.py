@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddp_patch.auditing.draw.coding import Numbers
-from ddp_patch.auditing.report import Units
+from ddp_patch.auditing.epoch_report import Units
 
 __all__ = ["Drawn", "Epoch", "signature"]
 

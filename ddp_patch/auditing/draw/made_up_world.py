@@ -13,7 +13,7 @@ from ddp_patch.auditing.draw.processes import RealRank, real_ranks_of
 from ddp_patch.auditing.draw.simulate import Rank, ranks_of
 from ddp_patch.auditing.draw.subject import Subject
 from ddp_patch.auditing.draw.traits import Traits
-from ddp_patch.auditing.report import Units
+from ddp_patch.auditing.epoch_report import Units
 from ddp_patch.errors import InvalidOptionError
 
 __all__ = ["MadeUpWorld", "Progress"]
@@ -66,7 +66,8 @@ class MadeUpWorld:
         """Make the ranks, and the single process to compare them with."""
         self.subject: Subject = subject
         self._ranks = self._world_of(subject, range(self.world_size), range(self.epochs))
-        whole = replace(subject, max_items=subject.max_items * self.world_size, whole=True)
+        # What balanced ranks get is compared with what one process gets without: it loses nothing in a deal.
+        whole = replace(subject, max_items=subject.max_items * self.world_size, whole=True, balance={})
         self._alone = Alone(whole, range(self.epochs), self._world_of)
         # A patched loader goes through its epochs by itself.
         self._given = replace(whole, patch=False, options={}, set_epoch=True)

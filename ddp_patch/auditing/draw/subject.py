@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,6 +37,7 @@ class Subject:
         whole: Whether to keep a last, incomplete batch, so that everything there is to shard is drawn.
         by_one_worker: Whether one worker reads an iterable dataset, however many the loader has.
         by_contents: Whether to compare samples by their contents, because each rank holds data of its own in memory.
+        balance: More options for ``patch_dataloader_to_ddp``, by which steps cost alike on all ranks.
 
     Raises:
         NotALoaderError: ``make`` is neither a loader nor a function.
@@ -52,6 +53,7 @@ class Subject:
     whole: bool = False
     by_one_worker: bool = False
     by_contents: bool = False
+    balance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.make, LoaderFacts):
@@ -111,7 +113,7 @@ class Subject:
             made = self.make.loader if is_real else _copied(self.make)
             if self.patches:
                 where: dict[str, Any] = {} if is_real else {"rank": rank, "num_replicas": world_size}
-                made = patch_dataloader_to_ddp(made, **where, **self.options)
+                made = patch_dataloader_to_ddp(made, **where, **self.options, **self.balance)
         facts = look_at(made)
         if self.whole:
             facts = _whole(facts)

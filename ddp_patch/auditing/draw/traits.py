@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from ddp_patch.auditing.draw.samples import base_of
-from ddp_patch.auditing.report import Units
+from ddp_patch.auditing.epoch_report import Units
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.recognition import shards_itself
 from ddp_patch.shares.epochs import EpochSampler

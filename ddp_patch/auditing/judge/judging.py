@@ -78,7 +78,9 @@ class Judged:
         return self.padding == found.extra and self.dropped == found.lacking and not found.unexpected
 
 
-def judge(epoch: Epoch, allowance_of: Callable[[Epoch], Allowance]) -> tuple[Epoch, Judged]:
+def judge(
+    epoch: Epoch, allowance_of: Callable[[Epoch], Allowance], *, may_rebatch: bool = True
+) -> tuple[Epoch, Judged]:
     """Judge an epoch.
 
     Ranks with a batch sampler of their own may shard samples, and each make its own batches of them. So where whole
@@ -87,6 +89,7 @@ def judge(epoch: Epoch, allowance_of: Callable[[Epoch], Allowance]) -> tuple[Epo
     Args:
         epoch: What was drawn.
         allowance_of: Says what may be missing or repeated in an epoch.
+        may_rebatch: Whether that may be; not where ``patch_dataloader_to_ddp`` shares whole batches.
 
     Returns:
         The epoch, in the units in which it was judged; and how it was judged.
@@ -97,7 +100,7 @@ def judge(epoch: Epoch, allowance_of: Callable[[Epoch], Allowance]) -> tuple[Epo
     if epoch.units == "samples" or judged.is_covered:
         return epoch, judged
     pieces = torn(epoch)
-    if not pieces.explains:
+    if may_rebatch and not pieces.explains:
         in_samples = replace(epoch, units="samples")
         judged_in_samples = _judged(samples, samples, allowance_of(in_samples))
         if judged_in_samples.is_covered:

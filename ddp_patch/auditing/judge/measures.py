@@ -1,18 +1,19 @@
 """Measure what ranks got: global batches, and the balance of their costs."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Subset
 
 from ddp_patch.auditing.draw.coding import Numbers
 from ddp_patch.auditing.draw.drawn import Drawn, Epoch
+from ddp_patch.auditing.draw.samples import layers_of
+from ddp_patch.costs import Costs
 from ddp_patch.errors import InvalidOptionError
 
-__all__ = ["Cost", "global_batches", "imbalance", "step_costs"]
-
-Cost: TypeAlias = Callable[[int], float] | Sequence[float] | NDArray[Any]
+__all__ = ["SampleCosts", "global_batches", "imbalance", "step_costs"]
 
 
 def global_batches(epoch: Epoch) -> tuple[tuple[int, int], ...]:
@@ -29,52 +30,66 @@ def global_batches(epoch: Epoch) -> tuple[tuple[int, int], ...]:
     return tuple(zip(total[begins].tolist(), np.diff(begins, append=len(total)).tolist(), strict=True))
 
 
-def step_costs(epoch: Epoch, cost: Cost | None) -> NDArray[np.float64] | None:
+@dataclass(frozen=True, slots=True)
+class SampleCosts:
+    """Tell what samples cost by their indices in the dataset below torch's ``Subset`` layers.
+
+    Attributes:
+        costs: What they cost by their indices in the loader's dataset.
+        indices: Their indices in the loader's dataset, in the order of ``below``, shape (samples,).
+        below: The same samples' indices below its ``Subset`` layers, ascending. None where it has none of these.
+    """
+
+    costs: Costs
+    indices: Numbers | None = None
+    below: Numbers | None = None
+
+    @classmethod
+    def in_dataset(cls, costs: Costs, dataset: Any) -> "SampleCosts":
+        """Return the costs of a dataset's samples.
+
+        Args:
+            costs: What each index of the dataset costs.
+            dataset: The dataset of a loader.
+
+        Examples:
+            >>> costs = SampleCosts.in_dataset(Costs([5.0, 7, 9], "sum"), Subset("abcdef", [4, 0, 2]))
+            >>> costs.of(np.array([0, 4])).tolist()
+            [7.0, 5.0]
+        """
+        if not isinstance(dataset, Subset):
+            return cls(costs)
+        below = layers_of(dataset)[-1]
+        indices = np.argsort(below, kind="stable")
+        return cls(costs, indices, below[indices])
+
+    def of(self, indices: Numbers) -> NDArray[np.float64]:
+        """Return what samples cost, given their indices below ``Subset`` layers, shape (samples,)."""
+        if self.indices is not None and self.below is not None:
+            indices = self.indices[np.searchsorted(self.below, indices)]
+        return self.costs.of(indices)
+
+
+def step_costs(epoch: Epoch, costs: SampleCosts | None) -> NDArray[np.float64] | None:
     """Look up what each rank's steps cost.
 
     Returns:
-        The cost of each step, shape (ranks, steps), 0 where a rank makes no such step. None without ``cost``, and for
-        an epoch without a step.
+        The cost of each step, shape (ranks, steps), 0 where a rank makes no such step. None without ``costs``, for an
+        epoch without a step, and for samples of an iterable dataset, which have no indices.
     """
-    if cost is None or epoch.steps == 0:
+    if costs is None or epoch.steps == 0 or epoch.is_iterable:
         return None
-    return np.array([np.pad(_costs_of(drawn, cost), (0, epoch.steps - len(drawn.sizes))) for drawn in epoch.ranks])
+    return np.array([np.pad(_costs_of(drawn, costs), (0, epoch.steps - len(drawn.sizes))) for drawn in epoch.ranks])
 
 
-def _costs_of(drawn: Drawn, cost: Cost) -> NDArray[np.float64]:
+def _costs_of(drawn: Drawn, costs: SampleCosts) -> NDArray[np.float64]:
     names, places = np.unique(drawn.items, return_inverse=True)
     if len(names) and int(names[0]) < 0:
         raise InvalidOptionError(
             "audit was given cost= and a loader whose keys are no indices, so what one costs cannot be looked up. "
             "Leave cost out, or sample indices."
         )
-    total = np.concatenate([[0.0], np.cumsum(_looked_up(cost, names)[places])])  # before each item, and after the last
-    stops = np.cumsum(drawn.sizes)
-    found: NDArray[np.float64] = total[stops] - total[stops - drawn.sizes]
-    return found
-
-
-def _looked_up(cost: Cost, indices: Numbers) -> NDArray[np.float64]:
-    try:
-        if callable(cost):
-            found = np.array([cost(int(index)) for index in indices], np.float64)
-        else:
-            found = np.asarray(cost, np.float64)[indices]
-    except Exception as error:
-        raise _unusable(f"raised {type(error).__name__}: {error}") from error
-    if found.ndim != 1:
-        raise _unusable(f"gave {found.ndim - 1} dimensions of numbers for each sample")
-    unusable = np.flatnonzero(~((found >= 0) & (found < np.inf)))
-    if len(unusable):
-        raise _unusable(f"gave {found[unusable[0]]} for sample {indices[unusable[0]]}")
-    return found
-
-
-def _unusable(did: str) -> InvalidOptionError:
-    return InvalidOptionError(
-        f"audit looked up what samples cost, and cost= {did}. Pass a sequence with one finite number of at least 0 "
-        "for every index, or a function that returns one."
-    )
+    return costs.costs.of_batches(costs.of(names)[places], drawn.sizes)
 
 
 def imbalance(costs: NDArray[np.float64]) -> tuple[float | None, float | None]:

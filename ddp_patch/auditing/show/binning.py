@@ -10,7 +10,8 @@ from ddp_patch.auditing.draw.coding import Coding, Numbers
 from ddp_patch.auditing.draw.drawn import Epoch
 from ddp_patch.auditing.judge.counting import dense
 from ddp_patch.auditing.judge.judging import Judged
-from ddp_patch.auditing.pictured import CostLine, Pictured, ShareMap, StepMap
+from ddp_patch.auditing.judge.measures import imbalance
+from ddp_patch.auditing.pictured import Pictured, ShareMap, StepMap, Waits
 
 __all__ = ["pictured"]
 
@@ -20,6 +21,8 @@ _NAMED = 40
 _COLUMNS, _CELLS = 240, 8192
 # Look up this many samples of all ranks at once.
 _BLOCK = 2**18
+# Show waiting in this many steps of this many ranks: bars of more are too thin to read at a glance.
+_STEPS, _RANKS = 8, 10
 
 
 def pictured(epoch: Epoch, judged: Judged, coding: Coding, costs: NDArray[np.float64] | None) -> Pictured:
@@ -36,7 +39,7 @@ def pictured(epoch: Epoch, judged: Judged, coding: Coding, costs: NDArray[np.flo
         epoch.number,
         _share_map(epoch, coding, "padding" if judged.padding else "repeated") if can_tell else ShareMap(),
         _step_map(epoch),
-        None if costs is None else _cost_line(costs),
+        None if costs is None else _waits(costs),
     )
 
 
@@ -130,13 +133,26 @@ def _step_map(epoch: Epoch) -> StepMap:
     )
 
 
-def _cost_line(costs: NDArray[np.float64]) -> CostLine:
-    steps = costs.shape[1]
-    columns = _columns(steps, 1)
-    column = _column_of(np.arange(steps), columns, steps)
-    in_column = np.bincount(column)
-    slowest, mean = (np.bincount(column, weights=each) / in_column for each in (costs.max(axis=0), costs.mean(axis=0)))
-    return CostLine(steps, tuple(slowest.tolist()), tuple(mean.tolist()))
+def _waits(costs: NDArray[np.float64]) -> Waits | None:
+    """Return the few consecutive steps whose cost and slowest rank are most like those of the mean step."""
+    ranks, steps = costs.shape
+    slowest, mean = costs.max(axis=0), costs.mean(axis=0)
+    whole, _ = imbalance(costs)
+    if whole is None:
+        return None
+    few = min(_STEPS, steps)
+    unlike = sum(np.abs(_means_of(few, each) / each.mean() - 1) for each in (slowest, mean))
+    first = int(np.argmin(unlike))
+    shown = np.linspace(0, ranks - 1, min(_RANKS, ranks)).astype(int)
+    part = slice(first, first + few)
+    each_rank = tuple(map(tuple, costs[shown, part].tolist()))
+    return Waits(first, tuple(shown.tolist()), each_rank, tuple(slowest[part].tolist()), whole)
+
+
+def _means_of(few: int, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the mean of each run of a few consecutive values."""
+    sums: NDArray[np.float64] = np.cumsum(np.concatenate([[0.0], values]))
+    return (sums[few:] - sums[:-few]) / few
 
 
 def _counts(array: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:

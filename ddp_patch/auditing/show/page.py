@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from html import escape
 
 from ddp_patch.auditing.report import Problem, Report
-from ddp_patch.auditing.show.pictures import Picture, pictures_of
+from ddp_patch.auditing.show.frame import Picture
+from ddp_patch.auditing.show.pictures import pictures_of
 
 __all__ = ["page"]
 
@@ -67,7 +68,7 @@ def _section(place: str, report: Report) -> str:
     mark = "✔ holds" if report.ok else "✘ does not hold"
     facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in report.facts())
     problems = "".join(map(_problem, report.problems))
-    figures = "".join(map(_figure, pictures_of(report.pictured)))
+    figures = "".join(map(_figure, pictures_of(report)))
     return (
         f'<section><h2>{escape(place)} <span class="{_tone(report.ok)}">{mark}</span></h2>{problems}<dl>{facts}</dl>'
         + (figures or '<p class="soft">No sample was drawn, so there is nothing to show.</p>')

@@ -1,0 +1,382 @@
+"""How alike steps cost on all ranks, today and dealt by ``cost=``: made-up lengths, real ones, and several samplers.
+
+    python benchmarks/balance.py
+
+What counts is the sum over steps of the slowest rank's cost, over the sum of the mean cost: 1 is no waiting. Streams
+are those of patched loaders. All ranks' shares are computed at once, because 1024 loaders would take too long, and
+each is compared with what a patched loader of the last rank gives. ``nox -s bench`` runs this; it writes tables of
+``docs/balance.md``.
+"""
+
+import argparse
+import platform
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pages import put, show_and_put
+from texts import docstrings
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.costs import CostOf
+from ddp_patch.options import COST_WINDOW
+from ddp_patch.streams.dealing import deal, deal_batch
+from ddp_patch.streams.seeding import dealing_key
+
+PAGE = Path(__file__).parents[1] / "docs" / "balance.md"
+BATCH, TOKENS = 16, 40  # samples of a batch; what a batch by tokens holds is that of so many samples of mean length
+RANKS, WINDOWS, DRAWING_RANKS = (2, 8, 64, 1024), (16, 64, 128, 256, 1024), (8, 64)
+STEPS = 4 * COST_WINDOW
+
+Costs: TypeAlias = NDArray[np.float64]
+Make: TypeAlias = Callable[[NDArray[np.int64], int], Any]
+
+
+@dataclass(frozen=True)
+class Numbers(Dataset[int]):
+    """So many samples, of no size."""
+
+    n: int
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@dataclass(frozen=True)
+class TokenBatches(Sampler[list[int]]):
+    """Shuffled samples in batches of as many as fit into so many padded tokens, as speech and translation have them."""
+
+    lengths: NDArray[np.int64] = field(repr=False)
+    most: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        lengths, batch, longest = self.lengths.tolist(), list[int](), 0
+        for index in torch.randperm(len(lengths)).tolist():
+            longest = max(longest, lengths[index])
+            if batch and longest * (len(batch) + 1) > self.most:
+                yield batch
+                batch, longest = [], lengths[index]
+            batch.append(index)
+        yield batch
+
+
+def plain(lengths: NDArray[np.int64], size: int) -> Any:
+    """A shuffled loader."""
+    return DataLoader(Numbers(len(lengths)), size, shuffle=True)
+
+
+def by_tokens(lengths: NDArray[np.int64], _: int) -> Any:
+    """A loader with a batch sampler by tokens."""
+    batches = TokenBatches(lengths, max(int(TOKENS * lengths.mean()), int(lengths.max())))
+    return DataLoader(Numbers(len(lengths)), batch_sampler=batches)
+
+
+def by_length(lengths: NDArray[np.int64], size: int) -> Any:
+    """A loader with the sampler of Hugging Face's Trainer that groups by length."""
+    return DataLoader(Numbers(len(lengths)), size, sampler=LengthGroupedSampler(size, lengths=lengths.tolist()))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What ranks share.
+
+    Attributes:
+        name: For the table.
+        make: Makes the loader.
+        cost_of: What a batch costs.
+        share: What a rank takes at a time.
+    """
+
+    name: str
+    make: Make
+    cost_of: CostOf = "sum"
+    share: Any = "samples"
+
+    @property
+    def are_batches(self) -> bool:
+        """Whether batches are shared whole."""
+        return self.share == "batches"
+
+    def patched(self, lengths: NDArray[np.int64], rank: int, ranks: int, **options: Any) -> Any:
+        """Return a rank's loader."""
+        world: Any = {"rank": rank, "num_replicas": ranks, "share": self.share, "seed": 0}
+        size = BATCH * ranks if self.share == "within_batches" else BATCH
+        return patch_dataloader_to_ddp(self.make(lengths, size), **world, **options)
+
+    def balanced(self, lengths: NDArray[np.int64], rank: int, ranks: int) -> Any:
+        """Return a rank's loader, dealt."""
+        return self.patched(lengths, rank, ranks, cost=lengths, cost_of=self.cost_of)
+
+
+KINDS = [
+    Kind("samples, packed", plain),
+    Kind("samples, padded", plain, "padded"),
+    Kind("each batch divided, packed", plain, share="within_batches"),
+    Kind("whole batches, packed", plain, share="batches"),
+    Kind("whole batches, padded", plain, "padded", "batches"),
+    Kind("batches by tokens", by_tokens, "padded", "batches"),
+    Kind("`LengthGroupedSampler`", by_length, "padded", "batches"),
+]
+KIND = {kind.name: kind for kind in KINDS}
+
+
+def bimodal(rng: np.random.Generator, n: int) -> Costs:
+    """Nine short samples to a long one, which is ten times as long."""
+    return np.where(rng.random(n) < 0.1, rng.normal(500, 50, n), rng.normal(50, 10, n))
+
+
+def words(rng: np.random.Generator, n: int) -> Costs:
+    """Draw from the lengths of real texts."""
+    return rng.choice([len(text.split()) for text in docstrings()], n).astype(float)
+
+
+LENGTHS: dict[str, Callable[[np.random.Generator, int], Costs]] = {
+    "lognormal, sigma 0.5": lambda rng, n: 100 * rng.lognormal(sigma=0.5, size=n),
+    "lognormal, sigma 1": lambda rng, n: 100 * rng.lognormal(sigma=1, size=n),
+    "bimodal": bimodal,
+    "docstrings": words,
+}
+
+
+def drawn(name: str, n: int) -> NDArray[np.int64]:
+    """Return so many lengths."""
+    return np.maximum(LENGTHS[name](np.random.default_rng(0), n), 1).astype(np.int64)
+
+
+def figure(batches: Costs) -> float:
+    """Return how long steps take, over what they took if all ranks' batches cost alike; shape (steps, ranks)."""
+    return float(batches.max(axis=1).sum() / batches.mean(axis=1).sum())
+
+
+def dealt(costs: Costs, ranks: int, size: int, cost_of: CostOf, window: int) -> NDArray[np.int64]:
+    """Return the order of a stream that is dealt window by window, as the patch deals it."""
+    items = window * ranks * size
+    return np.concatenate(
+        [
+            start + deal(costs[start : start + items], ranks, size, cost_of, dealing_key(0, 0, 0, number)).order
+            for number, start in enumerate(range(0, len(costs), items))
+        ]
+    )
+
+
+def divided(costs: Costs, ranks: int) -> NDArray[np.int64]:
+    """Return the order of a stream of which each batch is divided so that the parts cost alike."""
+    begins = range(0, len(costs), BATCH * ranks)
+    orders = [deal_batch(costs[begin : begin + BATCH * ranks].tolist(), ranks) for begin in begins]
+    return np.concatenate([begin + np.array(order) for begin, order in zip(begins, orders, strict=True)])
+
+
+def costs_of(costs: Costs, ranks: int, size: int, cost_of: CostOf) -> Costs:
+    """Return what the batches of each whole step cost, shape (steps, ranks)."""
+    whole = len(costs) // (ranks * size) * ranks * size
+    items = costs[:whole].reshape(-1, size, ranks)
+    return items.sum(axis=1) if cost_of == "sum" else items.max(axis=1) * size
+
+
+def batch_costs(lengths: NDArray[np.int64], batches: list[list[int]], cost_of: CostOf) -> Costs:
+    """Return what whole batches cost."""
+    sizes = np.fromiter(map(len, batches), np.int64)
+    each = lengths[np.fromiter(chain.from_iterable(batches), np.int64, int(sizes.sum()))].astype(float)
+    begins = np.cumsum(sizes) - sizes
+    return np.add.reduceat(each, begins) if cost_of == "sum" else np.maximum.reduceat(each, begins) * sizes
+
+
+class Stream:
+    """A loader's stream, and what its items cost."""
+
+    def __init__(self, kind: Kind, lengths: NDArray[np.int64]) -> None:
+        self.kind, self.lengths = kind, lengths
+        batches = list(kind.patched(lengths, 0, 1).batch_sampler)
+        self.size = 1 if kind.are_batches else BATCH
+        if kind.are_batches:
+            self.items: Any = batches
+            self.costs = batch_costs(lengths, batches, kind.cost_of)
+        else:
+            self.items = np.fromiter(chain.from_iterable(batches), np.int64)
+            self.costs = lengths[self.items].astype(float)
+
+    def figures(self, ranks: int) -> tuple[Costs, Costs]:
+        """Return what batches cost, today and balanced."""
+        costs = self.costs[: STEPS * ranks * self.size]
+        if self.kind.share == "within_batches":
+            order = divided(costs, ranks)
+        else:
+            order = dealt(costs, ranks, self.size, self.kind.cost_of, COST_WINDOW)
+        self.require_same(order, ranks)
+        measured = partial(costs_of, ranks=ranks, size=self.size, cost_of=self.kind.cost_of)
+        return measured(costs), measured(costs[order])
+
+    def require_same(self, order: NDArray[np.int64], ranks: int) -> None:
+        """Compare the last rank's batches with what its patched loader gives, but for the stream's end."""
+        share = order[ranks - 1 :: ranks][: min(COST_WINDOW, len(order) // (ranks * self.size)) * self.size].tolist()
+        loader = self.kind.balanced(self.lengths, ranks - 1, ranks)
+        given = list(islice(loader.batch_sampler, len(share) // self.size))
+        if self.kind.are_batches:
+            expected = [self.items[place] for place in share]
+        else:
+            expected = self.items[share].reshape(-1, BATCH).tolist()
+        if given != expected:
+            raise AssertionError(f"{self.kind.name}, {ranks} ranks: the simulation gives other batches than the patch")
+
+
+def figures_table(steps: int) -> tuple[list[list[str]], list[list[str]]]:
+    """Return how alike steps cost for all kinds, and what part of today's time an epoch takes."""
+    rows = [["lengths", "shared", *(f"{ranks} ranks" for ranks in RANKS)]]
+    times = [["shared", *LENGTHS]]
+    found: dict[str, list[str]] = {kind.name: [] for kind in KINDS}
+    for name in LENGTHS:
+        lengths = drawn(name, steps * BATCH * max(RANKS))
+        for kind in KINDS:
+            stream, cells = Stream(kind, lengths), []
+            for ranks in RANKS:
+                today, balanced = stream.figures(ranks)
+                cells.append(f"{figure(today):.2f} → {figure(balanced):.3f}")
+                if ranks == 8:
+                    found[kind.name].append(f"{balanced.max(axis=1).sum() / today.max(axis=1).sum():.2f}")
+            rows.append([name, kind.name, *cells])
+            print(*rows[-1], flush=True)
+    times += [[name, *cells] for name, cells in found.items()]
+    return rows, times
+
+
+def windows_table(largest: int) -> list[list[str]]:
+    """Return how a window's size matters: plain arithmetic, of which the patch is not asked."""
+    rows = [["lengths", "shared", "ranks", "today", *map(str, WINDOWS)]]
+    for name in ("lognormal, sigma 0.5", "lognormal, sigma 1", "docstrings"):
+        for kind in (KIND["samples, packed"], KIND["samples, padded"], KIND["whole batches, packed"]):
+            for ranks in RANKS[1:]:
+                lengths = drawn(name, BATCH * ranks * largest).astype(float)
+                size = 1 if kind.are_batches else BATCH
+                costs = lengths.reshape(-1, BATCH).sum(axis=1) if kind.are_batches else lengths
+                measured = partial(costs_of, ranks=ranks, size=size, cost_of=kind.cost_of)
+                cells = [f"{figure(measured(costs)):.2f}"]
+                for window in WINDOWS:
+                    order = dealt(costs, ranks, size, kind.cost_of, window)
+                    cells.append(f"{figure(measured(costs[order])):.3f}" if window <= largest else "")
+                rows.append([name, kind.name, str(ranks), *cells])
+                print(*rows[-1], flush=True)
+    return rows
+
+
+def shuffled_by_python(lengths: NDArray[np.int64], size: int) -> Any:
+    """A loader with a sampler that nobody knows, and that therefore is drawn whole on each rank."""
+
+    class Own(RandomSampler):
+        pass
+
+    return DataLoader(Numbers(len(lengths)), size, sampler=Own(Numbers(len(lengths))))
+
+
+DRAWING = [
+    Kind("`shuffle=True`", plain),
+    Kind("`shuffle=True`, padded", plain, "padded"),
+    Kind("a subclass of `RandomSampler`", shuffled_by_python),
+    Kind("`shuffle=True`, whole batches", plain, share="batches"),
+    Kind("batches by tokens", by_tokens, "padded", "batches"),
+    Kind("`LengthGroupedSampler`, whole batches", by_length, "padded", "batches"),
+]
+
+
+def seconds(loader: Any) -> tuple[float, float]:
+    """Return the CPU time of the first batch, and of all."""
+    start, first = time.process_time(), 0.0
+    for number, _ in enumerate(loader.batch_sampler):
+        if number == 0:
+            first = time.process_time() - start
+    return first, time.process_time() - start
+
+
+def drawing_table(n: int, repeats: int) -> list[list[str]]:
+    """Return what one rank's drawing costs, today and balanced; passes alternate."""
+    lengths = drawn("lognormal, sigma 0.5", n)
+    head = ["shared", "ranks", "today s", "balanced s", "ratio", "us a batch: today", "balanced", "first batch s"]
+    rows = [head]
+    for kind in DRAWING:
+        for ranks in DRAWING_RANKS:
+            pair = kind.patched(lengths, 0, ranks), kind.balanced(lengths, 0, ranks)
+            passes = [tuple(map(seconds, pair)) for _ in range(repeats + 1)][1:]  # the first pass warms up
+            today, balanced = (statistics.median(one[place][1] for one in passes) for place in (0, 1))
+            ratio = statistics.median(after[1] / before[1] for before, after in passes)
+            first = statistics.median(after[0] for _, after in passes)
+            batches = n / BATCH / ranks
+            each = f"{1e6 * today / batches:.0f}", f"{1e6 * balanced / batches:.0f}"
+            rows.append(
+                [kind.name, str(ranks), f"{today:.2f}", f"{balanced:.2f}", f"{ratio:.1f}", *each, f"{first:.3f}"]
+            )
+            print(*rows[-1], flush=True)
+    return rows
+
+
+class InOrder(Sampler[int]):
+    """A sampler that holds nothing, and that nobody knows."""
+
+    def __init__(self, data: Sized) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.data)))
+
+
+def memory_table(sizes: Iterable[int]) -> list[list[str]]:
+    """Return how many bytes drawing one rank's share takes at its peak, of which the stream itself takes none."""
+    rows = [
+        [
+            "samples of an epoch",
+            *(f"{ranks} ranks: {what}" for ranks in DRAWING_RANKS for what in ("today", "balanced")),
+        ]
+    ]
+    in_order = Kind("in order", lambda lengths, size: DataLoader(Numbers(len(lengths)), size, sampler=InOrder(lengths)))
+    for n in sizes:
+        lengths, cells = drawn("lognormal, sigma 0.5", n), []
+        for ranks in DRAWING_RANKS:
+            for loader in (in_order.patched(lengths, 0, ranks), in_order.balanced(lengths, 0, ranks)):
+                tracemalloc.start()
+                for _ in loader.batch_sampler:
+                    pass
+                cells.append(f"{tracemalloc.get_traced_memory()[1] / 1e6:.2f} MB")
+                tracemalloc.stop()
+        rows.append([f"{n:,}", *cells])
+    return rows
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--steps", type=int, default=COST_WINDOW, help="how many steps 1024 ranks make")
+    parser.add_argument("--largest-window", type=int, default=max(WINDOWS), help="the largest window that is tried")
+    parser.add_argument("--samples", type=int, default=1_000_000, help="how many samples are drawn to measure the time")
+    parser.add_argument("--repeats", type=int, default=3, help="how often each pass is repeated")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    texts = docstrings()
+    put(
+        PAGE,
+        "texts",
+        f"*Docstrings* are drawn from the lengths, in words, of the {len(texts):,} docstrings of the standard library "
+        f"of Python {platform.python_version()}: {np.mean([len(text.split()) for text in texts]):.0f} on average, "
+        f"{max(len(text.split()) for text in texts)} at most.",
+    )
+    figures, times = figures_table(arguments.steps)
+    show_and_put(PAGE, "figures", figures)
+    show_and_put(PAGE, "times", times)
+    show_and_put(PAGE, "windows", windows_table(arguments.largest_window))
+    show_and_put(PAGE, "drawing", drawing_table(arguments.samples, arguments.repeats))
+    show_and_put(PAGE, "memory", memory_table(arguments.samples * part // 10 for part in (1, 5, 10, 20)))
+
+
+if __name__ == "__main__":
+    main()

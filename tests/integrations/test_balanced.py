@@ -1,0 +1,80 @@
+"""``cost=`` under accelerate and torchdata, which take the loader as it is. ``test_lightning.py`` has Lightning."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+import accelerate
+import pytest
+from quick import run_ranks
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from zoo import Indices, N, TokenBatches, as_it_is, seed_ambient
+
+from ddp_patch import gather_in_order, patch_dataloader_to_ddp
+from ddp_patch.integrations.accelerate import prepare_patched
+
+# torchdata 0.11 calls it in the constructor of every loader.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+LOADERS: dict[str, Callable[..., Any]] = {
+    "shuffled": lambda kind, **options: kind(Indices(), 2, sampler=RandomSampler(range(N)), **options),
+    "drawn": lambda kind, **options: kind(Indices(), 2, sampler=[*range(N)], **options),
+    "batch sampler": lambda kind, **options: kind(Indices(), batch_sampler=TokenBatches(), **options),
+    "own class": lambda kind, **options: kind(Indices(), batch_sampler=OwnBatches(range(N), 3, False), **options),
+}
+
+
+class OwnBatches(BatchSampler):
+    """A batch sampler of the user's own."""
+
+
+def balanced(make: Callable[..., Any], kind: type[Any], rank: int | None = None, **options: Any) -> Any:
+    seed_ambient(7)  # torchdata's sampler draws its own generator's seed when it is made
+    given = make(kind, collate_fn=as_it_is, **options)
+    world: dict[str, Any] = {} if rank is None else {"rank": rank, "num_replicas": 2}
+    return patch_dataloader_to_ddp(given, seed=3, cost=cost_of, cost_window=2, timeout=60, **world)
+
+
+def cost_of(item: Any) -> float:
+    return float(sum(item) if isinstance(item, list) else item)
+
+
+def by_accelerate(rank: int, world_size: int) -> dict[str, tuple[list[Any], list[Any]]]:
+    accelerator = accelerate.Accelerator(cpu=True)
+    found = {}
+    for name, make in LOADERS.items():
+        for way, prepare in (
+            ("prepare", accelerator.prepare),
+            ("prepare_patched", partial(prepare_patched, accelerator)),
+        ):
+            one = balanced(make, DataLoader)
+            batches = list(prepare(one))
+            rows = batches if "b" in name or "own" in name else [*chain.from_iterable(batches)]
+            found[f"{name}, {way}"] = (batches, gather_in_order(rows, one))
+    return found
+
+
+def test_accelerate_takes_balanced_batches_as_they_are() -> None:
+    for rank, found in enumerate(run_ranks(by_accelerate, 2)):
+        for name, (batches, gathered) in found.items():
+            make = LOADERS[name.split(", ")[0]]
+            assert batches == list(balanced(make, DataLoader, rank)), name
+            rows = gathered if isinstance(gathered[0], int) else [*chain.from_iterable(gathered)]
+            assert Counter(rows) == Counter(range(N)), name
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", LOADERS)
+def test_torchdatas_own_state_is_exact(name: str, workers: int) -> None:
+    make = partial(balanced, LOADERS[name], StatefulDataLoader, 1, num_workers=workers)
+    running = make()
+    whole = [list(running), list(running)]
+    for batches in (1, 3):
+        stopped = make()
+        assert list(islice(stopped, batches)) == whole[0][:batches]
+        resumed = make()
+        resumed.load_state_dict(stopped.state_dict())
+        assert [list(resumed), list(resumed)] == [whole[0][batches:], whole[1]]

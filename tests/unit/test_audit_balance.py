@@ -1,0 +1,316 @@
+"""The audit of a loader whose costs are known: how ranks wait, without ``cost=`` and with it."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import audit_setups as setups
+import numpy as np
+import pytest
+import torch
+from audit_setups import Untouchable
+from messages import missing
+from numpy.typing import NDArray
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
+from zoo import ALL_KINDS, Kind
+
+from ddp_patch import audit, patch_dataloader_to_ddp
+from ddp_patch.auditing import Report
+from ddp_patch.auditing.show.page import page
+from ddp_patch.samplers import PKBatchSampler
+from ddp_patch.shares.dealing import Dealing, DealtStream
+from ddp_patch.streams.dealing import Dealt
+
+N = 400
+COSTS = np.random.default_rng(3).lognormal(3, 0.8, N).round() + 1
+
+
+def cost_of_index(index: int) -> float:
+    return float(COSTS[index])
+
+
+def plain(n: int = N, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Untouchable(n), **options)
+
+
+def beside(report: Report) -> Report:
+    """The balanced loader's report."""
+    assert report.why_not_balanced is None
+    assert report.balanced is not None
+    return report.balanced
+
+
+# What is reported.
+
+
+def test_imbalance_is_the_slowest_ranks_cost_over_the_mean() -> None:
+    """Rank 0 costs 2 in each of two steps, rank 1 6."""
+    report = audit(plain(8, batch_size=2), 2, cost=[1, 3, 1, 3, 1, 3, 1, 3])
+    assert report.epochs[0].imbalance == report.epochs[0].worst_imbalance == 1.5
+    assert beside(report).epochs[0].imbalance == beside(report).epochs[0].worst_imbalance == 1
+    assert audit(plain(8), 2, cost=torch.ones(8)).epochs[0].imbalance == 1
+    assert audit(plain(8), 2).epochs[0].imbalance is None
+    assert audit(plain(8), 2).balanced is None
+    assert audit(plain(8), 2, cost=np.zeros(8)).epochs[0].imbalance is None
+
+
+def test_a_rank_that_makes_no_such_step_costs_nothing_there() -> None:
+    report = audit(setups.uneven, 4, cost=np.ones(97))
+    assert report.epochs[0].steps == (7, 6, 6, 6)
+    assert report.epochs[0].worst_imbalance == 4  # of the last step, which three ranks do not make
+
+
+def test_both_are_shown_in_every_form() -> None:
+    report = audit(plain(8, batch_size=2), 2, epochs=1, cost=[1, 3, 1, 3, 1, 3, 1, 3])
+    told = (
+        "ranks wait 33 % of the time without cost=, 0 % with it; the slowest rank takes 1.5 and 1 times the mean, "
+        "in the worst step 1.5 and 1"
+    )
+    assert ("balance 0", told) in report.facts()
+    assert ("with cost=", "all holds") in report.facts()
+    assert all(told in text for text in (str(report), report.to_markdown(), page({"train": report})))
+    written = json.loads(json.dumps(report.to_dict()))
+    assert written["epochs"][0]["imbalance"] == 1.5
+    assert written["balanced"]["epochs"][0]["imbalance"] == 1
+    assert written["balanced"]["balanced"] is None
+    assert "pictured" not in written["balanced"]
+    assert "with cost=" in beside(report).how
+    alone = audit(plain(8, batch_size=2), 2, 1, patch=False, cost=[1, 3] * 4, allow=["not_sharded"])
+    told = "ranks wait 0 % of the time; the slowest rank takes 1 times the mean, in the worst step 1"
+    assert ("balance 0", told) in alone.facts()
+
+
+def test_progress_counts_both_drawings() -> None:
+    seen: list[tuple[int, int]] = []
+    audit(plain(), 3, cost=COSTS, progress=lambda *now: seen.append(now))
+    assert seen == [(done, 16) for done in range(1, 17)]  # of 2 epochs, 3 ranks and one process, twice
+    seen.clear()
+    audit(plain(), 3, cost=COSTS, layout="contiguous", progress=lambda *now: seen.append(now))
+    assert seen == [(done, 8) for done in range(1, 9)]
+
+
+# What it costs.
+
+
+def by_hand(given: DataLoader[Any], ranks: int, of_batch: Callable[[list[int]], float], **options: Any) -> NDArray[Any]:
+    """What each rank's steps of the first epoch cost, shape (ranks, steps), drawn as a training does."""
+    patched = [patch_dataloader_to_ddp(given, rank=rank, num_replicas=ranks, **options) for rank in range(ranks)]
+    return np.array([[of_batch(np.ravel(step).tolist()) for step in loader] for loader in patched])
+
+
+def ratio(costs: NDArray[Any]) -> float:
+    return float(costs.max(axis=0).sum() / costs.mean(axis=0).sum())
+
+
+def summed(batch: list[int]) -> float:
+    return float(sum(COSTS[index] for index in batch))
+
+
+def padded(batch: list[int]) -> float:
+    return float(max(COSTS[index] for index in batch) * len(batch))
+
+
+class OwnBatches(BatchSampler):
+    """A batch sampler that is not torch's own, so that whole batches are shared."""
+
+
+def batches_of_three_and_five() -> list[list[int]]:
+    order: list[int] = list(range(N))
+    found: list[list[int]] = []
+    while order:
+        size = 3 + 2 * (len(found) % 2)
+        found.append(order[:size])
+        order = order[size:]
+    return found
+
+
+MADE: dict[str, tuple[Callable[[], DataLoader[Any]], dict[str, Any]]] = {
+    "samples": (lambda: DataLoader(range(N), batch_size=4, shuffle=True), {}),  # type: ignore[arg-type]  # a dataset
+    "samples, no batches": (lambda: DataLoader(range(N), batch_size=None, shuffle=True), {}),  # type: ignore[arg-type]
+    "whole batches": (lambda: DataLoader(range(N), batch_size=4, shuffle=True), {"share": "batches"}),  # type: ignore[arg-type]
+    "batches of the sampler": (
+        lambda: DataLoader(range(N), batch_sampler=OwnBatches(RandomSampler(range(N)), 4, False)),  # type: ignore[arg-type]
+        {},
+    ),
+    "batches of other sizes": (lambda: DataLoader(range(N), batch_sampler=batches_of_three_and_five()), {}),  # type: ignore[arg-type]
+    "parts of batches": (lambda: DataLoader(range(N), batch_size=16, shuffle=True), {"share": "within_batches"}),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_reported_is_what_ranks_wait_in_a_training(name: str) -> None:
+    make, options = MADE[name]
+    report = audit(make(), 4, epochs=1, cost=COSTS, cost_window=8, **options)
+    assert report.ok
+    assert report.epochs[0].imbalance == pytest.approx(ratio(by_hand(make(), 4, summed, **options)))
+    with_cost = {"cost": COSTS, "cost_window": 8}
+    balanced = beside(report).epochs[0]
+    assert balanced.imbalance == pytest.approx(ratio(by_hand(make(), 4, summed, **options, **with_cost)))
+    assert balanced.imbalance < report.epochs[0].imbalance  # type: ignore[operator]  # known where costs are
+    assert balanced.items == report.epochs[0].items or "batches" in name
+    assert balanced.steps == report.epochs[0].steps
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if name != "parts of batches"])
+def test_batches_that_are_padded_cost_their_largest_sample_for_each(name: str) -> None:
+    make, options = MADE[name]
+    report = audit(make(), 4, epochs=1, cost=COSTS, cost_of="padded", **options)
+    assert report.epochs[0].imbalance == pytest.approx(ratio(by_hand(make(), 4, padded, **options)))
+    with_cost = {"cost": COSTS, "cost_of": "padded"}
+    found = ratio(by_hand(make(), 4, padded, **options, **with_cost))
+    assert beside(report).epochs[0].imbalance == pytest.approx(found)
+
+
+@pytest.mark.parametrize("cost_of", ["sum", "padded"])
+@pytest.mark.parametrize("name", MADE)
+def test_a_function_of_an_index_tells_the_same_as_a_sequence(name: str, cost_of: Any) -> None:
+    """Also of whole batches, of which the patch asks a function for a batch's cost."""
+    make, options = MADE[name]
+    by_sequence = audit(make(), 4, cost=COSTS, cost_of=cost_of, **options)
+    by_function = audit(make(), 4, cost=cost_of_index, cost_of=cost_of, **options)
+    assert by_function.epochs == by_sequence.epochs
+    if name == "parts of batches" and cost_of == "padded":
+        assert by_function.why_not_balanced == by_sequence.why_not_balanced
+    else:
+        assert beside(by_function).epochs == beside(by_sequence).epochs
+
+
+def test_costs_are_those_of_the_loaders_own_dataset() -> None:
+    """As for the patch: of a ``Subset`` one for each of its indices, in its order, however many lie below."""
+    chosen = np.random.default_rng(0).permutation(1000)[:N]
+    given = plain(batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    inner = Subset(Untouchable(1000), chosen[::-1].tolist())
+    subset = DataLoader(Subset(inner, range(N)[::-1]), 4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    whole = audit(given, 4, epochs=1, cost=COSTS)
+    for cost in (COSTS, cost_of_index):
+        found = audit(subset, 4, epochs=1, cost=cost)
+        assert found.epochs == whole.epochs
+        assert beside(found).epochs == beside(whole).epochs
+
+
+def test_a_factorys_costs_are_those_of_the_dataset_below_subsets() -> None:
+    def of_a_subset(rank: int, ranks: int) -> DataLoader[Any]:
+        return DataLoader(Subset(Untouchable(104), range(rank, 104, ranks)), 4)
+
+    report = audit(of_a_subset, 4, epochs=1, cost=np.arange(104) % 4)  # which is each index' rank
+    assert report.epochs[0].imbalance == 2  # a mean of 1.5 for each sample, and 3 on rank 3
+
+
+def test_the_first_steps_of_a_long_epoch_are_balanced_as_they_are_in_the_epoch() -> None:
+    """A sample ends within a window, which is dealt whole all the same."""
+    steps, given = 10, plain(batch_size=2, shuffle=True)
+    report = audit(given, 4, epochs=1, cost=COSTS, max_items=2 * steps)
+    drawn: DataLoader[Any] = DataLoader(range(N), batch_size=2, shuffle=True)  # type: ignore[arg-type]  # a sequence is a dataset
+    first = by_hand(drawn, 4, summed, cost=COSTS)[:, :steps]
+    assert report.is_sample
+    assert beside(report).epochs[0].steps == (steps,) * 4
+    assert beside(report).epochs[0].imbalance == pytest.approx(ratio(first))
+    assert ratio(first) < 1.05 < 1.2 < report.epochs[0].imbalance  # type: ignore[operator]  # known where costs are
+
+
+# What is judged.
+
+
+def with_another_instead(dealt: Dealt) -> Dealt:
+    """The first item of the window is lost, and the second one is there twice."""
+    return replace(dealt, steps=np.where(dealt.steps == 0, 1, dealt.steps))
+
+
+def with_more(dealt: Dealt) -> Dealt:
+    return replace(dealt, left=np.concatenate([dealt.left, np.arange(5)]))
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, how: Callable[[Dealt], Dealt]) -> None:
+    """Damage every window that is dealt, also that of one process."""
+    dealt = Dealing.dealt
+    monkeypatch.setattr(Dealing, "dealt", lambda *given: how(dealt(*given)))
+
+
+@pytest.mark.parametrize("name", ["samples", "whole batches", "batches of the sampler", "batches of other sizes"])
+def test_a_sample_that_is_lost_in_a_deal_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, options = MADE[name]
+    damage(monkeypatch, with_another_instead)
+    report = audit(make(), 4, epochs=1, cost=COSTS, **options)
+    assert not report.ok
+    assert beside(report).epochs[0].missing
+    (problem,) = report.problems
+    assert problem.where == f"with cost=, {beside(report).problems[0].where}"
+    assert ("with cost=", "not all holds") in report.facts()
+    assert audit(make(), 4, epochs=1, **options).ok
+    assert audit(make(), 4, epochs=1, cost=COSTS, allow=[problem.kind], **options).allowed == (problem,)
+
+
+def test_batches_that_are_repeated_in_a_deal_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, _ = MADE["batches of other sizes"]
+    damage(monkeypatch, with_more)
+    report = audit(make(), 4, epochs=1, cost=COSTS)
+    assert {problem.kind for problem in report.problems} & {"padding", "repeated"}
+
+
+def test_a_deal_that_mixes_two_batches_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    dealt = DealtStream._dealt
+
+    def mixed(*given: Any) -> Iterator[Any]:
+        for (first, second, *rest), places in dealt(*given):
+            yield [[*first[:2], *second[2:]], [*second[:2], *first[2:]], *rest], places
+
+    monkeypatch.setattr(DealtStream, "_dealt", mixed)
+    labels = [index % 8 for index in range(N)]
+    given = plain(batch_sampler=PKBatchSampler(labels, 2, 2))
+    assert audit(given, 2).ok
+    (problem,) = audit(given, 2, cost=COSTS).problems
+    assert problem.kind == "foreign"
+    assert not missing(problem.what, "2 batches that one process never gets")
+
+
+def test_a_problem_of_both_is_told_once() -> None:
+    report = audit(plain(401), 4, cost=np.ones(401), padding=False)
+    assert [problem.kind for problem in report.problems] == ["padding"]
+    assert [problem.kind for problem in beside(report).problems] == ["padding"]
+
+
+WITHOUT_INDICES = {"tuple keys", "string keys", "dict keys", "None among the keys"}
+# itertools.count cannot be copied from Python 3.14 on.
+OF_INDICES = [
+    kind
+    for kind in ALL_KINDS
+    if not (kind.name in WITHOUT_INDICES or "count" in kind.name or kind.name.startswith("iterable"))
+]
+
+
+@pytest.mark.parametrize("kind", OF_INDICES, ids=lambda kind: kind.name)
+def test_every_kind_of_loader_holds_balanced_as_it_does_without(kind: Kind) -> None:
+    report = audit(kind.make(), 3, epochs=min(2, kind.epochs), cost=lambda index: 1 + index % 5, max_items=60)
+    if kind.name == "an iterator, once":
+        assert report.ok
+        assert report.why_not_balanced is not None
+    else:
+        assert beside(report).ok == report.ok == (kind.name != "len too long")
+        assert [epoch.steps for epoch in beside(report).epochs] == [epoch.steps for epoch in report.epochs]
+
+
+# What cannot be balanced.
+
+CANNOT: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a factory": (setups.uneven, {"cost": np.ones(97)}, "factory"),
+    "as it stands": (plain(), {"patch": False, "allow": ["not_sharded"]}, "patch=False"),
+    "one rank": (plain(), {"world_size": 1}, "One rank"),
+    "runs": (plain(), {"layout": "contiguous"}, "layout='contiguous'"),
+    "ambient": (plain(), {"agreement": "ambient"}, "agreement='ambient'"),
+    "an iterator": (plain(sampler=iter(range(N))), {}, "range_iterator"),
+    "padded parts": (plain(batch_size=4), {"share": "within_batches", "cost_of": "padded"}, "cost_of='padded'"),
+    "iterable": (DataLoader(setups.Stream()), {"cost": cost_of_index}, "iterable dataset"),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_cannot_be_balanced_says_why_and_is_audited_all_the_same(name: str) -> None:
+    given, options, why = CANNOT[name]
+    report = audit(given, **{"world_size": 4, "epochs": 1, "cost": COSTS, **options})
+    assert report.balanced is None
+    assert report.why_not_balanced is not None
+    assert not missing(report.why_not_balanced, why)
+    assert (report.epochs[0].imbalance is None) == (name == "iterable")  # which has no indices
+    assert ("with cost=", f"not drawn. {report.why_not_balanced}") in report.facts()
+    assert report.to_dict()["why_not_balanced"] == report.why_not_balanced
