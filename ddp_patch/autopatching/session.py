@@ -127,11 +127,15 @@ class Session:
 
     def _patched(self, record: Record, facts: LoaderFacts[Any], world: World, use: Use) -> Record:
         """Put its share into the loader itself, so that whoever holds it has the patched one."""
+        before = dict(vars(facts.loader))
         try:
             shared = unit_shared(facts, self._options.share)  # now, because the loader is another one after it
             patched = self._shared(facts.loader, world, self._options, compared(facts.loader), change_loader)
-        except DDPPatchError as error:
-            error.args = (_told(error, record, use),)
+        except Exception as error:
+            vars(facts.loader).clear()
+            vars(facts.loader).update(before)
+            if isinstance(error, DDPPatchError):
+                error.args = (_told(error, record, use),)
             raise
         return with_share(replace(record, fate="patched"), shared, patched)
 

@@ -93,18 +93,12 @@ def copy_loader(loader: L, **replaced: Any) -> L:
 def change_loader(loader: L, **replaced: Any) -> L:
     """Replace attributes of the loader itself as ``copy_loader`` does in a copy, and return it.
 
-    Its running iterators are let go. If an attribute cannot be replaced, the loader stays as it was.
+    Its running iterators are let go.
 
     Raises:
-        UnsupportedLoaderError: The loader's class does not let an attribute be replaced.
+        UnsupportedLoaderError: The loader's class does not let an attribute be replaced. Others are replaced by then.
     """
-    before = dict(vars(loader))
-    try:
-        _replace(loader, replaced)
-    except UnsupportedLoaderError:
-        vars(loader).clear()
-        vars(loader).update(before)
-        raise
+    _replace(loader, replaced)
     return loader
 
 

@@ -27,7 +27,7 @@ class Made(NamedTuple):
     Attributes:
         place: The file and line that called its class.
         caller: The file and line that called the function with that line: a script makes several loaders by one.
-        number: The how manieth loader it is of those that were made there, from 1.
+        number: Which of the loaders that were made there it is, counted from 1.
     """
 
     place: str

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -379,6 +380,31 @@ def test_what_cannot_be_patched_is_named_with_the_ways_out_and_stays_as_it_was()
             assert line in str(caught.value)
         assert vars(loader) == before
     assert not summary.records
+
+
+class Fails(DataLoader[Any]):
+    """Looking for its own set_epoch raises, when its sampler is in its place already."""
+
+    @property
+    def set_epoch(self) -> Any:
+        raise LookupError("of the class")
+
+
+def test_whatever_fails_the_loader_stays_as_it_was() -> None:
+    with autopatch(rank=1, num_replicas=2):
+        loader = Fails(Indices(N))
+        before = dict(vars(loader))
+        with pytest.raises(LookupError, match="of the class"):
+            iter(loader)
+        assert vars(loader) == before
+
+
+def test_threads_patch_a_loader_once() -> None:
+    with autopatch(rank=1, num_replicas=2) as summary, ThreadPoolExecutor(4) as threads:
+        loader = made()
+        lengths = list(threads.map(lambda _: len(loader), range(8)))
+    assert lengths == [3] * 8
+    assert len(summary.records) == 1
 
 
 def test_every_public_function_accepts_an_autopatched_loader() -> None:

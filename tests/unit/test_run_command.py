@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ddp_patch.autopatching.command as command
 from ddp_patch.autopatching import autopatch
 from ddp_patch.autopatching.command import run
+from ddp_patch.autopatching.running import process_group
 from ddp_patch.options import Options
 
 SCRIPT = """
@@ -83,6 +85,22 @@ def test_wrong_usage_exits_with_2(
     assert caught.value.code == 2
     assert told in capsys.readouterr().err
     assert not dist.is_initialized()
+
+
+def test_nccl_gets_the_ranks_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(device))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: done.append(backend))
+    for name, value in {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "-",
+        "MASTER_PORT": "-",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with process_group("nccl"):
+        assert done == [1, "nccl"]  # the device first: the group is made for it
 
 
 def test_all_generators_are_seeded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
