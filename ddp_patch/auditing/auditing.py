@@ -11,6 +11,7 @@ from ddp_patch.auditing.draw.made_up_world import MadeUpWorld, Progress
 from ddp_patch.auditing.draw.subject import Factory, Subject
 from ddp_patch.auditing.inspection import Expectations, Inspection
 from ddp_patch.auditing.report import Kind, Report, problem_kinds
+from ddp_patch.autopatching.exempt import unpatched
 from ddp_patch.costs import Cost, CostOf, Costs
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import look_at
@@ -27,6 +28,7 @@ _OF_A_REAL_RANK = {"rank", "num_replicas", "process_group", "device_mesh", "data
 _COMMUNICATING = {"agreement": "leader", "verify": True}
 
 
+@unpatched()  # the ranks that it makes up are none of a script's
 def audit(
     loader: DataLoader[Any] | Factory,
     world_size: SupportsIndex,

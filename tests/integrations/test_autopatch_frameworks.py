@@ -77,6 +77,26 @@ def test_it_is_shared_once(module: str, tmp_path: Path) -> None:
     assert_shared_once(run_ranks, tmp_path, module)
 
 
+def measured_first(rank: int, world_size: int) -> tuple[str, list[str]]:
+    """As many scripts for accelerate plan their steps, before they prepare the loader."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    with autopatch() as summary:
+        accelerator = Accelerator(cpu=True)
+        loader: DataLoader[Any] = DataLoader(range(8), batch_size=2)  # type: ignore[arg-type]  # a range is a dataset
+        assert len(loader) == 4
+        prepared = accelerator.prepare(loader)
+        assert len(list(prepared)) == len(prepared) == 2
+        never_prepared: DataLoader[Any] = DataLoader(range(8), batch_size=2)  # type: ignore[arg-type]  # as above
+        assert len(list(never_prepared)) == 2
+    return type(prepared).__name__, [record.fate for record in summary.records]
+
+
+def test_a_length_that_is_taken_before_accelerate_prepares_patches_nothing() -> None:
+    assert run_ranks(measured_first, RANKS) == [("DataLoaderShard", ["shards itself", "patched"])] * RANKS
+
+
 @pytest.mark.ray
 def test_ray_keeps_what_it_shards(tmp_path: Path) -> None:
     """It makes a loader anew, without batch samplers and weights; docs/frameworks.md says what to do."""

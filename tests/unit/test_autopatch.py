@@ -444,6 +444,24 @@ def test_every_public_function_accepts_an_autopatched_loader() -> None:
         ddp_patch.assert_loaders_patched(made())
 
 
+def test_an_audit_is_left_alone() -> None:
+    with autopatch(rank=1, num_replicas=2) as summary:
+        loader = made()
+        assert ddp_patch.audit(loader, 2).ok
+        report = ddp_patch.audit(loader, 2, patch=False)
+        assert [problem.kind for problem in report.problems] == ["not_sharded"]
+        assert not summary.records
+        assert items(loader) == MINE
+        with raises(InvalidOptionError, ("audit", "rank 1 of 2"), "before it is shared"):
+            ddp_patch.audit(loader, 2)
+
+
+def test_every_public_function_was_tried_above_or_on_real_ranks() -> None:
+    tried = "\n".join(path.read_text() for path in (HERE, HERE.parents[1] / "ranks" / "test_autopatch_ranks.py"))
+    functions = [name for name in ddp_patch.__all__ if name.islower()]
+    assert [name for name in functions if f"{name}(" not in tried] == []
+
+
 def test_each_loader_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for rank in (0, 1):
         with caplog.at_level(logging.INFO, "ddp_patch.autopatch"), autopatch(rank=rank, num_replicas=2):
