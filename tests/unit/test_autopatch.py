@@ -290,6 +290,23 @@ def test_a_loader_within_another_ones_is_not_shared_again(workers: int) -> None:
     assert len(summary.records) == 3
 
 
+class Entering(Dataset[int]):
+    """Switches autopatch on by itself, where it is read."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        with autopatch(rank=1, num_replicas=2):
+            return len(items(made()))
+
+
+@pytest.mark.parametrize("start", ["fork", "forkserver"])
+def test_a_worker_patches_nothing(start: str) -> None:
+    loader = DataLoader(Entering(), num_workers=1, multiprocessing_context=start)
+    assert items(loader) == [N]
+
+
 class Around(DataLoader[Any]):
     """As Ray's wrapper: a loader, with the attributes of another one, whose batches it gives."""
 
