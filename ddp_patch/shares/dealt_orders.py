@@ -30,10 +30,15 @@ class DealtOrder(LookedUp[T]):
         dealing: How its order is dealt.
     """
 
+    length: int | None
+    drawn: int
+    sizes: Sizes | None
+    origins: Origins
+
     def __init__(self, epoch: Epoch[T], dealing: Dealing) -> None:
         super().__init__(epoch)
         self._dealing = dealing
-        self.origins: Origins = Origins()
+        self.origins = Origins()
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw the order, and yield this rank's items window by window."""
