@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 
 import ddp_patch.autopatching.command as command
+from ddp_patch.auditing.commands import commands
 from ddp_patch.autopatching import autopatch
 from ddp_patch.autopatching.command import run
 from ddp_patch.autopatching.running import process_group
@@ -144,6 +146,13 @@ def test_other_ranks_print_no_summary(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setenv("RANK", "1")
     summary_of(lambda: False, monkeypatch)
     assert not capsys.readouterr().err
+
+
+def test_the_command_line_lists_it(folder: Path) -> None:
+    assert command.DESCRIPTION[:40] in CliRunner().invoke(commands, ["--help"]).output
+    done = CliRunner().invoke(commands, ["run", "--only", "x.py", "script.py", "--some", "raises"])
+    assert isinstance(done.exception, LookupError)
+    assert '"--some", "raises"' in done.stdout
 
 
 def test_it_needs_no_package_of_the_audits(folder: Path) -> None:
