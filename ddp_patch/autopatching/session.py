@@ -50,7 +50,7 @@ class Session:
         self.patterns = patterns
         self.records: list[Record] = []
         self.early: set[str] = set()
-        self.had_world = False
+        self.had_world: bool = False
         self._where, self._options, self._dry_run = where, options, dry_run
         self._known: dict[int, tuple[weakref.ref[DataLoader[Any]], Record]] = {}
         self._lock = threading.RLock()
