@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
@@ -87,11 +87,14 @@ class Costs:
     def _given(self, item: Any) -> float:
         cost = cast("Callable[[Any], float]", self.function)(item)
         try:
-            return float(cost)
-        except (TypeError, ValueError, RuntimeError):
+            number = None if isinstance(cost, str | bytes | bool) else float(cost)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            number = None
+        if number is None:
             raise InvalidOptionError(
                 f"cost= gave {cost!r} for {_shown(item)}, which is no number. Return one, at least 0."
-            ) from None
+            )
+        return number
 
     def _of_batches(self, batches: Sequence[Sequence[Any]]) -> NDArray[np.float64]:
         """Return what batches cost that have different numbers of samples."""
@@ -129,10 +132,12 @@ class Costs:
 def _numbers(given: Any) -> NDArray[np.float64]:
     """Return costs as an array of our own; refuse what are no costs."""
     wanted = "Pass a sequence, array or tensor with one number of at least 0 for each index, or a function of an item."
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable | torch.Tensor):
+    if isinstance(given, str | bytes | Mapping | Set) or not isinstance(given, Iterable | torch.Tensor):
         raise InvalidOptionError(f"cost= is a {type(given).__name__}, which says nothing of indices. {wanted}")
     try:
         plain = given.detach().cpu() if isinstance(given, torch.Tensor) else given
+        if isinstance(plain, torch.Tensor) and plain.is_floating_point():
+            plain = plain.double()  # numpy has no bfloat16
         found = np.asarray(plain if hasattr(plain, "__array__") or isinstance(plain, Sequence) else list(plain))
     except Exception as error:
         raise InvalidOptionError(f"cost= cannot be read as numbers: {error}. {wanted}") from error

@@ -77,7 +77,8 @@ def patch_dataloader_to_ddp(
         cost: What items cost, in any unit, such as how many tokens they have: then each step costs alike on all ranks.
             One number of at least 0 for each index of ``loader.dataset`` (a sequence, array or tensor), or a function
             of an item of the stream: of an index, or where whole batches are shared, of a batch. Every rank calls it
-            for the items of all ranks, so let it be quick. The items of a window are dealt anew, each exactly once, in
+            for the items of all ranks, so let it be quick, and say the same of an item on every rank, in every call
+            and after a restart: else samples are lost. The items of a window are dealt anew, each exactly once, in
             a random order of steps; which samples share a batch then depends on the number of ranks. Whole batches
             stay whole. With ``share="within_batches"``, each batch is divided so that the parts cost alike.
         cost_of: What a batch costs: the ``"sum"`` of its samples' costs, or where these are ``"padded"`` to the

@@ -2,14 +2,16 @@
 
 from typing import Any
 
+from ddp_patch.compat import is_torch_batch_sampler
 from ddp_patch.costs import Costs
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.options import Options
+from ddp_patch.streams.orders import order_parameters
 
 __all__ = ["costs_compared", "require_costs", "require_one_of_each"]
 
-# For so many samples, ranks compare what a function says that they cost.
+# For at least so many samples, if there are, ranks compare what a function says that they cost.
 _COMPARED = 32
 
 
@@ -33,8 +35,8 @@ def require_costs(facts: LoaderFacts[Any], costs: Costs, options: Options) -> No
         )
     if costs.function is not None and costs.cost_of == "padded" and facts.level is not Level.SAMPLE:
         raise InvalidOptionError(
-            f"cost_of='padded' cannot hold with a function where {name} gives whole batches: the function says what a "
-            "batch costs. Leave cost_of out, or pass one number for each index."
+            f"cost_of='padded' cannot hold with a function where each item of {name} is shared as a whole: the "
+            "function says what it costs. Leave cost_of out, or pass one number for each index."
         )
     require_one_of_each(facts, costs)
 
@@ -73,12 +75,13 @@ def costs_compared(facts: LoaderFacts[Any], options: Options) -> dict[str, objec
 
 def _of_some_samples(facts: LoaderFacts[Any], costs: Costs, *, divides: bool) -> list[float] | None:
     """Return what the user's function says that some indices cost, or batches of one; None if it takes others."""
-    n, takes_batches = facts.dataset_length or 0, facts.level is Level.BATCH and not divides
+    n, source = facts.dataset_length or 0, facts.stream.source
+    takes_batches = (facts.level is Level.BATCH or is_torch_batch_sampler(type(source))) and not divides
     some = range(0, n, max(1, n // _COMPARED))
     try:
         found: list[float] = costs.of([[index] for index in some] if takes_batches else some).tolist()
-    except InvalidOptionError:
-        raise
-    except Exception:  # noqa: BLE001 - the user's function, of which nobody knows what keys it takes
-        return None
+    except Exception as error:
+        if isinstance(error, InvalidOptionError) and order_parameters(source) is not None:
+            raise
+        return None  # of which nobody knows what keys it takes
     return found

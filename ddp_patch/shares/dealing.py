@@ -1,5 +1,6 @@
 """Deal a sampler's stream window by window, so that each step costs alike on all ranks, and then share it as always."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -57,7 +58,7 @@ class Dealing:
 
     def width(self, ranks: int) -> int:
         """Return how many items a window has for so many ranks."""
-        return self.steps * ranks * self.size
+        return min(self.steps * ranks * self.size, sys.maxsize)
 
     def dealt(
         self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, stage: int, window: int

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Origins"]
 
+# So many windows, or items of two, are packed at once: a small window would take more for itself than for its items.
+_PACKED_AT_ONCE = 256
+
 
 class Origins:
     """The places of a rank's items in the stream as the sampler gives it, a window at a time, in few bytes each.
@@ -28,16 +31,25 @@ class Origins:
 
     def __init__(self) -> None:
         self.skip: int = 0
-        self._windows: list[tuple[int, NDArray[np.unsignedinteger]]] = []
+        self._packed: list[tuple[int, NDArray[np.unsignedinteger]]] = []
+        self._latest: list[NDArray[np.int64]] = []
 
     def add(self, places: NDArray[np.int64]) -> None:
         """Add the places of the items that come next."""
+        self._latest.append(places)
+        if len(self._latest) >= _PACKED_AT_ONCE or sum(map(len, self._latest[-2:])) >= _PACKED_AT_ONCE:
+            self._pack()
+
+    def _pack(self) -> None:
+        places = np.concatenate([np.empty(0, np.int64), *self._latest])
+        self._latest = []
         if len(places):
             first = int(places.min())
             apart = places - first
-            self._windows.append((first, apart.astype(np.min_scalar_type(int(apart.max())))))
+            self._packed.append((first, apart.astype(np.min_scalar_type(int(apart.max())))))
 
     def places(self) -> NDArray[np.int64]:
         """Return the places of all items, but for the first ones that are skipped."""
-        found = [np.empty(0, np.int64), *(first + apart.astype(np.int64) for first, apart in self._windows)]
+        self._pack()
+        found = [np.empty(0, np.int64), *(first + apart.astype(np.int64) for first, apart in self._packed)]
         return np.concatenate(found)[self.skip :]

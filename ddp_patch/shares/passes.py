@@ -104,8 +104,8 @@ class Pass(Progress, Generic[T]):
     def origins(self) -> "NDArray[np.int64] | None":
         """Where this rank's items, or its samples of divided batches, come from, but for padding and for those skipped.
 
-        They are places in the stream as one process has it, in the order in which the items are given; None where they
-        follow from the plan.
+        They are places in the stream as one process has it, in the order in which the items are given, and where
+        batches are divided, counted from the first that this pass gives; None where they follow from the plan.
         """
         if self._division is not None:
             return self._division.origins(self.sizes or ())

@@ -60,7 +60,7 @@ class ShardedSampler(EpochSampler[T]):
         self.sampler: Iterable[T] = stream.source
         self.shuffle = shuffle
         self._batching, self._dealing = batching, dealing
-        self.watch.epochs_differ = shuffle or not is_always_alike(self.sampler)
+        self.watch.epochs_differ = shuffle or dealing is not None or not is_always_alike(self.sampler)
         self._is_one_shot = stream.is_one_shot
         self._nested_epochs = NestedEpochs(self.sampler)
         self._torchs_generators = self._generators_of_torchs()

@@ -124,6 +124,7 @@ def refusing(rank: int, world_size: int) -> list[str]:
         {"cost": COSTS if rank else [*COSTS[:-1], -1.0]},
         {"cost": COSTS if rank else None},
         {"cost": COSTS, "cost_window": 2 + rank},
+        {"cost": COSTS, "cost_of": "padded" if rank else "sum"},
         {"cost": lambda index: float(index + rank)},
         {"cost": lambda index: float("nan") if rank else 1.0},
     ]
@@ -138,8 +139,8 @@ def refusing(rank: int, world_size: int) -> list[str]:
 
 def test_costs_that_differ_are_told_at_the_patch() -> None:
     for rank, heard in enumerate(run_ranks(refusing, 2)):
-        same, wrong, missing, window, function, nan = heard
-        for text in (same, missing, window, function):
+        same, wrong, missing, window, cost_of, function, nan = heard
+        for text in (same, missing, window, cost_of, function):
             assert text.startswith("RankMismatchError"), text
             assert "cost" in text
         assert "-1.0" in wrong
@@ -173,6 +174,22 @@ def test_costs_that_differ_later_are_found_where_ranks_verify() -> None:
         for text in heard:
             assert text.startswith("RankMismatchError"), text
             assert "order" in text
+
+
+def peeking(rank: int, world_size: int) -> str:
+    """One rank alone looks at a batch of a loader in order, whose epochs are dealt in other orders."""
+    seed_ambient(rank)
+    one = patch_dataloader_to_ddp(DataLoader(Indices(N), 2), seed=3, timeout=60, cost=COSTS)
+    if rank == 0:
+        next(iter(one))
+    try:
+        return str(len([item for batch in one for item in batch]))
+    except DDPPatchError as error:
+        return type(error).__name__
+
+
+def test_ranks_in_other_epochs_of_a_loader_in_order_are_found() -> None:
+    assert "RankMismatchError" in run_ranks(peeking, 2)
 
 
 def weighing(rank: int, world_size: int) -> list[float]:
