@@ -45,8 +45,8 @@ def run_module(name: str, arguments: Sequence[str]) -> dict[str, object]:
 def _as_in_python(target: str, arguments: Sequence[str], folder: str) -> Iterator[None]:
     before = sys.argv, sys.path
     sys.argv = [target, *arguments]
-    # What started this process has put the current folder, or that of its own script, first.
-    sys.path = [folder, *sys.path[1:]]
+    # What started this process has put the current folder, or that of its own script, first; unless it was told not to.
+    sys.path = [*sys.path] if sys.flags.safe_path else [folder, *sys.path[1:]]
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import subprocess
 import sys
 import textwrap
@@ -38,19 +39,37 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "helper.py").write_text("HERE = True")
     monkeypatch.chdir(tmp_path)
+    if sys.flags.safe_path:  # as these tests are run: no script's folder is looked into then
+        monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize(("under_python", "under_run"), [(["script.py"], ["script.py"]), (["-m", "script"],) * 2])
 def test_a_script_sees_what_it_sees_under_python(folder: Path, under_python: list[str], under_run: list[str]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     seen = [
-        subprocess.run([sys.executable, *start, "--some", "-m"], capture_output=True, text=True, check=True).stdout  # noqa: S603 - our own script
+        subprocess.run(  # noqa: S603 - our own script
+            [sys.executable, *start, "--some", "-m"], env=environment, capture_output=True, text=True, check=True
+        ).stdout
         for start in (under_python, ["-m", "ddp_patch", "run", "--only", "x.py", *under_run])
     ]
     # python itself may name the script by the path that it was given.
     assert seen[0].replace('"script.py"', f'"{folder}/script.py"') == seen[1].replace(
         '"script.py"', f'"{folder}/script.py"'
     )
+
+
+def test_a_safe_path_stays_safe(folder: Path) -> None:
+    """Where python is told not to look for modules beside the script, neither does the script's run."""
+    (folder / "alone.py").write_text("import sys; print(sys.path)")
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    before, after = (
+        subprocess.run(  # noqa: S603 - our own script
+            [sys.executable, *start, "alone.py"], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for start in ([], ["-m", "ddp_patch", "run"])
+    )
+    assert before == after
 
 
 def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,6 +186,7 @@ sys.argv = ["ddp-patch", "run", "script.py"]
 from ddp_patch.cli import main
 main()
 """
-    done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)  # noqa: S603 - our own script
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done: Any = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)  # noqa: S603 - our own script
     assert done.returncode == 0, done.stderr
     assert "__main__" in done.stdout
