@@ -46,7 +46,7 @@ def _as_in_python(target: str, arguments: Sequence[str], folder: str) -> Iterato
     before = sys.argv, sys.path
     sys.argv = [target, *arguments]
     # What started this process has put the current folder, or that of its own script, first; unless it was told not to.
-    sys.path = [*sys.path] if sys.flags.safe_path else [folder, *sys.path[1:]]
+    sys.path = [folder, *sys.path[not sys.flags.safe_path :]]
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
 """``ddp-patch run`` in one process: the script sees what it sees under python, and what is printed."""
 
 import dataclasses
+import json
 import logging
 import os
 import subprocess
@@ -39,8 +40,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "helper.py").write_text("HERE = True")
     monkeypatch.chdir(tmp_path)
-    if sys.flags.safe_path:  # as these tests are run: no script's folder is looked into then
-        monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
@@ -59,17 +58,19 @@ def test_a_script_sees_what_it_sees_under_python(folder: Path, under_python: lis
     )
 
 
-def test_a_safe_path_stays_safe(folder: Path) -> None:
-    """Where python is told not to look for modules beside the script, neither does the script's run."""
-    (folder / "alone.py").write_text("import sys; print(sys.path)")
+def test_a_safe_path_loses_nothing(folder: Path) -> None:
+    """Where python was told to put no folder first, the script's is put there, and nothing taken away."""
+    (folder / "alone.py").write_text("import json, sys; print(json.dumps(sys.path))")
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     before, after = (
-        subprocess.run(  # noqa: S603 - our own script
-            [sys.executable, *start, "alone.py"], env=environment, capture_output=True, text=True, check=True
-        ).stdout
+        json.loads(
+            subprocess.run(  # noqa: S603 - our own script
+                [sys.executable, *start, "alone.py"], env=environment, capture_output=True, text=True, check=True
+            ).stdout
+        )
         for start in ([], ["-m", "ddp_patch", "run"])
     )
-    assert before == after
+    assert after == [str(folder), *before]
 
 
 def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
