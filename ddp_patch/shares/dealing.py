@@ -1,8 +1,9 @@
 """Deal a sampler's stream window by window, so that each step costs alike on all ranks, and then share it as always."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -15,7 +16,7 @@ from ddp_patch.streams.chunks import owned
 from ddp_patch.streams.dealing import Dealt, as_it_came, deal
 from ddp_patch.streams.seeding import Seed, dealing_key
 
-__all__ = ["Dealing", "DealtStream"]
+__all__ = ["Dealing", "dealt_stream"]
 
 T = TypeVar("T")
 
@@ -79,11 +80,19 @@ class Dealing:
         return deal(costs, ranks, self.size, self.costs.cost_of, key)
 
 
-class DealtStream(Iterable[T]):
-    """What is left of a stream, dealt for the ranks that share it now.
+def dealt_stream(
+    stream: Iterator[T],
+    dealing: Dealing,
+    epoch: int,
+    before: Done,
+    plans: Sequence[Plan],
+    note: Callable[[Sequence[np.ndarray[Any, Any]]], object],
+) -> Iterator[T]:
+    """Return what is left of a stream, dealt for the ranks that share it now.
 
     A window is drawn as soon as its first item is asked for. Where other numbers of ranks have taken a part, the stream
-    is dealt for each of them in turn, and what they took is left out.
+    is dealt for each of them in turn, and what they took is left out. Nothing here refers to what is returned, so that
+    a stream that is left is closed at once.
 
     Args:
         stream: The sampler's stream, begun.
@@ -94,38 +103,29 @@ class DealtStream(Iterable[T]):
         note: Called for each window with the places in the sampler's stream from which the next items of each share
             come.
     """
+    *taken, (ranks, _) = worlds = [*(stint for stint in before if stint[1]), (plans[0].num_replicas, 0)]
+    windows = _numbered(owned(stream), dealing.width(worlds[0][0]))
+    for stage, (earlier, each) in enumerate(taken):
+        dealt = _dealt(windows, dealing, earlier, epoch, stage)
+        windows = _without(dealt, earlier * each, dealing.width(worlds[stage + 1][0]))
+    dealt = _dealt(windows, dealing, ranks, epoch, len(taken))
+    return chain.from_iterable(map(partial(_recorded, plans, note), dealt))
 
-    def __init__(
-        self,
-        stream: Iterator[T],
-        dealing: Dealing,
-        epoch: int,
-        before: Done,
-        plans: Sequence[Plan],
-        note: Callable[[Sequence[np.ndarray[Any, Any]]], object],
-    ) -> None:
-        self._dealing, self._epoch, self._plans, self._note = dealing, epoch, plans, note
-        *taken, (ranks, _) = worlds = [*(stint for stint in before if stint[1]), (plans[0].num_replicas, 0)]
-        windows = _numbered(owned(stream), dealing.width(worlds[0][0]))
-        for stage, (earlier, each) in enumerate(taken):
-            dealt = self._dealt(windows, earlier, stage)
-            windows = _without(dealt, earlier * each, dealing.width(worlds[stage + 1][0]))
-        self._windows = self._dealt(windows, ranks, len(taken))
 
-    def __iter__(self) -> Iterator[T]:
-        return chain.from_iterable(map(self._recorded, self._windows))
+def _recorded(
+    plans: Sequence[Plan], note: Callable[[Sequence[np.ndarray[Any, Any]]], object], window: _Window[T]
+) -> Sequence[T]:
+    """Note where the items of a window come from, which has whole rounds unless it is the last one."""
+    items, places = window
+    note([places[plan.rank :: plan.num_replicas] for plan in plans])
+    return items
 
-    def _recorded(self, window: _Window[T]) -> Sequence[T]:
-        """Note where the items of a window come from, which has whole rounds unless it is the last one."""
-        items, places = window
-        self._note([places[plan.rank :: plan.num_replicas] for plan in self._plans])
-        return items
 
-    def _dealt(self, windows: Iterator[_Window[T]], ranks: int, stage: int) -> Iterator[_Window[T]]:
-        """Deal a stream's windows to so many ranks."""
-        for number, (items, places) in enumerate(windows):
-            order = self._dealing.dealt(items, ranks, self._epoch, stage, number).order
-            yield list(map(items.__getitem__, order.tolist())), places[order]
+def _dealt(windows: Iterator[_Window[T]], dealing: Dealing, ranks: int, epoch: int, stage: int) -> Iterator[_Window[T]]:
+    """Deal a stream's windows to so many ranks."""
+    for number, (items, places) in enumerate(windows):
+        order = dealing.dealt(items, ranks, epoch, stage, number).order
+        yield list(map(items.__getitem__, order.tolist())), places[order]
 
 
 def _numbered(stream: Iterator[T], width: int) -> Iterator[_Window[T]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
 from ddp_patch.plan import Done, Plan
-from ddp_patch.shares.dealing import Dealing, DealtStream
+from ddp_patch.shares.dealing import Dealing, dealt_stream
 from ddp_patch.shares.sizes import Sizes
 from ddp_patch.streams.chunks import Chunk, draw, own
 from ddp_patch.streams.fingerprint import Fingerprint
@@ -92,7 +92,7 @@ class Stream(Generic[T]):
             stream = _shuffled(stream, epoch.shuffle_seed, epoch.number)
         rest = plan.rest_of_stream(epoch.length, epoch.before)
         if epoch.dealing is not None:
-            stream = iter(DealtStream(stream, epoch.dealing, epoch.number, epoch.before, plans, self._note_origins))
+            stream = dealt_stream(stream, epoch.dealing, epoch.number, epoch.before, plans, self._note_origins)
         elif epoch.before:
             stream = rest.select(stream)
         if self._sizes is not None:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import Any, TypeVar
 
@@ -50,11 +51,11 @@ class Led(Source[T]):
     ) -> None:
         self._leader, self._turn, self._plans, self._held_now = leader, turn, plans, held_now
         self._piece_sizes = _piece_sizes(epoch, has_length)
+        self._waiting: list[list[int]] = [[] for _ in plans]
         # Begun with its first item: an error then is one that the leader can tell the others of.
-        self._stream = Stream(epoch, chain(epoch.sampler), note_origins=self._wait)
+        self._stream = Stream(epoch, chain(epoch.sampler), note_origins=partial(_wait, self._waiting))
         self.held_before = held_before
         self.origins = None if epoch.dealing is None else Origins()
-        self._waiting: list[list[int]] = [[] for _ in plans]
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
@@ -79,11 +80,6 @@ class Led(Source[T]):
                 del waiting[: len(part)]
             yield paired
 
-    def _wait(self, of_plans: Sequence[Any]) -> None:
-        """Keep where the next items of each share come from until these are sent."""
-        for waiting, places in zip(self._waiting, of_plans, strict=True):
-            waiting.extend(places.tolist())
-
     def _noted(self, origins: Origins, shares: Iterator[Sequence[Any]]) -> Iterator[list[T]]:
         for share in shares:
             origins.add(np.array([place for place, _ in share if place >= 0], np.int64))
@@ -100,6 +96,12 @@ class Led(Source[T]):
     def ends_within(self, items: int) -> bool:
         """Tell whether the last piece was sent: every rank learns of the end from the leader."""
         return self.held_after is not None
+
+
+def _wait(of_members: Sequence[list[int]], of_plans: Sequence[Any]) -> None:
+    """Keep where the next items of each share come from until these are sent."""
+    for waiting, places in zip(of_members, of_plans, strict=True):
+        waiting.extend(places.tolist())
 
 
 def _piece_sizes(epoch: Epoch[Any], has_length: bool) -> tuple[int, int]:

@@ -178,7 +178,8 @@ class Drawn(Source[T]):
         # In runs, one rank would see another's batches steps later.
         self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None
         self.origins = None if epoch.dealing is None else Origins()
-        self._stream = Stream(epoch, stream, self.sizes, self._note_origins)
+        # Not a method of this object: a circle would keep an abandoned pass's sampler from being closed.
+        self._stream = Stream(epoch, stream, self.sizes, partial(_note_first, self.origins))
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw on, and yield what is this rank's."""
@@ -187,13 +188,15 @@ class Drawn(Source[T]):
         shares = self._stream.shares([self._epoch.plan], skip, self._found)
         return self._skipping(skip, (part for (part,) in shares))
 
-    def _note_origins(self, of_plans: Sequence[Any]) -> None:
-        cast(Origins, self.origins).add(of_plans[0])
-
     def ends_within(self, items: int) -> bool:
         """Draw on, and tell whether at most so many items of the share are left."""
         # What is read ahead of an iterator would be lost to the next pass.
         return not self._epoch.is_one_shot and self._stream.ends_within(items)
+
+
+def _note_first(origins: Origins | None, of_plans: Sequence[Any]) -> None:
+    if origins is not None:
+        origins.add(of_plans[0])
 
 
 def _sizes_in(order: Order, rest: Rest) -> Sizes | None:

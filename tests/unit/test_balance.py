@@ -1,5 +1,6 @@
 """``cost=``: steps cost alike on all ranks, each item comes once, and all else goes on as without it."""
 
+import gc
 import math
 import zlib
 from collections import Counter
@@ -479,3 +480,25 @@ def test_what_has_no_cost_is_named_when_it_comes(sampler: Any, cost: Any, facts:
     one = balanced(of(2 if callable(cost) else N, 1, sampler=sampler), cost=cost)
     with raises(InvalidOptionError, facts):
         list(one)
+
+
+class OneGenerator(Sampler[int]):
+    """Goes on with one generator for all epochs, as mmengine's ``InfiniteSampler``: who closes it ends it."""
+
+    def __init__(self) -> None:
+        self.indices = (index for index in range(10**6))
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.indices
+
+
+@pytest.mark.parametrize("options", [{}, {"cost": None, "cost_window": 256}], ids=["balanced", "not"])
+def test_a_pass_that_is_left_lets_its_sampler_go(options: dict[str, Any]) -> None:
+    """At once, without the garbage collector."""
+    gc.disable()
+    try:
+        one = balanced(of(10, 2, sampler=OneGenerator()), **options)
+        next(iter(one))
+        assert list(one) == []
+    finally:
+        gc.enable()
