@@ -55,7 +55,8 @@ def balanced(subject: Subject, costs: Costs, window: int, world_size: int, proce
         divides = Options(**subject.options).divides_batches
         costs = _of_items(facts.level, costs, divides)
         balance: dict[str, Any] = {"cost": costs, "cost_of": costs.cost_of, "cost_window": window}
-        require_costs(facts, costs, Options(**subject.options, **balance))
+        Options(**subject.options, **balance)  # refuses what cannot hold with cost=
+        require_costs(facts, costs)
     except InvalidOptionError as refused:
         return str(refused)
     return replace(subject, balance=balance)

@@ -9,11 +9,9 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from ddp_patch.errors import DDPPatchError
 from ddp_patch.loaders.facts import Level, LoaderFacts
-from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.plan import Plan
-from ddp_patch.shares.batches import require_batches
-from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.batches import patched_sampler, require_batches
 from ddp_patch.shares.turns import Turns
 
 __all__ = ["Fate", "Record", "counted", "what_it_is", "with_share"]
@@ -99,8 +97,7 @@ def counted(number: int, unit: str) -> str:
 
 def with_share(record: Record, facts: LoaderFacts[Any], patched: DataLoader[Any]) -> Record:
     """Fill in what a rank gets of a patched loader."""
-    sampler = sharded_by(patched)
-    assert isinstance(sampler, EpochSampler)  # noqa: S101 - the patch has put it there
+    sampler = patched_sampler("autopatch", patched)
     n, plan = facts.stream.length, sampler.plan
     record.steps, record.ranks, record.loader = length_of(patched, ()), sampler.num_replicas, weakref.ref(patched)
     if sampler.agreed.options.divides_batches:

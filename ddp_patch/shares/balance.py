@@ -15,7 +15,7 @@ __all__ = ["costs_compared", "require_costs", "require_one_of_each"]
 _COMPARED = 32
 
 
-def require_costs(facts: LoaderFacts[Any], costs: Costs, options: Options) -> None:
+def require_costs(facts: LoaderFacts[Any], costs: Costs) -> None:
     """Refuse costs that are not those of a loader's items, and a loader whose stream cannot be dealt.
 
     Raises:

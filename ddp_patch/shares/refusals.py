@@ -52,7 +52,7 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
             if options.iterable_sharding == "by_worker":
                 _require_hand_over(facts, options, world)
         if options.costs is not None:
-            require_costs(facts, options.costs, options)
+            require_costs(facts, options.costs)
         require_length(options, world, facts.stream)
         # With "by_worker", the dataset decides what each rank reads.
         if facts.level is not Level.ITERABLE or options.iterable_sharding == "exact":

@@ -8,13 +8,13 @@ from typing import Any
 
 import accelerate
 import pytest
+from preparing import ways_to_prepare
 from quick import run_ranks
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import Indices, N, TokenBatches, as_it_is, seed_ambient
 
 from ddp_patch import gather_in_order, patch_dataloader_to_ddp
-from ddp_patch.integrations.accelerate import prepare_patched
 
 # torchdata 0.11 calls it in the constructor of every loader.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -31,8 +31,14 @@ class OwnBatches(BatchSampler):
     """A batch sampler of the user's own."""
 
 
-def balanced(make: Callable[..., Any], kind: type[Any], rank: int | None = None, **options: Any) -> Any:
-    seed_ambient(7)  # torchdata's sampler draws its own generator's seed when it is made
+# Rows are gathered batch by batch.
+SHARED_WHOLE = {"batch sampler", "own class"}
+
+
+def balanced(
+    make: Callable[..., Any], kind: type[Any], rank: int | None = None, ambient: int = 7, **options: Any
+) -> Any:
+    seed_ambient(ambient)  # torchdata's sampler draws its own generator's seed when it is made
     given = make(kind, collate_fn=as_it_is, **options)
     world: dict[str, Any] = {} if rank is None else {"rank": rank, "num_replicas": 2}
     return patch_dataloader_to_ddp(given, seed=3, cost=cost_of, cost_window=2, timeout=60, **world)
@@ -46,13 +52,10 @@ def by_accelerate(rank: int, world_size: int) -> dict[str, tuple[list[Any], list
     accelerator = accelerate.Accelerator(cpu=True)
     found = {}
     for name, make in LOADERS.items():
-        for way, prepare in (
-            ("prepare", accelerator.prepare),
-            ("prepare_patched", partial(prepare_patched, accelerator)),
-        ):
-            one = balanced(make, DataLoader)
+        for way, prepare in ways_to_prepare(accelerator).items():
+            one = balanced(make, DataLoader, ambient=rank)
             batches = list(prepare(one))
-            rows = batches if "b" in name or "own" in name else [*chain.from_iterable(batches)]
+            rows = batches if name in SHARED_WHOLE else [*chain.from_iterable(batches)]
             found[f"{name}, {way}"] = (batches, gather_in_order(rows, one))
     return found
 

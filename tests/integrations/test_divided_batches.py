@@ -9,13 +9,13 @@ import accelerate
 import lightning
 import pytest
 import torch
+from preparing import ways_to_prepare
 from quick import run_ranks
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import Indices, PKBatches, Source, as_it_is, seed_ambient
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.integrations.accelerate import prepare_patched
 from ddp_patch.plan import Plan
 
 # torchdata 0.11 calls it in the constructor of every loader.
@@ -44,10 +44,7 @@ def by_accelerate(rank: int, world_size: int) -> dict[str, list[Any]]:
     accelerator = accelerate.Accelerator(cpu=True)
     found = {}
     for name, make in LOADERS.items():
-        for way, prepare in (
-            ("prepare", accelerator.prepare),
-            ("prepare_patched", partial(prepare_patched, accelerator)),
-        ):
+        for way, prepare in ways_to_prepare(accelerator).items():
             one = patch_dataloader_to_ddp(make(DataLoader, 0), seed=3, share="within_batches")
             found[f"{name}, {way}"] = list(prepare(one))
     return found

@@ -5,7 +5,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.plan import Plan
+from ddp_patch.streams.seeding import dealing_key
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
 
@@ -351,18 +352,10 @@ def test_each_window_has_an_order_of_its_own() -> None:
         assert sorted(window) == [*range(32)]
 
 
-def test_each_world_deals_in_an_order_of_its_own() -> None:
-    first = balanced(of(256, 1), world_size=4, cost=[1.0] * 256, cost_window=64)
-    next(iterator := iter(first))
-    state = loader_state(first, batches_done=1)
-    again = balanced(of(256, 1), world_size=2, cost=[1.0] * 256, cost_window=32)
-    with raises(StateError, "cost_window"):
-        restore_loader(again, state)
-    again = balanced(of(256, 1), world_size=2, cost=[1.0] * 256, cost_window=64)
-    fresh = [*balanced(of(256, 1), world_size=2, cost=[1.0] * 256, cost_window=64)]
-    restore_loader(again, state)
-    assert [*again][: len(fresh) // 2] != fresh[2:][: len(fresh) // 2]
-    del iterator
+def test_each_window_of_each_world_has_a_key_of_its_own() -> None:
+    """For two seeds, epochs, numbers of worlds before, and windows."""
+    keys = [dealing_key(*each).generate_state(2).tolist() for each in product(range(2), repeat=4)]
+    assert len({tuple(key) for key in keys}) == 16
 
 
 @pytest.mark.parametrize("sampler", [[*range(40)], range(40)], ids=["drawn", "looked up"])
