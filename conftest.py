@@ -22,14 +22,18 @@ pytest_collect_file = Sybil(parsers=[blocks], patterns=["*.md"]).pytest()
 collect_ignore = ["docs/examples/ci"]  # a project of its own, whose tests tests/unit/test_ci_page.py runs
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what starts Ray: that takes up to a minute, so it can be left out by ``-m "not ray"``.
 
-    And of several processes, each of which is given a run of tests at first, let each begin with as many of real ranks.
+    Leave out what is marked ``soak`` unless ``-m`` asks for it. And of several processes, each of which is given a run
+    of tests at first, let each begin with as many of real ranks.
     """
     for item in items:
         if isinstance(item, SybilItem) and "from_ray.py" in str(item.example.parsed):
             item.add_marker("ray")
+    if "soak" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     long = [item for item in items if item.path.parent.name == "ranks"]
     short = [item for item in items if item.path.parent.name != "ranks"]

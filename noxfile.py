@@ -47,6 +47,13 @@ def tests(session: nox.Session) -> None:
     run_tests(session, *WITHOUT_INTEGRATIONS)
 
 
+@nox.session(requires=["package"])
+def soak(session: nox.Session) -> None:
+    """Run the tests that CI leaves out for their length; arguments after ``--`` go to pytest."""
+    install_wheel(session, "test")
+    run_tests(session, "-m", "soak", *WITHOUT_INTEGRATIONS)
+
+
 @nox.session(requires=["package"], python=LOWEST_PYTHON)
 def minimum(session: nox.Session) -> None:
     """Test the wheel with the lowest versions that it claims."""
@@ -210,7 +217,7 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
     # PYTHONSAFEPATH: the folder in which a process starts is not where it imports from.
     environment = {"PYTHONSAFEPATH": "1", "DDP_PATCH_DIST": str(DIST.resolve())}
     # Huge pages, where there are any: tests fork thousands of workers, and each fork copies what maps the memory.
-    environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    environment |= {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTHONMALLOC": "malloc"}  # Python's objects, too
     # More processes than cores: on real ranks a test mostly waits.
     # And they take tests from each other: some take a hundred times as long as others.
     workers = ["-n", str((os.cpu_count() or 1) + 2), "--dist", "worksteal"]

@@ -160,7 +160,8 @@ def assert_killed_as_planned(planned: list[Launch]) -> None:
     assert lines(folder / "deaths") == [death for launch in planned for death in launch["deaths"]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# The demo's test kills ranks that train on P x K batches, too.
+@pytest.mark.parametrize("kind", ["shuffled", pytest.param("P x K", marks=pytest.mark.soak)])
 def test_killed_at_any_moment_and_started_again(kind: str, tmp_path: Path) -> None:
     runs = plan(kind, tmp_path)
     launches = [launch for planned in runs.values() for launch in planned]
@@ -176,6 +177,7 @@ def test_killed_at_any_moment_and_started_again(kind: str, tmp_path: Path) -> No
     torch.testing.assert_close(*trained, rtol=0, atol=0)
 
 
+@pytest.mark.soak  # torchrun is the agent of the test above, with a command line
 def test_torchrun_as_the_page_says(tmp_path: Path) -> None:
     planned = launched(tmp_path, "shuffled", 2, [{"rank": 1, "how": "step", "at": 5, "delay": 0.001}])
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--monitor-interval=0.1"]
