@@ -364,6 +364,11 @@ class Kind:
         """The numbers of ranks that it is tried in. Starting workers takes long, so with them there are but two."""
         return (2, 3) if self.make().num_workers else (1, 2, 3, 4, 5)
 
+    @property
+    def tried(self) -> int:
+        """How many epochs are tried; with workers, two: another one that does as the epoch before shows nothing new."""
+        return min(self.epochs, 2) if self.make().num_workers else self.epochs
+
     def of_rank(self, stream: list[Any], plan: Plan) -> list[Any]:
         """Return a rank's share of what one process gets: of the stream, or of each worker's part of it."""
         size = self.make().batch_size or 1

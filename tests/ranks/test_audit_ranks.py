@@ -9,12 +9,21 @@ from typing import Any
 
 import audit_parts as parts
 import audit_setups as setups
+import pytest
+import quick
 import torch.distributed as dist
 from messages import assert_tells, raises
 from torch.utils.data import DataLoader
 from zoo import loader
 
 from ddp_patch import InvalidOptionError, audit
+from ddp_patch.auditing.draw import processes
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the audit's ranks as those of other tests: without it each one imports torch."""
+    monkeypatch.setattr(processes, "run_ranks", quick.run_ranks)
 
 
 def test_a_patched_loader_holds_on_real_ranks() -> None:
@@ -24,6 +33,7 @@ def test_a_patched_loader_holds_on_real_ranks() -> None:
     assert "on real ranks" in report.how
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_a_leader_sends_is_audited_on_real_ranks() -> None:
     report = audit(loader(shuffle=True), 2, processes=True, agreement="leader")
     assert report.ok
@@ -35,6 +45,7 @@ def by_process_group(_rank: int, _world_size: int) -> DataLoader[Any]:
     return setups.subset_of_each_rank(dist.get_rank(), dist.get_world_size())
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_factory_may_ask_the_process_group() -> None:
     """Also for a Subset of each rank: they are compared by the dataset below."""
     report = audit(by_process_group, 2, epochs=1, processes=True)
@@ -75,6 +86,7 @@ def slice_by_process_group(_rank: int, _world_size: int) -> DataLoader[Any]:
     return parts.RIGHT["list"](dist.get_rank(), dist.get_world_size())
 
 
+@pytest.mark.usefixtures("forked")
 def test_slices_are_compared_by_value_on_real_ranks() -> None:
     assert audit(slice_by_process_group, 2, epochs=1, processes=True).ok
 
@@ -83,6 +95,7 @@ def cost_of_index(index: int) -> float:
     return 1.0 + index % 5
 
 
+@pytest.mark.usefixtures("forked")
 def test_real_ranks_are_balanced_as_simulated_ones_are() -> None:
     """By numbers, and by a function that other processes can import; another one is a reason not to."""
     given = loader(batch_size=2, shuffle=True)

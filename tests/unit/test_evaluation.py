@@ -64,7 +64,7 @@ def patched(kind: Kind, rank: int, num_replicas: int, **options: Any) -> DataLoa
 def lengths_of(kind: Kind) -> list[int]:
     """How many items the stream of each epoch has."""
     alone = patched(kind, 0, 1)
-    return [N if alone.drop_last else len(units(kind, alone)) for _ in range(kind.epochs)]
+    return [N if alone.drop_last else len(units(kind, alone)) for _ in range(kind.tried)]
 
 
 def padding(kind: Kind, n: int, plan: Plan) -> Iterator[bool]:
@@ -97,7 +97,7 @@ def assert_false_on_padding_alone(given: DataLoader[Any], batches: Masked, paddi
 
 @over(KINDS)
 def test_the_mask_is_false_on_padding_and_nowhere_else(kind: Kind) -> None:
-    lengths = [10**9] * kind.epochs if kind.endless else lengths_of(kind)
+    lengths = [10**9] * kind.tried if kind.endless else lengths_of(kind)
     for num_replicas in kind.worlds if not kind.make().num_workers else (3,):
         for rank in range(num_replicas):
             given = patched(kind, rank, num_replicas)
@@ -130,22 +130,24 @@ def test_masks_of_other_ways_to_share(name: str, uneven: Uneven, layout: Layout)
     kind = BY_NAME[name]
     if "iterable" in name and layout == "contiguous":
         kind = BY_NAME["iterable with len and set_epoch"]
-    for rank in range(5):
-        given = patched(kind, rank, 5, uneven=uneven, layout=layout)
-        for n in lengths_of(kind):
-            expected = list(padding(kind, n, Plan(rank, 5, uneven, layout)))
+    ranks = 3 if kind.make().num_workers else 5
+    lengths = lengths_of(kind)
+    for rank in range(ranks):
+        given = patched(kind, rank, ranks, uneven=uneven, layout=layout)
+        for n in lengths:
+            expected = list(padding(kind, n, Plan(rank, ranks, uneven, layout)))
             assert_false_on_padding_alone(given, masked(kind, given), expected, kind.batches)
 
 
 @pytest.mark.parametrize("name", ["shuffle=True", "aspect-ratio batches", "batch_size=None", "iterable, 2 workers"])
 def test_masks_of_the_rest_of_a_pass(name: str) -> None:
     kind = BY_NAME[name]
+    n = lengths_of(kind)[0]
     for rank in range(3):
         stopped = patched(kind, rank, 3)
         next(iter(stopped))
         again = patched(kind, rank, 3)
         restore_loader(again, loader_state(stopped, batches_done=1))
-        n = lengths_of(kind)[0]
         done = 1 if kind.batches else given_size(again)
         padding = [place >= n for place in Plan(rank, 3).share(n)][done:]
         assert_false_on_padding_alone(again, masked(kind, again), padding, kind.batches)
