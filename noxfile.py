@@ -208,6 +208,8 @@ def install_catalyst(session: nox.Session, constraints: str) -> None:
 def install_wheel(session: nox.Session, extras: str, *options: str) -> None:
     """Install the wheel that the session ``package`` built, anew where a kept environment has another one."""
     (wheel,) = DIST.glob("*.whl")
+    if session.venv_backend == "uv" and "--no-compile" not in options:
+        options = (*options, "--compile-bytecode")  # as pip does; else every process of the tests compiles the same
     install(session, *options, f"{wheel}[{extras}]")
     session.install("--no-deps", "--force-reinstall", str(wheel))
 
