@@ -80,8 +80,8 @@ class _Place:
         if _KEY not in state_dict:
             raise StateError(
                 f"The engine's state has no {_KEY!r}, so where its loader stood is not known: it was saved without "
-                "attach_loader. Call attach_loader after it, and loader.sampler.set_epoch(engine.state.epoch) "
-                "to begin with that epoch's first batch."
+                "attach_loader. Call attach_loader once the state is loaded, and then "
+                "loader.sampler.set_epoch(engine.state.epoch), to begin with that epoch's first batch."
             )
         go_on(self._loader, state_dict[_KEY], tells_rest=False)
         self._of_engine[1]({name: value for name, value in state_dict.items() if name != _KEY})

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Unpack
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_patch.compat import LIGHTNING_TAKES_LOADERS
@@ -15,11 +15,13 @@ from ddp_patch.several import PatchOptions
 
 __all__ = ["PatchDataLoaders"]
 
+# Where types are checked lightning is not there; what is derived from Any is a callback for whoever has it.
+_Callback: Any = Callback
 _KEEPER, _METHOD = LIGHTNING_TAKES_LOADERS
 _WORLD = {"rank", "num_replicas", "process_group", "device_mesh"}
 
 
-class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not there where types are checked
+class PatchDataLoaders(_Callback):  # type: ignore[misc]  # as above
     """A callback that patches each loader which the Trainer trains, validates, tests or predicts with.
 
     It takes the loaders that ``trainer.fit`` and the like are given, and those of the hooks of a module or a data
@@ -35,6 +37,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         DDPPatchError: From ``trainer.fit`` and the like, as in ``patch_dataloader_to_ddp``.
 
     Examples:
+        >>> from lightning.pytorch import Trainer
         >>> from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
         >>> loader = DataLoader(RandomDataset(32, 64), batch_size=4, shuffle=True)
         >>> sharing = PatchDataLoaders(rank=1, num_replicas=2)  # leave the world out where there is a process group
@@ -49,17 +52,17 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         super().__init__()
         self._options = options
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have the Trainer hand its loaders over, from before it asks for them."""
         keeper = getattr(trainer, _KEEPER)
         take = partial(getattr(type(keeper), _METHOD), keeper)
         setattr(keeper, _METHOD, partial(self._take, take, pl_module))
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Let the Trainer be as it was."""
         vars(getattr(trainer, _KEEPER)).pop(_METHOD, None)
 
-    def _take(self, take: Callable[..., Any], module: LightningModule, loader: object, *args: Any, **how: Any) -> Any:
+    def _take(self, take: Callable[..., Any], module: Any, loader: object, *args: Any, **how: Any) -> Any:
         if isinstance(loader, DataLoader):
             loader = self._patched(loader, module)
             if isinstance(loader.dataset, IterableDataset):
@@ -67,7 +70,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
                 return loader
         return take(loader, *args, **how)
 
-    def _patched(self, loader: DataLoader[Any], module: LightningModule) -> DataLoader[Any]:
+    def _patched(self, loader: DataLoader[Any], module: Any) -> DataLoader[Any]:
         options = self._options
         if module.device_mesh is not None and options.keys().isdisjoint(_WORLD):
             options = {**options, "device_mesh": module.device_mesh}

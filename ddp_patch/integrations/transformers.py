@@ -20,8 +20,11 @@ from ddp_patch.shares.states import no_state
 
 __all__ = ["PatchedLoadersMixin"]
 
+# Where types are checked transformers is not there; what is derived from Any has a Trainer's methods for whoever has it.
+_Trainer: Any = Trainer
 
-class PatchedLoadersMixin(Trainer):  # type: ignore[misc]  # transformers is not there where types are checked
+
+class PatchedLoadersMixin(_Trainer):  # type: ignore[misc]  # as above
     """A base class that patches a Trainer's training loader, and resumes it from checkpoints with the very next batch.
 
     Name it before ``Trainer``, or before a class that is derived from it. What that class's ``get_train_dataloader``

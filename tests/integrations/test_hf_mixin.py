@@ -163,7 +163,7 @@ def left_to_the_trainer(rank: int, world_size: int, folder: str) -> tuple[list[i
     """What is predicted, and what is trained on with a batch sampler that is a rank's already."""
     seed_ambient(100 + rank)
     rows = [{**row, "input_ids": [0] * (1 + number % 5)} for number, row in enumerate(ROWS)]
-    strategy = {"train_sampling_strategy": "batch_rebalance"}
+    strategy: dict[str, Any] = {"train_sampling_strategy": "batch_rebalance"}
     trainer = trained(Patched, rows, Path(folder), num_train_epochs=1, **strategy)
     return trainer.predict(ROWS).predictions[:, 0].tolist(), trainer.seen
 

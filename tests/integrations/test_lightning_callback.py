@@ -1,5 +1,6 @@
 """One callback has Lightning's Trainer share every loader that it is given, and resume them all within an epoch."""
 
+import doctest
 import logging
 import os
 import warnings
@@ -8,16 +9,19 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from frameworks.kinds import KINDS, Batch, features, tiny_model
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from quick import fork_workers_elsewhere, run_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from zoo import seed_ambient
 
-from ddp_patch import autopatch, check_loaders_is_patched
+import ddp_patch.integrations.lightning
+from ddp_patch import NotDistributedWarning, autopatch, check_loaders_is_patched
 from ddp_patch.integrations.lightning import PatchDataLoaders
 
 RANKS = 2
@@ -54,6 +58,14 @@ class Module(LightningModule):  # type: ignore[misc]  # it is not there where ty
         return torch.optim.SGD(self.parameters(), lr=0.001)
 
 
+class TensorParallel(Module):
+    """Has the mesh that ModelParallelStrategy makes: all ranks work on the same batches."""
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data_parallel", "tensor_parallel"))
+
+
 class Data(LightningDataModule):  # type: ignore[misc]  # as above
     """Makes its loaders where Lightning notes how they are made."""
 
@@ -62,11 +74,11 @@ class Data(LightningDataModule):  # type: ignore[misc]  # as above
         self.train_dataloader = self.val_dataloader = self.test_dataloader = self.predict_dataloader = make
 
 
-def make_trainer(*callbacks: Any, **options: Any) -> Trainer:
+def make_trainer(*callbacks: Any, patching: Any = None, **options: Any) -> Trainer:
     chosen: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": False, **options}
     return Trainer(
         accelerator="cpu",
-        callbacks=[PatchDataLoaders(), *callbacks],
+        callbacks=[PatchDataLoaders(**patching or {}), *callbacks],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -81,6 +93,20 @@ def on_ranks(rank: int, world_size: int, seed: int = 100) -> dict[str, Any]:
     os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # the ranks were started by something else than the Trainer
     seed_ambient(seed + rank)
     return {"devices": world_size, "strategy": "ddp"}
+
+
+def same_batches(rank: int, world_size: int) -> dict[str, Seen]:
+    """What the ranks of one tensor-parallel group see."""
+    options = on_ranks(rank, world_size)
+    module = TensorParallel()
+    make_trainer(**options).fit(module, KINDS[0].make())
+    return module.seen
+
+
+def test_ranks_that_share_a_model_take_the_same_batches() -> None:
+    first, second = run_ranks(same_batches, RANKS, timeout=240)
+    assert first == second
+    assert sorted(chain.from_iterable(first["epoch 1"])) == list(range(27))
 
 
 def all_stages(rank: int, world_size: int) -> dict[tuple[str, str], Seen]:
@@ -178,5 +204,33 @@ def stopped_and_resumed(rank: int, world_size: int, folder: str) -> list[tuple[l
 
 def test_a_nest_of_loaders_resumes_within_an_epoch(tmp_path: Path) -> None:
     for rank in run_ranks(stopped_and_resumed, RANKS, str(tmp_path), timeout=300):
+        assert [len(whole) for whole, _ in rank] == [8, 5, 2] * 2
         for whole, rest in rank:
             assert rest == whole
+
+
+# Lightning warns of small data, of CPUs and of its own deprecations.
+@pytest.mark.filterwarnings("ignore")
+def test_one_process_keeps_its_loaders() -> None:
+    loader, module = KINDS[0].make(), Module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotDistributedWarning)
+        trainer = make_trainer()
+        trainer.fit(module, loader)
+    assert trainer.train_dataloader is loader
+    assert sorted(chain.from_iterable(module.seen["epoch 1"])) == list(range(27))
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_overfit_batches_takes_a_rank_s_first_batches() -> None:
+    """Of a loader that was patched before, every rank takes the same ones."""
+    module = Module()
+    make_trainer(patching={"rank": 1, "num_replicas": 2}, overfit_batches=2).fit(module, KINDS[0].make())
+    assert module.seen["epoch 0"] == module.seen["epoch 1"] == [[1, 3, 5, 7], [9, 11, 13, 15]]
+
+
+def test_the_documented_example() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as above
+        failed, attempted = doctest.testmod(ddp_patch.integrations.lightning)
+    assert (failed, attempted) == (0, 8)
