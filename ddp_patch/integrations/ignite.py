@@ -21,7 +21,7 @@ L = TypeVar("L", bound=DataLoader[Any])
 _KEY = "ddp_patch_loader"
 
 
-def attach_loader(engine: Engine, loader: L, **options: Unpack[PatchOptions]) -> L:
+def attach_loader(engine: Any, loader: L, **options: Unpack[PatchOptions]) -> L:
     """Patch a loader, and let the state of the engine that runs over it tell its place, too.
 
     So a checkpoint of the engine resumes within an epoch, with the very next batch: its ``state_dict`` has the loader's
@@ -64,7 +64,7 @@ def attach_loader(engine: Engine, loader: L, **options: Unpack[PatchOptions]) ->
 class _Place:
     """The two methods of an engine that tell of its loader."""
 
-    def __init__(self, engine: Any, loader: DataLoader[Any]) -> None:
+    def __init__(self, engine: Engine, loader: DataLoader[Any]) -> None:
         self._of_engine, self._loader = (engine.state_dict, engine.load_state_dict), loader
 
     def state_dict(self) -> "OrderedDict[str, Any]":

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 from accelerate import skip_first_batches
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
@@ -20,11 +20,8 @@ from ddp_patch.shares.states import no_state
 
 __all__ = ["PatchedLoadersMixin"]
 
-# Where types are checked transformers is not there; what is derived from Any has a Trainer's methods for whoever has it.
-_Trainer: Any = Trainer
 
-
-class PatchedLoadersMixin(_Trainer):  # type: ignore[misc]  # as above
+class PatchedLoadersMixin:
     """A base class that patches a Trainer's training loader, and resumes it from checkpoints with the very next batch.
 
     Name it before ``Trainer``, or before a class that is derived from it. What that class's ``get_train_dataloader``
@@ -41,11 +38,17 @@ class PatchedLoadersMixin(_Trainer):  # type: ignore[misc]  # as above
             number of steps for an epoch than it did.
 
     Examples:
+        >>> from transformers import Trainer
         >>> class MyTrainer(PatchedLoadersMixin, Trainer):
         ...     patch_options = {"uneven": "drop"}
     """
 
     patch_options: ClassVar[PatchOptions] = {}
+
+    # Those of the Trainer behind it.
+    accelerator: Any
+    args: Any
+    add_callback: Any
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -53,17 +56,19 @@ class PatchedLoadersMixin(_Trainer):  # type: ignore[misc]  # as above
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the next class, patched where there are several processes."""
+        trainer: Any = super()
         if self.accelerator.num_processes == 1 or TRAINER_SHARES_ITSELF.items() <= vars(self.args).items():
-            loader: DataLoader[Any] = super().get_train_dataloader()
+            loader: DataLoader[Any] = trainer.get_train_dataloader()
             return loader
         with patch.object(self.accelerator, "prepare_data_loader", lambda loader, *args, **options: loader):
-            loader = super().get_train_dataloader()
+            loader = trainer.get_train_dataloader()
         return patch_dataloader_to_ddp(loader, **self.patch_options)
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Train as the next class does; from a checkpoint, go on with the batches that were left."""
         with patch(TRAINER_SKIPS, _skipped):
-            return super().train(*args, **options)
+            trainer: Any = super()
+            return trainer.train(*args, **options)
 
 
 def _is_ours(loader: DataLoader[Any] | None) -> bool:
@@ -83,7 +88,7 @@ def _skipped(loader: Any, num_batches: int = 0) -> Any:
     return loader
 
 
-class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # as above
+class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers is not there where types are checked
     """Keeps the place of a Trainer's training loader in its checkpoints."""
 
     def __init__(self) -> None:
