@@ -254,9 +254,10 @@ def _require_device(facts: LoaderFacts[Any], device: torch.device) -> None:
     if before == device:
         return
     if MAKE_ITERATOR in vars(facts.loader):
+        chosen = None if before is None else str(before)
         raise AlreadyPatchedError(
-            f"The loader was patched with device={None if before is None else str(before)!r} and cannot be patched again "
-            f"with device='{device}'. Pass device= when the original loader is patched."
+            f"The loader was patched with device={chosen!r} and cannot be patched again with device='{device}'. "
+            "Pass device= when the original loader is patched."
         )
     require_movable(facts, device)
 

@@ -9,14 +9,23 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Mover", "has_streams", "moved"]
+__all__ = ["Mover", "moved", "streams_of"]
 
 _TEXT = (str, bytes, bytearray, memoryview)
 
 
-def has_streams(device: torch.device) -> bool:
-    """Tell whether copies to a device may run beside what it computes."""
-    return device.type == "cuda"
+class Streams(Protocol):
+    """What of ``torch.cuda`` is used."""
+
+    def Stream(self, device: torch.device) -> Any: ...  # noqa: N802 - torch's name
+    def stream(self, stream: Any) -> Any: ...
+    def current_stream(self, device: torch.device) -> Any: ...
+    def current_device(self) -> int: ...
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """Return what makes streams in which copies to a device run beside what it computes; None where it has none."""
+    return torch.cuda if device.type == "cuda" else None
 
 
 def moved(value: Any, move: Callable[[Any], Any]) -> Any:
@@ -68,15 +77,6 @@ def _sequence(nest: Sequence[Any], values: list[Any]) -> Any:
     return clone
 
 
-class Streams(Protocol):
-    """What of ``torch.cuda`` is used."""
-
-    def Stream(self, device: torch.device) -> Any: ...  # noqa: N802 - torch's name
-    def stream(self, stream: Any) -> Any: ...
-    def current_stream(self, device: torch.device) -> Any: ...
-    def current_device(self) -> int: ...
-
-
 class Mover:
     """Hands out on a device what one iterator gives.
 
@@ -84,12 +84,11 @@ class Mover:
         device: Which one.
         copies_ahead: Whether to read the next batch, and begin to copy it, before one is handed out. Only a device with
             streams gains by it.
-        streams: Makes streams; default: torch's module for the device, where that has streams.
     """
 
-    def __init__(self, device: torch.device, *, copies_ahead: bool = False, streams: Streams | None = None) -> None:
+    def __init__(self, device: torch.device, *, copies_ahead: bool = False) -> None:
         self._device, self._copies_ahead = device, copies_ahead
-        self._streams: Any = torch.cuda if streams is None and has_streams(device) else streams
+        self._has_streams = streams_of(device) is not None
         self._copies: _Copies | None = None
         self._held: deque[_Copied | Exception] = deque()
 
@@ -99,7 +98,7 @@ class Mover:
 
     def moved(self, batch: Any) -> Any:
         """Return a batch on the device."""
-        if self._streams is None:
+        if not self._has_streams:
             return moved(batch, partial(_to, device=self._device))
         copies = self._copies_here()
         return copies.finished(copies.begun(batch))
@@ -134,7 +133,7 @@ class Mover:
     def _copies_here(self) -> "_Copies":
         # Made with the first batch: workers, which may be forked, have begun by then.
         if self._copies is None:
-            self._copies = _Copies(self._device, self._streams)
+            self._copies = _Copies(self._device, streams_of(self._device))
         return self._copies
 
     def __reduce__(self) -> Any:
@@ -149,6 +148,7 @@ class _Copied:
         batch: The batch.
         copies: What of it was made in the stream of copies.
         has_rest: Whether it holds something that is still to be copied.
+        event: Comes to pass when these copies are there.
     """
 
     batch: Any = None

@@ -9,7 +9,7 @@ from ddp_patch.compat import MAKE_ITERATOR, has_own_iteration, has_own_iterators
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts
-from ddp_patch.loaders.moving import has_streams
+from ddp_patch.loaders.moving import streams_of
 from ddp_patch.options import Options
 
 __all__ = ["ON_DEVICE", "copies_ahead", "device_of", "require_movable", "without_device"]
@@ -44,7 +44,7 @@ def copies_ahead(facts: LoaderFacts[Any], options: Options) -> bool:
     device, kind = options.device, type(facts.loader)
     return (
         isinstance(device, torch.device)
-        and has_streams(device)
+        and streams_of(device) is not None
         and facts.num_workers > 0
         and facts.repeater is None
         and not has_own_iterators(kind)
