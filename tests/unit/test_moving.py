@@ -172,9 +172,16 @@ def test_where_none_is_copied_ahead_each_is_copied_when_it_is_asked_for(streams:
     assert streams.calls == ["read (1,)", "side reaches copy 1", "loop waits for copy 1", "(1,) recorded in loop"]
 
 
+class There(torch.Tensor):
+    """Is on every device."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
 def test_every_tensor_that_was_copied_is_recorded_and_no_other(streams: Streams) -> None:
-    there_already = torch.zeros(5, device=META)
-    batch = Mover(there_already.device).moved({"x": torch.zeros(1), "y": [torch.zeros(2), there_already], "n": 3})
+    there_already = torch.zeros(5).as_subclass(There)
+    batch = Mover(META).moved({"x": torch.zeros(1), "y": [torch.zeros(2), there_already], "n": 3})
     assert [call for call in streams.calls if "recorded" in call] == ["(1,) recorded in loop", "(2,) recorded in loop"]
     assert batch["y"][1] is there_already
 
