@@ -210,7 +210,7 @@ def test_errors_come_where_the_batch_would_have_come(num_workers: int, streams: 
     loader = patch_dataloader_to_ddp(
         DataLoader(Failing(), 2, num_workers=num_workers), rank=0, num_replicas=1, device=META
     )
-    given = []
+    given: list[Any] = []
     with pytest.raises(ValueError, match="sample 5"):
         given.extend(loader)
     assert len(given) == 2
