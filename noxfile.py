@@ -75,10 +75,14 @@ def integrations(session: nox.Session) -> None:
 
 @nox.session(allow_parallel=True)
 def lint(session: nox.Session) -> None:
-    """Check style and format."""
+    """Check style and format, the workflows and the citation."""
     install(session, *EXTRAS["lint"])
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("zizmor", "--offline", "--quiet", "--persona", "pedantic", ".github/workflows")
+    workflows = map(str, Path(".github/workflows").iterdir())
+    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
+    session.run("check-jsonschema", "--builtin-schema", "vendor.citation-file-format", "CITATION.cff")
 
 
 @nox.session(requires=["package"], allow_parallel=True)

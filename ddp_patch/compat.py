@@ -78,6 +78,7 @@ __all__ = [
     "root_mesh",
     "seed_as_worker",
     "shards_in_accelerate",
+    "show_loaders",
     "splits_by_node",
     "torchdata_batch_sampler",
     "webdataset_world",
@@ -194,6 +195,26 @@ def count_batches(iterator: Any, tally: Any) -> None:
         vars(iterator)["tally"] = tally
         kind: Any = type(iterator)
         iterator.__class__ = _before(kind, _Counted)
+
+
+# The function that torch's class has for `repr()` before it gets one of ours: torch gives it none of its own.
+_PLAIN_REPR: Final = DataLoader.__repr__
+
+
+def show_loaders(text_of: Callable[[DataLoader[Any]], str | None]) -> None:
+    """Have ``repr()`` of a loader say what ``text_of`` returns; where that is None, the loader looks as ever.
+
+    Python looks the method up in the class, and a patched loader keeps its class. So torch's class gets one; a class
+    derived from it that has its own keeps that.
+    """
+
+    def text(loader: DataLoader[Any]) -> str:
+        found = text_of(loader)
+        kind = type(loader)
+        return _PLAIN_REPR(loader) if found is None else f"<{kind.__module__}.{kind.__qualname__}: {found}>"
+
+    if DataLoader.__repr__ is _PLAIN_REPR:
+        DataLoader.__repr__ = text  # type: ignore[assignment, method-assign]  # it takes loaders only
 
 
 def pinned_by(iterator: Any, batch: Any) -> Any:

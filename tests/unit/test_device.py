@@ -270,6 +270,10 @@ def test_patching_again_changes_nothing_or_is_refused() -> None:
         patched(patched(DataLoader(Indices(4), 2), device=None), device="cpu")
 
 
+def test_the_loader_says_where_its_batches_come() -> None:
+    assert "device='meta'" in repr(patched(DataLoader(Indices(4), 2)))
+
+
 def test_a_loader_that_is_shared_already_is_moved_and_nothing_else() -> None:
     data = Indices(8)
     loader = DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0, shuffle=False))
