@@ -133,8 +133,8 @@ def patch_dataloader_to_ddp(
         A loader of the same class, of which ``repr()`` and a log line at INFO (logger ``ddp_patch``) say what this
         rank gets: ``shard 1 of 8, samples, 782 steps of 8``. Returns ``loader`` itself if it is already sharded (by
         this function, any other ``DistributedSampler``, or a sampler or dataset that holds the numbers of one rank of
-        several or says ``is_ddp_aware = True``) or, with a ``NotDistributedWarning``, if there is only one process. With
-        ``device``, it is a copy instead, in which nothing is changed but where batches come.
+        several or says ``is_ddp_aware = True``) or, with a ``NotDistributedWarning``, if there is only one process.
+        With ``device``, it is a copy instead, in which nothing is changed but where batches come.
 
     Raises:
         NotALoaderError: ``loader`` is no DataLoader.

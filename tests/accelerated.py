@@ -3,12 +3,16 @@
 Every function is called on each rank, with a ``Setting``.
 """
 
+import io
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import nccl
 import torch
 import torch.distributed as dist
 from quick import fork_workers_elsewhere
@@ -207,5 +211,25 @@ def is_auto(rank: int, world_size: int, setting: Setting) -> str:
     return str(next(iter(loader))[0].device)
 
 
+def shows(rank: int, world_size: int, setting: Setting) -> str:
+    """Run ``docs/examples/nccl.py`` in the setting's group; return what it prints."""
+    printed = io.StringIO()
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(printed))
+        # The group is there, and stays.
+        for name in ("init_process_group", "destroy_process_group"):
+            stack.enter_context(patch.object(dist, name, lambda *args: None))
+        if setting.device == "cpu":
+            stack.enter_context(patch.object(torch.cuda, "set_device", lambda device: None))
+            stack.enter_context(patch.object(torch.nn.Module, "cuda", lambda module: module))
+            stack.enter_context(patch.object(nccl, "DistributedDataParallel", _on_the_cpu))
+        nccl.main()
+    return printed.getvalue()
+
+
+def _on_the_cpu(model: torch.nn.Module, device_ids: list[int]) -> DistributedDataParallel:
+    return DistributedDataParallel(model)
+
+
 WITHOUT_COLLECTIVES = (takes_shares, is_led, gathers, hands_over, weighs, resumes)
-ALL = (*WITHOUT_COLLECTIVES, computes, trains)
+ALL = (*WITHOUT_COLLECTIVES, computes, trains, shows)
