@@ -111,10 +111,8 @@ class Mover:
         """
         if not self._copies_ahead:
             return self.moved(read())
-        if not self._held:
-            self._held.append(self._outcome(read))
-        # What is held stays so until this returns: an interrupt loses no batch.
-        if len(self._held) == 1 and not isinstance(self._held[0], Exception):
+        # What is held stays so until it is returned: an interrupt loses no batch. After an error nothing is read ahead.
+        while len(self._held) < 2 and not (self._held and isinstance(self._held[-1], Exception)):
             self._held.append(self._outcome(read))
         first = self._held.popleft()
         if not isinstance(first, Exception):

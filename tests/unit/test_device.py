@@ -13,7 +13,15 @@ import torch
 from messages import raises
 from moving import Streams, pretend_streams
 from repeaters import BegunAtFirst, Infinite, MultiEpochs
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    get_worker_info,
+)
 from zoo import Indices
 
 from ddp_patch import (
@@ -41,6 +49,14 @@ META = torch.device("meta")
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(N))
+
+
+class Parts(IterableDataset[int]):
+    """Split over its workers."""
+
+    def __iter__(self) -> Iterator[int]:
+        info: Any = get_worker_info()
+        return iter(range(info.id, N, info.num_workers))
 
 
 class Stateful(IterableDataset[int]):
@@ -178,12 +194,25 @@ def test_with_workers_one_batch_is_copied_ahead(name: str, streams: Streams) -> 
         assert [call.split()[0] for call in streams.calls] == ["side", "side", "loop", "(2,)"]
 
 
-@pytest.mark.parametrize("name", ["shuffled", "stream", "one iterator for all", "one iterator for all, workers"])
-def test_elsewhere_none_is(name: str, streams: Streams) -> None:
+def by_worker(**options: Any) -> Any:
+    return patched(DataLoader(Parts(), 2, num_workers=2), iterable_sharding="by_worker", uneven="keep", **options)
+
+
+ELSEWHERE: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: patched(KINDS["shuffled"]()),
+    "stream": lambda: patched(KINDS["stream"]()),
+    "one iterator for all": lambda: patched(KINDS["one iterator for all"]()),
+    "one iterator for all, workers": lambda: patched(KINDS["one iterator for all, workers"]()),
+    "iterators of another class": lambda: patched(Filters(Indices(N), 2, num_workers=1)),
+    "a dataset that splits itself": by_worker,
+}
+
+
+@pytest.mark.parametrize("make", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_elsewhere_none_is(make: Callable[[], Any], streams: Streams) -> None:
     """Without workers, a batch that was made ahead would draw its random numbers ahead, too."""
-    next(iter(patched(KINDS[name]())))
-    assert streams.calls.count("side reaches copy 1") == 1
-    assert "side reaches copy 2" not in streams.calls
+    next(iter(make()))
+    assert [call.split()[0] for call in streams.calls] == ["side", "loop", "(2,)"]
 
 
 class Drawing(Dataset[torch.Tensor]):
