@@ -36,12 +36,15 @@ __all__ = [
     "ITERATORS_KEPT_FOR_STATES",
     "LIGHTNING_ARGUMENTS",
     "LIGHTNING_REMAKES",
+    "LIGHTNING_TAKES_LOADERS",
     "LISTED_LOADERS",
     "MAKE_ITERATOR",
     "READERS",
     "RUNNING_ITERATOR",
     "SAMPLE_KEY",
     "TAKE_LOADERS",
+    "TRAINER_SHARES_ITSELF",
+    "TRAINER_SKIPS",
     "WORLD_NAMES",
     "WORLD_WORDS",
     "AccelerateLeavesAlone",
@@ -431,6 +434,10 @@ TAKE_LOADERS: Final[Sequence[tuple[str, str, str]]] = (
     ("lightning_fabric.fabric", "Fabric", "setup_dataloaders"),
 )
 
+# Where a Trainer keeps the first of these, and the method: in this one Trainer, each loader of any nest passes through
+# it before another sampler is in its place. The strategy's public `process_dataloader` comes after that.
+LIGHTNING_TAKES_LOADERS: Final = ("_data_connector", "_prepare_dataloader")
+
 # The arguments that Lightning's hooks note while a loader is made, to make it anew. They are the unpatched loader's.
 LIGHTNING_ARGUMENTS: Final = frozenset({"__dataset", "__pl_saved_arg_names", "__pl_saved_args", "__pl_saved_kwargs"})
 
@@ -480,6 +487,15 @@ def asks_for_its_own_dataset(loader_kind: type) -> bool:
     """
     return "litdata.streaming.dataloader.StreamingDataLoader" in map(_name, loader_kind.__mro__)
 
+
+# ---- Hugging Face transformers, seen in 5.23.0 ----
+
+# By this name its Trainer calls accelerate's function that skips batches after a checkpoint. It is given no way to
+# leave it out that keeps its count of steps.
+TRAINER_SKIPS: Final = "transformers.trainer.skip_first_batches"
+
+# The arguments of a Trainer whose batch sampler shards by itself, and which has accelerate leave it alone.
+TRAINER_SHARES_ITSELF: Final = {"train_sampling_strategy": "batch_rebalance"}
 
 # ---- Hugging Face datasets, seen in 5.2.0 ----
 
@@ -589,6 +605,7 @@ WORLD_NAMES: Final[Sequence[tuple[str, str]]] = (
     ("rank", "num_ranks"),  # World of mosaicml-streaming 0.10.0
     ("global_rank", "world_size"),  # _DistributedEnv of litdata 0.2.76
     ("dist_rank", "dist_num_replicas"),  # the readers of timm 1.0.31
+    ("rank", "dp_size"),  # BatchRebalanceSampler of transformers 5.23.0
     ("process_index", "num_processes"),  # accelerate 1.15.0, transformers 4.57.6
     ("data_parallel_rank", "data_parallel_size"),  # Megatron-LM
 )
