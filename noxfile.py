@@ -54,6 +54,15 @@ def soak(session: nox.Session) -> None:
     run_tests(session, "-m", "soak", *WITHOUT_INTEGRATIONS)
 
 
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Test what differs on a GPU, with NCCL where that is there; arguments go to pytest. Skipped without a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        session.skip("there is no nvidia-smi here, so no GPU of NVIDIA's, and tests/gpu needs one")
+    install(session, ".[test]")
+    session.run("pytest", "tests/gpu", "tests/ranks/test_device_ranks.py", *session.posargs)
+
+
 @nox.session(requires=["package"], python=LOWEST_PYTHON)
 def minimum(session: nox.Session) -> None:
     """Test the wheel with the lowest versions that it claims."""

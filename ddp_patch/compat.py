@@ -73,6 +73,7 @@ __all__ = [
     "loses_items_when_loaded",
     "made_worker_info",
     "may_hold_a_normal",
+    "move_batches",
     "noted_worker_info",
     "order_remedy",
     "pinned_by",
@@ -154,9 +155,36 @@ class _Counted:
         self.tally.begin()
 
 
+class _Moved:
+    """Stands before the class of an iterator, and has a mover hand out on a device what the iterator gives."""
+
+    mover: Any
+
+    def __next__(self) -> Any:
+        return self.mover.next(super().__next__)  # type: ignore[misc]  # of the class that comes next
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)  # type: ignore[misc]  # as above
+        self.mover.begin()
+
+
 @cache
-def _counted(kind: type) -> type:
-    return type(kind.__name__, (_Counted, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+def _before(kind: type, first: type) -> type:
+    """Return a class that is what another one is, but for the methods of ``first``."""
+    return type(kind.__name__, (first, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def move_batches(iterator: Any, mover: Any) -> None:
+    """Have a mover hand out what an iterator of any class gives, and be told when it is reset for another pass.
+
+    As with ``count_batches``, nothing has to stand around it.
+
+    Raises:
+        TypeError: Its class cannot be derived from, as a generator's.
+    """
+    kind: Any = type(iterator)
+    vars(iterator)["mover"] = mover
+    iterator.__class__ = _before(kind, _Moved)
 
 
 def count_batches(iterator: Any, tally: Any) -> None:
@@ -169,7 +197,7 @@ def count_batches(iterator: Any, tally: Any) -> None:
     if isinstance(iterator, RunningLoader | WrappedIterator) and not isinstance(iterator, _Counted):
         vars(iterator)["tally"] = tally
         kind: Any = type(iterator)
-        iterator.__class__ = _counted(kind)
+        iterator.__class__ = _before(kind, _Counted)
 
 
 # The function that torch's class has for `repr()` before it gets one of ours: torch gives it none of its own.

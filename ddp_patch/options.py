@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, TypeGuard, cast
 import numpy as np
 
 from ddp_patch.costs import CostOf, Costs
+from ddp_patch.devices import Device, checked_device
 from ddp_patch.errors import InvalidOptionError
 
 __all__ = [
@@ -76,6 +77,7 @@ class Options:
 
     Attributes:
         timeout: How many seconds ranks wait for each other whenever they meet.
+        device: Where batches come. Ranks have different ones, so it is not compared.
 
     Raises:
         InvalidOptionError: An option has no valid value.
@@ -93,6 +95,7 @@ class Options:
     cost: Any = None
     cost_of: CostOf = "sum"
     cost_window: int = COST_WINDOW
+    device: Device | None = None
 
     def __post_init__(self) -> None:
         check_uneven(self.uneven)
@@ -110,6 +113,7 @@ class Options:
         if self.divides_batches:
             self._require_divisible()
         self._take_costs()
+        object.__setattr__(self, "device", checked_device(self.device))
         seed = None if self.seed is None else as_index(self.seed)
         if self.seed is not None and (seed is None or seed < 0):
             raise InvalidOptionError(

@@ -3,22 +3,27 @@
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, SupportsIndex, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
+from ddp_patch.compat import MAKE_ITERATOR
 from ddp_patch.costs import Cost, CostOf
-from ddp_patch.errors import NotDistributedWarning
+from ddp_patch.devices import Device, device_here
+from ddp_patch.errors import AlreadyPatchedError, NotDistributedWarning
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.loaders.nests import told_at
+from ddp_patch.loaders.placing import copies_ahead, device_of, require_movable
 from ddp_patch.loaders.recognition import require_loader, tell_if_assumed
 from ddp_patch.options import COST_WINDOW, Agreement, IterableSharding, Layout, Options, Share, Uneven
 from ddp_patch.ranks.agreement import ONE, Subject, agree, refusals_told
 from ddp_patch.ranks.world import World, find_world
-from ddp_patch.sharding import shard
+from ddp_patch.sharding import move, shard
 from ddp_patch.shares.balance import costs_compared
 from ddp_patch.shares.description import describe_share
 from ddp_patch.shares.refusals import require_shareable, require_shuffle
@@ -49,6 +54,7 @@ def patch_dataloader_to_ddp(
     cost: Cost | None = None,
     cost_of: CostOf = "sum",
     cost_window: int = COST_WINDOW,
+    device: Device | None = None,
     verify: bool = False,
     timeout: float = 300.0,
 ) -> L:
@@ -114,6 +120,11 @@ def patch_dataloader_to_ddp(
         data_parallel_dimensions: The names of those dimensions, if yours are called otherwise.
         rank: This rank, in ``range(num_replicas)``, for an explicit world, where ranks never wait for each other.
         num_replicas: The number of ranks of an explicit world.
+        device: Where batches come: ``"cuda:1"``, ``"cuda"`` (torch's current one), a ``torch.device``, or ``"auto"``,
+            the accelerator whose number is ``LOCAL_RANK``, and the CPU where there is none. Tensors in the nests that
+            ``pin_memory`` knows come there, and whatever has a ``.to()``; all else stays as it is. On CUDA, copies are
+            made in a stream of their own and do not block, if the loader has ``pin_memory=True``. Where it has workers,
+            one batch is copied while the loop works on the one before; states do not count it.
         verify: Compare epoch, seed and position between the ranks when an epoch begins, and what they drew when it
             ends.
         timeout: How many seconds the ranks wait for each other, here and whenever they meet later.
@@ -123,6 +134,7 @@ def patch_dataloader_to_ddp(
         rank gets: ``shard 1 of 8, samples, 782 steps of 8``. Returns ``loader`` itself if it is already sharded (by
         this function, any other ``DistributedSampler``, or a sampler or dataset that holds the numbers of one rank of
         several or says ``is_ddp_aware = True``) or, with a ``NotDistributedWarning``, if there is only one process.
+        With ``device``, it is a copy instead, in which nothing is changed but where batches come.
 
     Raises:
         NotALoaderError: ``loader`` is no DataLoader.
@@ -131,7 +143,7 @@ def patch_dataloader_to_ddp(
             known here, iterating raises it.
         WorldError: The environment announces several ranks but there is no process group, this process is not in
             ``process_group``, or ``num_replicas`` is more than the process group has ranks.
-        AlreadyPatchedError: The loader was sharded for another world.
+        AlreadyPatchedError: The loader was sharded for another world, or patched with another ``device``.
         UnsupportedLoaderError: The loader cannot be copied correctly.
         RankMismatchError: The ranks' loaders or options differ; raised on every rank. Also while iterating: the ranks
             make different passes, or read an iterable dataset in different orders. Also in an explicit world: too many
@@ -149,8 +161,8 @@ def patch_dataloader_to_ddp(
     """
     world = find_world(rank, num_replicas, process_group, device_mesh, data_parallel_dimensions)
     sharing = (uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle, share)
-    costs = (cost, cost_of, cost_window)
-    (patched,) = patch_each("patch_dataloader_to_ddp", {"": loader}, world, lambda: Options(*sharing, *costs))
+    more = (cost, cost_of, cost_window, device)
+    (patched,) = patch_each("patch_dataloader_to_ddp", {"": loader}, world, lambda: Options(*sharing, *more))
     log_patched({"": loader}, [patched])
     return patched
 
@@ -180,14 +192,16 @@ def patch_each(
             with told_at(place):
                 require_loader(operation, loader)
         options = choose()
-        if world is None and not options.scalable_shuffle:
-            return _unchanged(operation, loaders)
+        options = replace(options, device=device_here(options.device, is_one_of_several=_has_others(world)))
+        if world is None and not options.scalable_shuffle and options.device is None:
+            return _unshared(operation, loaders, options)
         looked = {}
         for place, loader in loaders.items():
             with told_at(place):
                 looked[place] = _shareable(loader, options, world)
         if world is None:
-            return _unchanged(operation, loaders)
+            as_they_are = {place: _as_it_is(facts, options, place_share) for place, facts in looked.items()}
+            return _unshared(operation, as_they_are, options)
         subjects = []
         for place, facts in looked.items():
             with told_at(place):
@@ -198,7 +212,8 @@ def patch_each(
     patched = []
     for (place, facts), mine in zip(looked.items(), agreed, strict=True):
         with told_at(place):
-            patched.append(facts.loader if facts.sharded_by is not None else shard(facts, mine, place_share))
+            is_shared = facts.sharded_by is not None
+            patched.append(_as_it_is(facts, options, place_share) if is_shared else shard(facts, mine, place_share))
     return patched
 
 
@@ -206,15 +221,28 @@ def log_patched(given: Mapping[str, L], patched: Sequence[L]) -> None:
     """Log a line for each loader that was patched: what this rank gets of it."""
     if logger.isEnabledFor(logging.INFO):
         for (place, before), loader in zip(given.items(), patched, strict=True):
-            if loader is not before:
-                logger.info("%s was patched: %s", place or type(loader).__name__, describe_share(loader))
+            if loader is not before and (share := describe_share(loader)) is not None:
+                logger.info("%s was patched: %s", place or type(loader).__name__, share)
 
 
-def _unchanged(operation: str, loaders: Mapping[str, L]) -> list[L]:
+def _has_others(world: World | None) -> bool:
+    return world is not None and max(world.num_replicas, len(world.members or ())) > 1
+
+
+def _as_it_is(facts: LoaderFacts[L], options: Options, place: Callable[..., L]) -> L:
+    """Return a loader that is not shared here, with its batches on the device if one is asked for."""
+    device = options.device
+    if not isinstance(device, torch.device) or device_of(facts.loader) == device:
+        return facts.loader
+    return move(facts, device, place)
+
+
+def _unshared(operation: str, loaders: Mapping[str, L], options: Options) -> list[L]:
+    changed = "nothing" if options.device is None else f"nothing but that batches come on {options.device}"
     warnings.warn(
-        f"{operation} changed nothing: there is no process group and the environment announces no other rank, so this "
-        "process takes all data. Call torch.distributed.init_process_group() first if there are to be several; with "
-        "Lightning's Trainer, patch in train_dataloader(), which is called when the group exists.",
+        f"{operation} changed {changed}: there is no process group and the environment announces no other rank, so "
+        "this process takes all data. Call torch.distributed.init_process_group() first if there are to be several; "
+        "with Lightning's Trainer, patch in train_dataloader(), which is called when the group exists.",
         NotDistributedWarning,
         stacklevel=4,
     )
@@ -224,6 +252,8 @@ def _unchanged(operation: str, loaders: Mapping[str, L]) -> list[L]:
 def _shareable(loader: L, options: Options, world: World | None) -> LoaderFacts[L]:
     """Look at a loader, and refuse what cannot be shared as the user says."""
     facts = look_at(loader)
+    if isinstance(options.device, torch.device):
+        _require_device(facts, options.device)
     if options.scalable_shuffle and facts.sharded_by is None:
         require_shuffle(facts.stream)
     if world is not None:
@@ -232,8 +262,23 @@ def _shareable(loader: L, options: Options, world: World | None) -> LoaderFacts[
     return facts
 
 
+def _require_device(facts: LoaderFacts[Any], device: torch.device) -> None:
+    """Refuse a loader whose batches cannot come on the device."""
+    before = device_of(facts.loader)
+    if before == device:
+        return
+    if MAKE_ITERATOR in vars(facts.loader):
+        chosen = None if before is None else str(before)
+        raise AlreadyPatchedError(
+            f"The loader was patched with device={chosen!r} and cannot be patched again with device='{device}'. "
+            "Pass device= when the original loader is patched."
+        )
+    require_movable(facts, device)
+
+
 def _subject(place: str, facts: LoaderFacts[Any], options: Options) -> Subject:
+    ahead = facts.batches_ahead + copies_ahead(facts, options)
     if facts.sharded_by is not None:
-        return Subject(facts.described, None, facts.batches_ahead, facts.made_for, place)
+        return Subject(facts.described, None, ahead, facts.made_for, place)
     compared = {**facts.described, **costs_compared(facts, options)}
-    return Subject(compared, facts.stream, facts.batches_ahead, facts.made_for, place)
+    return Subject(compared, facts.stream, ahead, facts.made_for, place)

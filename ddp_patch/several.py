@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
 from ddp_patch.costs import Cost, CostOf
+from ddp_patch.devices import Device
 from ddp_patch.errors import NotALoaderError
 from ddp_patch.loaders.nests import Keys, copied, is_empty, nested, place_of
 from ddp_patch.options import IterableSharding, Options, Share
@@ -26,6 +27,7 @@ class PatchOptions(SharingOptions, total=False):
     cost: Cost | None
     cost_of: CostOf
     cost_window: int
+    device: Device | None
 
 
 def patch_dataloaders_to_ddp(loaders: N, **options: Unpack[PatchOptions]) -> N:
@@ -41,7 +43,7 @@ def patch_dataloaders_to_ddp(loaders: N, **options: Unpack[PatchOptions]) -> N:
 
     Returns:
         A nest of the same classes, with a patched loader in the place of each; a loader that is sharded already stays
-        itself. With a ``NotDistributedWarning``, ``loaders`` itself if there is only one process.
+        itself. With a ``NotDistributedWarning``, ``loaders`` itself if there is only one process, and no ``device``.
 
     Raises:
         NotALoaderError: The nest holds something else than loaders, or is of classes that cannot be copied.
@@ -67,7 +69,7 @@ def patch_dataloaders_to_ddp(loaders: N, **options: Unpack[PatchOptions]) -> N:
         copied(loaders, leaves, {id(loader): loader for loader in given.values()})  # raises here if it cannot be
     nest = _in_words(leaves, given)
     patched = patch_each("patch_dataloaders_to_ddp", given, world, lambda: Options(**chosen), nest)
-    if world is None:
+    if world is None and chosen.get("device") is None:
         return loaders
     log_patched(given, patched)
     return copied(loaders, leaves, {id(old): new for old, new in zip(given.values(), patched, strict=True)})

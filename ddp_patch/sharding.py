@@ -4,11 +4,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat import ACCELERATE_PREPARED
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts
+from ddp_patch.loaders.moving import Mover
+from ddp_patch.loaders.placing import ON_DEVICE, copies_ahead
+from ddp_patch.options import Options
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.histories import Pace
 from ddp_patch.shares.epochs import EpochSampler
@@ -16,7 +20,7 @@ from ddp_patch.stateful import OwnMethods
 from ddp_patch.streams.seeding import WorkerSeeding
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
-__all__ = ["shard"]
+__all__ = ["move", "shard"]
 
 L = TypeVar("L", bound=DataLoader[Any])
 
@@ -31,25 +35,45 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     """
     share_of = _iterable_share if facts.level is Level.ITERABLE else _sampler_share
     sharded, new = share_of(facts, agreed)
-    sharded.watch.set_pace(type(facts.loader).__name__, _pace(facts))
+    ahead = facts.batches_ahead + copies_ahead(facts, agreed.options)
+    sharded.watch.set_pace(type(facts.loader).__name__, _pace(facts, ahead))
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
-    patched = place(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
-    OwnMethods(patched, sharded, _iterators_of(patched, facts, sharded, new))
+    make_mover, device = _mover_of(facts, agreed.options)
+    patched = place(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True}, **device)
+    make_iterator = _iterators_of(patched, facts, sharded, new, make_mover)
+    # What one iterator for all epochs gives, it moves itself.
+    OwnMethods(patched, sharded, make_iterator, make_mover if facts.repeater is None else None)
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
     return patched
 
 
-def _pace(facts: LoaderFacts[Any]) -> Pace:
-    """Return how a loader takes the items of its share."""
+def move(facts: LoaderFacts[L], device: torch.device, place: Callable[..., L] = copy_loader) -> L:
+    """Return a loader that nothing else is changed of but that its batches come on a device."""
+    make_mover, on_device = _mover_of(facts, Options(device=device))
+    moved = place(facts.loader, **on_device)
+    OwnMethods(moved, None, make_mover=make_mover)
+    return moved
+
+
+def _mover_of(facts: LoaderFacts[Any], options: Options) -> tuple[Callable[[], Mover] | None, dict[str, Any]]:
+    """Return what makes movers of a loader's batches, and the attributes that tell where these come."""
+    if not isinstance(options.device, torch.device):
+        return None, {}
+    make_mover = partial(Mover, options.device, copies_ahead=copies_ahead(facts, options))
+    return make_mover, {ON_DEVICE: options.device}
+
+
+def _pace(facts: LoaderFacts[Any], ahead: int) -> Pace:
+    """Return how a loader takes the items of its share, so many batches of them ahead of the loop."""
     if facts.level in {Level.BATCH, Level.UNBATCHED}:
-        return Pace(1, facts.batches_ahead)
+        return Pace(1, ahead)
     size = facts.batch_size or 1
     readers = max(1, facts.num_workers) if facts.level is Level.ITERABLE else 1
-    return Pace(size, facts.batches_ahead * size, facts.drop_last and facts.level is Level.SAMPLE, readers)
+    return Pace(size, ahead * size, facts.drop_last and facts.level is Level.SAMPLE, readers)
 
 
 def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
@@ -69,7 +93,11 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
 
 
 def _iterators_of(
-    patched: DataLoader[Any], facts: LoaderFacts[Any], sharded: Any, new: Mapping[str, Any]
+    patched: DataLoader[Any],
+    facts: LoaderFacts[Any],
+    sharded: Any,
+    new: Mapping[str, Any],
+    make_mover: Callable[[], Mover] | None,
 ) -> Callable[[DataLoader[Any]], Any] | None:
     """Return what makes a loader's iterators; None where its class does."""
     world, options = sharded.agreed.world, sharded.agreed.options
@@ -77,7 +105,7 @@ def _iterators_of(
         from ddp_patch.shares.repeated import RepeatedPasses  # most loaders do without
 
         # A loader with one iterator for all epochs draws from another, which goes through the sharded epochs.
-        passes = RepeatedPasses(patched, sharded, new)
+        passes = RepeatedPasses(patched, sharded, new, make_mover)
         vars(patched).update(dict.fromkeys(facts.running, passes))
         return passes.begin_anew
     is_split = facts.level is Level.ITERABLE and options.iterable_sharding == "by_worker"
@@ -97,6 +125,7 @@ def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampl
 
     plan = agreed.plan(agreed.world.rank)
     readers, ahead = max(1, facts.num_workers), getattr(facts.loader, "prefetch_factor", None) or 2
+    ahead += copies_ahead(facts, agreed.options)
     dataset = ShardedIterable(
         facts.dataset, plan, agreed.options, agreed.seed, facts.batching, readers, ahead, division=agreed.division
     )

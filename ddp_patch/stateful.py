@@ -11,11 +11,13 @@ from ddp_patch.compat import (
     RUNNING_ITERATOR,
     count_batches,
     has_own_iteration,
+    move_batches,
     show_loaders,
     torchdata_batch_sampler,
 )
 from ddp_patch.errors import DDPPatchError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import OWN_METHODS
+from ddp_patch.loaders.moving import Mover
 from ddp_patch.shares.description import describe_share
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.states import no_state
@@ -32,23 +34,26 @@ _COPYING = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getsta
 class OwnMethods:
     """Methods of one patched loader. They stand in it as attributes, because its class stays the given loader's.
 
-    Its iterators count on their passes what they hand out, and ``state_dict`` and ``load_state_dict`` save and restore
-    its place. A deep copy and a pickled one have methods of their own. A shallow copy has none, because it would get
-    the iterators of the loader that it was copied from.
+    Its iterators count on their passes what they hand out, on a device if one is asked for, and ``state_dict`` and
+    ``load_state_dict`` save and restore its place. A deep copy and a pickled one have methods of their own. A shallow
+    copy has none, because it would get the iterators of the loader that it was copied from.
 
     Args:
         loader: The loader. It is not kept alive, because it holds this.
-        sampler: What shards it.
+        sampler: What shards it; None if it is not shared, and only moved to a device.
         make_iterator: Makes iterators of the loader. Default: its class does.
+        make_mover: Makes what moves the batches of one iterator to a device.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
-        sampler: EpochSampler[Any],
+        sampler: EpochSampler[Any] | None,
         make_iterator: Callable[[DataLoader[Any]], Any] | None = None,
+        make_mover: Callable[[], Mover] | None = None,
     ) -> None:
-        self._sampler, self._make_iterator = sampler, make_iterator
+        self._sampler, self._make_iterator, self._make_mover = sampler, make_iterator, make_mover
+        self._counts = False
         self._names = tuple(self._found_names(loader))
         self._attach(loader)
 
@@ -58,16 +63,17 @@ class OwnMethods:
         copies_plainly = all(getattr(kind, name, None) is getattr(DataLoader, name, None) for name in _COPYING)
         if copies_plainly:
             yield from (_COPY, _SELF)
-        is_counted = copies_plainly and not has_own_iteration(kind) and torchdata_batch_sampler(kind) is None
-        if is_counted or self._make_iterator is not None:
+        iterates_plainly = copies_plainly and not has_own_iteration(kind) and torchdata_batch_sampler(kind) is None
+        self._counts = self._make_iterator is not None or (iterates_plainly and self._sampler is not None)
+        if self._counts or self._make_mover is not None:
             yield MAKE_ITERATOR
-            if self._is_resumable(loader):
-                yield from _STATEFUL
+        if self._counts and self._is_resumable(loader):
+            yield from _STATEFUL
 
     def _is_resumable(self, loader: DataLoader[Any]) -> bool:
         """Tell whether states can be told of a loader, but not of its class already."""
         in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
-        is_seeded = self._sampler.agreed.options.agreement != "ambient"
+        is_seeded = self._sampler is not None and self._sampler.agreed.options.agreement != "ambient"
         return in_order and is_seeded and not any(hasattr(loader, name) for name in _STATEFUL)
 
     def _attach(self, loader: DataLoader[Any]) -> None:
@@ -92,12 +98,16 @@ class OwnMethods:
         return loader
 
     def make_iterator(self) -> Any:
-        """Return an iterator of the loader that counts the batches which it hands out."""
+        """Return an iterator of the loader that counts the batches which it hands out, and moves them to the device."""
         loader = self._found()
         # Of its class, because in the loader itself this method has that name.
         make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)
         iterator = make(loader)
-        count_batches(iterator, Tally(self._sampler, begins_ahead=loader.num_workers > 0))
+        if self._make_mover is not None:
+            _move(loader, iterator, self._make_mover())
+        if self._counts and self._sampler is not None:
+            # It counts what comes to the loop, which a batch that is copied ahead has not.
+            count_batches(iterator, Tally(self._sampler, begins_ahead=loader.num_workers > 0))
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,8 +136,9 @@ class OwnMethods:
     def _require_none_ahead(self, loader: DataLoader[Any]) -> None:
         """Refuse a state within an epoch without length, of which frameworks fetch a batch ahead to find the end."""
         sampler = self._sampler
-        one = sampler.latest if sampler.place is None else None
-        if one is not None and one.handed_out and not one.is_exhausted and sampler.left(one.start) is None:
+        if sampler is None or sampler.place is not None or (one := sampler.latest) is None:
+            return
+        if one.handed_out and not one.is_exhausted and sampler.left(one.start) is None:
             raise StateError(
                 f"The {type(loader).__name__} has no len(), so what asks for its state may have fetched a batch ahead "
                 "of the training loop, to find the end. Give the dataset or sampler a __len__, or save "
@@ -141,7 +152,7 @@ class OwnMethods:
         attributes, *slots = state if isinstance(state, tuple) else (state,)
         kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS}
         kept |= {_SELF: self, RUNNING_ITERATOR: None}  # its workers stay with the loader
-        if self._make_iterator is not None:
+        if self._make_iterator is not None or self._make_mover is not None:
             kept[MAKE_ITERATOR] = _OfOriginal(self)
         return (kept, *slots) if slots else kept
 
@@ -151,6 +162,16 @@ class OwnMethods:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._attach(state["_loader"])
+
+
+def _move(loader: DataLoader[Any], iterator: Any, mover: Mover) -> None:
+    try:
+        move_batches(iterator, mover)
+    except TypeError as error:
+        raise UnsupportedLoaderError(
+            f"device= cannot hold for a {type(loader).__name__}: its iterator is a {type(iterator).__name__}, which "
+            f"takes no other __next__ ({error}). Leave device= out, and call .to(device) in the loop."
+        ) from error
 
 
 class _OfOriginal:

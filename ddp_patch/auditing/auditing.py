@@ -23,7 +23,7 @@ __all__ = ["audit"]
 _MOST = 16_000_000
 
 # Refuse these options of patch_dataloader_to_ddp(): the audit says itself which rank a loader is for.
-_OF_A_REAL_RANK = {"rank", "num_replicas", "process_group", "device_mesh", "data_parallel_dimensions"}
+_OF_A_REAL_RANK = {"device", "rank", "num_replicas", "process_group", "device_mesh", "data_parallel_dimensions"}
 # Refuse these values without real ranks: they make ranks communicate.
 _COMMUNICATING = {"agreement": "leader", "verify": True}
 

@@ -89,12 +89,13 @@ def _switches() -> Iterator[tuple[str, dict[str, Any]]]:
         if field.name in _OF_OBJECTS:
             continue
         if get_origin(kind) is not Literal and NoneType in get_args(kind):
-            kind = next(one for one in get_args(kind) if one is not NoneType)
+            kinds_taken = [one for one in get_args(kind) if one is not NoneType]
+            kind = str if str in kinds_taken else kinds_taken[0]
         if get_origin(kind) is Literal:
             yield field.name, {"choices": get_args(kind)}
         elif kind is bool:
             yield field.name, {"action": "store_true"}
-        elif kind in {int, float}:
+        elif kind in {int, float, str}:
             yield field.name, {"type": kind, "metavar": kind.__name__.upper()}
 
 

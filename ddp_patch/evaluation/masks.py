@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.evaluation.one_stream import is_alone, require_one_stream
 from ddp_patch.evaluation.steps import Steps, steps_alone, steps_of
+from ddp_patch.loaders.placing import device_of
 
 __all__ = ["iter_with_mask"]
 
@@ -22,7 +23,8 @@ def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]
             padding.
 
     Yields:
-        The batch and its mask, a bool tensor on the CPU of shape [samples], or of shape [] with ``batch_size=None``.
+        The batch and its mask, a bool tensor of shape [samples], or of shape [] with ``batch_size=None``. It is on the
+        loader's ``device=``, if it has one, else on the CPU.
 
     Raises:
         NotPatchedError: The loader was not patched, and there are several ranks.
@@ -44,7 +46,7 @@ def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]
 
 
 def _masked(steps: Steps, loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    is_unbatched = loader.batch_sampler is None
+    is_unbatched, device = loader.batch_sampler is None, device_of(loader) or "cpu"
     for batch, step in steps:
-        mask = torch.arange(step.items, device="cpu") < step.real
+        mask = torch.arange(step.items, device=device) < step.real
         yield batch, mask[0] if is_unbatched else mask

@@ -7,8 +7,9 @@ from typing import Any, cast
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import UnsupportedLoaderError
-from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, look_at
+from ddp_patch.loaders.moving import Mover
+from ddp_patch.loaders.placing import device_of, without_device
 from ddp_patch.shares.batches import Batches
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.passes import Pass
@@ -71,11 +72,12 @@ def steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
             "num_replicas=1."
         )
     # Count samples before they are collated: a collated batch may have any type.
-    step = StepSamples(0, 0, 0, 0)
-    for samples, batch in copy_loader(loader, collate_fn=_Counted(loader.collate_fn)):
+    step, device = StepSamples(0, 0, 0, 0), device_of(loader)
+    mover = None if device is None else Mover(device)
+    for samples, batch in without_device(loader, collate_fn=_Counted(loader.collate_fn)):
         if samples != step.items:
             step = StepSamples(samples, samples, samples, 0)
-        yield batch, step
+        yield batch if mover is None else mover.moved(batch), step
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from ddp_patch.compat import changes_of
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.evaluation.one_stream import is_alone, require_one_stream
 from ddp_patch.evaluation.steps import Steps, steps_alone, steps_of
+from ddp_patch.loaders.placing import device_of
 from ddp_patch.ranks.step_sums import opened_sums
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.step_samples import StepSamples
@@ -51,8 +52,8 @@ def iter_with_weights(
         dtype: The weights' dtype. Default: ``torch.get_default_dtype()``.
 
     Yields:
-        The batch, and its weights on the CPU, of shape [samples], or of shape [] with ``batch_size=None``. Steps that
-        are alike may get the same tensor.
+        The batch, and its weights, of shape [samples], or of shape [] with ``batch_size=None``. They are on the
+        loader's ``device=``, if it has one, else on the CPU. Steps that are alike may get the same tensor.
 
     Raises:
         NotPatchedError: The loader was not patched, and there are several ranks.
@@ -83,14 +84,19 @@ def iter_with_weights(
             f"weight_of={weight_of!r} is no function. Pass one that takes a batch and gives a number for each sample."
         )
     if is_alone(_WEIGHING, loader):
-        steps = steps_alone(_WEIGHING, loader)
-        weighed = _counted(steps, 1, dtype) if weight_of is None else _summed(steps, 1, dtype, weight_of, float)
+        steps, like = steps_alone(_WEIGHING, loader), _like(loader, dtype)
+        weighed = _counted(steps, 1, like) if weight_of is None else _summed(steps, 1, like, weight_of, float)
     else:
         batches = require_one_stream(_WEIGHING, loader)
-        weighed = _shared(steps_of(_WEIGHING, loader, batches), batches.sampler, dtype, weight_of)
+        weighed = _shared(steps_of(_WEIGHING, loader, batches), batches.sampler, _like(loader, dtype), weight_of)
     if loader.batch_sampler is not None:
         return weighed
     return ((item, weights.reshape(())) for item, weights in weighed)
+
+
+def _like(loader: DataLoader[Any], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor with the weights' dtype and device."""
+    return torch.empty(0, dtype=dtype, device=device_of(loader) or "cpu")
 
 
 def _dtype_of(given: torch.dtype | None) -> torch.dtype:
@@ -103,7 +109,7 @@ def _dtype_of(given: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def _shared(steps: Steps, sampler: EpochSampler[Any], dtype: torch.dtype, weight_of: WeightOf | None) -> Weighed:
+def _shared(steps: Steps, sampler: EpochSampler[Any], like: torch.Tensor, weight_of: WeightOf | None) -> Weighed:
     """Yield the batches of a patched loader, with their weights."""
     world = sampler.agreed.world
     ranks = world.num_replicas
@@ -112,10 +118,10 @@ def _shared(steps: Steps, sampler: EpochSampler[Any], dtype: torch.dtype, weight
         first = [step for step in [next(steps, None)] if step is not None]
         one, all_steps = sampler.latest, chain(first, steps)
         if weight_of is None and (one is None or sampler.knows_totals(one)):
-            yield from _counted(all_steps, ranks, dtype)
+            yield from _counted(all_steps, ranks, like)
             return
         if ranks == 1:
-            yield from _summed(all_steps, ranks, dtype, weight_of, float)
+            yield from _summed(all_steps, ranks, like, weight_of, float)
             return
         if world.members is None:
             raise WorldError(
@@ -126,34 +132,34 @@ def _shared(steps: Steps, sampler: EpochSampler[Any], dtype: torch.dtype, weight
         facts = {"patched as": f"number {sampler.agreed.number}", "epoch": sampler.epoch}
         timeout, stale = sampler.agreed.options.timeout, _STALE.setdefault(sampler, [])
         with opened_sums(world.column(), "Weighing samples", facts, timeout, stale) as sums:
-            yield from _summed(all_steps, ranks, dtype, weight_of, sums.of)
+            yield from _summed(all_steps, ranks, like, weight_of, sums.of)
 
 
-def _counted(steps: Steps, ranks: int, dtype: torch.dtype) -> Weighed:
+def _counted(steps: Steps, ranks: int, like: torch.Tensor) -> Weighed:
     """Yield batches whose steps' numbers of samples are known."""
     latest, weights, version = None, None, 0
     for batch, step in steps:
         if weights is None or step is not latest or changes_of(weights) != version:  # the user may have changed it
-            latest, weights = step, _weights(step, ranks, step.total or 0, dtype)
+            latest, weights = step, _weights(step, ranks, step.total or 0, like)
             version = changes_of(weights)
         yield batch, weights
 
 
 def _summed(
-    steps: Steps, ranks: int, dtype: torch.dtype, weight_of: WeightOf | None, sum_of: Callable[[float], float]
+    steps: Steps, ranks: int, like: torch.Tensor, weight_of: WeightOf | None, sum_of: Callable[[float], float]
 ) -> Weighed:
     """Yield batches. In each step, the ranks sum how much its samples count.
 
     Args:
         steps: The batches.
         ranks: How many ranks there are.
-        dtype: The weights' dtype.
+        like: A tensor with the weights' dtype and device.
         weight_of: What the samples of a batch count; None where each counts 1.
         sum_of: Sums a number over the ranks.
     """
     for batch, step in steps:
         own = step.real if weight_of is None else _counts(batch, step, weight_of)
-        yield batch, _weights(step, ranks, sum_of(own), dtype)
+        yield batch, _weights(step, ranks, sum_of(own), like)
 
 
 def _counts(batch: Any, step: StepSamples, weight_of: WeightOf) -> float:
@@ -180,9 +186,9 @@ def _counts(batch: Any, step: StepSamples, weight_of: WeightOf) -> float:
     return real.sum().item()
 
 
-def _weights(step: StepSamples, ranks: int, total: float, dtype: torch.dtype) -> torch.Tensor:
+def _weights(step: StepSamples, ranks: int, total: float, like: torch.Tensor) -> torch.Tensor:
     """Return the weights of a rank's samples in a step whose samples count so much on all ranks together."""
     with torch.inference_mode(False):  # where tensors do not count their changes
-        weights = torch.full((step.items,), ranks / total if total else 0.0, dtype=dtype, device="cpu")
+        weights = like.new_full((step.items,), ranks / total if total else 0.0)
     weights[step.real :] = 0
     return weights

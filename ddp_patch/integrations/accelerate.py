@@ -21,9 +21,10 @@ T = TypeVar("T")
 def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoader[T]:
     """Prepare a patched loader as ``accelerator.prepare`` does others: batches on the device, the last one marked.
 
-    ``accelerator.prepare`` itself leaves a patched loader as it is: its batches stay on the CPU, and gradient
-    accumulation does not see where an epoch ends. With ``DataLoaderConfiguration(use_stateful_dataloader=True)``,
-    ``save_state`` and ``load_state`` save and restore the place of the loader that this returns.
+    ``accelerator.prepare`` itself leaves a patched loader as it is: its batches stay on the CPU unless it was patched
+    with ``device=``, and gradient accumulation does not see where an epoch ends. With
+    ``DataLoaderConfiguration(use_stateful_dataloader=True)``, ``save_state`` and ``load_state`` save and restore the
+    place of the loader that this returns.
 
     Args:
         accelerator: Its device and settings are used.

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_patch.loaders.recognition import sharded_by
@@ -60,4 +61,8 @@ def _chosen(options: Options) -> Iterator[str]:
     default = Options(agreement="seeded")  # which "auto" mostly comes to
     for name in (field.name for field in fields(options) if field.name not in _UNTOLD):
         if (value := getattr(options, name)) != getattr(default, name):
-            yield f"{name}={value!r}"
+            yield f"{name}={_shown(value)!r}"
+
+
+def _shown(value: object) -> object:
+    return str(value) if isinstance(value, torch.device) else value

@@ -1,7 +1,7 @@
 """The passes of a patched loader that has one iterator for all epochs."""
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.compat import RUNNING_ITERATOR, KeptIterator
 from ddp_patch.errors import StreamLengthError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import OWN_METHODS
+from ddp_patch.loaders.moving import Mover
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.streams.progress import Given
@@ -30,9 +31,17 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
         loader: The patched loader. It is not kept alive, because it holds this iterator.
         sampler: What shards it.
         one_pass: The attributes with which a plain DataLoader makes one pass.
+        make_mover: Makes what moves the batches to a device; None if they stay where they are.
     """
 
-    def __init__(self, loader: DataLoader[Any], sampler: EpochSampler[Any], one_pass: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        sampler: EpochSampler[Any],
+        one_pass: Mapping[str, Any],
+        make_mover: Callable[[], Mover] | None = None,
+    ) -> None:
+        self._mover = None if make_mover is None else make_mover()
         self._loader = weakref.ref(loader)
         self._sampler, self._one_pass = sampler, dict(one_pass)
         sampler.given = self._given = Given()
@@ -68,7 +77,7 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
                 self._given.end()
             else:
                 self._ahead.append(following)
-        return batch
+        return batch if self._mover is None else self._mover.moved(batch)
 
     def _draw(self) -> Any:
         return self._ahead.pop() if self._ahead else next(self._running, _NOTHING)

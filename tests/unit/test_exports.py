@@ -22,6 +22,7 @@ FLOORS = {
     "errors": 1,
     "compat": 2,
     "costs": 2,
+    "devices": 2,
     "options": 3,
     "plan": 4,
     "streams": 5,

@@ -1,0 +1,210 @@
+"""Batches on a device: copied when they are asked for, or one ahead, in a stream of its own."""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Mover", "moved", "streams_of"]
+
+_TEXT = (str, bytes, bytearray, memoryview)
+
+
+class Streams(Protocol):
+    """What of ``torch.cuda`` is used."""
+
+    def Stream(self, device: torch.device) -> Any: ...  # noqa: N802 - torch's name
+    def stream(self, stream: Any) -> Any: ...
+    def current_stream(self, device: torch.device) -> Any: ...
+    def current_device(self) -> int: ...
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """Return what makes streams in which copies to a device run beside what it computes; None where it has none."""
+    return torch.cuda if device.type == "cuda" else None
+
+
+def moved(value: Any, move: Callable[[Any], Any]) -> Any:
+    """Return a batch with ``move`` applied to all that has a ``.to()``, in nests as ``pin_memory`` knows them.
+
+    Examples:
+        >>> moved({"x": (torch.zeros(2), "name")}, lambda tensor: tensor + 1)
+        {'x': (tensor([1., 1.]), 'name')}
+    """
+    if callable(getattr(value, "to", None)):
+        return move(value)
+    return _each(value, partial(moved, move=move))
+
+
+def _each(nest: Any, act: Callable[[Any], Any]) -> Any:
+    """Return a nest of the same kind with ``act`` applied to what it holds; what is no nest stays itself."""
+    if isinstance(nest, Mapping):
+        return _mapping(nest, {key: act(value) for key, value in nest.items()})
+    if not isinstance(nest, Sequence) or isinstance(nest, _TEXT):
+        return nest
+    values = [act(value) for value in nest]
+    if isinstance(nest, tuple):
+        return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
+    return _sequence(nest, values)
+
+
+def _mapping(nest: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    kind: Any = type(nest)
+    try:
+        if not isinstance(nest, MutableMapping):
+            return kind(values)
+        clone = copy.copy(nest)  # which may have more than its items
+        clone.update(values)
+    except TypeError:  # its class makes none in this way
+        return values
+    return clone
+
+
+def _sequence(nest: Sequence[Any], values: list[Any]) -> Any:
+    kind: Any = type(nest)
+    try:
+        if not isinstance(nest, MutableSequence):
+            return kind(values)
+        clone = copy.copy(nest)
+        for place, value in enumerate(values):
+            clone[place] = value
+    except TypeError:
+        return values
+    return clone
+
+
+class Mover:
+    """Hands out on a device what one iterator gives.
+
+    Args:
+        device: Which one.
+        copies_ahead: Whether to read the next batch, and begin to copy it, before one is handed out. Only a device with
+            streams gains by it.
+    """
+
+    def __init__(self, device: torch.device, *, copies_ahead: bool = False) -> None:
+        self._device, self._copies_ahead = device, copies_ahead
+        self._has_streams = streams_of(device) is not None
+        self._copies: _Copies | None = None
+        self._held: deque[_Copied | Exception] = deque()
+
+    def begin(self) -> None:
+        """Forget what was read ahead: another pass begins."""
+        self._held.clear()
+
+    def moved(self, batch: Any) -> Any:
+        """Return a batch on the device."""
+        if not self._has_streams:
+            return moved(batch, partial(_to, device=self._device))
+        copies = self._copies_here()
+        return copies.finished(copies.begun(batch))
+
+    def next(self, read: Callable[[], Any]) -> Any:
+        """Return the next batch on the device; what reading one ahead raised, StopIteration too, comes in its turn.
+
+        Args:
+            read: Reads the iterator's next batch.
+        """
+        if not self._copies_ahead:
+            return self.moved(read())
+        # What is held stays so until it is returned: an interrupt loses no batch. After an error nothing is read ahead.
+        while len(self._held) < 2 and not (self._held and isinstance(self._held[-1], Exception)):
+            self._held.append(self._outcome(read))
+        first = self._held.popleft()
+        if not isinstance(first, Exception):
+            return self._copies_here().finished(first)
+        try:
+            raise first
+        finally:
+            del first  # or it would hold its own traceback, and that the iterator with its workers
+
+    def _outcome(self, read: Callable[[], Any]) -> "_Copied | Exception":
+        try:
+            return self._copies_here().begun(read())
+        except Exception as error:  # noqa: BLE001 - the user's code; raised where the batch would have come
+            return error
+
+    def _copies_here(self) -> "_Copies":
+        # Made with the first batch: workers, which may be forked, have begun by then.
+        if self._copies is None:
+            self._copies = _Copies(self._device, streams_of(self._device))
+        return self._copies
+
+    def __reduce__(self) -> Any:
+        return partial(Mover, copies_ahead=self._copies_ahead), (self._device,)
+
+
+@dataclass
+class _Copied:
+    """A batch on its way to a device.
+
+    Attributes:
+        batch: The batch.
+        copies: What of it was made in the stream of copies.
+        has_rest: Whether it holds something that is still to be copied.
+        event: Comes to pass when these copies are there.
+    """
+
+    batch: Any = None
+    copies: list[Any] = field(default_factory=list)
+    has_rest: bool = False
+    event: Any = None
+
+
+class _Copies:
+    """Copies batches in a stream beside the one in which the training loop computes.
+
+    The memory of a copy belongs to the stream in which it was made, which may use it again as soon as it is let go. So
+    every copy is recorded in the loop's stream, too. What cannot be recorded is copied in the loop's stream.
+    """
+
+    def __init__(self, device: torch.device, streams: Any) -> None:
+        index = streams.current_device() if device.index is None else device.index
+        self._device, self._streams = torch.device(device.type, index), streams
+        self._side = streams.Stream(self._device)
+
+    def begun(self, batch: Any) -> _Copied:
+        """Begin to copy a batch."""
+        copied = _Copied()
+        with self._streams.stream(self._side):
+            copied.batch = moved(batch, partial(self._copy, copied))
+        copied.event = self._side.record_event()
+        return copied
+
+    def finished(self, copied: _Copied) -> Any:
+        """Return a batch for use in the stream that is the loop's now, which waits for this one alone."""
+        current = self._streams.current_stream(self._device)
+        current.wait_event(copied.event)
+        for one in copied.copies:
+            one.record_stream(current)
+        return moved(copied.batch, self._to_device) if copied.has_rest else copied.batch
+
+    def _copy(self, copied: _Copied, value: Any) -> Any:
+        if not _is_recordable(value):
+            copied.has_rest = True
+            is_plain = isinstance(value, Mapping)  # as the batches of Hugging Face's tokenizers
+            return _each(value, partial(moved, move=partial(self._copy, copied))) if is_plain else value
+        copy = self._to_device(value)
+        if copy is not value or not isinstance(value, torch.Tensor):  # others may move what they hold
+            copied.copies.append(copy)
+        return copy
+
+    def _to_device(self, value: Any) -> Any:
+        try:
+            return value.to(self._device, non_blocking=True)
+        except TypeError:  # its method has no such argument
+            return _to(value, self._device)
+
+
+def _is_recordable(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.layout is torch.strided  # sparse and jagged ones have parts that are not
+    return hasattr(value, "record_stream")
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device)

@@ -1,0 +1,69 @@
+"""Loaders whose batches come on a device: which can, and whether one batch is copied ahead of the loop."""
+
+from typing import Any, Final, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from ddp_patch.compat import MAKE_ITERATOR, has_own_iteration, has_own_iterators, torchdata_batch_sampler
+from ddp_patch.errors import InvalidOptionError
+from ddp_patch.loaders.copying import copy_loader
+from ddp_patch.loaders.facts import Level, LoaderFacts
+from ddp_patch.loaders.moving import streams_of
+from ddp_patch.options import Options
+
+__all__ = ["ON_DEVICE", "copies_ahead", "device_of", "require_movable", "without_device"]
+
+L = TypeVar("L", bound=DataLoader[Any])
+
+# The attribute of a loader whose batches come on a device.
+ON_DEVICE: Final = "_ddp_patch_device"
+
+
+def device_of(loader: DataLoader[Any]) -> torch.device | None:
+    """Return the device on which a loader's batches come by ``device=``; None where they come as they are."""
+    found: torch.device | None = getattr(loader, ON_DEVICE, None)
+    return found
+
+
+def without_device(loader: L, **replaced: Any) -> L:
+    """Return a copy of a loader with other attributes, whose batches come as its class makes them."""
+    plain = copy_loader(loader, **replaced)
+    if vars(plain).pop(ON_DEVICE, None) is not None:
+        vars(plain).pop(MAKE_ITERATOR, None)
+    return plain
+
+
+def copies_ahead(facts: LoaderFacts[Any], options: Options) -> bool:
+    """Tell whether a batch is copied to the device while the training loop works on the one before.
+
+    That takes workers: without them, the batch would be made ahead, too, and the random numbers which that draws would
+    be others. It takes torch's own iterators, because others count what is taken from them. And where ranks hand each
+    other batches, one that copies ahead could wait for one that does not.
+    """
+    device, kind = options.device, type(facts.loader)
+    return (
+        isinstance(device, torch.device)
+        and streams_of(device) is not None
+        and facts.num_workers > 0
+        and facts.repeater is None
+        and not has_own_iterators(kind)
+        and torchdata_batch_sampler(kind) is None
+        and not (facts.level is Level.ITERABLE and options.iterable_sharding == "by_worker")
+    )
+
+
+def require_movable(facts: LoaderFacts[Any], device: torch.device) -> None:
+    """Refuse a loader whose batches nobody sees before its user does.
+
+    Raises:
+        InvalidOptionError: Its class iterates in a way of its own, or is none of torch's.
+    """
+    kind = type(facts.loader)
+    # isinstance() believes accelerate's wrappers, which say that they are one.
+    is_torchs = issubclass(kind, DataLoader) and not has_own_iteration(kind)
+    if not is_torchs and (facts.repeater is None or facts.sharded_by is not None):
+        raise InvalidOptionError(
+            f"device='{device}' cannot hold for a {kind.__name__}: it iterates in a way of its own, so its batches are "
+            "not seen before they come to the loop. Leave device= out, and call .to(device) there."
+        )
