@@ -6,7 +6,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import MAKE_ITERATOR, RUNNING_ITERATOR, count_batches, has_own_iteration, torchdata_batch_sampler
+from ddp_patch.compat.torch_loaders import (
+    MAKE_ITERATOR,
+    RUNNING_ITERATOR,
+    count_batches,
+    has_own_iteration,
+    torchdata_batch_sampler,
+)
 from ddp_patch.errors import DDPPatchError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.shares.epochs import EpochSampler

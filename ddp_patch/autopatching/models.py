@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_patch.compat import imported_fsdp
+from ddp_patch.compat.torch_groups import imported_fsdp
 
 __all__ = ["Models"]
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import changes_of
+from ddp_patch.compat.arrays import changes_of
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.evaluation.one_stream import is_alone, require_one_stream
 from ddp_patch.evaluation.steps import Steps, steps_alone, steps_of

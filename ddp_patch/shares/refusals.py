@@ -4,7 +4,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import asks_for_its_own_dataset, is_split_by_node, torchdata_batch_sampler
+from ddp_patch.compat.datasets import is_split_by_node
+from ddp_patch.compat.frameworks import asks_for_its_own_dataset
+from ddp_patch.compat.torch_loaders import torchdata_batch_sampler
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
 from ddp_patch.loaders.recognition import line_for_inner, nested_datasets

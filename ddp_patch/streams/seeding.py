@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ddp_patch.compat import replace_worker_seed
+from ddp_patch.compat.torch_workers import replace_worker_seed
 
 __all__ = [
     "EpochCounter",

@@ -1,0 +1,42 @@
+"""What tensors and numpy's generator know of themselves. Seen in torch 2.13.0 and numpy 2.4.6."""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Final
+
+import numpy as np
+import torch
+
+__all__ = [
+    "changes_of",
+    "may_hold_a_normal",
+]
+
+# Returns how often a tensor was changed in place, which no public name tells.
+changes_of: Final[Callable[[torch.Tensor], int]] = attrgetter("_version")
+
+
+class _Stateless:
+    """Stands for a bit generator whose state nobody wants to copy."""
+
+    @property
+    def state(self) -> dict[str, object]:
+        return {"bit_generator": ""}
+
+
+def may_hold_a_normal() -> bool:
+    """Tell whether numpy's global generator holds the second of two normal draws, or may do so.
+
+    It lies beside the bit generator. The public ``np.random.get_state()`` tells, and copies 624 numbers one by one
+    before that, which takes longer than all the rest of a swap of random states. So a stub is there meanwhile.
+    """
+    try:
+        numpys = np.random.get_state.__self__  # type: ignore[attr-defined]  # a bound method, in numpy's stubs a function
+        bit_generator = numpys._bit_generator
+    except AttributeError:
+        return True
+    try:
+        numpys._bit_generator = _Stateless()
+        return bool(numpys.get_state(legacy=False)["has_gauss"])
+    finally:
+        numpys._bit_generator = bit_generator

@@ -1,0 +1,71 @@
+"""What a loader's worker is told of itself, and how it is seeded. Seen in torch 2.13.0."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+__all__ = [
+    "WorkerInfo",
+    "made_worker_info",
+    "noted_worker_info",
+    "replace_worker_seed",
+    "seed_as_worker",
+    "worker_info_told",
+]
+
+# The class of what ``get_worker_info()`` returns, which has no public name.
+WorkerInfo: TypeAlias = torch_worker.WorkerInfo
+
+
+def made_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> WorkerInfo:
+    """Return what ``get_worker_info()`` tells a worker. torch makes such values for its own workers only."""
+    return WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
+
+
+# What a worker info tells of a worker.
+_TELLING: Final = frozenset({"id", "num_workers", "seed", "dataset"})
+
+
+class _NotedWorkerInfo(WorkerInfo):
+    """A worker info that notes which of its attributes are read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _TELLING:
+            object.__getattribute__(self, "note")(name)
+        return object.__getattribute__(self, name)
+
+
+def noted_worker_info(worker: int, workers: int, seed: int, dataset: Any, note: Callable[[str], object]) -> WorkerInfo:
+    """Return what ``made_worker_info`` does, calling ``note`` with the name of each attribute that somebody reads."""
+    info = _NotedWorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
+    object.__setattr__(info, "note", note)  # frozen; set last, because making it reads nothing
+    return info
+
+
+@contextmanager
+def worker_info_told(info: object) -> Iterator[None]:
+    """Have ``get_worker_info()`` return ``info``. It reads this one variable, and there is no public way to set it."""
+    before = torch_worker._worker_info
+    torch_worker._worker_info = info  # type: ignore[assignment]  # torch declares it as None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before
+
+
+def seed_as_worker(base_seed: int, worker: int) -> None:
+    """Seed the global generators of the CPU as torch seeds those of a worker, which it does in workers only."""
+    random.seed(base_seed + worker)
+    torch.default_generator.manual_seed(base_seed + worker)
+    np.random.seed(torch_worker._generate_state(base_seed, worker))  # type: ignore[no-untyped-call]  # torch's
+
+
+def replace_worker_seed(seed: int) -> None:
+    """Have ``get_worker_info().seed`` be this one. The value is frozen, and datasets read their seed nowhere else."""
+    object.__setattr__(get_worker_info(), "seed", seed)
