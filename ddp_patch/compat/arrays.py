@@ -1,8 +1,4 @@
-"""What tensors and numpy's generator know of themselves. Seen in torch 2.13.0 and numpy 2.4.6."""
-
-from collections.abc import Callable
-from operator import attrgetter
-from typing import Final
+"""What tensors and numpy's generator know of themselves. Seen in torch 2.4.0 to 2.15.0 and numpy 1.26.0 to 2.5.5."""
 
 import numpy as np
 import torch
@@ -12,8 +8,16 @@ __all__ = [
     "may_hold_a_normal",
 ]
 
-# Returns how often a tensor was changed in place, which no public name tells.
-changes_of: Final[Callable[[torch.Tensor], int]] = attrgetter("_version")
+
+def changes_of(tensor: torch.Tensor) -> object:
+    """Return what stays equal as long as nobody changes a tensor in place, which no public name tells.
+
+    Where that cannot be told (torch counts no changes in inference mode) it equals nothing: as if it had changed.
+    """
+    try:
+        return tensor._version
+    except (AttributeError, RuntimeError):
+        return object()
 
 
 class _Stateless:

@@ -1,17 +1,22 @@
 """How torch iterates a loader, and torchdata, whose classes are torch's in all but name.
 
-Seen in torch 2.13.0 and torchdata 0.11.0.
+Seen in torch 2.4.0, 2.13.0 and 2.15.0, and in torchdata 0.11.0.
 """
 
 import sys
 from functools import cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ddp_patch.compat.missing import lacking, private
 from ddp_patch.compat.names import full_name
+from ddp_patch.errors import TorchVersionError
+
+if TYPE_CHECKING:
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+else:
+    _BaseDataLoaderIter = private("torch.utils.data.dataloader._BaseDataLoaderIter", "Counting a loader's batches")
 
 __all__ = [
     "MAKE_ITERATOR",
@@ -23,6 +28,7 @@ __all__ = [
     "forget_iterator",
     "has_own_iteration",
     "has_own_iterators",
+    "has_thread_workers",
     "is_torch_batch_sampler",
     "pinned_by",
     "torchdata_batch_sampler",
@@ -36,6 +42,10 @@ RUNNING_ITERATOR: Final = "_iterator"
 
 # The method by which a loader makes it, for `iter(loader)` and for Ultralytics' `reset()`. There is no public one.
 MAKE_ITERATOR: Final = "_get_iterator"
+
+# Both are called by torch. A torch that called others would make us miscount, so they are looked for at once.
+private(f"torch.utils.data.dataloader.DataLoader.{MAKE_ITERATOR}", "Counting a loader's batches")
+private("torch.utils.data.dataloader._BaseDataLoaderIter._reset", "Counting a loader's batches")
 
 
 def has_own_iterators(loader_kind: type) -> bool:
@@ -111,14 +121,38 @@ def count_batches(iterator: Any, tally: Any) -> None:
 
 
 def pinned_by(iterator: Any, batch: Any) -> Any:
-    """Return a batch in pinned memory if a loader's iterator gives its batches so."""
-    is_pinning = getattr(iterator, "_pin_memory", False)
-    return pin_memory(batch, iterator._pin_memory_device) if is_pinning else batch  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    """Return a batch in pinned memory if a loader's iterator gives its batches so.
+
+    Where this torch does not tell, the batch is not pinned: its copy to a device takes longer, and is the same.
+    """
+    if not getattr(iterator, "_pin_memory", False):
+        return batch
+    try:
+        pin_memory = private("torch.utils.data._utils.pin_memory.pin_memory", "Pinning a batch")
+    except TorchVersionError:
+        return batch
+    return pin_memory(batch, getattr(iterator, "_pin_memory_device", None))
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:
-    """Have the next pass start new workers: persistent ones know nothing of what changed in the main process."""
+    """Have the next pass start new workers: persistent ones know nothing of what changed in the main process.
+
+    Raises:
+        TorchVersionError: This torch keeps them elsewhere.
+    """
+    if not hasattr(loader, RUNNING_ITERATOR):
+        name = f"torch.utils.data.dataloader.DataLoader.{RUNNING_ITERATOR}"
+        raise lacking(name, "Starting new workers", "Or use persistent_workers=False.")
     setattr(loader, RUNNING_ITERATOR, None)
+
+
+def has_thread_workers(loader: object) -> bool:
+    """Tell whether a loader's workers are threads of this process.
+
+    torch 2.15.0 has the fields for it in its worker info, but no such loader yet; the argument is that of its
+    development.
+    """
+    return getattr(loader, "worker_method", None) == "thread"
 
 
 _TORCHDATA: Final = "torchdata.stateful_dataloader"

@@ -1,14 +1,21 @@
-"""What a loader's worker is told of itself, and how it is seeded. Seen in torch 2.13.0."""
+"""What a loader's worker is told of itself, and how it is seeded. Seen in torch 2.4.0, 2.13.0 and 2.15.0."""
 
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils import worker as torch_worker
+
+from ddp_patch.compat.missing import lacking, private
+
+if TYPE_CHECKING:
+    from torch.utils.data._utils.worker import WorkerInfo
+else:
+    # The class of what ``get_worker_info()`` returns, which has no public name.
+    WorkerInfo = private("torch.utils.data._utils.worker.WorkerInfo", "Sharing an iterable dataset")
 
 __all__ = [
     "WorkerInfo",
@@ -19,8 +26,8 @@ __all__ = [
     "worker_info_told",
 ]
 
-# The class of what ``get_worker_info()`` returns, which has no public name.
-WorkerInfo: TypeAlias = torch_worker.WorkerInfo
+# Holds the one variable that ``get_worker_info()`` reads in a process.
+_WORKER: Final[Any] = private("torch.utils.data._utils.worker", "Sharing an iterable dataset")
 
 
 def made_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> WorkerInfo:
@@ -50,22 +57,42 @@ def noted_worker_info(worker: int, workers: int, seed: int, dataset: Any, note: 
 
 @contextmanager
 def worker_info_told(info: object) -> Iterator[None]:
-    """Have ``get_worker_info()`` return ``info``. It reads this one variable, and there is no public way to set it."""
-    before = torch_worker._worker_info
-    torch_worker._worker_info = info  # type: ignore[assignment]  # torch declares it as None
+    """Have ``get_worker_info()`` return ``info``. It reads this one variable, and there is no public way to set it.
+
+    Raises:
+        TorchVersionError: It reads another one: datasets would not learn which part is theirs.
+    """
+    before = getattr(_WORKER, "_worker_info", None)
+    _WORKER._worker_info = info
     try:
+        if get_worker_info() is not info:
+            raise lacking("torch.utils.data._utils.worker._worker_info", "Telling a dataset which worker reads it")
         yield
     finally:
-        torch_worker._worker_info = before
+        _WORKER._worker_info = before
 
 
 def seed_as_worker(base_seed: int, worker: int) -> None:
-    """Seed the global generators of the CPU as torch seeds those of a worker, which it does in workers only."""
+    """Seed the global generators of the CPU as torch seeds those of a worker, which it does in workers only.
+
+    Raises:
+        TorchVersionError: This torch seeds numpy in another way.
+    """
+    name = "torch.utils.data._utils.worker._generate_state"
+    numpy_seed = private(name, "Drawing what an unpatched loader's workers draw")(base_seed, worker)
     random.seed(base_seed + worker)
     torch.default_generator.manual_seed(base_seed + worker)
-    np.random.seed(torch_worker._generate_state(base_seed, worker))  # type: ignore[no-untyped-call]  # torch's
+    np.random.seed(numpy_seed)
 
 
 def replace_worker_seed(seed: int) -> None:
-    """Have ``get_worker_info().seed`` be this one. The value is frozen, and datasets read their seed nowhere else."""
-    object.__setattr__(get_worker_info(), "seed", seed)
+    """Have ``get_worker_info().seed`` be this one. The value is frozen, and datasets read their seed nowhere else.
+
+    Raises:
+        TorchVersionError: This torch does not let it be replaced: ranks would augment alike.
+    """
+    try:
+        object.__setattr__(get_worker_info(), "seed", seed)
+    except (AttributeError, TypeError) as error:
+        name = "a worker info whose seed can be replaced"
+        raise lacking(name, "Seeding workers by rank", "Or use num_workers=0.") from error

@@ -131,7 +131,7 @@ def _shared(steps: Steps, sampler: EpochSampler[Any], dtype: torch.dtype, weight
 
 def _counted(steps: Steps, ranks: int, dtype: torch.dtype) -> Weighed:
     """Yield batches whose steps' numbers of samples are known."""
-    latest, weights, version = None, None, 0
+    latest, weights, version = None, None, object()
     for batch, step in steps:
         if weights is None or step is not latest or changes_of(weights) != version:  # the user may have changed it
             latest, weights = step, _weights(step, ranks, step.total or 0, dtype)

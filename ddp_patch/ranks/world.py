@@ -125,7 +125,8 @@ def _group_world(group: dist.ProcessGroup | None) -> World:
             "process_group, so it has no share. Call this only on the group's ranks, or pass the group that "
             "this rank belongs to."
         )
-    members = {member: place for place, member in enumerate(dist.get_process_group_ranks(group))}
+    known = dist.group.WORLD if group is None else group  # torch 2.4 knows None here as no group
+    members = {member: place for place, member in enumerate(dist.get_process_group_ranks(known))}
     return World(rank, len(members), dict(sorted(members.items())))
 
 
