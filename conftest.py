@@ -25,6 +25,7 @@ collect_ignore = ["docs/examples/ci"]  # a project of its own, whose tests tests
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the sessions minimum and newest keep what passed."""
     parser.addoption("--write-compatibility", metavar="SESSION", help="write what passed into docs/compatibility.md")
 
 

@@ -50,13 +50,13 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(requires=["package"], python=LOWEST_PYTHON)
 def minimum(session: nox.Session) -> None:
-    """Test the wheel with the lowest versions that it claims, for ``docs/compatibility.md``; about 5 GB."""
+    """Test the wheel with the lowest versions of them, for ``docs/compatibility.md``; about 5 GB."""
     test_with(session, *LOWEST)
 
 
 @nox.session(requires=["package"], python=NEWEST_PYTHON)
 def newest(session: nox.Session) -> None:
-    """Test the wheel with the newest Python that it claims, torch and numpy, for ``docs/compatibility.md``; about 5 GB."""
+    """Test the wheel with the newest Python, torch and numpy, for ``docs/compatibility.md``; about 5 GB."""
     test_with(session, "torch", "numpy")
 
 
@@ -79,10 +79,14 @@ def integrations(session: nox.Session) -> None:
 
 @nox.session(allow_parallel=True)
 def lint(session: nox.Session) -> None:
-    """Check style and format."""
+    """Check style and format, the workflows and the citation."""
     install(session, *EXTRAS["lint"])
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("zizmor", "--offline", "--quiet", "--persona", "pedantic", ".github/workflows")
+    workflows = map(str, Path(".github/workflows").iterdir())
+    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
+    session.run("check-jsonschema", "--builtin-schema", "vendor.citation-file-format", "CITATION.cff")
 
 
 @nox.session(requires=["package"], allow_parallel=True)

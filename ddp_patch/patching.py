@@ -1,5 +1,6 @@
 """Shard a finished DataLoader in one call: look at it, agree with the other ranks, copy it with this rank's share."""
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex, TypeVar
@@ -19,10 +20,13 @@ from ddp_patch.ranks.agreement import ONE, Subject, agree, refusals_told
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding import shard
 from ddp_patch.shares.balance import costs_compared
+from ddp_patch.shares.description import describe_share
 from ddp_patch.shares.refusals import require_shareable, require_shuffle
 from ddp_patch.shares.units import unit_shared
 
-__all__ = ["patch_dataloader_to_ddp", "patch_each"]
+__all__ = ["log_patched", "patch_dataloader_to_ddp", "patch_each"]
+
+logger: logging.Logger = logging.getLogger("ddp_patch")
 
 L = TypeVar("L", bound=DataLoader[Any])
 
@@ -115,9 +119,10 @@ def patch_dataloader_to_ddp(
         timeout: How many seconds the ranks wait for each other, here and whenever they meet later.
 
     Returns:
-        A loader of the same class. Returns ``loader`` itself if it is already sharded (by this function, any other
-        ``DistributedSampler``, or a sampler or dataset that holds the numbers of one rank of several or says
-        ``is_ddp_aware = True``) or, with a ``NotDistributedWarning``, if there is only one process.
+        A loader of the same class, of which ``repr()`` and a log line at INFO (logger ``ddp_patch``) say what this
+        rank gets: ``shard 1 of 8, samples, 782 steps of 8``. Returns ``loader`` itself if it is already sharded (by
+        this function, any other ``DistributedSampler``, or a sampler or dataset that holds the numbers of one rank of
+        several or says ``is_ddp_aware = True``) or, with a ``NotDistributedWarning``, if there is only one process.
 
     Raises:
         NotALoaderError: ``loader`` is no DataLoader.
@@ -146,6 +151,7 @@ def patch_dataloader_to_ddp(
     sharing = (uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle, share)
     costs = (cost, cost_of, cost_window)
     (patched,) = patch_each("patch_dataloader_to_ddp", {"": loader}, world, lambda: Options(*sharing, *costs))
+    log_patched({"": loader}, [patched])
     return patched
 
 
@@ -194,6 +200,14 @@ def patch_each(
         with told_at(place):
             patched.append(facts.loader if facts.sharded_by is not None else shard(facts, mine, place_share))
     return patched
+
+
+def log_patched(given: Mapping[str, L], patched: Sequence[L]) -> None:
+    """Log a line for each loader that was patched: what this rank gets of it."""
+    if logger.isEnabledFor(logging.INFO):
+        for (place, before), loader in zip(given.items(), patched, strict=True):
+            if loader is not before:
+                logger.info("%s was patched: %s", place or type(loader).__name__, describe_share(loader))
 
 
 def _unchanged(operation: str, loaders: Mapping[str, L]) -> list[L]:

@@ -7,7 +7,7 @@ from ddp_patch.costs import Cost, CostOf
 from ddp_patch.errors import NotALoaderError
 from ddp_patch.loaders.nests import Keys, copied, is_empty, nested, place_of
 from ddp_patch.options import IterableSharding, Options, Share
-from ddp_patch.patching import patch_each
+from ddp_patch.patching import log_patched, patch_each
 from ddp_patch.ranks.agreement import ONE, refusals_told
 from ddp_patch.ranks.world import find_world
 from ddp_patch.wrappers import SharingOptions, split_options
@@ -69,6 +69,7 @@ def patch_dataloaders_to_ddp(loaders: N, **options: Unpack[PatchOptions]) -> N:
     patched = patch_each("patch_dataloaders_to_ddp", given, world, lambda: Options(**chosen), nest)
     if world is None:
         return loaders
+    log_patched(given, patched)
     return copied(loaders, leaves, {id(old): new for old, new in zip(given.values(), patched, strict=True)})
 
 

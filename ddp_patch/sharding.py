@@ -48,7 +48,8 @@ def _pace(facts: LoaderFacts[Any]) -> Pace:
     if facts.level in {Level.BATCH, Level.UNBATCHED}:
         return Pace(1, facts.batches_ahead)
     size = facts.batch_size or 1
-    return Pace(size, facts.batches_ahead * size, facts.drop_last and facts.level is Level.SAMPLE)
+    readers = max(1, facts.num_workers) if facts.level is Level.ITERABLE else 1
+    return Pace(size, facts.batches_ahead * size, facts.drop_last and facts.level is Level.SAMPLE, readers)
 
 
 def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:

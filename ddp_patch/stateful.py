@@ -11,10 +11,12 @@ from ddp_patch.compat.torch_loaders import (
     RUNNING_ITERATOR,
     count_batches,
     has_own_iteration,
+    show_loaders,
     torchdata_batch_sampler,
 )
 from ddp_patch.errors import DDPPatchError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import OWN_METHODS
+from ddp_patch.shares.description import describe_share
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.states import no_state
 from ddp_patch.shares.tally import Tally
@@ -78,6 +80,7 @@ class OwnMethods:
             _SELF: self,
         }
         vars(loader).update({name: methods[name] for name in self._names})
+        show_loaders(describe_share)
 
     def _found(self) -> DataLoader[Any]:
         loader = self._loader()

@@ -4,6 +4,7 @@ Seen in torch 2.4.0, 2.13.0 and 2.15.0, and in torchdata 0.11.0.
 """
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +32,7 @@ __all__ = [
     "has_thread_workers",
     "is_torch_batch_sampler",
     "pinned_by",
+    "show_loaders",
     "torchdata_batch_sampler",
 ]
 
@@ -118,6 +120,26 @@ def count_batches(iterator: Any, tally: Any) -> None:
         vars(iterator)["tally"] = tally
         kind: Any = type(iterator)
         iterator.__class__ = _counted(kind)
+
+
+# The function that torch's class has for `repr()` before it gets one of ours: torch gives it none of its own.
+_PLAIN_REPR: Final = DataLoader.__repr__
+
+
+def show_loaders(text_of: Callable[[DataLoader[Any]], str | None]) -> None:
+    """Have ``repr()`` of a loader say what ``text_of`` returns; where that is None, the loader looks as ever.
+
+    Python looks the method up in the class, and a patched loader keeps its class. So torch's class gets one; a class
+    derived from it that has its own keeps that.
+    """
+
+    def text(loader: DataLoader[Any]) -> str:
+        found = text_of(loader)
+        kind = type(loader)
+        return _PLAIN_REPR(loader) if found is None else f"<{kind.__module__}.{kind.__qualname__}: {found}>"
+
+    if DataLoader.__repr__ is _PLAIN_REPR:
+        DataLoader.__repr__ = text  # type: ignore[assignment, method-assign]  # it takes loaders only
 
 
 def pinned_by(iterator: Any, batch: Any) -> Any:

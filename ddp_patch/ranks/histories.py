@@ -107,11 +107,13 @@ class Pace:
         size: How many items a batch has.
         ahead: How many items its workers fetch before they are taken.
         drop_last: Whether items that fill no batch are left out.
+        readers: How many workers may each read a part, of which one rank may get an item more than another.
     """
 
     size: int = 1
     ahead: int = 0
     drop_last: bool = False
+    readers: int = 1
 
     def taken(self, asked: int) -> int:
         """Return how many items were surely taken when so many were asked for."""

@@ -106,7 +106,7 @@ class Watch:
         mine = self._history.record(None if self._peers.share is None else self._peers.share[0])
         others = self._notices.exchange(mine)
         self._peers.require_fair_shares(others)
-        slack = self.pace.size if self._keeps else 0
+        slack = self.pace.size * self.pace.readers if self._keeps else 0
         compared = {rank: contradiction(mine, record, self.pace.size, slack) for rank, record in others.items()}
         return {rank: where for rank, where in compared.items() if where is not None}
 

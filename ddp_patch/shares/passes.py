@@ -25,7 +25,12 @@ __all__ = ["Pass"]
 T = TypeVar("T")
 R = TypeVar("R")
 
-_KNOWN = {State.NOT_BEGUN: Known.OPEN, State.RUNNING: Known.OPEN, State.LEFT: Known.LEFT}
+_KNOWN = {
+    State.NOT_BEGUN: Known.OPEN,
+    State.RUNNING: Known.OPEN,
+    State.ENDED: Known.ENDED,
+    State.LEFT: Known.LEFT,
+}
 
 
 class Pass(Progress, Generic[T]):
@@ -146,13 +151,18 @@ class Pass(Progress, Generic[T]):
 
     def standing(self) -> Standing:
         """Return how many items of the share were surely taken, and what is known of the pass."""
-        taken = self.skip + self._watch.pace.taken(self.taken + self._awaited - self.skip)
+        pace, known = self._watch.pace, _KNOWN[self.state]
+        taken = self.skip + pace.taken(self.taken + self._awaited - self.skip)
         if not self.source.is_counted:
             return Standing(taken, Known.UNKNOWN)
-        ends_elsewhere = self.source.ends_elsewhere()
-        if not ends_elsewhere:
+        if not self.source.ends_elsewhere():
             self._surely_taken = taken
-        known = Known.ENDED if self.is_ended or ends_elsewhere else _KNOWN[self.state]
+        elif self.handed_out is not None:
+            # When a worker finds the end is chance, and more is asked for from then on. Only the batches count.
+            self._surely_taken = max(self._surely_taken, self.skip + self.handed_out * pace.size)
+            known = Known.ENDED if self.is_exhausted else known
+        else:
+            known = Known.ENDED
         return Standing(self._surely_taken, known)
 
     def _prepared(self, part: Sequence[T]) -> Sequence[T]:

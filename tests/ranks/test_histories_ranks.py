@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from iterables import ShardPerWorker
 from messages import assert_tells
 from quick import run_ranks
 from torch.utils.data import DataLoader
@@ -168,6 +169,7 @@ def honest(rank: int, world_size: int, workers: int) -> None:
     various(patch_dataloader_to_ddp(stream(workers)))
     if workers:
         various(patch_dataloader_to_ddp(given(workers, persistent_workers=True)))
+        takes_what_it_has(rank, patch_dataloader_to_ddp(two_parts(), uneven="keep"))
     verified = patch_dataloader_to_ddp(given(workers), verify=True)
     whole(verified)
     whole(verified)
@@ -189,6 +191,18 @@ def honest(rank: int, world_size: int, workers: int) -> None:
     by_hand: DDPSamplerWrapper[int] = DDPSamplerWrapper(range(N))
     whole(by_hand)
     whole(by_hand)
+
+
+def two_parts() -> DataLoader[Any]:
+    """Two ranks that keep their shares get 3 and 2 items of each part: one has two batches more than the other."""
+    return DataLoader(ShardPerWorker([5, 5]), collate_fn=as_it_is, num_workers=2)
+
+
+def takes_what_it_has(rank: int, train: Any) -> None:
+    """Without asking whether there is more."""
+    for _ in range(3):
+        assert len(list(islice(train, 4 if rank else 6))) == (4 if rank else 6)
+        dist.barrier()
 
 
 def shows_a_batch(rank: int, ordered: Any) -> None:

@@ -2,11 +2,15 @@
 
 import importlib.util
 import os
+import re
+import runpy
 import subprocess
 import sys
 import tarfile
+import types
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +78,29 @@ def test_the_wheel_holds_the_package_its_types_and_its_licence_alone() -> None:
     assert {info + "METADATA", info + "licenses/LICENSE"} <= told
 
 
+def test_a_release_has_a_readme_whose_links_lead_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the page of an index, there is no file beside it."""
+    hatchling = types.SimpleNamespace(MetadataHookInterface=object)  # which the environment of a build has
+    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", hatchling)
+    hook: Any = runpy.run_path(str(ROOT / "hatch_build.py"))["CustomMetadataHook"]()
+    hook.root = str(ROOT)
+    pages = []
+    for source in (None, "https://example.com/blob/v1"):
+        if source is not None:
+            monkeypatch.setenv("DDP_PATCH_SOURCE", source)
+        metadata: dict[str, Any] = {}
+        hook.update(metadata)
+        pages.append(metadata["readme"]["text"])
+    plain, released = pages
+    assert plain == (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\(([^)]*)\)", plain)
+    assert "docs/five-minutes.md" in links
+    for link, now in zip(links, re.findall(r"\]\(([^)]*)\)", released), strict=True):
+        is_ours = not link.startswith(("https://", "#"))
+        assert now.removesuffix("?raw=true") == (f"https://example.com/blob/v1/{link}" if is_ours else link)
+        assert not is_ours or (ROOT / link.partition("#")[0]).exists()
+
+
 @of_the_built
 @pytest.mark.parametrize("part", ["ddp_patch", "tests", "docs", "benchmarks"])
 def test_the_sdist_holds_all_of(part: str) -> None:
@@ -82,7 +109,15 @@ def test_the_sdist_holds_all_of(part: str) -> None:
 
 @of_the_built
 def test_the_sdist_holds_what_the_tests_and_nox_need() -> None:
-    needed = {"pyproject.toml", "conftest.py", "noxfile.py", "constraints.txt", "mkdocs.yml", "README.md"}
+    needed = {
+        "pyproject.toml",
+        "conftest.py",
+        "noxfile.py",
+        "constraints.txt",
+        "mkdocs.yml",
+        "README.md",
+        "hatch_build.py",
+    }
     assert needed | {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"} <= in_sdist()
 
 

@@ -1,6 +1,8 @@
 """A pass: its states, what it keeps alive, and what it says when it finds nothing."""
 
 import gc
+import multiprocessing
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +21,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.ranks.histories import State as Known
 from ddp_patch.shares import sources
 from ddp_patch.streams.orders import Order, order_of
 from ddp_patch.streams.progress import State
@@ -146,3 +149,34 @@ def test_an_iterable_dataset_that_seeds_its_generator_each_epoch_resumes(workers
     restore_loader(again, state)
     assert [list(again), list(again)] == [epochs[1][done:], epochs[2]]
     assert epochs[0] != epochs[1]
+
+
+class Held(IterableDataset[int]):
+    """Comes to its end when it is told to."""
+
+    def __init__(self) -> None:
+        self.may_end = multiprocessing.Event()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+        self.may_end.wait(60)
+
+
+@pytest.mark.parametrize("takes_all", [True, False])
+def test_what_a_pass_took_does_not_depend_on_when_its_worker_finds_the_end(takes_all: bool) -> None:
+    """Else two ranks that do the same would tell each other different histories."""
+    dataset = Held()
+    given: Any = DataLoader(dataset, 2, collate_fn=as_it_is, num_workers=1)
+    train: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=2)
+    batches = iter(train)
+    next(batches)
+    one = train.sampler.latest
+    assert one.standing() == (2, Known.OPEN)
+    dataset.may_end.set()
+    while not one.source.ends_elsewhere():  # the test's time limit ends it
+        time.sleep(0.001)
+    assert one.standing() == (2, Known.OPEN)
+    if takes_all:
+        assert len(list(batches)) == 1
+    del batches
+    assert one.standing() == ((4, Known.ENDED) if takes_all else (2, Known.LEFT))

@@ -1,0 +1,98 @@
+"""What a patched loader says of itself: by ``repr()``, and in the log when it is patched."""
+
+import copy
+import logging
+import pickle
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from zoo import ALL_KINDS, Kind
+
+from ddp_patch import patch_dataloader_to_ddp, patch_dataloaders_to_ddp
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+class ByClass(BatchSampler):
+    pass
+
+
+class ShowsItself(DataLoader[Any]):
+    def __repr__(self) -> str:
+        return "its own"
+
+
+def of(n: int = 100, **options: Any) -> DataLoader[Any]:
+    return DataLoader(range(n), **options)  # type: ignore[arg-type]  # a range is a dataset as good as any
+
+
+CASES: list[tuple[DataLoader[Any], dict[str, Any], str]] = [
+    (of(batch_size=8), {}, "shard 1 of 3, samples, 5 steps of 8"),
+    (of(3), {}, "shard 1 of 3, samples, 1 step of 1"),
+    (of(8000), {"uneven": "keep", "seed": 5}, "shard 1 of 3, samples, 2,667 steps of 1, uneven='keep', seed=5"),
+    (of(batch_size=8), {"layout": "contiguous"}, "shard 1 of 3, samples, 5 steps of 8, layout='contiguous'"),
+    (of(batch_size=8), {"agreement": "ambient"}, "shard 1 of 3, samples, 5 steps of 8, agreement='ambient'"),
+    (of(batch_size=8), {"share": "batches"}, "shard 1 of 3, whole batches, 5 steps of 8"),
+    (of(batch_size=8), {"share": "within_batches"}, "shard 1 of 3, a part of each batch, 13 steps of 8"),
+    (of(batch_size=8), {"cost": range(100)}, "shard 1 of 3, samples, 5 steps of 8, steps of equal cost"),
+    (of(batch_sampler=ByClass(range(100), 8, False)), {}, "shard 1 of 3, whole batches, 5 steps"),
+    (of(batch_size=None), {}, "shard 1 of 3, items, 34 steps"),
+    (DataLoader(Stream(), 2), {}, "shard 1 of 3, samples of a stream, steps of 2"),
+    (DataLoader(Stream(), None), {}, "shard 1 of 3, items of a stream, steps"),
+]
+
+
+@pytest.mark.parametrize(("loader", "options", "said"), CASES)
+def test_what_a_patched_loader_says_of_itself(loader: DataLoader[Any], options: dict[str, Any], said: str) -> None:
+    patched = patch_dataloader_to_ddp(loader, rank=1, num_replicas=3, **options)
+    assert repr(patched) == str(patched) == f"<torch.utils.data.dataloader.DataLoader: {said}>"
+    assert repr(loader) == object.__repr__(loader)  # which is not patched
+    assert repr(copy.deepcopy(patched)) == repr(patched)
+
+
+def test_a_loader_shows_itself_in_a_process_that_got_it_pickled() -> None:
+    patched = patch_dataloader_to_ddp(of(), rank=1, num_replicas=3)
+    code = """
+        import pickle, sys
+        print(pickle.load(sys.stdin.buffer))
+    """
+    ran = subprocess.run(  # noqa: S603 - our own script
+        [sys.executable, "-c", textwrap.dedent(code)], input=pickle.dumps(patched), capture_output=True, check=True
+    )
+    assert ran.stdout.decode().strip() == repr(patched)
+
+
+def test_a_class_that_shows_itself_goes_on_doing_so() -> None:
+    patched = patch_dataloader_to_ddp(ShowsItself([1, 2]), rank=0, num_replicas=2)  # type: ignore[arg-type]  # a dataset
+    assert repr(patched) == "its own"
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS, ids=lambda kind: kind.name)
+def test_looking_at_a_loader_draws_nothing(kind: Kind) -> None:
+    torch.manual_seed(5)
+    patched = patch_dataloader_to_ddp(kind.make(), rank=1, num_replicas=3, seed=1)
+    state = torch.get_rng_state()
+    assert "shard 1 of 3" in repr(patched)
+    assert torch.equal(torch.get_rng_state(), state)
+    sampler: Any = patched.sampler
+    assert getattr(sampler, "latest", None) is None  # no pass has begun
+
+
+def test_a_line_in_the_log_for_each_loader_that_is_patched(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ddp_patch"):
+        patched = patch_dataloader_to_ddp(of(batch_size=8), rank=1, num_replicas=4)
+        patch_dataloader_to_ddp(patched, rank=1, num_replicas=4)  # nothing is left to do
+        patch_dataloaders_to_ddp({"train": of(), "test": [patched]}, rank=1, num_replicas=4)
+    assert [record.getMessage() for record in caplog.records] == [
+        "DataLoader was patched: shard 1 of 4, samples, 4 steps of 8",
+        "loaders['train'] was patched: shard 1 of 4, samples, 25 steps of 1",
+    ]
