@@ -16,7 +16,7 @@ PROJECT = nox.project.load_toml("pyproject.toml")["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 # The lowest versions that the package says it works with, and the newest Python.
 LOWEST_PYTHON = PROJECT["requires-python"].removeprefix(">=")
-NEWEST_PYTHON = PROJECT["classifiers"][-3].rpartition(" ")[2]
+NEWEST_PYTHON = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if "Python :: 3" in name][-1]
 LOWEST = [requirement.replace(">=", "==") for requirement in PROJECT["dependencies"]]
 DIST = Path("dist")
 # What these need for what the session packages tries. All of their needs would be other versions, and clouds' clients.
@@ -50,7 +50,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(requires=["package"], python=LOWEST_PYTHON)
 def minimum(session: nox.Session) -> None:
-    """Test the wheel with the lowest versions of them, for ``docs/compatibility.md``; about 5 GB."""
+    """Test the wheel with the lowest Python, torch and numpy, for ``docs/compatibility.md``; about 5 GB."""
     test_with(session, *LOWEST)
 
 
