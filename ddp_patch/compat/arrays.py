@@ -12,12 +12,9 @@ __all__ = [
 def changes_of(tensor: torch.Tensor) -> object:
     """Return what stays equal as long as nobody changes a tensor in place, which no public name tells.
 
-    Where that cannot be told (torch counts no changes in inference mode) it equals nothing: as if it had changed.
+    Where torch does not tell, it equals nothing: as if the tensor had changed.
     """
-    try:
-        return tensor._version
-    except (AttributeError, RuntimeError):
-        return object()
+    return getattr(tensor, "_version", object())
 
 
 class _Stateless:
