@@ -238,7 +238,7 @@ def test_the_other_ranks_are_told_at_once_what_the_leader_cannot_draw_or_send() 
     assert first[0] == ("KeyError", "'no losses yet'")
     assert second[0][0] == second[2][0] == "LeaderError"
     assert_tells(second[0][1], ("Rank 0", "KeyError('no losses yet')"), "error")
-    assert_tells(second[2][1], ("Rank 0", "pickle"), "error")
+    assert_tells(second[2][1], ("Rank 0", "local object"), "error")
     assert first[1] == second[1] == ("nothing", "1")
 
 
