@@ -99,7 +99,9 @@ def main() -> None:
     mpl.rcParams["svg.hashsalt"] = "ddp_patch"
     for scheme, ink in INK.items():
         figure = picture(counts, ink)
-        figure.savefig(DOCS / f"index-{scheme}.svg", metadata={"Date": None}, transparent=True)
+        # The README shows the light one alone, wherever it is read: so that one brings its paper.
+        paper = "white" if scheme == "light" else "none"
+        figure.savefig(DOCS / f"index-{scheme}.svg", metadata={"Date": None}, facecolor=paper)
         plt.close(figure)
     of_audit = waiting()
     print(of_audit.alt)

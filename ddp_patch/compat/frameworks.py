@@ -14,8 +14,11 @@ __all__ = [
     "ITERATORS_KEPT_FOR_STATES",
     "LIGHTNING_ARGUMENTS",
     "LIGHTNING_REMAKES",
+    "LIGHTNING_TAKES_LOADERS",
     "LISTED_LOADERS",
     "TAKE_LOADERS",
+    "TRAINER_SHARES_ITSELF",
+    "TRAINER_SKIPS",
     "AccelerateLeavesAlone",
     "accelerate_is_on",
     "asks_for_its_own_dataset",
@@ -75,6 +78,10 @@ TAKE_LOADERS: Final[Sequence[tuple[str, str, str]]] = (
     ("lightning_fabric.fabric", "Fabric", "setup_dataloaders"),
 )
 
+# Where a Trainer keeps the first of these, and the method: in this one Trainer, each loader of any nest passes through
+# it before another sampler is in its place. The strategy's public `process_dataloader` comes after that.
+LIGHTNING_TAKES_LOADERS: Final = ("_data_connector", "_prepare_dataloader")
+
 # The arguments that Lightning's hooks note while a loader is made, to make it anew. They are the unpatched loader's.
 LIGHTNING_ARGUMENTS: Final = frozenset({"__dataset", "__pl_saved_arg_names", "__pl_saved_args", "__pl_saved_kwargs"})
 
@@ -123,3 +130,13 @@ def asks_for_its_own_dataset(loader_kind: type) -> bool:
     Its ``__iter__`` takes any other dataset for one that mixes several, and asks it for methods that those have.
     """
     return "litdata.streaming.dataloader.StreamingDataLoader" in map(full_name, loader_kind.__mro__)
+
+
+# ---- Hugging Face transformers, seen in 5.23.0 ----
+
+# By this name its Trainer calls accelerate's function that skips batches after a checkpoint. It is given no way to
+# leave it out that keeps its count of steps.
+TRAINER_SKIPS: Final = "transformers.trainer.skip_first_batches"
+
+# The arguments of a Trainer whose batch sampler shards by itself, and which has accelerate leave it alone.
+TRAINER_SHARES_ITSELF: Final = {"train_sampling_strategy": "batch_rebalance"}

@@ -49,6 +49,7 @@ WORLD_NAMES: Final[Sequence[tuple[str, str]]] = (
     ("rank", "num_ranks"),  # World of mosaicml-streaming 0.10.0
     ("global_rank", "world_size"),  # _DistributedEnv of litdata 0.2.76
     ("dist_rank", "dist_num_replicas"),  # the readers of timm 1.0.31
+    ("rank", "dp_size"),  # BatchRebalanceSampler of transformers 5.23.0
     ("process_index", "num_processes"),  # accelerate 1.15.0, transformers 4.57.6
     ("data_parallel_rank", "data_parallel_size"),  # Megatron-LM
 )

@@ -22,6 +22,7 @@ else:
 __all__ = [
     "MAKE_ITERATOR",
     "RUNNING_ITERATOR",
+    "THREAD_WORKERS",
     "KeptIterator",
     "RunningLoader",
     "WrappedIterator",
@@ -29,7 +30,6 @@ __all__ = [
     "forget_iterator",
     "has_own_iteration",
     "has_own_iterators",
-    "has_thread_workers",
     "is_torch_batch_sampler",
     "pinned_by",
     "show_loaders",
@@ -48,6 +48,11 @@ MAKE_ITERATOR: Final = "_get_iterator"
 # Both are called by torch. A torch that called others would make us miscount, so they are looked for at once.
 private(f"torch.utils.data.dataloader.DataLoader.{MAKE_ITERATOR}", "Counting a loader's batches")
 private("torch.utils.data.dataloader._BaseDataLoaderIter._reset", "Counting a loader's batches")
+
+
+# The argument by which a loader's workers are threads of its process, and what it is then. torch 2.15.0 has the fields
+# for it in its worker info, but no such loader yet; this is how its development has it.
+THREAD_WORKERS: Final = ("worker_method", "thread")
 
 
 def has_own_iterators(loader_kind: type) -> bool:
@@ -166,15 +171,6 @@ def forget_iterator(loader: DataLoader[Any]) -> None:
         name = f"torch.utils.data.dataloader.DataLoader.{RUNNING_ITERATOR}"
         raise lacking(name, "Starting new workers", "Or use persistent_workers=False.")
     setattr(loader, RUNNING_ITERATOR, None)
-
-
-def has_thread_workers(loader: object) -> bool:
-    """Tell whether a loader's workers are threads of this process.
-
-    torch 2.15.0 has the fields for it in its worker info, but no such loader yet; the argument is that of its
-    development.
-    """
-    return getattr(loader, "worker_method", None) == "thread"
 
 
 _TORCHDATA: Final = "torchdata.stateful_dataloader"

@@ -80,14 +80,20 @@ class Batches(Batching):
             )
         if one is None:
             return sampler.state_dict()
-        most = sampler.most_found(one, self, batches) if as_found else sampler.most_batches(one, self)
-        if batches == most:
+        is_over = one.is_exhausted and batches == given  # as a rank of fewer batches than others alone can know
+        if is_over or batches == self._most(one, batches, as_found):
             # This is the last batch. If more was given than it holds, the length is wrong.
             taken = one.skip + batches * self.size
             unused = (self.size - 1 if self.drop_last else 0) - sampler.given_after(one, taken)
             if unused >= 0 and one.ends_within(unused):
                 return sampler.state_at(one.place_at_end(sampler.held()).following())
         return sampler.state_at(sampler.place_after(one, self, batches))
+
+    def _most(self, one: Pass[Any], batches: int, as_found: bool) -> int | None:
+        """Return how many batches the largest share has in a pass; None if that is not known."""
+        if as_found:
+            return self.sampler.most_found(one, self, batches)
+        return self.sampler.most_batches(one, self)
 
 
 def _why_not_counted(loader: DataLoader[Any]) -> str:

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.compat.datasets import is_split_by_node
 from ddp_patch.compat.frameworks import asks_for_its_own_dataset
-from ddp_patch.compat.torch_loaders import has_thread_workers, torchdata_batch_sampler
+from ddp_patch.compat.torch_loaders import THREAD_WORKERS, torchdata_batch_sampler
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
 from ddp_patch.loaders.recognition import line_for_inner, nested_datasets
@@ -101,9 +101,10 @@ def _require_copyable(facts: LoaderFacts[Any]) -> None:
 
 def _require_processes(facts: LoaderFacts[Any]) -> None:
     """Refuse workers that are threads: what they draw moves the random states from which ranks draw their orders."""
-    if facts.num_workers > 0 and has_thread_workers(facts.loader):
+    name, threads = THREAD_WORKERS
+    if facts.num_workers > 0 and getattr(facts.loader, name, None) == threads:
         raise UnsupportedLoaderError(
-            f"{type(facts.loader).__name__} with worker_method='thread' and num_workers={facts.num_workers} cannot be "
+            f"{type(facts.loader).__name__} with {name}={threads!r} and num_workers={facts.num_workers} cannot be "
             "patched: threads share one process's random states with the sampler, so ranks would draw different "
             "orders, and lose samples. Use worker_method='multiprocessing', or num_workers=0."
         )

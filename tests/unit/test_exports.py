@@ -38,12 +38,12 @@ FLOORS = {
     "patching": 12,
     "several": 13,
     "testing": 13,
-    "integrations": 13,
-    "autopatching": 14,
-    "auditing": 15,
-    "cli": 16,
-    "__main__": 17,
-    "__init__": 17,
+    "integrations": 14,
+    "autopatching": 15,
+    "auditing": 16,
+    "cli": 17,
+    "__main__": 18,
+    "__init__": 18,
 }
 
 

@@ -107,6 +107,18 @@ def test_it_counts_as_the_loop_does(make: Callable[[], DataLoader[Any]]) -> None
 
 
 @every_kind
+def test_after_a_whole_pass_ranks_with_unequal_shares_say_the_same(make: Callable[[], DataLoader[Any]]) -> None:
+    states = []
+    for rank in (0, 2):  # of three ranks, the last has an item, or a batch, less
+        loader = patched(make, rank, 3, uneven="keep")
+        for _ in loader:
+            pass
+        states.append(loader_state(loader))
+    assert states[0] == states[1]
+    assert (states[0]["epoch"], states[0]["done"]) == (1, [])
+
+
+@every_kind
 @pytest.mark.parametrize("stop", [1, 3])
 def test_a_pass_that_was_left_is_resumed(make: Callable[[], DataLoader[Any]], stop: int) -> None:
     """The iterator, and its workers, are gone when the state is taken; in the pass before, nothing was counted."""

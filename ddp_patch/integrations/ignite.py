@@ -1,0 +1,87 @@
+"""Patch the loader of an ignite engine, and keep its place with the engine's, by one call."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, TypeVar, Unpack
+
+from ignite.engine import Engine
+from torch.utils.data import DataLoader
+
+from ddp_patch.errors import DDPPatchError, InvalidOptionError, StateError
+from ddp_patch.loaders.recognition import sharded_by
+from ddp_patch.patching import patch_dataloader_to_ddp
+from ddp_patch.resume import go_on, loader_state
+from ddp_patch.several import PatchOptions
+from ddp_patch.shares.states import no_state
+
+__all__ = ["attach_loader"]
+
+L = TypeVar("L", bound=DataLoader[Any])
+
+_KEY = "ddp_patch_loader"
+
+
+def attach_loader(engine: Any, loader: L, **options: Unpack[PatchOptions]) -> L:
+    """Patch a loader, and let the state of the engine that runs over it tell its place, too.
+
+    So a checkpoint of the engine resumes within an epoch, with the very next batch: its ``state_dict`` has the loader's
+    state, and its ``load_state_dict`` restores it. Then call ``engine.run(loader)`` without ``max_epochs`` and
+    ``epoch_length``, which the state has. Epochs are counted; no handler has to call ``set_epoch``.
+
+    Args:
+        engine: The engine that trains, before its state is loaded.
+        loader: The finished loader.
+        options: The keywords of ``patch_dataloader_to_ddp``.
+
+    Returns:
+        The patched loader, for ``engine.run``. With a ``NotDistributedWarning``, ``loader`` itself if there is only one
+        process; the engine then stays as it is.
+
+    Raises:
+        InvalidOptionError: The engine has a loader already.
+        DDPPatchError: As in ``patch_dataloader_to_ddp``.
+
+    Examples:
+        >>> seen = []
+        >>> trainer = Engine(lambda engine, batch: seen.append(batch.tolist()))
+        >>> loader = attach_loader(trainer, DataLoader(range(10), batch_size=4), rank=1, num_replicas=2)
+        >>> state = trainer.run(loader, max_epochs=1)
+        >>> seen, trainer.state_dict()["ddp_patch_loader"]["epoch"]
+        ([[1, 3, 5, 7], [9]], 1)
+    """
+    if not {"state_dict", "load_state_dict"}.isdisjoint(vars(engine)):
+        raise InvalidOptionError(
+            "attach_loader was called with an engine whose state tells of a loader already, and can tell of one only. "
+            "Pass another engine, or patch this loader with patch_dataloader_to_ddp()."
+        )
+    patched = patch_dataloader_to_ddp(loader, **options)
+    if sharded_by(patched) is not None:
+        place = _Place(engine, patched)
+        engine.state_dict, engine.load_state_dict = place.state_dict, place.load_state_dict
+    return patched
+
+
+class _Place:
+    """The two methods of an engine that tell of its loader."""
+
+    def __init__(self, engine: Engine, loader: DataLoader[Any]) -> None:
+        self._of_engine, self._loader = (engine.state_dict, engine.load_state_dict), loader
+
+    def state_dict(self) -> "OrderedDict[str, Any]":
+        """Return the engine's state with the loader's, or with why that is not known: it may never be loaded."""
+        try:
+            place = loader_state(self._loader)
+        except DDPPatchError as error:
+            place = no_state(str(error))
+        return OrderedDict([*self._of_engine[0]().items(), (_KEY, place)])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load both."""
+        if _KEY not in state_dict:
+            raise StateError(
+                f"The engine's state has no {_KEY!r}, so where its loader stood is not known: it was saved without "
+                "attach_loader. Call attach_loader once the state is loaded, and then "
+                "loader.sampler.set_epoch(engine.state.epoch), to begin with that epoch's first batch."
+            )
+        go_on(self._loader, state_dict[_KEY], tells_rest=False)
+        self._of_engine[1]({name: value for name, value in state_dict.items() if name != _KEY})

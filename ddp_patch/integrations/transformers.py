@@ -1,0 +1,133 @@
+"""Have Hugging Face's Trainer train on a patched loader and resume it within an epoch, by one base class."""
+
+import json
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+from accelerate import skip_first_batches
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import has_length
+
+from ddp_patch.compat.frameworks import TRAINER_SHARES_ITSELF, TRAINER_SKIPS
+from ddp_patch.errors import DDPPatchError, StateError
+from ddp_patch.patching import patch_dataloader_to_ddp
+from ddp_patch.resume import go_on, loader_state
+from ddp_patch.several import PatchOptions
+from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.states import no_state
+
+__all__ = ["PatchedLoadersMixin"]
+
+
+class PatchedLoadersMixin:
+    """A base class that patches a Trainer's training loader, and resumes it from checkpoints with the very next batch.
+
+    Name it before ``Trainer``, or before a class that is derived from it. What that class's ``get_train_dataloader``
+    makes is patched where there are several processes, and accelerate does not shard it. Its place is kept in the
+    checkpoints' ``trainer_state.json``. Loaders of evaluations and predictions stay the Trainer's: it puts all ranks'
+    outputs into order and takes the padding away, but of loaders that accelerate shards alone.
+
+    Attributes:
+        patch_options: The keywords of ``patch_dataloader_to_ddp``, for derived classes to set.
+
+    Raises:
+        DDPPatchError: From ``train``, as in ``patch_dataloader_to_ddp``.
+        StateError: From ``train``: the checkpoint holds no place of this loader, or the Trainer would take another
+            number of steps for an epoch than it did.
+
+    Examples:
+        >>> from transformers import Trainer
+        >>> class MyTrainer(PatchedLoadersMixin, Trainer):
+        ...     patch_options = {"uneven": "drop"}
+    """
+
+    patch_options: ClassVar[PatchOptions] = {}
+
+    # Those of the Trainer behind it.
+    accelerator: Any
+    args: Any
+    add_callback: Any
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.add_callback(_LoaderPlace)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the loader of the next class, patched where there are several processes."""
+        trainer: Any = super()
+        if self.accelerator.num_processes == 1 or TRAINER_SHARES_ITSELF.items() <= vars(self.args).items():
+            loader: DataLoader[Any] = trainer.get_train_dataloader()
+            return loader
+        with patch.object(self.accelerator, "prepare_data_loader", lambda loader, *args, **options: loader):
+            loader = trainer.get_train_dataloader()
+        return patch_dataloader_to_ddp(loader, **self.patch_options)
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Train as the next class does; from a checkpoint, go on with the batches that were left."""
+        with patch(TRAINER_SKIPS, _skipped):
+            trainer: Any = super()
+            return trainer.train(*args, **options)
+
+
+def _is_ours(loader: DataLoader[Any] | None) -> bool:
+    return isinstance(getattr(loader, "sampler", None), EpochSampler)
+
+
+def _skipped(loader: Any, num_batches: int = 0) -> Any:
+    """Return what a Trainer iterates after a checkpoint: a restored loader itself, of which nothing is left to skip."""
+    if not _is_ours(loader):
+        return skip_first_batches(loader, num_batches)
+    if loader.sampler.place is None:
+        raise StateError(
+            f"The checkpoint does not tell where the training loader stood, {num_batches} batches into its epoch: it "
+            "was taken without PatchedLoadersMixin, or by one process. Pass ignore_data_skip=True in the "
+            "TrainingArguments to begin with the whole epoch."
+        )
+    return loader
+
+
+class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers is not there where types are checked
+    """Keeps the place of a Trainer's training loader in its checkpoints."""
+
+    def __init__(self) -> None:
+        self.loader: Any = None
+        self.plan: list[int | None] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **others: Any) -> None:
+        """Restore the place if the training comes from a checkpoint."""
+        self.loader = train_dataloader if _is_ours(train_dataloader) else None
+        self.plan = [len(train_dataloader) if has_length(train_dataloader) else None, args.gradient_accumulation_steps]
+        # A checkpoint of another class has no entry, without which the Trainer would raise when it saves.
+        kept = state.stateful_callbacks.setdefault(type(self).__name__, {"args": {}, "attributes": {}})["attributes"]
+        if self.loader is None or not kept or not state.global_step or args.ignore_data_skip:
+            return
+        if kept["plan"] != self.plan:
+            raise StateError(
+                f"The Trainer would make {self.plan[0]} batches an epoch, {self.plan[1]} for each step, and before the "
+                f"checkpoint these were {kept['plan'][0]} and {kept['plan'][1]}. So the steps that it counts would end "
+                "in another place than the samples. Use the number of processes, the batch size and the "
+                "gradient_accumulation_steps of before, or pass ignore_data_skip=True in the TrainingArguments to "
+                "begin with a whole epoch."
+            )
+        go_on(self.loader, kept["place"], tells_rest=False)
+        if self.plan[0] is None:
+            # Then the Trainer takes all that was done for epoch 0, and tells epochs from there; the loader counts.
+            vars(self.loader).pop("set_epoch", None)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {
+            "args": {},
+            "attributes": {"place": self._place(), "plan": self.plan} if self.loader is not None else {},
+        }
+
+    def _place(self) -> dict[str, Any]:
+        """Return where the loader stands, or why a checkpoint cannot tell, which may never be restored."""
+        try:
+            place = loader_state(self.loader)
+            json.dumps(place)
+        except (DDPPatchError, TypeError, ValueError) as error:
+            return no_state(f"{type(error).__name__}: {error}")
+        return place

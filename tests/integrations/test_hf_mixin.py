@@ -1,0 +1,187 @@
+"""One base class has Hugging Face's Trainer train on a patched loader, and resume any within an epoch."""
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from messages import assert_tells
+from quick import run_ranks
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from transformers import Trainer, TrainingArguments
+from zoo import seed_ambient
+
+from ddp_patch import StateError, autopatch
+from ddp_patch.integrations.transformers import PatchedLoadersMixin
+from ddp_patch.several import PatchOptions
+
+RANKS = 2
+ROWS: Any = [{"numbers": torch.tensor([float(number)]), "labels": number} for number in range(26)]
+Epochs = list[list[list[int]]]
+
+
+class Stream(IterableDataset[Any]):
+    """The rows in an order of their own for each pass."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([ROWS[number] for number in torch.randperm(len(ROWS)).tolist()])
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return len(ROWS)
+
+
+class Identity(torch.nn.Module):
+    """A model whose outputs are its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, numbers: torch.Tensor, labels: Any) -> dict[str, torch.Tensor]:
+        return {"loss": (self.weight * numbers).mean(), "logits": numbers}
+
+
+class Plain(Trainer):  # type: ignore[misc]  # it is not there where types are checked
+    """Notes the numbers of each batch."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[list[int]] = []
+
+    def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+        self.seen.append(inputs["labels"].tolist())
+        return super().training_step(model, inputs, *args)
+
+
+class Patched(PatchedLoadersMixin, Plain):
+    pass
+
+
+class OwnLoader(Plain):
+    """Makes its loader in a way of its own, without accelerate."""
+
+    def get_train_dataloader(self) -> Any:
+        weighted = WeightedRandomSampler([float(number + 1) for number in range(26)], 26, replacement=False)
+        return DataLoader(self.train_dataset, 3, sampler=weighted, collate_fn=self.data_collator)
+
+
+class Weighted(PatchedLoadersMixin, OwnLoader):
+    patch_options: ClassVar[PatchOptions] = {"timeout": 60.0}
+
+
+def trained(kind: type[Any], rows: Any, folder: Path, resume_from: int | None = None, **options: Any) -> Any:
+    """Return a Trainer that has trained, with a checkpoint after each step, or from one of these."""
+    chosen = {"num_train_epochs": 2, **options}
+    arguments = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=3,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        save_strategy="steps" if resume_from is None else "no",
+        save_steps=1,
+        **chosen,
+    )
+    trainer = kind(model=Identity(), args=arguments, train_dataset=rows)
+    trainer.train(resume_from_checkpoint=resume_from and str(folder / f"checkpoint-{resume_from}"))
+    if resume_from is None and dist.is_initialized():
+        dist.barrier()  # the first rank has written the checkpoints
+    return trainer
+
+
+# Two epochs of five batches on each rank, or of three steps of up to two; and the steps after which to resume.
+CASES: dict[str, tuple[type[Any], Any, dict[str, Any], tuple[int, ...]]] = {
+    "shuffled": (Patched, ROWS, {}, (2, 5)),
+    "of two batches": (Patched, ROWS, {"gradient_accumulation_steps": 2}, (4,)),
+    "weighted": (Weighted, ROWS, {}, (7,)),
+    "stream": (Patched, Sized(), {}, (2, 5)),
+    "stream, of two batches": (Patched, Sized(), {"gradient_accumulation_steps": 2}, (2,)),
+    "without length": (Patched, Stream(), {"max_steps": 10}, (2, 7)),
+}
+
+
+def on_rank(rank: int, world_size: int, shared: str) -> dict[str, list[list[list[int]]]]:
+    """What the steps see, never stopped and after each of the checkpoints."""
+    found = {}
+    for name, (kind, rows, options, steps) in CASES.items():
+        folder = Path(shared, name)
+        seed_ambient(100 + rank)
+        with autopatch() as summary:
+            found[name] = [trained(kind, rows, folder, **options).seen]
+        assert not any(record.fate == "patched" for record in summary.records)
+        for step in steps:
+            seed_ambient(200 + rank)
+            found[name].append(trained(kind, rows, folder, step, **options).seen)
+    return found
+
+
+def test_resumed_within_an_epoch(tmp_path: Path) -> None:
+    ranks = run_ranks(on_rank, RANKS, str(tmp_path), timeout=300)
+    for name, (_, _, options, steps) in CASES.items():
+        for epoch in range(2):
+            taken = chain.from_iterable(rank[name][0][5 * epoch : 5 * epoch + 5] for rank in ranks)
+            assert sorted(chain.from_iterable(taken)) == list(range(26)), name
+        for rank in ranks:
+            whole, *resumed = rank[name]
+            assert len(whole) == 10
+            # Where a step takes two batches, the last one of an epoch takes one.
+            done = [2 * step - step // 3 if options.get("gradient_accumulation_steps") else step for step in steps]
+            assert resumed == [whole[batches:] for batches in done], name
+
+
+def refused(rank: int, world_size: int, shared: str) -> list[Any]:
+    """What resuming raises where the Trainer would count in another way, and where no place was kept."""
+    seed_ambient(100 + rank)
+    folders = [Path(shared, name) for name in ("patched", "plain")]
+    for kind, folder in zip((Patched, Plain), folders, strict=True):
+        trained(kind, ROWS, folder, num_train_epochs=1)
+    told: list[Any] = []
+    for folder, batches in zip(folders, (2, 1), strict=True):
+        with pytest.raises(StateError) as caught:
+            trained(Patched, ROWS, folder, 2, gradient_accumulation_steps=batches)
+        told.append(str(caught.value))
+        # The remedy that both name.
+        anew = trained(Patched, ROWS, folder, 2, num_train_epochs=1, ignore_data_skip=True)
+        told.append(len(anew.seen))
+    return told
+
+
+def test_a_checkpoint_that_tells_no_place_is_refused(tmp_path: Path) -> None:
+    for other_plan, once, no_place, again in run_ranks(refused, RANKS, str(tmp_path), timeout=240):
+        assert_tells(other_plan, ("5", "2", "1"), ("gradient_accumulation_steps", "ignore_data_skip=True"))
+        assert_tells(no_place, ("2 batches", "PatchedLoadersMixin"), "ignore_data_skip=True")
+        assert once == again == 3
+
+
+def left_to_the_trainer(rank: int, world_size: int, folder: str) -> tuple[list[int], list[list[int]]]:
+    """What is predicted, and what is trained on with a batch sampler that is a rank's already."""
+    seed_ambient(100 + rank)
+    rows = [{**row, "input_ids": [0] * (1 + number % 5)} for number, row in enumerate(ROWS)]
+    strategy: dict[str, Any] = {"train_sampling_strategy": "batch_rebalance"}
+    trainer = trained(Patched, rows, Path(folder), num_train_epochs=1, **strategy)
+    return trainer.predict(ROWS).predictions[:, 0].tolist(), trainer.seen
+
+
+def test_what_the_trainer_shares_rightly_is_left_to_it(tmp_path: Path) -> None:
+    ranks = run_ranks(left_to_the_trainer, RANKS, str(tmp_path), timeout=240)
+    assert [predicted for predicted, _ in ranks] == [list(range(26))] * RANKS
+    taken = list(chain.from_iterable(chain.from_iterable(seen for _, seen in ranks)))
+    assert sorted(taken) == list(range(26))
+
+
+# By accelerate, of the number of threads; and by torch, of the CPU.
+@pytest.mark.filterwarnings("ignore")
+def test_one_process_trains_as_without_it(tmp_path: Path) -> None:
+    seen = []
+    for kind in (Plain, Patched):
+        seed_ambient(3)
+        seen.append(trained(kind, Sized(), tmp_path / kind.__name__, num_train_epochs=1).seen)
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 9
+    assert trained(Patched, Sized(), tmp_path / "Patched", 4, num_train_epochs=1).seen == seen[0][4:]

@@ -1,0 +1,104 @@
+"""A loader that is attached to an ignite engine is patched, and resumes by the engine's own checkpoints."""
+
+import warnings
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from frameworks.kinds import Pairs
+from messages import raises
+from quick import fork_workers_elsewhere, run_ranks
+from torch.utils.data import DataLoader, IterableDataset
+from zoo import seed_ambient
+
+from ddp_patch import InvalidOptionError, NotDistributedWarning, StateError, autopatch
+
+with warnings.catch_warnings():
+    # Importing ignite imports parts of torch that use torch.jit, which torch 2.13 deprecates.
+    warnings.filterwarnings("ignore", r"`torch.jit.\w+` is deprecated", DeprecationWarning)
+    from ignite.engine import Engine, Events
+    from ignite.handlers import Checkpoint, DiskSaver
+
+    from ddp_patch.integrations.ignite import attach_loader
+
+RANKS = 2
+N = 24
+DATA: Any = range(N)
+
+
+class Stream(IterableDataset[int]):
+    """Has no length: an engine learns it at the end of the first epoch."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(N).tolist())
+
+
+def made(name: str) -> DataLoader[Any]:
+    """Make a loader."""
+    if name == "stream":
+        return DataLoader(Stream(), 3)
+    if name == "whole batches":
+        return DataLoader(DATA, batch_sampler=Pairs(N))
+    return DataLoader(DATA, 3, shuffle=True, num_workers=1, persistent_workers=True)
+
+
+# After which steps to resume. In its first epoch, an engine over a loader without length has no state that it can load.
+STEPS = {"stream": (5, 8), "whole batches": (2, 3, 5), "workers": (2, 4, 7)}
+
+
+def engine_over(name: str) -> tuple[Engine, Any, list[Any]]:
+    """Return an engine, its loader, and what it will see."""
+    seen: list[Any] = []
+    trainer = Engine(lambda engine, batch: seen.append((engine.state.epoch, batch.tolist())))
+    return trainer, attach_loader(trainer, made(name)), seen
+
+
+def stopped_and_resumed(rank: int, world_size: int, shared: str) -> dict[str, list[Any]]:
+    """What the steps see, never stopped and after each of some checkpoints."""
+    fork_workers_elsewhere()
+    found = {}
+    for name, steps in STEPS.items():
+        seed_ambient(100 + rank)
+        folder = Path(shared, name)
+        with autopatch():
+            trainer, loader, seen = engine_over(name)
+            saving = Checkpoint({"trainer": trainer}, DiskSaver(folder, create_dir=True), n_saved=None)
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, saving)
+            trainer.run(loader, max_epochs=3)
+        dist.barrier()  # the first rank has written the checkpoints
+        found[name] = [seen]
+        for step in steps:
+            seed_ambient(200 + rank)
+            trainer, loader, seen = engine_over(name)
+            Checkpoint.load_objects({"trainer": trainer}, folder / f"trainer_{step}.pt")
+            trainer.run(loader)
+            found[name].append(seen)
+    return found
+
+
+def test_resumed_by_the_engine_s_own_checkpoints(tmp_path: Path) -> None:
+    ranks = run_ranks(stopped_and_resumed, RANKS, str(tmp_path), timeout=240)
+    for name, steps in STEPS.items():
+        for epoch in (1, 2, 3):
+            taken = chain.from_iterable(batch for rank in ranks for number, batch in rank[name][0] if number == epoch)
+            assert sorted(taken) == list(range(N)), name
+        for rank in ranks:
+            whole, *resumed = rank[name]
+            assert resumed == [whole[step:] for step in steps], name
+
+
+def test_one_loader_is_attached_to_an_engine_of_several_processes() -> None:
+    trainer, loader = Engine(lambda engine, batch: None), DataLoader(DATA)
+    with pytest.warns(NotDistributedWarning):
+        assert attach_loader(trainer, loader) is loader
+    assert list(trainer.state_dict()) == ["epoch_length", "iteration", "max_epochs"]
+    before = trainer.state_dict()
+    attach_loader(trainer, loader, rank=0, num_replicas=2)
+    with raises(InvalidOptionError, "attach_loader", "patch_dataloader_to_ddp()"):
+        attach_loader(trainer, loader, rank=0, num_replicas=2)
+    with raises(StateError, "ddp_patch_loader", "set_epoch"):
+        trainer.load_state_dict(before)

@@ -1,0 +1,236 @@
+"""One callback has Lightning's Trainer share every loader that it is given, and resume them all within an epoch."""
+
+import doctest
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from frameworks.kinds import KINDS, Batch, features, tiny_model
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from quick import fork_workers_elsewhere, run_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from zoo import seed_ambient
+
+import ddp_patch.integrations.lightning
+from ddp_patch import NotDistributedWarning, autopatch, check_loaders_is_patched
+from ddp_patch.integrations.lightning import PatchDataLoaders
+
+RANKS = 2
+NUMBERS: Any = range(30)
+Seen = list[list[int]]
+
+
+class Module(LightningModule):  # type: ignore[misc]  # it is not there where types are checked
+    """Notes the numbers of each step, by stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_model()
+        self.seen: dict[str, Seen] = {}
+
+    def note(self, batch: Batch, stage: str) -> None:
+        self.seen.setdefault(stage, []).append(batch.numbers)
+
+    def training_step(self, batch: Batch) -> torch.Tensor:
+        self.note(batch, f"epoch {self.current_epoch}")
+        loss: torch.Tensor = self.model(features(batch)).square().mean()
+        return loss
+
+    def validation_step(self, batch: Batch) -> None:
+        self.note(batch, "sanity" if self.trainer.sanity_checking else f"val {self.current_epoch}")
+
+    def test_step(self, batch: Batch) -> None:
+        self.note(batch, "test")
+
+    def predict_step(self, batch: Batch) -> None:
+        self.note(batch, "predict")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+class TensorParallel(Module):
+    """Has the mesh that ModelParallelStrategy makes: all ranks work on the same batches."""
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data_parallel", "tensor_parallel"))
+
+
+class Data(LightningDataModule):  # type: ignore[misc]  # as above
+    """Makes its loaders where Lightning notes how they are made."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.train_dataloader = self.val_dataloader = self.test_dataloader = self.predict_dataloader = make
+
+
+def make_trainer(*callbacks: Any, patching: Any = None, **options: Any) -> Trainer:
+    chosen: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": False, **options}
+    return Trainer(
+        accelerator="cpu",
+        callbacks=[PatchDataLoaders(**patching or {}), *callbacks],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **chosen,
+    )
+
+
+def on_ranks(rank: int, world_size: int, seed: int = 100) -> dict[str, Any]:
+    """Begin as a rank of a Trainer's, and return the arguments for it."""
+    logging.disable()
+    warnings.simplefilter("ignore")  # Lightning warns of small data, of CPUs and of its own deprecations
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # the ranks were started by something else than the Trainer
+    seed_ambient(seed + rank)
+    return {"devices": world_size, "strategy": "ddp"}
+
+
+def same_batches(rank: int, world_size: int) -> dict[str, Seen]:
+    """What the ranks of one tensor-parallel group see."""
+    options = on_ranks(rank, world_size)
+    module = TensorParallel()
+    make_trainer(**options).fit(module, KINDS[0].make())
+    return module.seen
+
+
+def test_ranks_that_share_a_model_take_the_same_batches() -> None:
+    first, second = run_ranks(same_batches, RANKS, timeout=240)
+    assert first == second
+    assert sorted(chain.from_iterable(first["epoch 1"])) == list(range(27))
+
+
+def all_stages(rank: int, world_size: int) -> dict[tuple[str, str], Seen]:
+    """What the steps of each stage see of each kind of loader, given to the Trainer and made by a data module."""
+    options = on_ranks(rank, world_size)
+    found: dict[tuple[str, str], Seen] = {}
+    for kind in KINDS:
+        given, hooked = Module(), Module()
+        trainer = make_trainer(reload_dataloaders_every_n_epochs=1, **options)
+        trainer.fit(given, kind.make(), kind.make())
+        assert check_loaders_is_patched([trainer.train_dataloader, trainer.val_dataloaders])
+        trainer = make_trainer(**options)
+        with autopatch() as summary:  # which has nothing left to do
+            trainer.fit(hooked, datamodule=Data(kind.make))
+            trainer.validate(hooked, datamodule=Data(kind.make), verbose=False)
+            trainer.test(hooked, datamodule=Data(kind.make), verbose=False)
+            trainer.predict(hooked, datamodule=Data(kind.make), return_predictions=False)
+        assert {record.fate for record in summary.records} <= {"shards itself"}, summary.records
+        found |= {(f"{kind.name}, given", stage): seen for stage, seen in given.seen.items()}
+        found |= {(f"{kind.name}, hooked", stage): seen for stage, seen in hooked.seen.items()}
+    return found
+
+
+def test_every_stage_takes_each_sample_once() -> None:
+    ranks = run_ranks(all_stages, RANKS, timeout=300)
+    sizes = {kind.name: kind for kind in KINDS}
+    stages = {stage for _, stage in ranks[0]}
+    assert stages == {"epoch 0", "epoch 1", "sanity", "val 0", "val 1", "val 2", "test", "predict"}
+    for case, stage in ranks[0]:
+        kind = sizes[case.rpartition(",")[0]]
+        shares = [rank[case, stage] for rank in ranks]
+        assert len({len(share) for share in shares}) == 1
+        batches = list(chain.from_iterable(shares))
+        if stage == "sanity":
+            continue
+        assert set(chain.from_iterable(batches)) == set(range(kind.n)), (case, stage)
+        if kind.is_whole is None:
+            assert sum(map(len, batches)) - kind.n < RANKS, (case, stage)
+        else:
+            assert all(map(kind.is_whole, batches))
+            assert len(batches) - len({tuple(sorted(batch)) for batch in batches}) < RANKS
+
+
+class Recording(Module):
+    """Notes what a nest of batches holds."""
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        numbers = {name: [one.tolist() for one in values] for name, values in batch.items()}
+        self.noted.append((self.current_epoch, numbers))
+        loss: torch.Tensor = self.model(torch.ones(1, 1)).square().mean()
+        return loss
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[int, Any]] = []
+
+
+class Stream(IterableDataset[int]):
+    """Has a length, by which the Trainer knows that nothing has to be fetched ahead."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(20).tolist())
+
+    def __len__(self) -> int:
+        return 20
+
+
+def nest(workers: int) -> Any:
+    weighted = WeightedRandomSampler([float(number + 1) for number in NUMBERS], len(NUMBERS), replacement=False)
+    longer: Any = range(40)
+    made = {
+        "weighted": [DataLoader(NUMBERS, 3, sampler=weighted, num_workers=workers, persistent_workers=workers > 0)],
+        "others": [DataLoader(longer if workers else NUMBERS, 3, shuffle=True), DataLoader(Stream(), 2)],
+    }
+    return CombinedLoader(made, "min_size") if workers else made
+
+
+def stopped_and_resumed(rank: int, world_size: int, folder: str) -> list[tuple[list[Any], list[Any]]]:
+    """What one rank's steps see of two epochs, never stopped and after checkpoints."""
+    fork_workers_elsewhere()
+    found = []
+    for workers in (0, 1):
+        kept = Path(folder, str(workers))
+        saving = ModelCheckpoint(kept, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
+        options = on_ranks(rank, world_size)
+        whole = Recording()
+        make_trainer(saving, enable_checkpointing=True, **options).fit(whole, nest(workers))
+        for step in (2, 5, 8):
+            on_ranks(rank, world_size, seed=200)
+            rest = Recording()
+            make_trainer(**options).fit(rest, nest(workers), ckpt_path=kept / f"step={step}.ckpt")
+            found.append((whole.noted[step:], rest.noted))
+    return found
+
+
+def test_a_nest_of_loaders_resumes_within_an_epoch(tmp_path: Path) -> None:
+    for rank in run_ranks(stopped_and_resumed, RANKS, str(tmp_path), timeout=300):
+        assert [len(whole) for whole, _ in rank] == [8, 5, 2] * 2
+        for whole, rest in rank:
+            assert rest == whole
+
+
+# Lightning warns of small data, of CPUs and of its own deprecations.
+@pytest.mark.filterwarnings("ignore")
+def test_one_process_keeps_its_loaders() -> None:
+    loader, module = KINDS[0].make(), Module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotDistributedWarning)
+        trainer = make_trainer()
+        trainer.fit(module, loader)
+    assert trainer.train_dataloader is loader
+    assert sorted(chain.from_iterable(module.seen["epoch 1"])) == list(range(27))
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_overfit_batches_takes_a_rank_s_first_batches() -> None:
+    """Of a loader that was patched before, every rank takes the same ones."""
+    module = Module()
+    make_trainer(patching={"rank": 1, "num_replicas": 2}, overfit_batches=2).fit(module, KINDS[0].make())
+    assert module.seen["epoch 0"] == module.seen["epoch 1"] == [[1, 3, 5, 7], [9, 11, 13, 15]]
+
+
+def test_the_documented_example() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as above
+        failed, attempted = doctest.testmod(ddp_patch.integrations.lightning)
+    assert (failed, attempted) == (0, 8)
