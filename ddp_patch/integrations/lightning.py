@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, IterableDataset
@@ -15,16 +15,11 @@ from ddp_patch.several import PatchOptions
 
 __all__ = ["PatchDataLoaders"]
 
-# Where types are checked lightning is not there, and a class of an unknown base has no known type.
-if TYPE_CHECKING:
-    _Callback = object
-else:
-    _Callback = Callback
 _KEEPER, _METHOD = LIGHTNING_TAKES_LOADERS
 _WORLD = {"rank", "num_replicas", "process_group", "device_mesh"}
 
 
-class PatchDataLoaders(_Callback):
+class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not there where types are checked
     """A callback that patches each loader which the Trainer trains, validates, tests or predicts with.
 
     It takes the loaders that ``trainer.fit`` and the like are given, and those of the hooks of a module or a data

@@ -1,6 +1,5 @@
 """One callback has Lightning's Trainer share every loader that it is given, and resume them all within an epoch."""
 
-import doctest
 import logging
 import os
 import warnings
@@ -20,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from zoo import seed_ambient
 
-import ddp_patch.integrations.lightning
 from ddp_patch import NotDistributedWarning, autopatch, check_loaders_is_patched
 from ddp_patch.integrations.lightning import PatchDataLoaders
 
@@ -227,10 +225,3 @@ def test_overfit_batches_takes_a_rank_s_first_batches() -> None:
     module = Module()
     make_trainer(patching={"rank": 1, "num_replicas": 2}, overfit_batches=2).fit(module, KINDS[0].make())
     assert module.seen["epoch 0"] == module.seen["epoch 1"] == [[1, 3, 5, 7], [9, 11, 13, 15]]
-
-
-def test_the_documented_example() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as above
-        failed, attempted = doctest.testmod(ddp_patch.integrations.lightning)
-    assert (failed, attempted) == (0, 8)

@@ -1,6 +1,5 @@
 """Loaders that a framework has shared already are left alone, or refused by name; and the guard counts them."""
 
-import doctest
 import os
 import warnings
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from worlds import assert_shared_exactly
 from zoo import seed_ambient
 
-import ddp_patch.integrations.accelerate
 from ddp_patch import (
     NotPatchedError,
     StateError,
@@ -153,11 +151,6 @@ def test_accelerates_loaders() -> None:
     for name in ("iterable", "unbatched"):
         assert_shared_exactly([first[name], second[name]], N)
     assert sorted(first["masked"] + second["masked"]) == list(range(N))
-
-
-def test_the_documented_example() -> None:
-    failed, attempted = doctest.testmod(ddp_patch.integrations.accelerate)
-    assert (failed, attempted) == (0, 3)
 
 
 def test_in_a_single_process_accelerate_prepares_it() -> None:

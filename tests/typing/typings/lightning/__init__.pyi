@@ -1,0 +1,1 @@
+# The base class alone: lightning is not there where types are checked.
