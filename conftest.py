@@ -4,8 +4,10 @@ import os
 import sys
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+from compatibility import write_row
 from documented import blocks
 from hypothesis import settings
 from sybil import Sybil
@@ -20,6 +22,18 @@ settings.load_profile("untimed")
 
 pytest_collect_file = Sybil(parsers=[blocks], patterns=["*.md"]).pytest()
 collect_ignore = ["docs/examples/ci"]  # a project of its own, whose tests tests/unit/test_ci_page.py runs
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the sessions minimum and newest keep what passed."""
+    parser.addoption("--write-compatibility", metavar="SESSION", help="write what passed into docs/compatibility.md")
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """Once all tests are done, which under xdist is in the process that started the others."""
+    session = config.getoption("--write-compatibility")
+    if session and exitstatus == 0:
+        write_row(session, *(len(terminalreporter.stats.get(outcome, ())) for outcome in ("passed", "skipped")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,8 +14,9 @@ INTEGRATIONS = ["tests/integrations", "docs/coming-from.md"]  # what needs other
 WITHOUT_INTEGRATIONS = [f"--ignore={path}" for path in INTEGRATIONS]
 PROJECT = nox.project.load_toml("pyproject.toml")["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-# The lowest versions that the package says it works with.
+# The lowest versions that the package says it works with, and the newest Python.
 LOWEST_PYTHON = PROJECT["requires-python"].removeprefix(">=")
+NEWEST_PYTHON = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if "Python :: 3" in name][-1]
 LOWEST = [requirement.replace(">=", "==") for requirement in PROJECT["dependencies"]]
 DIST = Path("dist")
 # What these need for what the session packages tries. All of their needs would be other versions, and clouds' clients.
@@ -65,11 +66,14 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(requires=["package"], python=LOWEST_PYTHON)
 def minimum(session: nox.Session) -> None:
-    """Test the wheel with the lowest versions that it claims."""
-    install_wheel(session, "test")
-    session.install(*LOWEST)
-    session.run("pip", "check")
-    run_tests(session, *WITHOUT_INTEGRATIONS)
+    """Test the wheel with the lowest Python, torch and numpy, for ``docs/compatibility.md``; about 5 GB."""
+    test_with(session, *LOWEST)
+
+
+@nox.session(requires=["package"], python=NEWEST_PYTHON)
+def newest(session: nox.Session) -> None:
+    """Test the wheel with the newest Python, torch and numpy, for ``docs/compatibility.md``; about 5 GB."""
+    test_with(session, "torch", "numpy")
 
 
 @nox.session(requires=["package"], allow_parallel=True)
@@ -221,6 +225,17 @@ def install_wheel(session: nox.Session, extras: str, *options: str) -> None:
         options = (*options, "--compile-bytecode")  # as pip does; else every process of the tests compiles the same
     install(session, *options, f"{wheel}[{extras}]")
     session.install("--no-deps", "--force-reinstall", str(wheel))
+
+
+def test_with(session: nox.Session, *versions: str) -> None:
+    """Test the wheel with these versions of what it needs; what tests it is of the versions of constraints.txt."""
+    (wheel,) = DIST.glob("*.whl")
+    tools = {requirement.lower() for requirement in EXTRAS["test"] + EXTRAS["audit"]}
+    pinned = [line for line in Path("constraints.txt").read_text().splitlines() if line.split("==")[0].lower() in tools]
+    session.install("--upgrade", *versions, *pinned, f"{wheel}[test]")
+    session.run("pip", "check")
+    written = [] if session.posargs else [f"--write-compatibility={session.name.partition('-')[0]}"]
+    run_tests(session, *WITHOUT_INTEGRATIONS, *written)
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:

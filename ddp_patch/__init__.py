@@ -26,6 +26,7 @@ from ddp_patch.errors import (
     StreamLengthError,
     StreamLengthWarning,
     StreamOrderWarning,
+    TorchVersionError,
     UnsupportedLoaderError,
     WorldError,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "StreamLengthError",
     "StreamLengthWarning",
     "StreamOrderWarning",
+    "TorchVersionError",
     "UnsupportedLoaderError",
     "WorldError",
     "assert_loaders_patched",

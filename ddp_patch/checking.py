@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import held_loaders
+from ddp_patch.compat.frameworks import held_loaders
 from ddp_patch.errors import NotALoaderError, NotPatchedError
 from ddp_patch.loaders.first_use import about_to_use
 from ddp_patch.loaders.nests import is_empty, nested, place_of

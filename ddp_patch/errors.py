@@ -20,7 +20,8 @@
         ├── StateError                   also a ValueError: a state cannot be saved or restored
         ├── OutputsError                 also a ValueError: the outputs are not those of one whole pass
         ├── StreamLengthError            also a RuntimeError: a sampler gave another number of items than its len()
-        └── RanksFailedError             also a RuntimeError: a rank of ``run_ranks`` did not return
+        ├── RanksFailedError             also a RuntimeError: a rank of ``run_ranks`` did not return
+        └── TorchVersionError            also an ImportError: this torch lacks what something needs
     Warning
     └── UserWarning
         ├── AssumedShardedWarning        a map-style dataset holds the numbers of one rank of several
@@ -52,6 +53,7 @@ __all__ = [
     "StreamLengthError",
     "StreamLengthWarning",
     "StreamOrderWarning",
+    "TorchVersionError",
     "UnsupportedLoaderError",
     "WorldError",
 ]
@@ -127,6 +129,10 @@ class RanksFailedError(DDPPatchError, RuntimeError):
 
 class ExhaustedSamplerError(DDPPatchError, RuntimeError):
     """The sampler is an iterator, which gives its items once, and a later epoch found none left."""
+
+
+class TorchVersionError(DDPPatchError, ImportError):
+    """The installed torch lacks a private name that something needs."""
 
 
 class AssumedShardedWarning(UserWarning):

@@ -226,7 +226,7 @@ def check_flag(name: str, value: object, hint: str = "") -> None:
         value: What was given.
         hint: What to do instead, if the value is likely to have been meant for something else.
     """
-    if not isinstance(value, bool | np.bool):
+    if not isinstance(value, bool | np.bool_):
         raise InvalidOptionError(
             f"{name}={value!r} is a {type(value).__name__}, neither True nor False. Pass one of these.{hint}"
         )

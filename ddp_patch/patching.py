@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import MAKE_ITERATOR
+from ddp_patch.compat.torch_loaders import MAKE_ITERATOR
 from ddp_patch.costs import Cost, CostOf
 from ddp_patch.devices import Device, device_here
 from ddp_patch.errors import AlreadyPatchedError, NotDistributedWarning

@@ -5,7 +5,7 @@ from typing import Any, SupportsIndex
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import forget_iterator
+from ddp_patch.compat.torch_loaders import forget_iterator
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.options import as_index
 from ddp_patch.ranks.agreement import refusals_told

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import ACCELERATE_PREPARED
+from ddp_patch.compat.frameworks import ACCELERATE_PREPARED
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.moving import Mover

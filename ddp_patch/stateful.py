@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import (
+from ddp_patch.compat.torch_loaders import (
     MAKE_ITERATOR,
     RUNNING_ITERATOR,
     count_batches,

@@ -6,7 +6,7 @@ from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack, cast
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_patch.compat import LIGHTNING_REMAKES
+from ddp_patch.compat.frameworks import LIGHTNING_REMAKES
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError, WorldError
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.recognition import samplers_within, shards_itself

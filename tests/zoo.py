@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import count, islice, zip_longest
 from typing import Any
 
@@ -136,6 +137,16 @@ def loader(batch_size: int | None = 4, **options: Any) -> DataLoader[Any]:
     if "batch_sampler" not in options:
         options["batch_size"] = batch_size
     return DataLoader(Indices(), collate_fn=as_it_is, **options)
+
+
+# What only some versions of torch's loader take.
+NEWER: dict[str, Any] = {"in_order": False} if "in_order" in signature(DataLoader).parameters else {}
+
+
+def out_of_order(given: DataLoader[Any]) -> DataLoader[Any]:
+    """Have a loader give its batches as its workers finish them. The option is torch 2.6's; all keep it so."""
+    vars(given)["in_order"] = False
+    return given
 
 
 def as_it_is(batch: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.autopatching.exempt import is_off
 from ddp_patch.autopatching.session import Session
-from ddp_patch.compat import ACCELERATE_TAKES_LOADERS, TAKE_LOADERS
+from ddp_patch.compat.frameworks import ACCELERATE_TAKES_LOADERS, TAKE_LOADERS
 from ddp_patch.loaders.facts import Level, look_at
 from ddp_patch.loaders.first_use import Use
 

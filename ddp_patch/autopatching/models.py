@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_patch.compat import imported_fsdp
+from ddp_patch.compat.torch_groups import imported_fsdp
 
 __all__ = ["Models"]
 
@@ -35,8 +35,9 @@ class Models:
     def seen(self) -> bool:
         """Whether a model was seen."""
         fsdp = imported_fsdp()
-        # fully_shard() gives a model a class of its own that derives from this one.
-        return self._made or (fsdp is not None and bool(fsdp.FSDPModule.__subclasses__()))
+        # fully_shard(), of torch 2.6 and newer, gives a model a class of its own that derives from this one.
+        derived = getattr(fsdp, "FSDPModule", None)
+        return self._made or (derived is not None and bool(derived.__subclasses__()))
 
     def find(self, loader: object = None) -> None:
         """Take hold of FSDP's wrapper if it was imported since; that takes long, so it is not imported here."""

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, get_worker_info
 from ddp_patch.autopatching.exempt import is_left_alone, is_off, spare, unpatched
 from ddp_patch.autopatching.places import UNKNOWN, Patterns, compared, shown
 from ddp_patch.autopatching.records import Record, what_it_is, with_share
-from ddp_patch.compat import RunningLoader, accelerate_is_on, shards_in_accelerate
+from ddp_patch.compat.frameworks import accelerate_is_on, shards_in_accelerate
+from ddp_patch.compat.torch_loaders import RunningLoader
 from ddp_patch.errors import DDPPatchError
 from ddp_patch.loaders.copying import change_loader, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, look_at

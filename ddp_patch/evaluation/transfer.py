@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ddp_patch.compat import default_store, gloo_group
+from ddp_patch.compat.torch_groups import default_store, gloo_group
 from ddp_patch.errors import MissingRanksError
 from ddp_patch.evaluation.rows import Form, Leaf, Structure, leaves_of
 from ddp_patch.ranks.packing import bytes_of, unpacked

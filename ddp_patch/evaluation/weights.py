@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import changes_of
+from ddp_patch.compat.arrays import changes_of
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.evaluation.one_stream import is_alone, require_one_stream
 from ddp_patch.evaluation.steps import Steps, steps_alone, steps_of
@@ -137,7 +137,7 @@ def _shared(steps: Steps, sampler: EpochSampler[Any], like: torch.Tensor, weight
 
 def _counted(steps: Steps, ranks: int, like: torch.Tensor) -> Weighed:
     """Yield batches whose steps' numbers of samples are known."""
-    latest, weights, version = None, None, 0
+    latest, weights, version = None, None, object()
     for batch, step in steps:
         if weights is None or step is not latest or changes_of(weights) != version:  # the user may have changed it
             latest, weights = step, _weights(step, ranks, step.total or 0, like)

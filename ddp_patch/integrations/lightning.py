@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.compat import LIGHTNING_TAKES_LOADERS
+from ddp_patch.compat.frameworks import LIGHTNING_TAKES_LOADERS
 from ddp_patch.errors import NotDistributedWarning
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.several import PatchOptions

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
-from ddp_patch.compat import TRAINER_SHARES_ITSELF, TRAINER_SKIPS
+from ddp_patch.compat.frameworks import TRAINER_SHARES_ITSELF, TRAINER_SKIPS
 from ddp_patch.errors import DDPPatchError, StateError
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.resume import go_on, loader_state

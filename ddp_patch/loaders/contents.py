@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from ddp_patch.compat import is_hugging_face_table
+from ddp_patch.compat.datasets import is_hugging_face_table
 from ddp_patch.loaders.recognition import nested_datasets
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.loaders.worlds import stored

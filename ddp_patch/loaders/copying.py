@@ -7,7 +7,8 @@ from typing import Any, Final, TypeVar
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import LIGHTNING_ARGUMENTS, MAKE_ITERATOR, RUNNING_ITERATOR, RunningLoader
+from ddp_patch.compat.frameworks import LIGHTNING_ARGUMENTS
+from ddp_patch.compat.torch_loaders import MAKE_ITERATOR, RUNNING_ITERATOR, RunningLoader
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.recognition import require_loader
 from ddp_patch.options import check_flag

@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.compat import (
-    ITERATORS_KEPT_FOR_STATES,
+from ddp_patch.compat.frameworks import ITERATORS_KEPT_FOR_STATES
+from ddp_patch.compat.torch_loaders import (
     RUNNING_ITERATOR,
     RunningLoader,
     has_own_iteration,

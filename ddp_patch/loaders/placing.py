@@ -5,7 +5,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import MAKE_ITERATOR, has_own_iteration, has_own_iterators, torchdata_batch_sampler
+from ddp_patch.compat.torch_loaders import MAKE_ITERATOR, has_own_iteration, has_own_iterators, torchdata_batch_sampler
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from ddp_patch.compat import LISTED_LOADERS, held_loaders, is_fastai_loader, is_split_by_node, shards_in_accelerate
+from ddp_patch.compat.datasets import is_split_by_node
+from ddp_patch.compat.frameworks import LISTED_LOADERS, held_loaders, is_fastai_loader, shards_in_accelerate
 from ddp_patch.errors import AssumedShardedWarning, NotALoaderError
 from ddp_patch.loaders.nesting import iterated_by, nested_samplers
 from ddp_patch.loaders.worlds import held_parts, world_of

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ddp_patch.compat import has_own_iteration, has_own_iterators
+from ddp_patch.compat.torch_loaders import has_own_iteration, has_own_iterators
 from ddp_patch.loaders.nesting import iterated_by
 
 __all__ = ["repeated_in", "repeater_in", "with_repeated"]

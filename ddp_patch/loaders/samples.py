@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ddp_patch.compat import is_torch_batch_sampler
+from ddp_patch.compat.torch_loaders import is_torch_batch_sampler
 from ddp_patch.loaders.nesting import deep_copy, nested_samplers
 from ddp_patch.streams.chunks import begun, own, returns_itself
 from ddp_patch.streams.fingerprint import COMPARED, fingerprint

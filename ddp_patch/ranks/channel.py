@@ -15,7 +15,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from ddp_patch.compat import default_store, gather_in_background, gloo_group
+from ddp_patch.compat.torch_groups import default_store, gather_in_background, gloo_group
 from ddp_patch.errors import DDPPatchError, MissingRanksError
 from ddp_patch.ranks.comparison import ranks_text, require_same
 from ddp_patch.ranks.exchange import exchange, store_reached

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
-from ddp_patch.compat import default_store
+from ddp_patch.compat.torch_groups import default_store
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError
 from ddp_patch.ranks.comparison import by_value, ranks_text
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
-from ddp_patch.compat import default_store
+from ddp_patch.compat.torch_groups import default_store
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError
 from ddp_patch.ranks.comparison import ranks_text
 

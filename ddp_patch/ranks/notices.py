@@ -10,7 +10,7 @@ from weakref import ref
 
 import torch.distributed as dist
 
-from ddp_patch.compat import default_store
+from ddp_patch.compat.torch_groups import default_store
 from ddp_patch.errors import RankMismatchError, WorldError
 from ddp_patch.ranks.comparison import ranks_text
 from ddp_patch.ranks.histories import Record

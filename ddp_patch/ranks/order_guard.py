@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from ddp_patch.compat import order_remedy
+from ddp_patch.compat.datasets import order_remedy
 from ddp_patch.errors import RankMismatchError, StreamOrderWarning
 from ddp_patch.ranks.comparison import ranks_text
 from ddp_patch.ranks.notices import Letters, Peers

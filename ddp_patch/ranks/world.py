@@ -9,7 +9,7 @@ from typing import SupportsIndex
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_patch.compat import root_mesh
+from ddp_patch.compat.torch_groups import root_mesh
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.options import check_rank, whole_number
 
@@ -125,7 +125,8 @@ def _group_world(group: dist.ProcessGroup | None) -> World:
             "process_group, so it has no share. Call this only on the group's ranks, or pass the group that "
             "this rank belongs to."
         )
-    members = {member: place for place, member in enumerate(dist.get_process_group_ranks(group))}
+    known = dist.group.WORLD if group is None else group  # torch 2.4 knows None here as no group
+    members = {member: place for place, member in enumerate(dist.get_process_group_ranks(known))}
     return World(rank, len(members), dict(sorted(members.items())))
 
 

@@ -26,7 +26,7 @@ class Runs:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def at(self, chosen: npt.NDArray[np.int64] | npt.NDArray[np.bool]) -> "Runs":
+    def at(self, chosen: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "Runs":
         """Return the runs with these numbers, in their order, or those that a mask keeps."""
         return Runs(self.starts[chosen], self.stops[chosen])
 

@@ -33,7 +33,7 @@ def whole(name: str, value: object, least: int, reason: str, bits: int | None = 
         >>> whole("batch_size", np.int32(8), 1, "a batch has so many samples")
         8
     """
-    is_whole = isinstance(value, SupportsIndex) and not isinstance(value, bool | np.bool)
+    is_whole = isinstance(value, SupportsIndex) and not isinstance(value, bool | np.bool_)
     number = _index(value) if is_whole else None
     if number is None or number < least:
         raise SamplerError(f"{name}={value!r} is not a whole number of at least {least}: {reason}. Pass such an int.")

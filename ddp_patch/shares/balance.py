@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ddp_patch.compat import is_torch_batch_sampler
+from ddp_patch.compat.torch_loaders import is_torch_batch_sampler
 from ddp_patch.costs import Costs
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import Level, LoaderFacts

@@ -4,7 +4,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import asks_for_its_own_dataset, is_split_by_node, torchdata_batch_sampler
+from ddp_patch.compat.datasets import is_split_by_node
+from ddp_patch.compat.frameworks import asks_for_its_own_dataset
+from ddp_patch.compat.torch_loaders import THREAD_WORKERS, torchdata_batch_sampler
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
 from ddp_patch.loaders.recognition import line_for_inner, nested_datasets
@@ -47,6 +49,7 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
         )
     if found is None:
         _require_copyable(facts)
+        _require_processes(facts)
         if facts.level is Level.ITERABLE:
             _require_iterable_options(facts, options)
             if options.iterable_sharding == "by_worker":
@@ -93,6 +96,17 @@ def _require_copyable(facts: LoaderFacts[Any]) -> None:
             f"loader.{facts.iterator_in} = None. Where the class needs it, build it with a sharded sampler, "
             f"{name}(dataset, sampler=DDPSamplerWrapper(sampler, False), ...), or use a DataLoader with "
             "persistent_workers=True."
+        )
+
+
+def _require_processes(facts: LoaderFacts[Any]) -> None:
+    """Refuse workers that are threads: what they draw moves the random states from which ranks draw their orders."""
+    name, threads = THREAD_WORKERS
+    if facts.num_workers > 0 and getattr(facts.loader, name, None) == threads:
+        raise UnsupportedLoaderError(
+            f"{type(facts.loader).__name__} with {name}={threads!r} and num_workers={facts.num_workers} cannot be "
+            "patched: threads share one process's random states with the sampler, so ranks would draw different "
+            "orders, and lose samples. Use worker_method='multiprocessing', or num_workers=0."
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import RUNNING_ITERATOR, KeptIterator
+from ddp_patch.compat.torch_loaders import RUNNING_ITERATOR, KeptIterator
 from ddp_patch.errors import StreamLengthError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.moving import Mover

@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import arranges_neighbours
+from ddp_patch.compat.samplers import arranges_neighbours
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.options import Share

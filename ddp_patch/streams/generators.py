@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from types import CellType, FunctionType, MethodType
+from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -66,7 +66,7 @@ def _within(value: Any, depth: int) -> Iterator[RandomGenerator]:
             yield value
         case partial():
             parts = (value.func, *value.args, *value.keywords.values())
-        case MethodType():
+        case MethodType() | BuiltinMethodType():  # the latter is what numpy 1.26's methods are
             parts = (value.__self__,)
         case FunctionType():
             names = set(value.__code__.co_names) & value.__globals__.keys()

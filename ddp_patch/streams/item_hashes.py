@@ -7,7 +7,7 @@ from datetime import date, time, timedelta
 from enum import Enum
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from ddp_patch.compat import SAMPLE_KEY
+from ddp_patch.compat.datasets import SAMPLE_KEY
 from ddp_patch.streams.fingerprint import fingerprint
 
 __all__ = ["ItemHashes", "hashes_if_any", "hashes_of"]

@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddp_patch.compat import is_torch_batch_sampler
+from ddp_patch.compat.torch_loaders import is_torch_batch_sampler
 from ddp_patch.errors import StreamLengthError
 from ddp_patch.plan import blocks
 from ddp_patch.streams.fingerprint import COMPARED

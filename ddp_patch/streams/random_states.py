@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_patch.compat import may_hold_a_normal
+from ddp_patch.compat.arrays import may_hold_a_normal
 from ddp_patch.options import Options
 from ddp_patch.streams.generators import plain
 from ddp_patch.streams.seeding import Seed, order_seeds

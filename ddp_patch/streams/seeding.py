@@ -1,6 +1,7 @@
 """Seeds from (seed, epoch), for orders and for workers, and the count of epochs."""
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ddp_patch.compat import replace_worker_seed
+from ddp_patch.compat.torch_workers import replace_worker_seed
+from ddp_patch.errors import UnsupportedLoaderError
 
 __all__ = [
     "EpochCounter",
@@ -189,7 +191,17 @@ class WorkerSeeding:
     epochs: EpochCounter
 
     def __call__(self, worker_id: int) -> None:
-        """Seed torch, numpy and ``random`` in worker ``worker_id``."""
+        """Seed torch, numpy and ``random`` in worker ``worker_id``.
+
+        Raises:
+            UnsupportedLoaderError: The worker is a thread. A process runs its worker in its main thread.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise UnsupportedLoaderError(
+                f"Worker {worker_id} of the loader is a thread, and cannot be seeded by rank: threads share one "
+                "process's random states with the sampler, so ranks would draw different orders, and lose samples. "
+                "Use a loader whose workers are processes, or num_workers=0."
+            )
         sequence = _derive(self.seed.value, _WORKER, self.epochs.upcoming, self.rank, worker_id)
         seed = _torch_seed(sequence)
         torch.manual_seed(seed)

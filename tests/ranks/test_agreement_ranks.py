@@ -1,6 +1,7 @@
 """Real gloo ranks that disagree, are late, ahead or gone: found at once, or made to agree."""
 
 import copy
+import inspect
 import pickle
 import time
 import warnings
@@ -237,7 +238,7 @@ def test_the_other_ranks_are_told_at_once_what_the_leader_cannot_draw_or_send() 
     assert first[0] == ("KeyError", "'no losses yet'")
     assert second[0][0] == second[2][0] == "LeaderError"
     assert_tells(second[0][1], ("Rank 0", "KeyError('no losses yet')"), "error")
-    assert_tells(second[2][1], ("Rank 0", "pickle"), "error")
+    assert_tells(second[2][1], ("Rank 0", "local object"), "error")
     assert first[1] == second[1] == ("nothing", "1")
 
 
@@ -688,9 +689,13 @@ def test_ranks_that_took_unequal_numbers_resume_alike() -> None:
     assert run_ranks(resumed_at_the_end, 2) == [[[], list(range(0, 13, 2))], [[], list(range(1, 13, 2))]]
 
 
+# An older torch sorts a group's ranks.
+UNSORTED: Any = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+
+
 def within_a_group(rank: int, world_size: int, ranks: list[int]) -> Any:
     """Everything that meets, in a group whose first rank is not rank 0, and while others train on something else."""
-    group = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False) if rank in ranks else None
+    group = dist.new_group(ranks, use_local_synchronization=True, **UNSORTED) if rank in ranks else None
     if rank == 3:
         dist.new_group([3], use_local_synchronization=True)  # ranks need not be in the same number of groups
     told: Any = None
@@ -777,5 +782,7 @@ def keys(rank: int, world_size: int) -> int:
 
 def test_meetings_leave_next_to_nothing_behind() -> None:
     left = run_ranks(keys, 2)
+    if left == [-1, -1]:
+        pytest.skip("the store of this torch does not list its keys")
     # A count for each rank and where it was last; the latest decision; and each rank's record of each loader's passes.
     assert 0 <= max(left) <= 2 * 2 + 1 + 5 * 2

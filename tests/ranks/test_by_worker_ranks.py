@@ -32,7 +32,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.compat import default_store
+from ddp_patch.compat.torch_groups import default_store
 from ddp_patch.shares.iterables import even_steps
 
 BATCH = 2

@@ -121,7 +121,9 @@ def outputs_for(items: list[int]) -> dict[str, Any]:
     tensors += [torch.zeros(len(items), 0), torch.nn.Parameter(numbers.float())]
     texts = [str(item) * (1 + item) for item in items]  # as wide as the rank's last
     arrays = [np.array(items, dtype) for dtype in ("f4", ">i8", "?", "c16", "u1", "datetime64[s]", "timedelta64[ms]")]
-    arrays += [np.array(texts), np.array(texts, "S"), np.array(texts, np.dtypes.StringDType())]
+    arrays += [np.array(texts), np.array(texts, "S")]
+    if hasattr(np.dtypes, "StringDType"):  # numpy 2's
+        arrays.append(np.array(texts, np.dtypes.StringDType()))
     arrays += [np.array([None if item % 2 else {item} for item in items], object)]
     arrays += [np.array([(item, text, [item] * 2) for item, text in zip(items, texts, strict=True)], "i2,U9,(2,)f4")]
     arrays += [

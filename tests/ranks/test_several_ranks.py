@@ -71,7 +71,8 @@ def drawn(rank: int, world_size: int, patch: Callable[[list[Any]], list[Any]]) -
         patched = patch(given)
     met = meetings() - before
     told = [str(warning.message) for warning in caught if warning.category is LeaderWarning]
-    assert all(warning.filename == __file__ for warning in caught)
+    # torch 2.4 and 2.5 warn of tensors that they unpickle.
+    assert all(warning.filename == __file__ for warning in caught if warning.category is not FutureWarning)
     return [[list(one) for one in patched] for _ in range(2)], told, met
 
 

@@ -1,20 +1,18 @@
-"""Private names of torch, and names of other packages, stand in ``ddp_patch/compat.py`` alone."""
+"""Private names of torch, and names of other packages, stand in ``ddp_patch/compat`` alone."""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
 
 import ddp_patch
-from ddp_patch import compat
 
 ROOT = Path(ddp_patch.__path__[0])
 MODULES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
-OTHERS = {name: tree for name, tree in MODULES.items() if name != "compat.py"}
+COMPAT = {name: tree for name, tree in MODULES.items() if name.startswith("compat/")}
+OTHERS = {name: tree for name, tree in MODULES.items() if name not in COMPAT}
 
 # torch has these in no __all__.
 UNEXPORTED = {"ProcessGroupGloo", "WorkerInfo"}
@@ -57,8 +55,9 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 
 def marks() -> set[str]:
-    """The private names of others that stand as strings in compat.py, also within its functions."""
-    return {text for text in strings(MODULES["compat.py"]) if text.startswith("_") and not text.endswith("__")}
+    """The private names of others that stand as strings in compat, also within its functions."""
+    told = (text for tree in COMPAT.values() for text in strings(tree))
+    return {text for text in told if text.startswith("_") and not text.endswith("__")}
 
 
 OURS = {name for tree in OTHERS.values() for name in defined(tree)}
@@ -94,17 +93,9 @@ def test_no_other_module_names_a_mark_or_a_class_of_another_package(module: str)
 
 
 def test_the_checks_above_can_fail() -> None:
-    tree = MODULES["compat.py"]
-    imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    nodes = [node for tree in COMPAT.values() for node in ast.walk(tree)]
+    imported = [alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
     assert any(map(is_private, imported))
-    assert {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & UNEXPORTED
-    assert any(FULL_NAME.fullmatch(text) for text in strings(tree))
+    assert set(imported) & UNEXPORTED
+    assert any(FULL_NAME.fullmatch(text) for tree in COMPAT.values() for text in strings(tree))
     assert {"_iterator", "_is_accelerate_prepared", "_distributed", "_drop_last", "__pl_saved_args"} <= MARKS
-
-
-def test_a_batch_is_pinned_as_a_loaders_iterator_pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "pin_memory", lambda batch, device: f"{batch} pinned for {device}")
-    iterator: Any = iter(DataLoader([1, 2]))  # type: ignore[arg-type]  # a list will do
-    assert compat.pinned_by(iterator, "batch") == "batch"
-    iterator._pin_memory, iterator._pin_memory_device = True, "cuda"  # as where there is an accelerator
-    assert compat.pinned_by(iterator, "batch") == "batch pinned for cuda"

@@ -25,6 +25,7 @@ from zoo import (
     comparable,
     in_turns,
     loader,
+    out_of_order,
     seed_ambient,
     units,
 )
@@ -394,7 +395,7 @@ def test_loaders_whose_shares_cannot_be_told(name: str, operation: Any, monkeypa
             "iterable_sharding='exact'",
         ),
         (
-            patch_dataloader_to_ddp(DataLoader(Indices(), num_workers=2, in_order=False), rank=0, num_replicas=1),
+            patch_dataloader_to_ddp(out_of_order(DataLoader(Indices(), num_workers=2)), rank=0, num_replicas=1),
             UnsupportedLoaderError,
             (name, "in_order=False", "2 workers"),
             "in_order=True",

@@ -73,6 +73,7 @@ def test_the_public_names_are_these() -> None:
         "StreamLengthError",
         "StreamLengthWarning",
         "StreamOrderWarning",
+        "TorchVersionError",
         "UnsupportedLoaderError",
         "WorldError",
         "assert_loaders_patched",

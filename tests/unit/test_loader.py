@@ -2,17 +2,18 @@ from typing import Any
 
 import torch.multiprocessing
 from torch.utils.data import DataLoader
-from zoo import Indices, loader
+from zoo import NEWER, Indices, loader
 
 from ddp_patch import extract_loader_parameters
 
 
 def test_every_argument_that_a_stock_loader_still_knows() -> None:
     context = torch.multiprocessing.get_context("spawn")
-    given = DataLoader(Indices(), 5, num_workers=1, multiprocessing_context=context, prefetch_factor=3, in_order=False)
+    given = DataLoader(Indices(), 5, num_workers=1, multiprocessing_context=context, prefetch_factor=3, **NEWER)
     parameters = extract_loader_parameters(given)
     assert parameters["multiprocessing_context"] is context
-    assert (parameters["batch_size"], parameters["prefetch_factor"], parameters["in_order"]) == (5, 3, False)
+    assert (parameters["batch_size"], parameters["prefetch_factor"]) == (5, 3)
+    assert NEWER.items() <= parameters.items()
     assert "shuffle" not in parameters
     assert all(getattr(given, name) is value for name, value in parameters.items())
 

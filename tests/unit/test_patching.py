@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from messages import assert_tells, raises
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
-from zoo import Drawn, EpochSeeded, Indices, N, PKBatches, Reversed, as_it_is, by_torch, loader, seeded_generator
+from zoo import NEWER, Drawn, EpochSeeded, Indices, N, PKBatches, Reversed, as_it_is, by_torch, loader, seeded_generator
 
 import ddp_patch
 from ddp_patch import (
@@ -127,7 +127,7 @@ def test_everything_else_is_kept(batch_size: int | None) -> None:
         prefetch_factor=5,
         persistent_workers=True,
         pin_memory_device="cuda",
-        in_order=False,
+        **NEWER,
     )
     before = dict(vars(given))
     kept = extract_loader_parameters(given, ignore_data_related_parameters=True)

@@ -32,6 +32,7 @@ from zoo import (
     as_it_is,
     comparable,
     loader,
+    out_of_order,
     seed_ambient,
 )
 
@@ -532,7 +533,7 @@ def test_what_no_state_can_hold_is_refused() -> None:
     with raises(NotPatchedError, ("loader_state", "DataLoader", "not patched"), "patch_dataloader_to_ddp()"):
         loader_state(loader(), batches_done=0)
     with raises(UnsupportedLoaderError, ("loader_state", "in_order=False", "2 workers"), "in_order=True"):
-        loader_state(start(loader(num_workers=2, in_order=False)), batches_done=0)
+        loader_state(start(out_of_order(loader(num_workers=2))), batches_done=0)
     once = start(loader(sampler=iter(range(N))))
     iterator = iter(once)
     next(iterator)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
-from zoo import Indices, as_it_is
+from zoo import Indices, as_it_is, out_of_order
 
 from ddp_patch import StateError, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.shares.iterables import sampler
@@ -160,7 +160,7 @@ def test_what_nobody_counts_cannot_be_resumed() -> None:
     ("make", "options"),
     [
         (of(shuffle=True), {"agreement": "ambient"}),
-        (of(num_workers=1, in_order=False), {}),
+        (lambda: out_of_order(of(num_workers=1)()), {}),
         (lambda: OwnIteration(Indices(N), 2), {}),
     ],
     ids=["ambient", "not in order", "own iteration"],

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import made_worker_info, seed_as_worker, worker_info_told
+from ddp_patch.compat.torch_workers import made_worker_info, seed_as_worker, worker_info_told
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.nesting import deep_copy
 from ddp_patch.shares.iterables.board import Board

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_patch.compat import worker_info_told
+from ddp_patch.compat.torch_workers import worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching, Done, Plan

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat import WrappedIterator, pinned_by
+from ddp_patch.compat.torch_loaders import WrappedIterator, pinned_by
 from ddp_patch.errors import NoStepsError, WorldError
 from ddp_patch.options import Uneven
 from ddp_patch.ranks.channel import Channel, opened

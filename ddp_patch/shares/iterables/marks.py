@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch.utils.data import IterableDataset
 
-from ddp_patch.compat import forget_loaded_state, loses_items_when_loaded
+from ddp_patch.compat.datasets import forget_loaded_state, loses_items_when_loaded
 from ddp_patch.errors import StateError
 from ddp_patch.options import Options
 from ddp_patch.shares.held import is_stateful

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import get_worker_info
 
-from ddp_patch.compat import WorkerInfo, noted_worker_info, worker_info_told
+from ddp_patch.compat.torch_workers import WorkerInfo, noted_worker_info, worker_info_told
 from ddp_patch.streams.random_states import PrivateRNG
 
 __all__ = ["Reader", "Switching", "this_worker"]

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch.utils.data import IterableDataset
 
-from ddp_patch.compat import worker_info_told
+from ddp_patch.compat.torch_workers import worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching, Plan

@@ -1,0 +1,116 @@
+"""Iterable datasets and tables of other packages."""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from ddp_patch.compat.names import full_name
+
+__all__ = [
+    "SAMPLE_KEY",
+    "forget_loaded_state",
+    "is_hugging_face_table",
+    "is_split_by_node",
+    "loses_items_when_loaded",
+    "order_remedy",
+    "splits_by_node",
+    "webdataset_world",
+]
+
+# ---- Hugging Face datasets, seen in 5.2.0 ----
+
+
+def is_split_by_node(dataset: object) -> bool:
+    """Tell whether an iterable dataset went through ``split_dataset_by_node()``, which leaves a private mark alone."""
+    return isinstance(dataset, IterableDataset) and getattr(dataset, "_distributed", None) is not None
+
+
+def is_hugging_face_table(dataset: object) -> bool:
+    """Tell whether it is a map-style ``datasets.Dataset``, which is not imported."""
+    is_table = "datasets.arrow_dataset.Dataset" in map(full_name, type(dataset).__mro__)
+    return is_table and not isinstance(dataset, IterableDataset)
+
+
+_HUGGING_FACE: Final = "datasets.iterable_dataset"
+_BUFFERS: Final = f"{_HUGGING_FACE}.BufferShuffledExamplesIterable"
+
+
+def loses_items_when_loaded(dataset: object) -> bool:
+    """Tell whether a dataset's ``load_state_dict`` leaves items out: what ``.shuffle(buffer_size=...)`` had buffered.
+
+    The package warns of it. Its stages hold each other in attributes, alone or in lists; a dataset of the user's may
+    hold them too.
+    """
+    left, seen = [dataset], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if any(full_name(kind) == _BUFFERS for kind in type(one).__mro__):
+            return True
+        for value in getattr(one, "__dict__", {}).values():
+            parts = value if isinstance(value, list | tuple) else [value]
+            left += [part for part in parts if isinstance(part, IterableDataset) or _is_hugging_face_stage(part)]
+    return False
+
+
+def forget_loaded_state(dataset: object) -> None:
+    """Have a dataset's next pass over an epoch be whole: it would begin again where the latest state was taken."""
+    if getattr(dataset, "_starting_state_dict", None) is not None and _is_hugging_face_stage(dataset):
+        vars(dataset)["_starting_state_dict"] = None
+
+
+def _is_hugging_face_stage(value: object) -> bool:
+    return any(kind.__module__ == _HUGGING_FACE for kind in type(value).__mro__)
+
+
+# ---- what shuffles an iterable dataset ----
+
+# The field by which webdataset names a sample, seen in 1.0.2. It is the name of the sample's files.
+SAMPLE_KEY: Final = "__key__"
+
+# How a package's datasets are told to shuffle alike in every process. Seen in webdataset 1.0.2, whose detshuffle=True
+# alone takes its seed from Python's global generator, and in Hugging Face datasets 5.2.0.
+_ORDER_REMEDIES: Final = {
+    "webdataset": "Pass a seed that is the same on every rank: WebDataset(..., detshuffle=True, seed=0) for shards, "
+    "and .compose(webdataset.detshuffle(1000, seed=0)) or .shuffle(1000, seed=0) in place of .shuffle(1000)",
+    "datasets": "Pass a seed that is the same on every rank: .shuffle(seed=0, buffer_size=1000)",
+}
+
+
+def order_remedy(dataset: object) -> str | None:
+    """Return how to have a dataset of another package, or one that it holds, shuffle alike on every rank."""
+    for one in (dataset, *getattr(dataset, "__dict__", {}).values()):
+        for kind in type(one).__mro__:
+            if (remedy := _ORDER_REMEDIES.get(kind.__module__.split(".")[0])) is not None:
+                return remedy
+    return None
+
+
+# ---- webdataset, seen in 1.0.2 ----
+
+
+def splits_by_node(attributes: Mapping[str, Any]) -> bool:
+    """Tell whether a stage of a webdataset's pipeline is ``split_by_node``, which ``nodesplitter=`` puts there.
+
+    The function holds no world; it asks for one when it runs. A copy of it in another package keeps its name. Seen in
+    webdataset 1.0.2.
+    """
+    stages = attributes.get("pipeline")
+    return isinstance(stages, list) and any(_function_name(stage) == "split_by_node" for stage in stages)
+
+
+def webdataset_world() -> tuple[int, int]:
+    """Return the rank and the number of ranks over which webdataset's ``split_by_node`` splits now."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def _function_name(value: Any) -> str | None:
+    return getattr(value.func if isinstance(value, partial) else value, "__name__", None)

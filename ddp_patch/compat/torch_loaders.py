@@ -1,0 +1,227 @@
+"""How torch iterates a loader, and torchdata, whose classes are torch's in all but name.
+
+Seen in torch 2.4.0, 2.13.0 and 2.15.0, and in torchdata 0.11.0.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.utils.data import DataLoader
+
+from ddp_patch.compat.missing import lacking, private
+from ddp_patch.compat.names import full_name
+from ddp_patch.errors import TorchVersionError
+
+if TYPE_CHECKING:
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+else:
+    _BaseDataLoaderIter = private("torch.utils.data.dataloader._BaseDataLoaderIter", "Counting a loader's batches")
+
+__all__ = [
+    "MAKE_ITERATOR",
+    "RUNNING_ITERATOR",
+    "THREAD_WORKERS",
+    "KeptIterator",
+    "RunningLoader",
+    "WrappedIterator",
+    "count_batches",
+    "forget_iterator",
+    "has_own_iteration",
+    "has_own_iterators",
+    "is_torch_batch_sampler",
+    "move_batches",
+    "pinned_by",
+    "show_loaders",
+    "torchdata_batch_sampler",
+]
+
+# A loader that runs. A copy must not share one. torch has no public name for what `iter(loader)` returns.
+RunningLoader: Final = _BaseDataLoaderIter
+
+# Where a loader with persistent workers keeps it. There is no public way to begin anew.
+RUNNING_ITERATOR: Final = "_iterator"
+
+# The method by which a loader makes it, for `iter(loader)` and for Ultralytics' `reset()`. There is no public one.
+MAKE_ITERATOR: Final = "_get_iterator"
+
+# Both are called by torch. A torch that called others would make us miscount, so they are looked for at once.
+private(f"torch.utils.data.dataloader.DataLoader.{MAKE_ITERATOR}", "Counting a loader's batches")
+private("torch.utils.data.dataloader._BaseDataLoaderIter._reset", "Counting a loader's batches")
+
+
+# The argument by which a loader's workers are threads of its process, and what it is then. torch 2.15.0 has the fields
+# for it in its worker info, but no such loader yet; this is how its development has it.
+THREAD_WORKERS: Final = ("worker_method", "thread")
+
+
+def has_own_iterators(loader_kind: type) -> bool:
+    """Tell whether a class makes other iterators than torch's."""
+    return getattr(loader_kind, MAKE_ITERATOR, None) is not getattr(DataLoader, MAKE_ITERATOR)
+
+
+class KeptIterator:
+    """Base of what a loader keeps as its running iterator: with persistent workers, torch resets it for each pass."""
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        self.drop_pass()
+
+    def drop_pass(self) -> None:
+        """Leave the running pass."""
+        raise NotImplementedError
+
+
+class WrappedIterator(KeptIterator):
+    """Base of what stands around the iterator that a loader's class makes.
+
+    Args:
+        loader: The loader.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        # Its class's, because the loader itself may have an attribute of that name.
+        self.wrapped: Any = getattr(type(loader), MAKE_ITERATOR)(loader)
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        super()._reset(loader)
+        self.wrapped._reset(loader)
+
+
+class _Counted:
+    """Stands before the class of a running iterator, and tells a tally what the iterator hands out."""
+
+    tally: Any
+
+    def __next__(self) -> Any:
+        try:
+            batch = super().__next__()  # type: ignore[misc]  # of torch's class, which comes next
+        except StopIteration:
+            self.tally.end()
+            raise
+        except BaseException:
+            self.tally.fail()
+            raise
+        self.tally.count()
+        return batch
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)  # type: ignore[misc]  # as above
+        self.tally.begin()
+
+
+class _Moved:
+    """Stands before the class of an iterator, and has a mover hand out on a device what the iterator gives."""
+
+    mover: Any
+
+    def __next__(self) -> Any:
+        return self.mover.next(super().__next__)  # type: ignore[misc]  # of the class that comes next
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)  # type: ignore[misc]  # as above
+        self.mover.begin()
+
+
+@cache
+def _before(kind: type, first: type) -> type:
+    """Return a class that is what another one is, but for the methods of ``first``."""
+    return type(kind.__name__, (first, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def move_batches(iterator: Any, mover: Any) -> None:
+    """Have a mover hand out what an iterator of any class gives, and be told when it is reset for another pass.
+
+    As with ``count_batches``, nothing has to stand around it.
+
+    Raises:
+        TypeError: Its class cannot be derived from, as a generator's.
+    """
+    kind: Any = type(iterator)
+    vars(iterator)["mover"] = mover
+    iterator.__class__ = _before(kind, _Moved)
+
+
+def count_batches(iterator: Any, tally: Any) -> None:
+    """Have a tally told when an iterator hands a batch out, fails to, is reset for another pass, or has no more.
+
+    torch counts in the iterator itself, which is gone after a ``break``, and calls nothing of ours. The iterator gets a
+    class of its own, derived from the one that it had, so nothing has to stand around it or refer back to it. What is
+    no iterator of torch's, nor around one, stays as it is.
+    """
+    if isinstance(iterator, RunningLoader | WrappedIterator) and not isinstance(iterator, _Counted):
+        vars(iterator)["tally"] = tally
+        kind: Any = type(iterator)
+        iterator.__class__ = _before(kind, _Counted)
+
+
+# The function that torch's class has for `repr()` before it gets one of ours: torch gives it none of its own.
+_PLAIN_REPR: Final = DataLoader.__repr__
+
+
+def show_loaders(text_of: Callable[[DataLoader[Any]], str | None]) -> None:
+    """Have ``repr()`` of a loader say what ``text_of`` returns; where that is None, the loader looks as ever.
+
+    Python looks the method up in the class, and a patched loader keeps its class. So torch's class gets one; a class
+    derived from it that has its own keeps that.
+    """
+
+    def text(loader: DataLoader[Any]) -> str:
+        found = text_of(loader)
+        kind = type(loader)
+        return _PLAIN_REPR(loader) if found is None else f"<{kind.__module__}.{kind.__qualname__}: {found}>"
+
+    if DataLoader.__repr__ is _PLAIN_REPR:
+        DataLoader.__repr__ = text  # type: ignore[assignment, method-assign]  # it takes loaders only
+
+
+def pinned_by(iterator: Any, batch: Any) -> Any:
+    """Return a batch in pinned memory if a loader's iterator gives its batches so.
+
+    Where this torch does not tell, the batch is not pinned: its copy to a device takes longer, and is the same.
+    """
+    if not getattr(iterator, "_pin_memory", False):
+        return batch
+    try:
+        pin_memory = private("torch.utils.data._utils.pin_memory.pin_memory", "Pinning a batch")
+    except TorchVersionError:
+        return batch
+    return pin_memory(batch, getattr(iterator, "_pin_memory_device", None))
+
+
+def forget_iterator(loader: DataLoader[Any]) -> None:
+    """Have the next pass start new workers: persistent ones know nothing of what changed in the main process.
+
+    Raises:
+        TorchVersionError: This torch keeps them elsewhere.
+    """
+    if not hasattr(loader, RUNNING_ITERATOR):
+        name = f"torch.utils.data.dataloader.DataLoader.{RUNNING_ITERATOR}"
+        raise lacking(name, "Starting new workers", "Or use persistent_workers=False.")
+    setattr(loader, RUNNING_ITERATOR, None)
+
+
+_TORCHDATA: Final = "torchdata.stateful_dataloader"
+_TORCH_BATCH_SAMPLERS: Final = {"torch.utils.data.sampler.BatchSampler", f"{_TORCHDATA}.sampler.BatchSampler"}
+
+
+def is_torch_batch_sampler(kind: type) -> bool:
+    """Tell whether a class is torch's own ``BatchSampler``, and no subclass, which may make batches another way."""
+    return full_name(kind) in _TORCH_BATCH_SAMPLERS
+
+
+def torchdata_batch_sampler(loader_kind: type) -> type[Any] | None:
+    """Return torchdata's ``BatchSampler`` if a loader's class is a ``StatefulDataLoader``, which needs that one.
+
+    With torch's own it could not tell its place in an epoch. torchdata is looked up, not imported.
+    """
+    if f"{_TORCHDATA}.stateful_dataloader" not in {base.__module__ for base in loader_kind.__mro__}:
+        return None
+    found: type[Any] = sys.modules[f"{_TORCHDATA}.sampler"].BatchSampler
+    return found
+
+
+def has_own_iteration(loader_kind: type) -> bool:
+    """Tell whether a loader's class iterates in a way of its own, other than torch's and torchdata's."""
+    iterates: type = next((base for base in loader_kind.__mro__ if "__iter__" in vars(base)), DataLoader)
+    return iterates is not DataLoader and not iterates.__module__.startswith(f"{_TORCHDATA}.")

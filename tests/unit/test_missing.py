@@ -1,0 +1,212 @@
+"""What happens where torch lacks a private name, or has changed what it means: each is taken away in turn."""
+
+import importlib.util
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.device_mesh
+import torch.utils.data._utils.pin_memory
+import torch.utils.data._utils.worker
+from messages import raises
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
+from zoo import Indices, loader
+
+import ddp_patch
+from ddp_patch import TorchVersionError, UnsupportedLoaderError, patch_dataloader_to_ddp
+from ddp_patch.compat import arrays, torch_groups, torch_loaders, torch_workers
+from ddp_patch.compat.missing import private
+
+WORLD: Any = {"rank": 0, "num_replicas": 2}
+WORKER = torch.utils.data._utils.worker
+
+
+def taken_away(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.delattr(f"torch.{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "facts", "remedy"),
+    [
+        (
+            "distributed.distributed_c10d._get_default_store",
+            torch_groups.default_store,
+            "agreement",
+            ("compatibility.md", "rank=", "num_replicas="),
+        ),
+        (
+            "distributed.ProcessGroupGloo",
+            lambda: torch_groups.gloo_group(None, 0, 1, timedelta()),  # type: ignore[arg-type]  # not reached
+            "send each other",
+            "compatibility.md",
+        ),
+        (
+            "_C._distributed_c10d.AllgatherOptions",
+            lambda: torch_groups.gather_in_background(None, torch.zeros(1), torch.zeros(1), timedelta()),
+            "by_worker",
+            "compatibility.md",
+        ),
+        (
+            "utils.data._utils.worker._generate_state",
+            lambda: torch_workers.seed_as_worker(0, 0),
+            "unpatched loader's workers",
+            "compatibility.md",
+        ),
+    ],
+)
+def test_what_needs_a_name_says_so(
+    name: str, call: Callable[[], object], facts: str, remedy: str | tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken_away(monkeypatch, name)
+    before = torch.get_rng_state()
+    with raises(TorchVersionError, (facts, f"torch.{name}", f"torch {torch.__version__}"), remedy):
+        call()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_error_is_an_import_error() -> None:
+    """Whoever tries an import expects one."""
+    assert issubclass(TorchVersionError, ImportError)
+    with pytest.raises(ImportError):
+        private("torch.no_such_module.name", "A test")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (torch_loaders, "utils.data.dataloader._BaseDataLoaderIter"),
+        (torch_loaders, "utils.data.dataloader._BaseDataLoaderIter._reset"),
+        (torch_loaders, "utils.data.dataloader.DataLoader._get_iterator"),
+        (torch_workers, "utils.data._utils.worker.WorkerInfo"),
+    ],
+)
+def test_without_these_nothing_is_imported(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec: Any = importlib.util.spec_from_file_location("another", module.__file__)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))  # as long as nothing is taken away
+    taken_away(monkeypatch, name)
+    with raises(TorchVersionError, f"torch.{name}", "compatibility.md"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_workers_that_are_kept_elsewhere_are_not_taken_for_new_ones() -> None:
+    given = patch_dataloader_to_ddp(DataLoader(Indices()), **WORLD)
+    del vars(given)["_iterator"]
+    with raises(TorchVersionError, ("new workers", "DataLoader._iterator"), "persistent_workers=False"):
+        torch_loaders.forget_iterator(given)
+
+
+def test_a_dataset_that_would_not_hear_which_worker_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer torch looks for a thread's worker info first."""
+    of_a_thread = torch_workers.made_worker_info(1, 2, 3, None)
+    telling = torch_workers.worker_info_told(torch_workers.made_worker_info(0, 2, 3, None))
+    with monkeypatch.context() as patched, raises(TorchVersionError, "_worker_info", "compatibility.md"):
+        patched.setattr(torch_workers, "get_worker_info", lambda: of_a_thread)
+        telling.__enter__()  # what follows would read the dataset
+    assert WORKER._worker_info is None
+    with torch_workers.worker_info_told(of_a_thread):
+        assert torch.utils.data.get_worker_info() is of_a_thread
+
+
+def test_a_seed_that_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_workers, "get_worker_info", lambda: (0, 1, 2))
+    with raises(TorchVersionError, ("Seeding workers by rank", "worker info"), "num_workers=0"):
+        torch_workers.replace_worker_seed(7)
+
+
+def test_a_batch_is_not_pinned_where_torch_does_not_tell_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_loaders.pinned_by(object(), "batch") == "batch"
+    monkeypatch.delattr(torch.utils.data._utils.pin_memory, "pin_memory")
+    assert torch_loaders.pinned_by(SimpleNamespace(_pin_memory=True), "batch") == "batch"
+
+
+def test_a_batch_is_pinned_as_a_loaders_iterator_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.data._utils.pin_memory, "pin_memory", lambda batch, device: (batch, device))
+    iterator: Any = iter(loader())
+    assert torch_loaders.pinned_by(iterator, "batch") == "batch"
+    iterator._pin_memory, iterator._pin_memory_device = True, "cuda"  # as where there is an accelerator
+    assert torch_loaders.pinned_by(iterator, "batch") == ("batch", "cuda")
+    assert torch_loaders.pinned_by(SimpleNamespace(_pin_memory=True), "batch") == ("batch", None)
+
+
+def test_a_tensor_whose_changes_nobody_counts_counts_as_changed() -> None:
+    counted: Any = torch.ones(2)
+    uncounted: Any = SimpleNamespace()
+    assert arrays.changes_of(counted) == arrays.changes_of(counted)
+    assert arrays.changes_of(uncounted) != arrays.changes_of(uncounted)
+
+
+def test_a_normal_may_be_held_where_numpy_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np.random, "get_state", lambda legacy=True: {"has_gauss": 0})
+    assert arrays.may_hold_a_normal()
+
+
+class Mesh:
+    """Stands for a mesh, or for a part of one; of a torch that does not tell, but in the given ways."""
+
+    def __init__(self, ranks: int, **ways: object) -> None:
+        self.size = lambda: ranks
+        vars(self).update(ways)
+
+
+WHOLE: Any = Mesh(4)
+PART: Any = Mesh(2)
+
+
+def root_of(mesh: Any, monkeypatch: pytest.MonkeyPatch, **ways: object) -> DeviceMesh:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed.device_mesh, "_mesh_resources", SimpleNamespace(**ways), raising=False)
+    return torch_groups.root_mesh(mesh)
+
+
+def test_every_way_in_which_torch_told_what_a_mesh_was_cut_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert root_of(Mesh(2, _get_root_mesh=lambda: WHOLE), monkeypatch) is WHOLE
+    assert root_of(PART, monkeypatch, get_root_mesh=lambda mesh: WHOLE) is WHOLE
+    cut_from = {PART: (middle := Mesh(3)), middle: WHOLE}
+    assert root_of(PART, monkeypatch, get_parent_mesh=cut_from.get) is WHOLE
+    assert root_of(WHOLE, monkeypatch, get_parent_mesh=cut_from.get) is WHOLE
+
+
+def test_a_mesh_of_all_ranks_is_whole_and_any_other_may_be_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert root_of(WHOLE, monkeypatch) is WHOLE
+    with raises(TorchVersionError, ("device_mesh", "_get_root_mesh"), ("mesh of all ranks", "cut from")):
+        root_of(PART, monkeypatch)
+
+
+class Threaded(DataLoader[Any]):
+    """A later torch's loader, whose workers may be threads."""
+
+    def __init__(self, *args: Any, worker_method: str = "multiprocessing", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.worker_method = worker_method
+
+
+def test_workers_that_are_threads_are_refused_by_name() -> None:
+    told = ("Threaded", "worker_method='thread'", "num_workers=2")
+    with raises(UnsupportedLoaderError, told, ("worker_method='multiprocessing'", "num_workers=0")):
+        patch_dataloader_to_ddp(Threaded(Indices(), num_workers=2, worker_method="thread"), **WORLD)
+    for remedy in ({"num_workers": 2}, {"worker_method": "thread"}):
+        given = Threaded(Indices(), **remedy)
+        assert ddp_patch.extract_loader_parameters(patch_dataloader_to_ddp(given, **WORLD))["worker_method"]
+
+
+def test_a_worker_that_turns_out_to_be_a_thread_changes_no_random_state() -> None:
+    seeding: Any = patch_dataloader_to_ddp(loader(num_workers=1), **WORLD).worker_init_fn
+    found: list[UnsupportedLoaderError] = []
+
+    def work() -> None:
+        with raises(UnsupportedLoaderError, ("Worker 3", "thread"), ("processes", "num_workers=0")) as caught:
+            seeding(3)
+        found.append(caught.value)
+
+    before = torch.get_rng_state()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found
+    assert torch.equal(torch.get_rng_state(), before)
