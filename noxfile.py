@@ -45,14 +45,16 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Test the wheel with all that needs no third-party loader; arguments after ``--`` go to pytest."""
     install_wheel(session, "test")
-    run_tests(session, *WITHOUT_INTEGRATIONS)
+    run_tests(session, *WITHOUT_INTEGRATIONS, *session.posargs)
 
 
 @nox.session(requires=["package"])
 def soak(session: nox.Session) -> None:
-    """Run the tests that CI leaves out for their length; arguments after ``--`` go to pytest."""
+    """Run the long tests that CI leaves out, then random faults against random trainings: ``-- --rounds 500``."""
     install_wheel(session, "test")
     run_tests(session, "-m", "soak", *WITHOUT_INTEGRATIONS)
+    environment = {"PYTHONPATH": "benchmarks", "PYTHONSAFEPATH": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    session.run("python", "-W", "ignore", "benchmarks/soak.py", *session.posargs, env=environment)
 
 
 @nox.session
@@ -90,7 +92,7 @@ def integrations(session: nox.Session) -> None:
     # mmengine's samplers do without OpenCV.
     install(session, "addict", "termcolor", "yapf")
     install(session, "--no-deps", "mmengine")
-    run_tests(session, "--write-frameworks", *INTEGRATIONS)
+    run_tests(session, "--write-frameworks", *INTEGRATIONS, *session.posargs)
 
 
 @nox.session(allow_parallel=True)
@@ -235,7 +237,7 @@ def test_with(session: nox.Session, *versions: str) -> None:
     session.install("--upgrade", *versions, *pinned, f"{wheel}[test]")
     session.run("pip", "check")
     written = [] if session.posargs else [f"--write-compatibility={session.name.partition('-')[0]}"]
-    run_tests(session, *WITHOUT_INTEGRATIONS, *written)
+    run_tests(session, *WITHOUT_INTEGRATIONS, *written, *session.posargs)
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:
@@ -247,4 +249,4 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
     # More processes than cores: on real ranks a test mostly waits.
     # And they take tests from each other: some take a hundred times as long as others.
     workers = ["-n", str((os.cpu_count() or 1) + 2), "--dist", "worksteal"]
-    session.run("pytest", *workers, *arguments, *session.posargs, env=environment)
+    session.run("pytest", *workers, *arguments, env=environment)
