@@ -40,7 +40,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
 WRITTEN_FROM = 500  # rounds
 EPOCHS = 2
 LIMIT_S = 120.0  # of one attempt
-TIMEOUT_S = 30.0  # that ranks wait for each other
+TIMEOUT_S = 10.0  # that ranks wait for each other
 MOST_FAULTS = 3  # in a round; what comes after them must go well
 
 # What goes wrong, and whether the ranks may end before their training does.
@@ -142,8 +142,9 @@ class Training:
     @classmethod
     def drawn(cls, numbers: random.Random) -> "Training":
         """Return a random one."""
-        kind, n, size = numbers.choice(KINDS), numbers.randint(64, 160), numbers.randint(1, 6)
-        workers = numbers.choice([2, 2, 3] if kind == "parts" else [0, 0, 0, 1])
+        # Workers take long to start, so few rounds have any.
+        kind, n, size = numbers.choice(KINDS[:-1] * 2 + KINDS[-1:]), numbers.randint(64, 160), numbers.randint(1, 6)
+        workers = numbers.choice([2, 2, 3] if kind == "parts" else [0] * 15 + [1])
         options: dict[str, Any] = {"uneven": numbers.choice(["pad", "pad", "drop", "keep"]), "timeout": TIMEOUT_S}
         if kind not in {"weighted", "drawn by rank 0"}:
             options["seed"] = numbers.randrange(1000)
@@ -273,7 +274,7 @@ def train(attempt: Attempt, rank: int) -> None:
                 if fault.what == "a rank killed at a step (SIGKILL)":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if fault.what == "a slow rank":
-                    time.sleep(fault.after_s / 4)
+                    time.sleep(fault.after_s / 25)
             log.note(epoch, batch)
             steps += 1
             if training.has_equal_steps:
@@ -338,7 +339,7 @@ class Processes:
             if not self._ranks[fault.rank].is_alive():
                 return
             time.sleep(0.005)
-        time.sleep(fault.after_s)
+        time.sleep(fault.after_s / 4)  # most trainings take less than half a second
         match fault.what:
             case "a rank killed at a random moment (SIGKILL)":
                 self._signal(self._ranks[fault.rank], signal.SIGKILL)
@@ -377,7 +378,8 @@ def run_round(number: int, seed: int, found: Found) -> None:
     numbers = random.Random(f"{seed}/{number}")
     training = Training.drawn(numbers)
     folder = Path(tempfile.mkdtemp(prefix=f"soak-{number}-"))
-    faults_left, attempt, ranks, ended = MOST_FAULTS, 0, numbers.randint(2, 8), False
+    most = 3 if training.workers else 8  # each rank's workers come from a process of its own
+    faults_left, attempt, ranks, ended = MOST_FAULTS, 0, numbers.randint(2, most), False
     while not ended:
         fault = None
         if faults_left:
@@ -396,7 +398,7 @@ def run_round(number: int, seed: int, found: Found) -> None:
         if ended and fault is not None and fault.what.startswith("a checkpoint"):
             ended = False  # which the damage is to be found for
         attempt += 1
-        ranks = numbers.choice([ranks, numbers.randint(2, 8)])
+        ranks = numbers.choice([ranks, numbers.randint(2, most)])
         if attempt > 2 * MOST_FAULTS:
             raise AssertionError("the round does not come to its end")
     account(folder, training, found)
