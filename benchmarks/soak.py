@@ -456,6 +456,22 @@ def due_of(training: Training, seed: int) -> list[Counter[int]]:
     return [Counter(item for batch in alone for item in batch) for _ in range(EPOCHS)]
 
 
+def run_many(before: int, after: int) -> str:
+    """Train on so many ranks, kill one in the second epoch, and resume on another number of ranks; say what came."""
+    training = Training("shuffled", 1000, 2, 0, {"seed": 1, "uneven": "pad", "timeout": LIMIT_S}, every=3)
+    folder, found = Path(tempfile.mkdtemp(prefix="soak-many-")), Found()
+    steps = -(-training.n // (before * training.size))
+    fault = Fault("a rank killed at a step (SIGKILL)", before - 1, steps + 2, 0.0)
+    if Processes(folder, training, 0, before, fault).run() or not Processes(folder, training, 1, after, None).run():
+        raise AssertionError(raised(folder, 0) + raised(folder, 1))
+    account(folder, training, found)
+    shutil.rmtree(folder)
+    return (
+        f"{before} ranks on one machine were patched, trained for an epoch, and lost a rank (SIGKILL) in the next; "
+        f"{after} ranks resumed: {found.samples:,} samples accounted for, {found.padding:,} of them padding."
+    )
+
+
 def main() -> None:
     """Run rounds, and show what came of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -463,10 +479,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first round")
+    parser.add_argument("--ranks", type=int, nargs=2, help="nothing but one training of many ranks, resumed by others")
     given = parser.parse_args()
     if given.rounds == sys.maxsize and given.minutes == float("inf"):
         given.rounds = 20
     multiprocessing.set_forkserver_preload(["soak", "ddp_patch.shares.iterables.dataset"])
+    if given.ranks:
+        print(told := run_many(*given.ranks))
+        put(PAGE, "soaked-ranks", told)
+        return
     found, until = Found(), time.monotonic() + 60 * given.minutes
     for number in range(given.first, given.first + given.rounds):
         if time.monotonic() > until:
