@@ -1,4 +1,4 @@
-"""Turn a finished ``DataLoader`` into one distributed rank's correct share of it, in one line."""
+"""Give each distributed rank its own part of a finished ``DataLoader``, with its sampler intact, in one line."""
 
 import os
 from importlib import import_module

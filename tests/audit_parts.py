@@ -181,7 +181,7 @@ WRONG: dict[str, tuple[Make, str, tuple[str, ...], str]] = {
     "overlapping slices that leave some out": (
         lambda rank, world_size: of(NAMES if world_size == 1 else NAMES[20 * rank :][:26]),
         "missing",
-        ("18 of 104 samples are missing", "18 of 104 samples are got too often"),
+        ("18 of 104 samples are missing", "18 of 104 samples are seen more often than in one process"),
         "complete",
     ),
     "overlapping Subsets that leave some out, shuffled by each rank": (
@@ -189,7 +189,7 @@ WRONG: dict[str, tuple[Make, str, tuple[str, ...], str]] = {
             Subset(BASE, range(N) if world_size == 1 else range(20 * rank, 20 * rank + 26)), shuffle=True
         ),
         "missing",
-        ("18 of 104 samples are missing", "18 of 104 samples are got too often"),
+        ("18 of 104 samples are missing", "18 of 104 samples are seen more often than in one process"),
         "complete",
     ),
     "unequal slices": (pieces(NAMES, [0, 40, 60, 80, 104]), "uneven_steps", ("Rank 1 makes 5", "rank 0"), "uneven"),

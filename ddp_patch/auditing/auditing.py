@@ -82,7 +82,7 @@ def audit(
         options: More options for ``patch_dataloader_to_ddp``.
 
     Returns:
-        The report. ``report.ok`` says whether all holds. The global random states are the same as before.
+        The report. ``report.ok`` says whether the loader passes. The global random states are the same as before.
 
     Raises:
         NotALoaderError: ``loader`` is neither a loader nor a function that returns one.

@@ -84,33 +84,33 @@ def _one_of(values: Any) -> click.Choice[str]:
 @commands.command("audit")
 @click.argument("target")
 @click.option("--world-size", "-w", type=click.IntRange(1), required=True, help="The number of ranks.")
-@click.option("--epochs", "-e", type=click.IntRange(1), default=2, show_default=True, help="How many to draw.")
+@click.option("--epochs", "-e", type=click.IntRange(1), default=2, show_default=True, help="How many epochs to draw.")
 @click.option("--patch/--no-patch", default=True, help="Audit loaders as the patch would share them, or as they stand.")
 @click.option("--set-epoch", is_flag=True, help="The training calls set_epoch(epoch) before each epoch.")
 @click.option("--padding/--no-padding", default=True, help="Whether samples may be repeated; not in an evaluation.")
 @click.option("--epochs-differ", is_flag=True, help="Every epoch must have another order.")
-@click.option("--allow", multiple=True, type=_one_of(Kind), help="What is all right here.")
+@click.option("--allow", multiple=True, type=_one_of(Kind), help="A kind of problem to ignore; give it once for each kind.")
 @click.option("--cost", metavar="TARGET", help="What samples cost: a sequence, or a function of an index.")
 @click.option("--cost-of", type=_one_of(CostOf), help="What a batch costs: as in patch_dataloader_to_ddp().")
-@click.option("--cost-window", type=click.IntRange(1), help="How many steps are balanced at once: as there.")
-@click.option("--max-items", type=click.IntRange(1), help="Of each rank; else 16 million of all ranks together.")
+@click.option("--cost-window", type=click.IntRange(1), help="How many steps are balanced at once: as in patch_dataloader_to_ddp().")
+@click.option("--max-items", type=click.IntRange(1), help="How many items to draw for each rank. Default: 16 million for all ranks together.")
 @click.option("--processes", is_flag=True, help="Draw on real ranks, processes of a gloo group.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds that these may take.")
 @click.option("--uneven", type=_one_of(Uneven), help="As in patch_dataloader_to_ddp().")
-@click.option("--layout", type=_one_of(Layout), help="As there.")
-@click.option("--agreement", type=_one_of(Agreement), help="As there; 'leader' takes --processes.")
-@click.option("--seed", type=click.IntRange(0), help="As there.")
-@click.option("--iterable-sharding", type=_one_of(IterableSharding), help="As there.")
-@click.option("--share", type=_one_of(Share), help="As there.")
-@click.option("--scalable-shuffle", is_flag=True, default=None, help="As there.")
+@click.option("--layout", type=_one_of(Layout), help="As in patch_dataloader_to_ddp().")
+@click.option("--agreement", type=_one_of(Agreement), help="As in patch_dataloader_to_ddp(); 'leader' needs --processes.")
+@click.option("--seed", type=click.IntRange(0), help="As in patch_dataloader_to_ddp().")
+@click.option("--iterable-sharding", type=_one_of(IterableSharding), help="As in patch_dataloader_to_ddp().")
+@click.option("--share", type=_one_of(Share), help="As in patch_dataloader_to_ddp().")
+@click.option("--scalable-shuffle", is_flag=True, default=None, help="As in patch_dataloader_to_ddp().")
 @click.option("--format", "form", type=click.Choice(["text", "json", "markdown"]), default="text", show_default=True)
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with pictures, too.")
 def audit_command(target: str, world_size: int, cost: str | None, form: str, html: Path | None, **given: Any) -> None:
     """Audit TARGET: package.module:name or path/to/file.py:name.
 
     It names a loader, a dict or list of loaders, a function make() that returns any of these, or a function
-    make(rank, world_size) that builds one rank's loader, or a dict or list of them. Exits with 0 when all hold, 1 when
-    not, 2 when it could not run.
+    make(rank, world_size) that builds one rank's loader, or a dict or list of them. Exits with 0 when all pass, 1 when
+    one fails, 2 when it could not run.
     """
     if html is not None:
         # Look for matplotlib and the folder before the work, which may take long.
@@ -162,7 +162,7 @@ def _print(reports: dict[str, Report], form: str) -> None:
 
 def _shown(place: str, report: Report) -> Group:
     """Return a report as a table with its problems below."""
-    mark = "[bold green]✔ holds[/]" if report.ok else "[bold red]✘ does not hold[/]"
+    mark = "[bold green]✔ PASS[/]" if report.ok else "[bold red]✘ FAIL[/]"
     title = f"{escape(place)} on {report.world_size} ranks: {mark}"
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(no_wrap=True)

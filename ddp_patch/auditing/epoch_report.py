@@ -27,7 +27,7 @@ class EpochReport:
         missing_examples: The names of some samples that no rank got.
         repeated: How many ranks got more often than a single process would, padding included and foreign ones not. None
             where it cannot be told.
-        repeated_examples: The names of some samples that ranks got too often, each with the ranks that got it.
+        repeated_examples: The names of some samples that ranks saw too often, each with the ranks that got it.
         padding: How many of the repeated ones fill the last round.
         dropped: How many of the missing ones the loader was asked to leave out.
         global_batches: Sizes of global batches, in samples, each with how many steps in a row have it. So

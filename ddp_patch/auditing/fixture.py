@@ -16,11 +16,11 @@ class DDPAudit(Protocol):
     """Type the fixture ``ddp_audit``, for tests with type annotations."""
 
     def __call__(self, loader: DataLoader[Any] | Factory, world_size: int = 2, **expect: Any) -> Report:
-        """Audit a loader, and fail the test if something does not hold."""
+        """Audit a loader, and fail the test if it does not pass."""
 
 
 def audit_or_fail(loader: DataLoader[Any] | Factory, world_size: int = 2, **expect: Any) -> Report:
-    """Audit a loader as ``ddp_patch.audit`` does, and fail the running test with the report if something does not hold.
+    """Audit a loader as ``ddp_patch.audit`` does, and fail the running test with the report if it does not pass.
 
     Args:
         loader: A loader or a factory, as in ``ddp_patch.audit``.

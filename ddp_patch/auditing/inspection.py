@@ -124,7 +124,7 @@ class Inspection:
     def _how(self) -> str:
         subject = self.world.subject
         if not isinstance(subject.make, LoaderFacts):
-            shared = "as the factory made it"
+            shared = "simulated: loaders as returned by your factory"
             if self.is_against_whole:
                 shared += " (make(0, 1) ignores world_size, so compared with the whole dataset)"
         else:

@@ -48,7 +48,7 @@ problem_kinds: Mapping[Kind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Describe something that does not hold, and what to do about it.
+    """Describe something that is wrong, and what to do about it.
 
     Attributes:
         kind: The kind of problem, a key of ``problem_kinds``.
@@ -92,10 +92,10 @@ class Report:
         seconds: Seconds that rank 0 took to draw its first epoch.
         memory: Bytes by which the process grew meanwhile, measured between blocks of batches. None where the system
             does not report it.
-        problems: What does not hold.
-        allowed: What does not hold but was allowed.
+        problems: What is wrong.
+        allowed: What is wrong but was allowed.
         pictured: What pictures are drawn from.
-        balanced: The report of the same loader patched with ``cost=``, too. What does not hold there is among this
+        balanced: The report of the same loader patched with ``cost=``, too. Its problems are among this
             report's problems. None without ``cost``, and where it cannot be balanced.
         why_not_balanced: Why it cannot; None where it can, and without ``cost``.
 
@@ -106,7 +106,7 @@ class Report:
         >>> report.ok, report.world_size, report.units, report.epochs_differ, report.seeds_agree
         (True, 2, 'samples', True, True)
         >>> print(str(report).splitlines()[0])
-        DataLoader on 2 ranks: all holds
+        DataLoader on 2 ranks: PASS
     """
 
     name: str
@@ -127,14 +127,14 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Tell whether all holds: there is no problem that was not allowed."""
+        """Whether the loader passes: there is no problem that was not allowed."""
         return not self.problems
 
     def raise_for_problems(self) -> None:
         """Raise an error that lists the problems, if there are any.
 
         Raises:
-            AuditError: Something does not hold.
+            AuditError: There are problems.
         """
         if self.problems:
             raise AuditError(str(self))
@@ -169,12 +169,12 @@ class Report:
         return [*told, ("one rank's epoch", f"{self.seconds:.3f} s{memory}")]
 
     def _balance(self) -> list[tuple[str, str]]:
-        """Say how ranks wait for each other in each epoch, and whether all holds with ``cost=``, too."""
+        """Say how ranks wait for each other in each epoch, and whether the loader passes with ``cost=``, too."""
         balanced = [None] * len(self.epochs) if self.balanced is None else self.balanced.epochs
         texts = [balance_text(epoch, other) for epoch, other in zip(self.epochs, balanced, strict=True)]
         told = [(f"balance {epoch.epoch}", text) for epoch, text in zip(self.epochs, texts, strict=True) if text]
         if self.balanced is not None:
-            told.append(("with cost=", "all holds" if self.balanced.ok else "not all holds"))
+            told.append(("with cost=", "PASS" if self.balanced.ok else "FAIL"))
         if self.why_not_balanced is not None:
             told.append(("with cost=", f"not drawn. {self.why_not_balanced}"))
         return told
@@ -194,12 +194,12 @@ class Report:
             f"{as_markdown(problem.why)} *{as_markdown(problem.remedy)}*"
             for problem in self.problems
         ]
-        heading = f"### {'✔' if self.ok else '✘'} {as_markdown(self.name)}: {'holds' if self.ok else 'does not hold'}"
+        heading = f"### {'✔' if self.ok else '✘'} {as_markdown(self.name)}: {'PASS' if self.ok else 'FAIL'}"
         return "\n".join([heading, "", "| | |", "| --- | --- |", *rows, *([""] if problems else []), *problems])
 
     def __str__(self) -> str:
         count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
-        lines = [f"{self.name} on {self.world_size} ranks: {'all holds' if self.ok else count}"]
+        lines = [f"{self.name} on {self.world_size} ranks: {'PASS' if self.ok else count}"]
         lines += [f"  {name}: {value}" for name, value in self.facts()]
         for problem in self.problems:
             lines += [f"  ✘ {problem.kind} ({problem.where})", f"    {problem.what} {problem.why}"]

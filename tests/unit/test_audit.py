@@ -396,7 +396,7 @@ def test_a_report_is_frozen_plain_and_printable() -> None:
     assert told["problems"][0]["kind"] == "not_sharded"
     assert "✘" in str(report)
     assert "Remedy: " in str(report)
-    assert report.to_markdown().startswith("### ✘ not_sharded: does not hold\n")
+    assert report.to_markdown().startswith("### ✘ not_sharded: FAIL\n")
     assert all(report.to_markdown().splitlines()[2:4])
 
 
@@ -699,7 +699,7 @@ def test_a_process_alone_that_raises_is_told() -> None:
 def test_markdown_shows_names_as_they_are() -> None:
     names = ["__a__.jpg", "*b*.jpg", "c|<i>_d.jpg", *"fghij"]
     told = audit(lambda rank, ranks: loader(sampler=names if ranks == 1 else names[3 + rank :: ranks]), 2).to_markdown()
-    assert told.startswith(r"### ✘ \<lambda\>: does not hold")
+    assert told.startswith(r"### ✘ \<lambda\>: FAIL")
     assert all(name in told for name in (r"'\_\_a\_\_.jpg'", r"'\*b\*.jpg'", r"'c\|\<i\>\_d.jpg'"))
 
 

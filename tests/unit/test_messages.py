@@ -48,7 +48,7 @@ OPTIONS: list[tuple[dict[str, Any], Words, Words]] = [
     ({"data_parallel_dimensions": ["dp"]}, ("data_parallel_dimensions=['dp']", "device_mesh"), "device_mesh="),
     ({"agreement": "leader"}, ("agreement='leader'", *PAIR), "torch.distributed.init_process_group()"),
     ({"verify": True}, ("verify=True", *PAIR), "torch.distributed.init_process_group()"),
-    ({"timeout": 0}, ("timeout=0", "seconds", "0.001", "1e+08"), "one"),
+    ({"timeout": 0}, ("timeout=0", "seconds", "0.001", "1e+08"), "Pass a number"),
 ]
 
 

@@ -43,7 +43,7 @@ class About:
         if found.lacking:
             parts.append(f"{found.lacking} {of} are missing{self._such(self.missing())}.")
         if found.extra:
-            parts.append(f"{found.extra} {of} are got too often{self._such(_placed(self.repeated()))}.")
+            parts.append(f"{found.extra} {of} are seen more often than in one process{self._such(_placed(self.repeated()))}.")
         if found.unexpected:
             such = self._such(_placed(self.foreign()))
             parts.append(f"Ranks get {found.unexpected} {self.epoch.units} that one process never gets{such}.")
@@ -54,7 +54,7 @@ class About:
         return tuple(self.coding.name(int(code)) for code in self.judged.samples.missing[:EXAMPLES])
 
     def repeated(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the names of some samples that ranks got too often, each with the ranks that got it."""
+        """Return the names of some samples that ranks saw too often, each with the ranks that got it."""
         return self._with_owners(self.judged.samples.repeated)
 
     def foreign(self) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -30,7 +30,7 @@ class Coverage:
     Attributes:
         missing: Numbers of what was got too seldom, each once.
         lacking: By how many times, in total.
-        repeated: Numbers of what was got too often, each once.
+        repeated: Numbers of what was seen too often, each once.
         extra: By how many times, in total.
         foreign: Numbers of what a single process never gets, each once.
         unexpected: How many times it was got, in total.

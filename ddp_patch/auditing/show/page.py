@@ -65,7 +65,7 @@ def _tone(ok: bool) -> str:
 
 
 def _section(place: str, report: Report) -> str:
-    mark = "✔ holds" if report.ok else "✘ does not hold"
+    mark = "✔ PASS" if report.ok else "✘ FAIL"
     facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in report.facts())
     problems = "".join(map(_problem, report.problems))
     figures = "".join(map(_figure, pictures_of(report)))
