@@ -43,7 +43,8 @@ class About:
         if found.lacking:
             parts.append(f"{found.lacking} {of} are missing{self._such(self.missing())}.")
         if found.extra:
-            parts.append(f"{found.extra} {of} are seen more often than in one process{self._such(_placed(self.repeated()))}.")
+            such = self._such(_placed(self.repeated()))
+            parts.append(f"{found.extra} {of} are seen more often than in one process{such}.")
         if found.unexpected:
             such = self._such(_placed(self.foreign()))
             parts.append(f"Ranks get {found.unexpected} {self.epoch.units} that one process never gets{such}.")
