@@ -12,6 +12,7 @@ from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.moving import Mover
 from ddp_patch.loaders.placing import ON_DEVICE, copies_ahead
+from ddp_patch.loaders.repeating import OneIterator
 from ddp_patch.options import Options
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.histories import Pace
@@ -56,6 +57,8 @@ def move(facts: LoaderFacts[L], device: torch.device, place: Callable[..., L] = 
     make_mover, on_device = _mover_of(facts, Options(device=device))
     moved = place(facts.loader, **on_device)
     OwnMethods(moved, None, make_mover=make_mover)
+    if facts.repeater is not None:
+        vars(moved).update(dict.fromkeys(facts.running, OneIterator(moved)))
     return moved
 
 

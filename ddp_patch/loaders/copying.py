@@ -11,6 +11,7 @@ from ddp_patch.compat.frameworks import LIGHTNING_ARGUMENTS
 from ddp_patch.compat.torch_loaders import MAKE_ITERATOR, RUNNING_ITERATOR, RunningLoader
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.recognition import require_loader
+from ddp_patch.loaders.repeating import OneIterator
 from ddp_patch.options import check_flag
 
 __all__ = ["OWN_METHODS", "change_loader", "copy_loader", "extract_loader_parameters"]
@@ -105,7 +106,7 @@ def change_loader(loader: L, **replaced: Any) -> L:
 
 def _replace(loader: DataLoader[Any], replaced: Mapping[str, Any]) -> None:
     name = type(loader).__name__
-    running = [name for name, value in vars(loader).items() if isinstance(value, RunningLoader)]
+    running = [name for name, value in vars(loader).items() if isinstance(value, RunningLoader | OneIterator)]
     # Past DataLoader.__setattr__, which refuses to change a sampler after construction.
     vars(loader).update({**dict.fromkeys([RUNNING_ITERATOR, *running]), **replaced})
     for attribute in LIGHTNING_ARGUMENTS & vars(loader).keys():

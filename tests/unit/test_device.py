@@ -328,6 +328,25 @@ def test_in_a_single_process_batches_come_there_too() -> None:
         assert (batch.device, mask.device) == (META, META)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", [MultiEpochs, Infinite, BegunAtFirst])
+def test_one_iterator_for_all_epochs_comes_there_in_a_single_process(kind: Any, num_workers: int) -> None:
+    given = kind(Indices(6), 2, num_workers=num_workers)
+    next(iter(given))  # which stays with the given loader
+    with pytest.warns(NotDistributedWarning):
+        moved = patch_dataloader_to_ddp(given, device="cpu")
+    assert [[batch.tolist() for batch in moved] for _ in range(2)] == [[[0, 1], [2, 3], [4, 5]]] * 2
+    with pytest.warns(NotDistributedWarning):
+        on_meta = patch_dataloader_to_ddp(given, device="meta")
+    for one in (on_meta, copy.deepcopy(on_meta), pickle.loads(pickle.dumps(on_meta))):  # noqa: S301 - our own
+        assert [batch.device for _ in range(2) for batch in one] == [META] * 6
+    if kind is Infinite:
+        on_meta.reset()
+        assert next(iter(on_meta)).device == META
+    two = patched(on_meta)
+    assert [len(list(two)), next(iter(two)).device] == [2, META]
+
+
 @pytest.mark.parametrize("weight_of", [None, lambda batch: [1.0] * len(batch)])
 def test_masks_and_weights_come_on_the_device(weight_of: Any) -> None:
     loader = patch_dataloader_to_ddp(DataLoader(Indices(5), 2), rank=0, num_replicas=1, device="meta")
