@@ -1,6 +1,7 @@
 """Put a rank's share into a copy of a loader."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from ddp_patch.compat.frameworks import ACCELERATE_PREPARED
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.moving import Mover
-from ddp_patch.loaders.placing import ON_DEVICE, copies_ahead
+from ddp_patch.loaders.placing import ON_DEVICE, copies_ahead, device_for
 from ddp_patch.loaders.repeating import OneIterator
 from ddp_patch.options import Options
 from ddp_patch.ranks.agreement import Agreed
@@ -34,6 +35,7 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
         agreed: What the ranks agreed on.
         place: Places what shards into a copy of the loader (``copy_loader``) or into itself (``change_loader``).
     """
+    agreed = replace(agreed, options=replace(agreed.options, device=device_for(facts, agreed.options)))
     share_of = _iterable_share if facts.level is Level.ITERABLE else _sampler_share
     sharded, new = share_of(facts, agreed)
     ahead = facts.batches_ahead + copies_ahead(facts, agreed.options)
@@ -64,10 +66,10 @@ def move(facts: LoaderFacts[L], device: torch.device, place: Callable[..., L] = 
 
 def _mover_of(facts: LoaderFacts[Any], options: Options) -> tuple[Callable[[], Mover] | None, dict[str, Any]]:
     """Return what makes movers of a loader's batches, and the attributes that tell where these come."""
-    if not isinstance(options.device, torch.device):
+    device = device_for(facts, options)
+    if device is None:
         return None, {}
-    make_mover = partial(Mover, options.device, copies_ahead=copies_ahead(facts, options))
-    return make_mover, {ON_DEVICE: options.device}
+    return partial(Mover, device, copies_ahead=copies_ahead(facts, options)), {ON_DEVICE: device}
 
 
 def _pace(facts: LoaderFacts[Any], ahead: int) -> Pace:

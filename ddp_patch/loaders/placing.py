@@ -12,7 +12,7 @@ from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.moving import streams_of
 from ddp_patch.options import Options
 
-__all__ = ["ON_DEVICE", "copies_ahead", "device_of", "require_movable", "without_device"]
+__all__ = ["ON_DEVICE", "copies_ahead", "device_for", "device_of", "require_movable", "without_device"]
 
 L = TypeVar("L", bound=DataLoader[Any])
 
@@ -24,6 +24,16 @@ def device_of(loader: DataLoader[Any]) -> torch.device | None:
     """Return the device on which a loader's batches come by ``device=``; None where they come as they are."""
     found: torch.device | None = getattr(loader, ON_DEVICE, None)
     return found
+
+
+def device_for(facts: LoaderFacts[Any], options: Options) -> torch.device | None:
+    """Return the device on which a patched loader's batches come: the one asked for, or else where they come already.
+
+    Args:
+        facts: The loader that is to be patched.
+        options: What the user chose, with "auto" resolved.
+    """
+    return options.device if isinstance(options.device, torch.device) else device_of(facts.loader)
 
 
 def without_device(loader: L, **replaced: Any) -> L:
@@ -41,9 +51,9 @@ def copies_ahead(facts: LoaderFacts[Any], options: Options) -> bool:
     be others. It takes torch's own iterators, because others count what is taken from them. And where ranks hand each
     other batches, one that copies ahead could wait for one that does not.
     """
-    device, kind = options.device, type(facts.loader)
+    device, kind = device_for(facts, options), type(facts.loader)
     return (
-        isinstance(device, torch.device)
+        device is not None
         and streams_of(device) is not None
         and facts.num_workers > 0
         and facts.repeater is None

@@ -299,6 +299,17 @@ def test_patching_again_changes_nothing_or_is_refused() -> None:
         patched(patched(DataLoader(Indices(4), 2), device=None), device="cpu")
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_that_is_shared_later_keeps_its_device(num_workers: int, streams: Streams) -> None:
+    with pytest.warns(NotDistributedWarning):
+        moved = patch_dataloader_to_ddp(DataLoader(Indices(8), 2, num_workers=num_workers), device="meta")
+    shared = patched(moved, device=None)
+    assert "device='meta'" in repr(shared)
+    assert {(batch.device, mask.device) for batch, mask in iter_with_mask(shared)} == {(META, META)}
+    assert shared.sampler.watch.pace.ahead == (6 if num_workers else 0)  # the one that is copied ahead counts
+    assert {batch.device for batch in moved} == {META}
+
+
 def test_the_loader_says_where_its_batches_come() -> None:
     assert "device='meta'" in repr(patched(DataLoader(Indices(4), 2)))
 
