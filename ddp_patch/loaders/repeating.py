@@ -51,7 +51,8 @@ class OneIterator(KeptIterator, Iterator[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader, self._begun = weakref.ref(loader), None
+        self._loader = weakref.ref(loader)
+        self.drop_pass()
 
     def drop_pass(self) -> None:
         """Leave what has begun."""
@@ -72,7 +73,8 @@ class OneIterator(KeptIterator, Iterator[Any]):
         return self._loader()
 
     def __setstate__(self, loader: DataLoader[Any]) -> None:
-        self._loader, self._begun = weakref.ref(loader), None
+        self._loader = weakref.ref(loader)
+        self.drop_pass()
 
 
 def _repeats(sampler: object) -> bool:

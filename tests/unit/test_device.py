@@ -34,6 +34,7 @@ from ddp_patch import (
     devices,
     iter_with_mask,
     iter_with_weights,
+    leave_alone,
     loader_state,
     patch_dataloader_to_ddp,
     patch_dataloaders_to_ddp,
@@ -369,6 +370,53 @@ def test_autopatch_takes_it() -> None:
     loader = DataLoader(Indices(4), 2)
     with autopatch(rank=0, num_replicas=2, device="meta"):
         assert [batch.device for batch in loader] == [META]
+
+
+def sharded() -> DataLoader[Any]:
+    data = Indices(8)
+    return DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0, shuffle=False))
+
+
+ONE_OR_SEVERAL: list[dict[str, int]] = [{}, {"rank": 0, "num_replicas": 1}, {"rank": 0, "num_replicas": 2}]
+
+
+@pytest.mark.parametrize("make", [sharded, of(), of(num_workers=1), lambda: MultiEpochs(Indices(4), 2)])
+@pytest.mark.parametrize("world", ONE_OR_SEVERAL)
+def test_autopatch_moves_what_it_does_not_share(make: Callable[[], DataLoader[Any]], world: dict[str, Any]) -> None:
+    """In a single process, and where a loader shards itself."""
+    with autopatch(**world, device="meta") as summary:
+        loader = make()
+        assert {batch.device for _ in range(2) for batch in loader} == {META}
+    fates = [record.fate for record in summary.records][:1]
+    assert fates == (["shards itself" if make is sharded else "patched"] if world.get("num_replicas") == 2 else [])
+
+
+@pytest.mark.parametrize("make", [sharded, of()])
+@pytest.mark.parametrize("world", ONE_OR_SEVERAL)
+def test_autopatch_moves_nothing_that_is_left_alone(make: Callable[[], DataLoader[Any]], world: dict[str, Any]) -> None:
+    with autopatch(**world, device="meta"):
+        left = leave_alone(make())
+        assert {batch.device.type for batch in left} == {"cpu"}
+    for how in ({"dry_run": True}, {"excepted": "*"}):
+        with autopatch(**world, **how, device="meta"):
+            assert {batch.device.type for batch in make()} == {"cpu"}
+
+
+def test_autopatch_shares_what_it_has_moved_before() -> None:
+    loader = DataLoader(Indices(4), 2)
+    with autopatch(device="meta"):
+        next(iter(loader))
+    with autopatch(rank=0, num_replicas=2, device="meta"):
+        assert [batch.device for batch in loader] == [META]
+
+
+def test_autopatch_refuses_to_move_what_iterates_in_a_way_of_its_own() -> None:
+    loader = OwnIteration(Indices(4))
+    with (
+        autopatch(device="meta"),
+        raises(InvalidOptionError, ("device='meta'", "OwnIteration"), ("leave_alone", ".to(device)")),
+    ):
+        next(iter(loader))
 
 
 def test_an_audit_puts_nothing_on_a_device() -> None:
