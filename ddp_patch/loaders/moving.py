@@ -126,7 +126,7 @@ class Mover:
         try:
             return self._copies_here().begun(read())
         except Exception as error:  # noqa: BLE001 - the user's code; raised where the batch would have come
-            return error
+            return error.with_traceback(None)  # which would hold the iterator, with its workers, as long as it is held
 
     def _copies_here(self) -> "_Copies":
         # Made with the first batch: workers, which may be forked, have begun by then.

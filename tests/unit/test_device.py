@@ -1,8 +1,10 @@
 """``device=``: batches come there, and nothing else changes: neither states, nor errors, nor what a break leaves."""
 
 import copy
+import gc
 import logging
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -245,6 +247,23 @@ def test_errors_come_where_the_batch_would_have_come(num_workers: int, streams: 
         given.extend(loader)
     assert len(given) == 2
     assert loader_state(loader)["done"] == [[1, 4]]
+
+
+@pytest.mark.parametrize("given", [2, 4])
+def test_an_error_or_the_end_that_is_held_keeps_no_iterator_alive(given: int, streams: Streams) -> None:
+    """Its workers would wait for the garbage collector. After so many batches, the third's error or the end is held."""
+    dataset = Failing() if given == 2 else Indices(8)
+    iterator = iter(patch_dataloader_to_ddp(DataLoader(dataset, 2, num_workers=1), rank=0, num_replicas=1, device=META))
+    for _ in range(given):
+        next(iterator)
+    kept = weakref.ref(iterator)
+    gc.collect()
+    gc.disable()
+    try:
+        del iterator
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_the_rank_tells_others_that_one_batch_more_is_ahead(streams: Streams) -> None:
