@@ -4,7 +4,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -165,7 +165,7 @@ class _Copies:
     def __init__(self, device: torch.device, streams: Any) -> None:
         index = streams.current_device() if device.index is None else device.index
         self._device, self._streams = torch.device(device.type, index), streams
-        self._side = streams.Stream(self._device)
+        self._side = _side_stream(streams, self._device)
 
     def begun(self, batch: Any) -> _Copied:
         """Begin to copy a batch."""
@@ -198,6 +198,15 @@ class _Copies:
             return value.to(self._device, non_blocking=True)
         except TypeError:  # its method has no such argument
             return _to(value, self._device)
+
+
+@cache
+def _side_stream(streams: Any, device: torch.device) -> Any:
+    """Return the stream of copies to a device: one for all loaders.
+
+    Memory that is free is kept for the stream that has used it, so with new streams there would be ever more of it.
+    """
+    return streams.Stream(device)
 
 
 def _is_recordable(value: Any) -> bool:

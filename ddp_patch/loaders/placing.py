@@ -47,15 +47,17 @@ def without_device(loader: L, **replaced: Any) -> L:
 def copies_ahead(facts: LoaderFacts[Any], options: Options) -> bool:
     """Tell whether a batch is copied to the device while the training loop works on the one before.
 
-    That takes workers: without them, the batch would be made ahead, too, and the random numbers which that draws would
-    be others. It takes torch's own iterators, because others count what is taken from them. And where ranks hand each
-    other batches, one that copies ahead could wait for one that does not.
+    The random numbers of the main process stay those that they are without a device. So it takes workers, which make
+    the batch elsewhere; and another agreement than ``"ambient"``, with which samplers draw between the loop's steps. It
+    takes torch's own iterators, because others count what is taken from them. And where ranks hand each other batches,
+    one that copies ahead could wait for one that does not.
     """
     device, kind = device_for(facts, options), type(facts.loader)
     return (
         device is not None
         and streams_of(device) is not None
         and facts.num_workers > 0
+        and options.agreement != "ambient"
         and facts.repeater is None
         and not has_own_iterators(kind)
         and torchdata_batch_sampler(kind) is None

@@ -22,6 +22,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     get_worker_info,
 )
 from zoo import Indices
@@ -237,6 +238,28 @@ def test_what_is_drawn_stays_the_same(streams: Streams) -> None:
     assert drawn(META) == drawn(None)
 
 
+class DrawnBetween(Sampler[int]):
+    """Draws each index in this process when it is asked for."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(N, ())) for _ in range(N))
+
+    def __len__(self) -> int:
+        return N
+
+
+def test_what_samplers_draw_between_steps_stays_the_same(streams: Streams) -> None:
+    """With ``agreement="ambient"``, they share the random numbers of the main process with the loop."""
+
+    def drawn(device: Any) -> list[Any]:
+        loader = DataLoader(Indices(N), 1, sampler=DrawnBetween(), num_workers=1)
+        loader = patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, agreement="ambient", device=device)
+        torch.manual_seed(3)
+        return [(len(batch), torch.rand(()).item()) for batch in loader]
+
+    assert drawn(META) == drawn(None)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_errors_come_where_the_batch_would_have_come(num_workers: int, streams: Streams) -> None:
     loader = patch_dataloader_to_ddp(
@@ -247,6 +270,14 @@ def test_errors_come_where_the_batch_would_have_come(num_workers: int, streams: 
         given.extend(loader)
     assert len(given) == 2
     assert loader_state(loader)["done"] == [[1, 4]]
+
+
+def test_all_passes_and_loaders_copy_in_one_stream(streams: Streams) -> None:
+    """Memory that is free is kept for each stream."""
+    one, other = (patched(DataLoader(Indices(4), 2, num_workers=n)) for n in (0, 1))
+    for loader in (one, other) * 2:
+        list(loader)
+    assert streams.made == 1
 
 
 @pytest.mark.parametrize("given", [2, 4])
