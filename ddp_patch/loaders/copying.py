@@ -14,12 +14,15 @@ from ddp_patch.loaders.recognition import require_loader
 from ddp_patch.loaders.repeating import OneIterator
 from ddp_patch.options import check_flag
 
-__all__ = ["OWN_METHODS", "change_loader", "copy_loader", "extract_loader_parameters"]
+__all__ = ["OWN_METHODS", "change_loader", "copies_plainly", "copy_loader", "extract_loader_parameters"]
 
 L = TypeVar("L", bound=DataLoader[Any])
 
 # The attributes by which a patched loader has methods that its class has not; and what these are methods of.
 OWN_METHODS: Final = frozenset({MAKE_ITERATOR, "state_dict", "load_state_dict", "__getstate__", "_ddp_patch_methods"})
+
+# By these a class copies its loaders in a way of its own.
+_COPYING = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 
 _DATA_RELATED = frozenset({"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"})
 
@@ -69,6 +72,11 @@ def _signature(loader_type: type) -> list[str]:
         if not variadic:
             break
     return list(names)
+
+
+def copies_plainly(kind: type) -> bool:
+    """Tell whether loaders of a class are copied and pickled as torch's are."""
+    return all(getattr(kind, name, None) is getattr(DataLoader, name, None) for name in _COPYING)
 
 
 def copy_loader(loader: L, **replaced: Any) -> L:

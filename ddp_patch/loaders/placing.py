@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.compat.torch_loaders import MAKE_ITERATOR, has_own_iteration, has_own_iterators, torchdata_batch_sampler
 from ddp_patch.errors import InvalidOptionError
-from ddp_patch.loaders.copying import copy_loader
+from ddp_patch.loaders.copying import copies_plainly, copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.moving import streams_of
 from ddp_patch.options import Options
@@ -69,7 +69,7 @@ def require_movable(facts: LoaderFacts[Any], device: torch.device) -> None:
     """Refuse a loader whose batches nobody sees before its user does.
 
     Raises:
-        InvalidOptionError: Its class iterates in a way of its own, or is none of torch's.
+        InvalidOptionError: Its class iterates or copies in a way of its own, or is none of torch's.
     """
     kind = type(facts.loader)
     # isinstance() believes accelerate's wrappers, which say that they are one.
@@ -78,4 +78,9 @@ def require_movable(facts: LoaderFacts[Any], device: torch.device) -> None:
         raise InvalidOptionError(
             f"device='{device}' cannot hold for a {kind.__name__}: it iterates in a way of its own, so its batches are "
             "not seen before they come to the loop. Leave device= out, and call .to(device) there."
+        )
+    if not copies_plainly(kind):
+        raise InvalidOptionError(
+            f"device='{device}' cannot hold for a {kind.__name__}: it is copied in a way of its own, so a copy would "
+            "iterate the loader that it was copied from. Leave device= out, and call .to(device) in the loop."
         )

@@ -322,6 +322,17 @@ def test_a_class_that_iterates_in_a_way_of_its_own_is_refused(kind: Any) -> None
         patched(kind(Indices(4), 2))
 
 
+class OwnState(DataLoader[Any]):
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def test_a_class_that_copies_in_a_way_of_its_own_is_refused() -> None:
+    """A shallow copy would iterate the loader that it was copied from."""
+    with raises(InvalidOptionError, ("device='meta'", "OwnState", "cop"), ("device=", ".to(device)")):
+        patched(OwnState(Indices(4), 2))
+
+
 def test_an_iterator_that_takes_no_other_methods_is_refused() -> None:
     loader = patched(Generates(Indices(4), 2))
     with raises(UnsupportedLoaderError, ("device=", "Generates", "generator"), ".to(device)"):
