@@ -35,6 +35,7 @@ from ddp_patch import (
     audit,
     autopatch,
     devices,
+    gather_in_order,
     iter_with_mask,
     iter_with_weights,
     leave_alone,
@@ -44,6 +45,9 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.devices import checked_device, device_here
+from ddp_patch.evaluation import gather
+from ddp_patch.evaluation.rows import Form, Structure
+from ddp_patch.evaluation.transfer import Arrangement, Members, gathered
 from ddp_patch.options import Options
 
 N = 23
@@ -483,6 +487,39 @@ def test_autopatch_refuses_to_move_what_iterates_in_a_way_of_its_own() -> None:
 def test_an_audit_puts_nothing_on_a_device() -> None:
     with raises(InvalidOptionError, ("device", "real rank"), "Leave"):
         audit(DataLoader(Indices(4)), 2, device="meta")
+
+
+# Where the loader's batches come, where the others' rows lie, and where a rank without rows gets them.
+RECEIVED: list[tuple[str | None, str, str]] = [
+    ("cuda:1", "cuda", "cuda:1"),
+    ("cuda:1", "cpu", "cpu"),
+    (None, "cuda", "cuda"),
+]
+
+
+@pytest.mark.parametrize(("loaders", "theirs", "here"), RECEIVED)
+def test_a_rank_without_rows_gathers_on_its_own_device(
+    loaders: str | None, theirs: str, here: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nowhere does it say which of its kind the others mean."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "empty", lambda *args, device, **kwargs: asked.append(device))
+    members = Members([0], 0, None, 1.0, None if loaders is None else torch.device(loaders))
+    structure = Structure("x", {"x": Form("tensor", torch.float32, (2,), theirs)}, {"x": 0})
+    gathered(None, {}, members, Arrangement(structure, 0, [[]], [{}], "name"))
+    assert asked == [torch.device(here)]
+
+
+def test_outputs_are_gathered_where_the_loaders_batches_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def notes(outputs: Any, own: Any, members: Members, arrangement: Any) -> Any:
+        asked.append(members.device)
+
+    monkeypatch.setattr(gather, "gathered", notes)
+    loader = patch_dataloader_to_ddp(DataLoader(Indices(2)), rank=0, num_replicas=1, device="meta")
+    gather_in_order(torch.cat(list(loader)), loader)
+    assert asked == [META]
 
 
 NO_DEVICES: Mapping[str, Any] = {
