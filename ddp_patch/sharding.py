@@ -71,7 +71,7 @@ def require_device(facts: LoaderFacts[Any], device: torch.device) -> None:
 
 
 def only_moved(facts: LoaderFacts[L], device: torch.device | None, place: Callable[..., L] = copy_loader) -> L:
-    """Return a loader that nothing else is changed of but that its batches come on the device; itself if none is asked.
+    """Return a loader whose batches come on the device, and which is otherwise the same; itself if none is asked for.
 
     Args:
         facts: The loader.

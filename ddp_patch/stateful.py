@@ -96,7 +96,7 @@ class OwnMethods:
         return loader
 
     def make_iterator(self) -> Any:
-        """Return an iterator of the loader that counts the batches which it hands out, and moves them to the device."""
+        """Return an iterator of the loader that counts the batches it hands out, and puts them on the device."""
         loader = self._found()
         # Of its class, because in the loader itself this method has that name.
         make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)

@@ -526,6 +526,8 @@ NO_DEVICES: Mapping[str, Any] = {
     "gpu": "gpu",
     "cuda:x": "cuda:x",
     "": "",
+    "a number that torch cuts off": "cuda:300",
+    "number": 1,
     "flag": True,
     "fraction": 1.5,
     "list": ["cpu"],
