@@ -142,9 +142,9 @@ class Session:
     def _moved(self, record: Record, facts: LoaderFacts[Any], use: Use, *, is_one_of_several: bool = False) -> None:
         """Have the batches of a loader that is not shared here come on the device; the ranks do not meet for that.
 
-        One that the script has patched comes where the script says, and accelerate's loaders where accelerate does.
+        One that the script has patched comes where the script says.
         """
-        is_settled = isinstance(facts.sharded_by, EpochSampler) or shards_in_accelerate(type(facts.loader))
+        is_settled = isinstance(facts.sharded_by, EpochSampler)
         is_asked = self._options.device is not None and not self._dry_run
         if is_asked and not is_settled and self._why_left(facts) is None:
             device = device_here(self._options.device, is_one_of_several=is_one_of_several)

@@ -103,7 +103,9 @@ class Mover:
         return copies.finished(copies.begun(batch))
 
     def next(self, read: Callable[[], Any]) -> Any:
-        """Return the next batch on the device; what reading one ahead raised, StopIteration too, comes in its turn.
+        """Return the next batch on the device.
+
+        If reading one ahead raises an error, or StopIteration, that is raised where its batch would have come.
 
         Args:
             read: Reads the iterator's next batch.

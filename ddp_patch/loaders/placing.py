@@ -66,7 +66,7 @@ def copies_ahead(facts: LoaderFacts[Any], options: Options) -> bool:
 
 
 def require_movable(facts: LoaderFacts[Any], device: torch.device) -> None:
-    """Refuse a loader whose batches nobody sees before its user does.
+    """Refuse a loader whose batches cannot be put on a device before its user gets them.
 
     Raises:
         InvalidOptionError: Its class iterates or copies in a way of its own, or is none of torch's.
