@@ -17,7 +17,7 @@ from ddp_patch.errors import NotDistributedWarning
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.loaders.nests import told_at
-from ddp_patch.loaders.placing import copies_ahead
+from ddp_patch.loaders.on_device import copies_ahead
 from ddp_patch.loaders.recognition import require_loader, tell_if_assumed
 from ddp_patch.options import COST_WINDOW, Agreement, IterableSharding, Layout, Options, Share, Uneven
 from ddp_patch.ranks.agreement import ONE, Subject, agree, refusals_told

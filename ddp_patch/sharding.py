@@ -14,7 +14,7 @@ from ddp_patch.errors import AlreadyPatchedError
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.moving import Mover
-from ddp_patch.loaders.placing import ON_DEVICE, copies_ahead, device_for, device_of, require_movable
+from ddp_patch.loaders.on_device import ON_DEVICE, copies_ahead, device_for, device_of, require_movable
 from ddp_patch.loaders.repeating import OneIterator
 from ddp_patch.options import Options
 from ddp_patch.ranks.agreement import Agreed

@@ -17,7 +17,7 @@ from ddp_patch.evaluation.one_stream import is_alone, require_one_stream
 from ddp_patch.evaluation.rows import Structure, leaves_of, rows_at, structure_of
 from ddp_patch.evaluation.transfer import Arrangement, Members, Packed, gathered, packed
 from ddp_patch.loaders.facts import Level
-from ddp_patch.loaders.placing import device_of
+from ddp_patch.loaders.on_device import device_of
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.comparison import by_value, ranks_text
 from ddp_patch.ranks.exchange import exchange
