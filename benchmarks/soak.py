@@ -498,9 +498,9 @@ def main() -> None:
             raise SystemExit(f"Round {number} of seed {given.seed} failed: {error}") from error
         print(f"round {number}: {found.attempts} attempts, {found.samples} samples", flush=True)
     told = (
-        f"{found.rounds:,} rounds (seed {given.seed}, from round {given.first}), {found.attempts:,} starts of 2 to 8 ranks, {found.samples:,} "
-        f"samples accounted for, {found.padding:,} of them padding or left out as `uneven` says: none lost, none too "
-        "many."
+        f"{found.rounds:,} rounds (seed {given.seed}, from round {given.first}), {found.attempts:,} starts of 2 to 8 "
+        f"ranks, {found.samples:,} samples accounted for, {found.padding:,} of them padding or left out as `uneven` "
+        "says: none lost, none too many."
     )
     print(told)
     rows = [("what went wrong", "times", "ended the training")]
