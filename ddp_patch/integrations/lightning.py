@@ -1,15 +1,17 @@
 """Have Lightning's Trainer share its loaders by this package, by one callback."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.compat.frameworks import LIGHTNING_TAKES_LOADERS
-from ddp_patch.errors import NotDistributedWarning
+from ddp_patch.compat.frameworks import LIGHTNING_TAKES_LOADERS, lightning_place
+from ddp_patch.errors import NotDistributedWarning, StateError
+from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.several import PatchOptions
 
@@ -17,6 +19,16 @@ __all__ = ["PatchDataLoaders"]
 
 _KEEPER, _METHOD = LIGHTNING_TAKES_LOADERS
 _WORLD = {"rank", "num_replicas", "process_group", "device_mesh"}
+_PLAN = "ddp_patch_plan"
+_INSTEAD = "or resume from a checkpoint that was taken at the end of an epoch."
+
+
+class _Resumed(NamedTuple):
+    """What a checkpoint within an epoch says: batches that were done, of how many, and whether loaders' states exist."""
+
+    done: int
+    planned: float | None
+    has_states: bool
 
 
 class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not there where types are checked
@@ -33,6 +45,8 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
 
     Raises:
         DDPPatchError: From ``trainer.fit`` and the like, as in ``patch_dataloader_to_ddp``.
+        StateError: From ``trainer.fit``: the checkpoint was taken within an epoch, and has no position of the loaders,
+            or the Trainer would take another number of batches for an epoch than it did.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -49,12 +63,52 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
     def __init__(self, **options: Unpack[PatchOptions]) -> None:
         super().__init__()
         self._options = options
+        self._resumed: _Resumed | None = None
+        self._training: list[DataLoader[Any]] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have the Trainer hand its loaders over, from before it asks for them."""
         keeper = getattr(trainer, _KEEPER)
         take = partial(getattr(type(keeper), _METHOD), keeper)
         setattr(keeper, _METHOD, partial(self._take, take, pl_module))
+        self._resumed, self._training = None, []
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep by which plan the Trainer counts the batches of an epoch."""
+        checkpoint[_PLAN] = {"batches": trainer.num_training_batches, "ranks": trainer.world_size}
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Note where a checkpoint resumes, before the Trainer looks for what one process or several have saved."""
+        done, states = lightning_place(checkpoint)
+        if not done or trainer.state.fn != TrainerFn.FITTING:
+            return
+        plan = checkpoint.get(_PLAN, {})
+        if plan and (plan["ranks"] == 1) != (trainer.world_size == 1):
+            raise StateError(
+                f"The checkpoint was taken {done} batches into an epoch by {plan['ranks']} ranks, and here is a number "
+                f"of {trainer.world_size}: the batches that Lightning counts are others, so samples would be lost or "
+                f"repeated. Use {plan['ranks']} ranks, {_INSTEAD}"
+            )
+        self._resumed = _Resumed(done, plan.get("batches"), bool(states))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse to resume within an epoch where the Trainer counts other batches, or the loaders don't know where."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is None:
+            return
+        if self._training and not (resumed.has_states and all(hasattr(one, "state_dict") for one in self._training)):
+            raise StateError(
+                f"The checkpoint was taken {resumed.done} batches into an epoch, and does not tell where each training "
+                "loader stood: it was taken without PatchDataLoaders or by one process, or a loader has no state. The "
+                "epoch's first batches would come again in the place of its last ones. Take checkpoints with "
+                f"PatchDataLoaders and loaders that have a state_dict, {_INSTEAD}"
+            )
+        if resumed.planned not in (None, trainer.num_training_batches):
+            raise StateError(
+                f"The checkpoint was taken {resumed.done} batches into an epoch of {resumed.planned}, and here an epoch "
+                f"has {trainer.num_training_batches}. Lightning counts on from {resumed.done}, so samples would be lost "
+                f"or repeated. Use the number of ranks and the batch size of before, {_INSTEAD}"
+            )
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Let the Trainer be as it was."""
@@ -63,6 +117,8 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
     def _take(self, take: Callable[..., Any], module: Any, loader: object, *args: Any, **how: Any) -> Any:
         if isinstance(loader, DataLoader):
             loader = self._patched(loader, module)
+            if how["mode"] == RunningStage.TRAINING and sharded_by(loader) is not None:
+                self._training.append(loader)
             if isinstance(loader.dataset, IterableDataset):
                 # It has no indices to track; to predict, the Trainer would make the loader anew, without its sampler.
                 return loader

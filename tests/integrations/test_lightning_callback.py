@@ -14,12 +14,13 @@ from frameworks.kinds import KINDS, Batch, features, tiny_model
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
+from messages import assert_tells
 from quick import fork_workers_elsewhere, run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from zoo import seed_ambient
 
-from ddp_patch import NotDistributedWarning, autopatch, check_loaders_is_patched
+from ddp_patch import NotDistributedWarning, StateError, autopatch, check_loaders_is_patched
 from ddp_patch.integrations.lightning import PatchDataLoaders
 
 RANKS = 2
@@ -76,7 +77,7 @@ def make_trainer(*callbacks: Any, patching: Any = None, **options: Any) -> Train
     chosen: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": False, **options}
     return Trainer(
         accelerator="cpu",
-        callbacks=[PatchDataLoaders(**patching or {}), *callbacks],
+        callbacks=[*([] if patching is False else [PatchDataLoaders(**patching or {})]), *callbacks],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -205,6 +206,53 @@ def test_a_nest_of_loaders_resumes_within_an_epoch(tmp_path: Path) -> None:
         assert [len(whole) for whole, _ in rank] == [8, 5, 2] * 2
         for whole, rest in rank:
             assert rest == whole
+
+
+def with_checkpoints(rank: int, world_size: int, folders: dict[str, bool]) -> list[dict[str, Seen]]:
+    """What one rank sees of two epochs, of which each step's checkpoint is kept, with the callback and without."""
+    found = []
+    for folder, patched in folders.items():
+        options = on_ranks(rank, world_size) if world_size > 1 else {"devices": 1}
+        saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
+        ending = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        module, patching = Module(), None if patched else False
+        trainer = make_trainer(saving, ending, patching=patching, enable_checkpointing=True, **options)
+        trainer.fit(module, KINDS[0].make())
+        found.append(module.seen)
+    return found
+
+
+def after_checkpoints(rank: int, world_size: int, files: list[str]) -> list[Any]:
+    """What one rank sees after each checkpoint, or what is said instead of resuming."""
+    found: list[Any] = []
+    for file in files:
+        options = on_ranks(rank, world_size, seed=200) if world_size > 1 else {"devices": 1}
+        module = Module()
+        try:
+            make_trainer(**options).fit(module, KINDS[0].make(), ckpt_path=file)
+        except StateError as error:
+            found.append(str(error))
+        else:
+            found.append(module.seen)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns of small data, of CPUs and of its own deprecations
+def test_a_checkpoint_within_an_epoch_is_refused_where_samples_would_be_lost(tmp_path: Path) -> None:
+    patched, plain, alone = (str(tmp_path / name) for name in ("patched", "plain", "alone"))
+    run_ranks(with_checkpoints, RANKS, {patched: True, plain: False}, timeout=240)
+    with_checkpoints(0, 1, {alone: True})
+    remedy = "at the end of an epoch"
+    within, end = f"{patched}/step=2.ckpt", f"{patched}/epoch=0.ckpt"
+    for more, ended in run_ranks(after_checkpoints, 3, [within, end]):
+        assert_tells(more, ("2 batches", "4", "3"), ("number of ranks", "batch size", remedy))
+        assert set(ended) == {"epoch 1"}
+    for no_place, from_one in run_ranks(after_checkpoints, RANKS, [f"{plain}/step=2.ckpt", f"{alone}/step=2.ckpt"]):
+        assert_tells(no_place, ("2 batches", "PatchDataLoaders"), remedy)
+        assert_tells(from_one, ("2 batches", "1 ranks", "2"), ("1 ranks", remedy))
+    [to_one, ended] = after_checkpoints(0, 1, [within, end])
+    assert_tells(to_one, ("2 batches", "2 ranks", "1"), ("2 ranks", remedy))
+    assert sorted(chain.from_iterable(ended["epoch 1"])) == list(range(27))
 
 
 # Lightning warns of small data, of CPUs and of its own deprecations.
