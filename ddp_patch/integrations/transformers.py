@@ -120,9 +120,9 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
             )
         if self.loader is None and kept["place"] is not None:
             raise StateError(
-                "The checkpoint was taken by several processes, whose batches one process does not make. Use the number "
-                "of processes of before, or pass ignore_data_skip=True in the TrainingArguments to begin with a whole "
-                "epoch."
+                "The checkpoint was taken by several processes, whose batches one process does not make. Use the "
+                "number of processes of before, or pass ignore_data_skip=True in the TrainingArguments to begin with a "
+                "whole epoch."
             )
         if kept["place"] is None:
             return  # one process took it, which `_skipped` refuses where there are several

@@ -14,13 +14,13 @@ from frameworks.kinds import KINDS, Batch, features, tiny_model
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from messages import assert_tells
+from messages import assert_tells, raises
 from quick import fork_workers_elsewhere, run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from zoo import seed_ambient
 
-from ddp_patch import NotDistributedWarning, StateError, autopatch, check_loaders_is_patched
+from ddp_patch import InvalidOptionError, NotDistributedWarning, StateError, autopatch, check_loaders_is_patched
 from ddp_patch.integrations.lightning import PatchDataLoaders
 
 RANKS = 2
@@ -137,16 +137,46 @@ def test_every_stage_takes_each_sample_once() -> None:
     for case, stage in ranks[0]:
         kind = sizes[case.rpartition(",")[0]]
         shares = [rank[case, stage] for rank in ranks]
-        assert len({len(share) for share in shares}) == 1
+        if stage != "predict" or case.startswith("`IterableDataset`"):
+            assert len({len(share) for share in shares}) == 1
         batches = list(chain.from_iterable(shares))
         if stage == "sanity":
             continue
         assert set(chain.from_iterable(batches)) == set(range(kind.n)), (case, stage)
+        if stage == "predict" and not case.startswith("`IterableDataset`"):
+            assert sum(map(len, batches)) == kind.n, case
         if kind.is_whole is None:
             assert sum(map(len, batches)) - kind.n < RANKS, (case, stage)
         else:
             assert all(map(kind.is_whole, batches))
             assert len(batches) - len({tuple(sorted(batch)) for batch in batches}) < RANKS
+
+
+def options_of_training(rank: int, world_size: int) -> Any:
+    """What is validated and predicted beside a training with costs, and what a second run makes of a CombinedLoader."""
+    world = on_ranks(rank, world_size)
+    evaluated = Module()
+    patching = {"cost": [float(1 + number % 7) for number in range(27)], "uneven": "drop", "seed": 3}
+    trainer = make_trainer(patching=patching, max_epochs=1, **world)
+    trainer.fit(evaluated, KINDS[0].make(), DataLoader(NUMBERS[:11], 2, collate_fn=Batch))
+    trainer.predict(evaluated, DataLoader(NUMBERS[:1], collate_fn=Batch))
+    combined = CombinedLoader([DataLoader(NUMBERS, 3, shuffle=True)])
+    orders = []
+    for seed in (3, 4):
+        module = Several()
+        make_trainer(patching={"seed": seed}, max_epochs=1, **world).fit(module, combined)
+        orders.append(module.noted)
+    return evaluated.seen, orders
+
+
+def test_evaluation_takes_no_options_of_training() -> None:
+    ranks = run_ranks(options_of_training, RANKS, timeout=240)
+    validated = list(chain.from_iterable(chain.from_iterable(seen["val 0"] for seen, _ in ranks)))
+    assert sorted(set(validated)) == list(range(11))
+    assert [seen["predict"] for seen, _ in ranks] == [[[0]]] * RANKS  # fewer samples than ranks are padded
+    first, again = (list(chain.from_iterable(orders[run] for _, orders in ranks)) for run in (0, 1))
+    assert sorted(chain.from_iterable(first)) == sorted(chain.from_iterable(again)) == list(NUMBERS)
+    assert first != again
 
 
 class Recording(Module):
@@ -161,6 +191,15 @@ class Recording(Module):
     def __init__(self) -> None:
         super().__init__()
         self.noted: list[tuple[int, Any]] = []
+
+
+class Several(Recording):
+    """Notes the batches of the first of several loaders."""
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.noted.append(batch[0].tolist())
+        loss: torch.Tensor = self.model(torch.ones(1, 1)).square().mean()
+        return loss
 
 
 class Stream(IterableDataset[int]):
@@ -273,3 +312,25 @@ def test_overfit_batches_takes_a_rank_s_first_batches() -> None:
     module = Module()
     make_trainer(patching={"rank": 1, "num_replicas": 2}, overfit_batches=2).fit(module, KINDS[0].make())
     assert module.seen["epoch 0"] == module.seen["epoch 1"] == [[1, 3, 5, 7], [9, 11, 13, 15]]
+
+
+class Failing(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        raise LookupError
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_an_exception_leaves_the_trainer_as_it_was() -> None:
+    trainer = make_trainer(patching={"rank": 1, "num_replicas": 2})
+    with pytest.raises(LookupError):
+        trainer.fit(Failing(), KINDS[0].make())
+    trainer.callbacks = []
+    module = Module()
+    trainer.fit(module, KINDS[0].make())
+    assert sorted(chain.from_iterable(module.seen["epoch 0"])) == list(range(27))
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_one_callback_is_enough() -> None:
+    with raises(InvalidOptionError, "several PatchDataLoaders", "single"):
+        make_trainer(PatchDataLoaders()).fit(Module(), KINDS[0].make())
