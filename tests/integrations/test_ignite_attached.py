@@ -124,6 +124,20 @@ def test_another_plan_is_refused() -> None:
     assert trainer.state.iteration == 2
 
 
+def test_another_number_of_ranks_begins_with_an_epoch() -> None:
+    """By the remedy that the error names."""
+    seen: list[Any] = []
+    for rank in range(4):
+        trainer: Any = Engine(lambda engine, batch: seen.append((engine.state.epoch, batch.tolist())))
+        trainer.load_state_dict({"epoch": 1, "max_epochs": 2, "epoch_length": 2})
+        loader = attach_loader(trainer, DataLoader(DATA, 3, shuffle=True), rank=rank, num_replicas=4, seed=5)
+        assert isinstance(loader.sampler, DistributedSampler)
+        loader.sampler.set_epoch(1)
+        trainer.run(loader)
+    assert {epoch for epoch, _ in seen} == {2}
+    assert sorted(chain.from_iterable(batch for _, batch in seen)) == list(range(N))
+
+
 @pytest.mark.filterwarnings("ignore::ddp_patch.NotDistributedWarning")
 def test_epochs_of_a_length_of_one_s_own_resume_on_any_number_of_ranks() -> None:
     trainer, loader = attached(rank=0, num_replicas=2)
