@@ -334,8 +334,8 @@ class Processes:
         fault = self.attempt.fault
         if fault is None:
             return
-        begun = self.attempt.folder / f"begun-{self.attempt.number}-{fault.rank}"
-        while not begun.exists():
+        # Before, they are in torch's hands: a group that cannot be made is no concern of this package.
+        while len(list(self.attempt.folder.glob(f"begun-{self.attempt.number}-*"))) < self.attempt.ranks:
             if not self._ranks[fault.rank].is_alive():
                 return
             time.sleep(0.005)
@@ -498,9 +498,9 @@ def main() -> None:
             raise SystemExit(f"Round {number} of seed {given.seed} failed: {error}") from error
         print(f"round {number}: {found.attempts} attempts, {found.samples} samples", flush=True)
     told = (
-        f"{found.rounds:,} rounds (seed {given.seed}), {found.attempts:,} starts of 2 to 8 ranks, {found.samples:,} "
-        f"samples accounted for, {found.padding:,} of them padding or left out as `uneven` says: none lost, none too "
-        "many."
+        f"{found.rounds:,} rounds (seed {given.seed}, from round {given.first}), {found.attempts:,} starts of 2 to 8 "
+        f"ranks, {found.samples:,} samples accounted for, {found.padding:,} of them padding or left out as `uneven` "
+        "says: none lost, none too many."
     )
     print(told)
     rows = [("what went wrong", "times", "ended the training")]

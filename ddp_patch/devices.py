@@ -10,7 +10,7 @@ from ddp_patch.errors import InvalidOptionError
 
 __all__ = ["AUTO", "Device", "checked_device", "device_here"]
 
-Device: TypeAlias = torch.device | str | int
+Device: TypeAlias = torch.device | str
 
 AUTO = "auto"
 
@@ -25,14 +25,18 @@ def checked_device(given: object) -> Device | None:
     """
     if given is None or (isinstance(given, str) and given == AUTO):
         return given
-    if isinstance(given, bool) or not isinstance(given, torch.device | str | int):
+    if not isinstance(given, torch.device | str):
         raise InvalidOptionError(f"device={given!r} is a {type(given).__name__}, which names no device. {_REMEDY}")
     try:
-        return torch.device(given)
+        device = torch.device(given)
     except RuntimeError as error:  # what torch raises, in each version in other words
         raise InvalidOptionError(
             f"device={given!r} names no device of torch ({_first_line(error)}). {_REMEDY}"
         ) from error
+    _, colon, number = str(given).partition(":")
+    if colon and number != str(device.index):  # torch keeps eight bits of it
+        raise InvalidOptionError(f"device={given!r} names no device of torch, which reads it as '{device}'. {_REMEDY}")
+    return device
 
 
 def device_here(chosen: Device | None, *, is_one_of_several: bool) -> torch.device | None:

@@ -123,8 +123,8 @@ class Options:
         object.__setattr__(self, "seed", seed)  # an int, whichever kind of whole number was given
         if not (is_seconds(self.timeout) and _TIMEOUTS_S[0] <= self.timeout <= _TIMEOUTS_S[1]):
             raise InvalidOptionError(
-                f"timeout={self.timeout!r} must be between {_TIMEOUTS_S[0]:g} and {_TIMEOUTS_S[1]:g} seconds: it is how "
-                "long ranks wait for each other. Pass a number of seconds."
+                f"timeout={self.timeout!r} must be between {_TIMEOUTS_S[0]:g} and {_TIMEOUTS_S[1]:g} seconds: so long "
+                "do ranks wait for each other. Pass a number of seconds."
             )
 
     def _require_divisible(self) -> None:

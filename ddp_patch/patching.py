@@ -11,19 +11,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.torch_loaders import MAKE_ITERATOR
 from ddp_patch.costs import Cost, CostOf
 from ddp_patch.devices import Device, device_here
-from ddp_patch.errors import AlreadyPatchedError, NotDistributedWarning
+from ddp_patch.errors import NotDistributedWarning
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.loaders.nests import told_at
-from ddp_patch.loaders.placing import copies_ahead, device_of, require_movable
+from ddp_patch.loaders.on_device import copies_ahead
 from ddp_patch.loaders.recognition import require_loader, tell_if_assumed
 from ddp_patch.options import COST_WINDOW, Agreement, IterableSharding, Layout, Options, Share, Uneven
 from ddp_patch.ranks.agreement import ONE, Subject, agree, refusals_told
 from ddp_patch.ranks.world import World, find_world
-from ddp_patch.sharding import move, shard
+from ddp_patch.sharding import only_moved, require_device, shard
 from ddp_patch.shares.balance import costs_compared
 from ddp_patch.shares.description import describe_share
 from ddp_patch.shares.refusals import require_shareable, require_shuffle
@@ -192,15 +191,16 @@ def patch_each(
             with told_at(place):
                 require_loader(operation, loader)
         options = choose()
-        options = replace(options, device=device_here(options.device, is_one_of_several=_has_others(world)))
-        if world is None and not options.scalable_shuffle and options.device is None:
+        device = device_here(options.device, is_one_of_several=_has_others(world))
+        options = replace(options, device=device)
+        if world is None and not options.scalable_shuffle and device is None:
             return _unshared(operation, loaders, options)
         looked = {}
         for place, loader in loaders.items():
             with told_at(place):
                 looked[place] = _shareable(loader, options, world)
         if world is None:
-            as_they_are = {place: _as_it_is(facts, options, place_share) for place, facts in looked.items()}
+            as_they_are = {place: only_moved(facts, device, place_share) for place, facts in looked.items()}
             return _unshared(operation, as_they_are, options)
         subjects = []
         for place, facts in looked.items():
@@ -213,7 +213,7 @@ def patch_each(
     for (place, facts), mine in zip(looked.items(), agreed, strict=True):
         with told_at(place):
             is_shared = facts.sharded_by is not None
-            patched.append(_as_it_is(facts, options, place_share) if is_shared else shard(facts, mine, place_share))
+            patched.append(only_moved(facts, device, place_share) if is_shared else shard(facts, mine, place_share))
     return patched
 
 
@@ -227,14 +227,6 @@ def log_patched(given: Mapping[str, L], patched: Sequence[L]) -> None:
 
 def _has_others(world: World | None) -> bool:
     return world is not None and max(world.num_replicas, len(world.members or ())) > 1
-
-
-def _as_it_is(facts: LoaderFacts[L], options: Options, place: Callable[..., L]) -> L:
-    """Return a loader that is not shared here, with its batches on the device if one is asked for."""
-    device = options.device
-    if not isinstance(device, torch.device) or device_of(facts.loader) == device:
-        return facts.loader
-    return move(facts, device, place)
 
 
 def _unshared(operation: str, loaders: Mapping[str, L], options: Options) -> list[L]:
@@ -253,27 +245,13 @@ def _shareable(loader: L, options: Options, world: World | None) -> LoaderFacts[
     """Look at a loader, and refuse what cannot be shared as the user says."""
     facts = look_at(loader)
     if isinstance(options.device, torch.device):
-        _require_device(facts, options.device)
+        require_device(facts, options.device)
     if options.scalable_shuffle and facts.sharded_by is None:
         require_shuffle(facts.stream)
     if world is not None:
         facts = unit_shared(facts, options.share)
         require_shareable(facts, options, world)
     return facts
-
-
-def _require_device(facts: LoaderFacts[Any], device: torch.device) -> None:
-    """Refuse a loader whose batches cannot come on the device."""
-    before = device_of(facts.loader)
-    if before == device:
-        return
-    if MAKE_ITERATOR in vars(facts.loader):
-        chosen = None if before is None else str(before)
-        raise AlreadyPatchedError(
-            f"The loader was patched with device={chosen!r} and cannot be patched again with device='{device}'. "
-            "Pass device= when the original loader is patched."
-        )
-    require_movable(facts, device)
 
 
 def _subject(place: str, facts: LoaderFacts[Any], options: Options) -> Subject:

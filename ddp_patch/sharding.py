@@ -1,6 +1,7 @@
 """Put a rank's share into a copy of a loader."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -8,10 +9,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.frameworks import ACCELERATE_PREPARED
+from ddp_patch.compat.torch_loaders import MAKE_ITERATOR
+from ddp_patch.errors import AlreadyPatchedError
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.moving import Mover
-from ddp_patch.loaders.placing import ON_DEVICE, copies_ahead
+from ddp_patch.loaders.on_device import ON_DEVICE, copies_ahead, device_for, device_of, require_movable
+from ddp_patch.loaders.repeating import OneIterator
 from ddp_patch.options import Options
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.histories import Pace
@@ -20,7 +24,7 @@ from ddp_patch.stateful import OwnMethods
 from ddp_patch.streams.seeding import WorkerSeeding
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
-__all__ = ["move", "shard"]
+__all__ = ["only_moved", "require_device", "shard"]
 
 L = TypeVar("L", bound=DataLoader[Any])
 
@@ -33,6 +37,7 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
         agreed: What the ranks agreed on.
         place: Places what shards into a copy of the loader (``copy_loader``) or into itself (``change_loader``).
     """
+    agreed = replace(agreed, options=replace(agreed.options, device=device_for(facts, agreed.options)))
     share_of = _iterable_share if facts.level is Level.ITERABLE else _sampler_share
     sharded, new = share_of(facts, agreed)
     ahead = facts.batches_ahead + copies_ahead(facts, agreed.options)
@@ -51,20 +56,45 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     return patched
 
 
-def move(facts: LoaderFacts[L], device: torch.device, place: Callable[..., L] = copy_loader) -> L:
-    """Return a loader that nothing else is changed of but that its batches come on a device."""
+def require_device(facts: LoaderFacts[Any], device: torch.device) -> None:
+    """Refuse a loader whose batches cannot come on the device."""
+    before = device_of(facts.loader)
+    if before == device:
+        return
+    if MAKE_ITERATOR in vars(facts.loader):
+        chosen = None if before is None else str(before)
+        raise AlreadyPatchedError(
+            f"The loader was patched with device={chosen!r} and cannot be patched again with device='{device}'. "
+            "Pass device= when the original loader is patched."
+        )
+    require_movable(facts, device)
+
+
+def only_moved(facts: LoaderFacts[L], device: torch.device | None, place: Callable[..., L] = copy_loader) -> L:
+    """Return a loader whose batches come on the device, and which is otherwise the same; itself if none is asked for.
+
+    Args:
+        facts: The loader.
+        device: Which device; None if batches stay where they are.
+        place: As in ``shard``.
+    """
+    if device is None or device_of(facts.loader) == device:
+        return facts.loader
+    require_device(facts, device)
     make_mover, on_device = _mover_of(facts, Options(device=device))
     moved = place(facts.loader, **on_device)
     OwnMethods(moved, None, make_mover=make_mover)
+    if facts.repeater is not None:
+        vars(moved).update(dict.fromkeys(facts.running, OneIterator(moved)))
     return moved
 
 
 def _mover_of(facts: LoaderFacts[Any], options: Options) -> tuple[Callable[[], Mover] | None, dict[str, Any]]:
     """Return what makes movers of a loader's batches, and the attributes that tell where these come."""
-    if not isinstance(options.device, torch.device):
+    device = device_for(facts, options)
+    if device is None:
         return None, {}
-    make_mover = partial(Mover, options.device, copies_ahead=copies_ahead(facts, options))
-    return make_mover, {ON_DEVICE: options.device}
+    return partial(Mover, device, copies_ahead=copies_ahead(facts, options)), {ON_DEVICE: device}
 
 
 def _pace(facts: LoaderFacts[Any], ahead: int) -> Pace:

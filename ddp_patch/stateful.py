@@ -16,7 +16,7 @@ from ddp_patch.compat.torch_loaders import (
     torchdata_batch_sampler,
 )
 from ddp_patch.errors import DDPPatchError, StateError, UnsupportedLoaderError
-from ddp_patch.loaders.copying import OWN_METHODS
+from ddp_patch.loaders.copying import OWN_METHODS, copies_plainly
 from ddp_patch.loaders.moving import Mover
 from ddp_patch.shares.description import describe_share
 from ddp_patch.shares.epochs import EpochSampler
@@ -27,8 +27,6 @@ __all__ = ["OwnMethods"]
 
 _COPY, _SELF = "__getstate__", "_ddp_patch_methods"
 _STATEFUL = ("state_dict", "load_state_dict")
-# By these a class copies its loaders in a way of its own.
-_COPYING = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 
 
 class OwnMethods:
@@ -60,10 +58,10 @@ class OwnMethods:
     def _found_names(self, loader: DataLoader[Any]) -> Iterator[str]:
         """Yield by which names the loader gets methods. What cannot be counted is iterated as its class does it."""
         kind = type(loader)
-        copies_plainly = all(getattr(kind, name, None) is getattr(DataLoader, name, None) for name in _COPYING)
-        if copies_plainly:
+        is_plain = copies_plainly(kind)
+        if is_plain:
             yield from (_COPY, _SELF)
-        iterates_plainly = copies_plainly and not has_own_iteration(kind) and torchdata_batch_sampler(kind) is None
+        iterates_plainly = is_plain and not has_own_iteration(kind) and torchdata_batch_sampler(kind) is None
         self._counts = self._make_iterator is not None or (iterates_plainly and self._sampler is not None)
         if self._counts or self._make_mover is not None:
             yield MAKE_ITERATOR
@@ -98,7 +96,7 @@ class OwnMethods:
         return loader
 
     def make_iterator(self) -> Any:
-        """Return an iterator of the loader that counts the batches which it hands out, and moves them to the device."""
+        """Return an iterator of the loader that counts the batches it hands out, and puts them on the device."""
         loader = self._found()
         # Of its class, because in the loader itself this method has that name.
         make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)

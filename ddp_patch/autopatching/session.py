@@ -5,7 +5,8 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from ddp_patch.autopatching.places import UNKNOWN, Patterns, compared, shown
 from ddp_patch.autopatching.records import Record, what_it_is, with_share
 from ddp_patch.compat.frameworks import accelerate_is_on, shards_in_accelerate
 from ddp_patch.compat.torch_loaders import RunningLoader
+from ddp_patch.devices import device_here
 from ddp_patch.errors import DDPPatchError
 from ddp_patch.loaders.copying import change_loader, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, look_at
@@ -24,6 +26,7 @@ from ddp_patch.loaders.first_use import Use
 from ddp_patch.options import Options
 from ddp_patch.patching import patch_each
 from ddp_patch.ranks.world import World, find_world
+from ddp_patch.sharding import only_moved
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.units import unit_shared
 
@@ -91,11 +94,10 @@ class Session:
             world = self._world()
             if world is None:
                 if use is Use.ITERATED:
-                    self.early.add(shown(loader))
+                    self._iterated_alone(loader)
                 return None
             user = _user_of(loader)
-            too_soon = user is loader or isinstance(user, RunningLoader) or get_worker_info() is not None
-            if too_soon or (use is Use.MEASURED and accelerate_is_on()):
+            if _is_too_soon(loader, user) or (use is Use.MEASURED and accelerate_is_on()):
                 return None
             self.had_world = True
             record = self._done(loader, world, use) if user is None else _shared_around(loader, user)
@@ -112,33 +114,51 @@ class Session:
         world = find_world(**self._where)
         return world if world is not None and world.num_replicas > 1 else None
 
+    def _iterated_alone(self, loader: DataLoader[Any]) -> None:
+        """Take a loader that is iterated when there is nobody to share it with."""
+        self.early.add(shown(loader))
+        if self._options.device is not None and _user_of(loader) is None and not _is_too_soon(loader, None):
+            facts = look_at(loader)
+            self._moved(Record(shown(loader), what_it_is(facts), "left alone"), facts, use=Use.ITERATED)
+
     def _done(self, loader: DataLoader[Any], world: World, use: Use) -> Record:
         facts = look_at(loader)
         record = Record(shown(loader), what_it_is(facts), "left alone")
         if facts.sharded_by is not None:
+            self._moved(record, facts, use, is_one_of_several=True)
             return _shards_itself(record, facts)
-        if is_left_alone(loader):
-            return replace(record, note="leave_alone() or unpatched()")
-        if (why := self.patterns.why_left(loader)) is not None:
+        if (why := self._why_left(facts)) is not None:
             return replace(record, note=why)
-        if (inner := _wrapped(facts)) is not None:
-            return replace(record, note=f"its batches come from another loader, in {inner!r}")
         act = self._foreseen if self._dry_run else self._patched
         return act(record, facts, world, use)
 
     def _patched(self, record: Record, facts: LoaderFacts[Any], world: World, use: Use) -> Record:
         """Put its share into the loader itself, so that whoever holds it has the patched one."""
-        before = dict(vars(facts.loader))
-        try:
+        with _as_it_was_if_refused(facts.loader, record, use):
             shared = unit_shared(facts, self._options.share)  # now, because the loader is another one after it
             patched = self._shared(facts.loader, world, self._options, compared(facts.loader), change_loader)
-        except Exception as error:
-            vars(facts.loader).clear()
-            vars(facts.loader).update(before)
-            if isinstance(error, DDPPatchError):
-                error.args = (_told(error, record, use),)
-            raise
         return with_share(replace(record, fate="patched"), shared, patched)
+
+    def _moved(self, record: Record, facts: LoaderFacts[Any], use: Use, *, is_one_of_several: bool = False) -> None:
+        """Have the batches of a loader that is not shared here come on the device; the ranks do not meet for that.
+
+        One that the script has patched comes where the script says.
+        """
+        is_settled = isinstance(facts.sharded_by, EpochSampler)
+        is_asked = self._options.device is not None and not self._dry_run
+        if is_asked and not is_settled and self._why_left(facts) is None:
+            device = device_here(self._options.device, is_one_of_several=is_one_of_several)
+            with _as_it_was_if_refused(facts.loader, record, use):
+                only_moved(facts, device, change_loader)
+
+    def _why_left(self, facts: LoaderFacts[Any]) -> str | None:
+        """Return why a loader is left alone; None if it is to be patched."""
+        if is_left_alone(facts.loader):
+            return "leave_alone() or unpatched()"
+        if (why := self.patterns.why_left(facts.loader)) is not None:
+            return why
+        inner = _wrapped(facts)
+        return None if inner is None else f"its batches come from another loader, in {inner!r}"
 
     def _foreseen(self, record: Record, facts: LoaderFacts[Any], world: World, use: Use) -> Record:
         """Tell what a patch would do, by one of a copy that no other rank knows of."""
@@ -157,6 +177,25 @@ class Session:
         loaders: dict[str, DataLoader[Any]] = {"": loader}
         (patched,) = patch_each("autopatch", loaders, world, lambda: options, nest, place)
         return patched
+
+
+@contextmanager
+def _as_it_was_if_refused(loader: DataLoader[Any], record: Record, use: Use) -> Iterator[None]:
+    """Undo what was changed of a loader if it cannot be patched, and say which one it is."""
+    before = dict(vars(loader))
+    try:
+        yield
+    except Exception as error:
+        vars(loader).clear()
+        vars(loader).update(before)
+        if isinstance(error, DDPPatchError):
+            error.args = (_told(error, record, use),)
+        raise
+
+
+def _is_too_soon(loader: DataLoader[Any], user: object | None) -> bool:
+    """Tell whether a loader is used in its own constructor, or where a batch of another one is made."""
+    return user is loader or isinstance(user, RunningLoader) or get_worker_info() is not None
 
 
 def _shards_itself(record: Record, facts: LoaderFacts[Any]) -> Record:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast, overload
 from uuid import uuid4
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
@@ -16,6 +17,7 @@ from ddp_patch.evaluation.one_stream import is_alone, require_one_stream
 from ddp_patch.evaluation.rows import Structure, leaves_of, rows_at, structure_of
 from ddp_patch.evaluation.transfer import Arrangement, Members, Packed, gathered, packed
 from ddp_patch.loaders.facts import Level
+from ddp_patch.loaders.on_device import device_of
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.comparison import by_value, ranks_text
 from ddp_patch.ranks.exchange import exchange
@@ -53,7 +55,8 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         dst: The global rank that gets the result; the others get None. Default: every rank gets it.
 
     Returns:
-        The same structure, with tensors on the device of this rank's own.
+        The same structure, with tensors on the device of this rank's own; where it has none, on the loader's if the
+        other ranks' are on one of that kind.
 
     Raises:
         OutputsError: A rank is in the middle of a pass, passes another number of rows than it got samples, or another
@@ -75,7 +78,7 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
     if is_alone("gather_in_order", loader):
         return outputs
     batches = require_one_stream("gather_in_order", loader)
-    members = _members(batches, dst)
+    members = _members(batches, dst, device_of(loader))
     divided = _divided(batches)
     said, outputs, own = _say(outputs, batches, dst, divided)
     judge = partial(_judge, batches.sampler.plan, batches.sampler.agreed.world.members or [0])
@@ -106,7 +109,7 @@ def _reordered(outputs: Any, order: np.ndarray[Any, Any]) -> Any:
     return structure.rebuilt({path: rows_at(leaf, order.tolist()) for path, leaf in leaves_of(outputs)})
 
 
-def _members(batches: Batches, dst: int | None) -> Members:
+def _members(batches: Batches, dst: int | None, device: torch.device | None) -> Members:
     """Return the ranks that gather with this one: one rank for each share."""
     agreed = batches.sampler.agreed
     world, timeout = agreed.world, agreed.options.timeout
@@ -116,8 +119,8 @@ def _members(batches: Batches, dst: int | None) -> Members:
                 f"gather_in_order cannot gather from {world.num_replicas} ranks: the loader's world was given by rank= "
                 "and num_replicas=, and nothing tells which processes these are. Patch it with a process group."
             )
-        return Members([0], 0, dst, timeout)
-    return Members(world.column(), dist.get_rank(), dst, timeout)
+        return Members([0], 0, dst, timeout, device)
+    return Members(world.column(), dist.get_rank(), dst, timeout, device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.evaluation.one_stream import is_alone, require_one_stream
 from ddp_patch.evaluation.steps import Steps, steps_alone, steps_of
-from ddp_patch.loaders.placing import device_of
+from ddp_patch.loaders.on_device import device_of
 
 __all__ = ["iter_with_mask"]
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, look_at
 from ddp_patch.loaders.moving import Mover
-from ddp_patch.loaders.placing import device_of, without_device
+from ddp_patch.loaders.on_device import device_of, without_device
 from ddp_patch.shares.batches import Batches
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.passes import Pass

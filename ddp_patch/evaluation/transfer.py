@@ -34,12 +34,14 @@ class Members:
         rank: This process's global rank.
         dst: The global rank that gets the result, which may be in another group of ranks; None if all get it.
         timeout: How long they wait for each other, in seconds.
+        device: Where this rank's batches come, if that is known.
     """
 
     ranks: Sequence[int]
     rank: int
     dst: int | None
     timeout: float
+    device: torch.device | None = None
 
     @property
     def receives(self) -> bool:
@@ -98,7 +100,7 @@ def gathered(outputs: Any, own: Packed, members: Members, arrangement: Arrangeme
     leaves = {}
     with _channel(members, arrangement.name) as channel:
         for path, form in arrangement.structure.forms.items():
-            result = _empty(form, given.get(path), arrangement.rows) if members.receives else None
+            result = _empty(form, given.get(path), arrangement.rows, members.device) if members.receives else None
             for share, source in enumerate(members.ranks):
                 places = arrangement.places[share]
                 leaf = given[path] if source == members.rank and any(places) else None
@@ -183,13 +185,23 @@ def _connected(members: Members) -> Iterator[None]:
         ) from error
 
 
-def _empty(form: Form, own: Any, rows: int) -> Any:
-    """Return room for the rows of a leaf; a tensor lies on the device of this rank's own, if it has one."""
+def _empty(form: Form, own: Any, rows: int, here: torch.device | None) -> Any:
+    """Return room for the rows of a leaf; a tensor lies where this rank's own does, or else on its device of the kind.
+
+    Args:
+        form: What the rows look like.
+        own: This rank's own, if it has one.
+        rows: How many rows.
+        here: This rank's device, if that is known.
+    """
     if form.kind == "list":
         return [None] * rows
     if form.kind == "array":
         return np.empty((rows, *form.row), form.dtype)
-    device = own.device if isinstance(own, torch.Tensor) else torch.device(form.device)
+    if isinstance(own, torch.Tensor):
+        device = own.device
+    else:
+        device = here if here is not None and here.type == form.device else torch.device(form.device)
     return torch.empty((rows, *form.row), dtype=form.dtype, device=device)
 
 

@@ -14,7 +14,7 @@ from ddp_patch.compat.arrays import changes_of
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.evaluation.one_stream import is_alone, require_one_stream
 from ddp_patch.evaluation.steps import Steps, steps_alone, steps_of
-from ddp_patch.loaders.placing import device_of
+from ddp_patch.loaders.on_device import device_of
 from ddp_patch.ranks.step_sums import opened_sums
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.step_samples import StepSamples

@@ -11,14 +11,18 @@ from ddp_patch.compat.frameworks import LIGHTNING_ARGUMENTS
 from ddp_patch.compat.torch_loaders import MAKE_ITERATOR, RUNNING_ITERATOR, RunningLoader
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.recognition import require_loader
+from ddp_patch.loaders.repeating import OneIterator
 from ddp_patch.options import check_flag
 
-__all__ = ["OWN_METHODS", "change_loader", "copy_loader", "extract_loader_parameters"]
+__all__ = ["OWN_METHODS", "change_loader", "copies_plainly", "copy_loader", "extract_loader_parameters"]
 
 L = TypeVar("L", bound=DataLoader[Any])
 
 # The attributes by which a patched loader has methods that its class has not; and what these are methods of.
 OWN_METHODS: Final = frozenset({MAKE_ITERATOR, "state_dict", "load_state_dict", "__getstate__", "_ddp_patch_methods"})
+
+# By these a class copies its loaders in a way of its own.
+_COPYING = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 
 _DATA_RELATED = frozenset({"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"})
 
@@ -70,6 +74,11 @@ def _signature(loader_type: type) -> list[str]:
     return list(names)
 
 
+def copies_plainly(kind: type) -> bool:
+    """Tell whether loaders of a class are copied and pickled as torch's are."""
+    return all(getattr(kind, name, None) is getattr(DataLoader, name, None) for name in _COPYING)
+
+
 def copy_loader(loader: L, **replaced: Any) -> L:
     """Return a shallow copy of the loader, with the same class and attributes but for those replaced.
 
@@ -105,7 +114,7 @@ def change_loader(loader: L, **replaced: Any) -> L:
 
 def _replace(loader: DataLoader[Any], replaced: Mapping[str, Any]) -> None:
     name = type(loader).__name__
-    running = [name for name, value in vars(loader).items() if isinstance(value, RunningLoader)]
+    running = [name for name, value in vars(loader).items() if isinstance(value, RunningLoader | OneIterator)]
     # Past DataLoader.__setattr__, which refuses to change a sampler after construction.
     vars(loader).update({**dict.fromkeys([RUNNING_ITERATOR, *running]), **replaced})
     for attribute in LIGHTNING_ARGUMENTS & vars(loader).keys():

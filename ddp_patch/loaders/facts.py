@@ -24,7 +24,7 @@ from ddp_patch.loaders.contents import Content, chosen_samples
 from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
-from ddp_patch.loaders.repeating import repeated_in, repeater_in, with_repeated
+from ddp_patch.loaders.repeating import OneIterator, repeated_in, repeater_in, with_repeated
 from ddp_patch.loaders.samples import is_one_shot, length_of, or_unknown, sample_order
 from ddp_patch.loaders.worlds import HeldWorld, world_of
 from ddp_patch.plan import ITEMS, Batching
@@ -152,7 +152,7 @@ class LoaderFacts(Generic[L]):
         batches_ahead: How many batches its workers fetch ahead.
         makes_batches: The class that makes batches of a sharded sampler's indices, where torch or torchdata makes them.
         repeater: What repeats the sampler or batch sampler, in a loader with one iterator for all epochs; or None.
-        running: The attributes that hold an iterator of torch's over this loader.
+        running: The attributes that hold an iterator over this loader: torch's, or the one for all epochs.
         other_loader_in: The attribute that holds another loader which it may iterate instead of its own data, or None.
         iterator_in: The attribute that holds an iterator which was begun already, and from which the loader may go on;
             or None. torch's own iteration begins anew, and so does a copy of a loader with a repeater.
@@ -254,7 +254,7 @@ def look_at(loader: L) -> LoaderFacts[L]:
     iterated = _iterated(loader, repeater)
     source = _source(loader, level, iterated)
     samplers = tuple(samplers_in_use(loader))
-    running = tuple(name for name, value in _kept(loader) if isinstance(value, RunningLoader))
+    running = tuple(name for name, value in _kept(loader) if isinstance(value, RunningLoader | OneIterator))
     batching: Any = iterated if level is Level.SAMPLE else loader
     num_workers = getattr(loader, "num_workers", 0)
     return LoaderFacts(

@@ -1,17 +1,19 @@
 """Batches on a device: copied when they are asked for, or one ahead, in a stream of its own."""
 
 import copy
-from collections import deque
+from collections import UserString, deque
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
 
+from ddp_patch.errors import UnsupportedLoaderError
+
 __all__ = ["Mover", "moved", "streams_of"]
 
-_TEXT = (str, bytes, bytearray, memoryview)
+_TEXT = (str, bytes, bytearray, memoryview, UserString)
 
 
 class Streams(Protocol):
@@ -41,40 +43,37 @@ def moved(value: Any, move: Callable[[Any], Any]) -> Any:
 
 
 def _each(nest: Any, act: Callable[[Any], Any]) -> Any:
-    """Return a nest of the same kind with ``act`` applied to what it holds; what is no nest stays itself."""
+    """Return a nest of the same kind with ``act`` applied to what it holds; itself if that changes nothing in it."""
     if isinstance(nest, Mapping):
-        return _mapping(nest, {key: act(value) for key, value in nest.items()})
-    if not isinstance(nest, Sequence) or isinstance(nest, _TEXT):
+        held = dict(nest.items())
+    elif isinstance(nest, Sequence) and not isinstance(nest, _TEXT):
+        held = dict(enumerate(nest))
+    else:
         return nest
-    values = [act(value) for value in nest]
-    if isinstance(nest, tuple):
-        return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
-    return _sequence(nest, values)
-
-
-def _mapping(nest: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    kind: Any = type(nest)
+    values = {key: act(value) for key, value in held.items()}
+    if all(values[key] is value for key, value in held.items()):
+        return nest
     try:
-        if not isinstance(nest, MutableMapping):
-            return kind(values)
+        return _rebuilt(nest, values)
+    except Exception as error:
+        raise UnsupportedLoaderError(
+            f"device= cannot hold for a batch with a {type(nest).__name__}: another, with its tensors on the device, "
+            f"could not be made of it ({type(error).__name__}: {error}). Give that class a .to(device), have the "
+            "collate_fn return a dict, list or tuple, or leave device= out and call .to(device) in the loop."
+        ) from error
+
+
+def _rebuilt(nest: Any, values: dict[Any, Any]) -> Any:
+    """Return a nest of the same kind with other values, by their keys or places."""
+    kind = type(nest)
+    if isinstance(nest, MutableMapping | MutableSequence):
         clone = copy.copy(nest)  # which may have more than its items
-        clone.update(values)
-    except TypeError:  # its class makes none in this way
-        return values
-    return clone
-
-
-def _sequence(nest: Sequence[Any], values: list[Any]) -> Any:
-    kind: Any = type(nest)
-    try:
-        if not isinstance(nest, MutableSequence):
-            return kind(values)
-        clone = copy.copy(nest)
-        for place, value in enumerate(values):
-            clone[place] = value
-    except TypeError:
-        return values
-    return clone
+        for key, value in values.items():
+            clone[key] = value
+        return clone
+    if isinstance(nest, Mapping):
+        return kind(values)
+    return kind(*values.values()) if hasattr(nest, "_fields") else kind(values.values())
 
 
 class Mover:
@@ -104,7 +103,9 @@ class Mover:
         return copies.finished(copies.begun(batch))
 
     def next(self, read: Callable[[], Any]) -> Any:
-        """Return the next batch on the device; what reading one ahead raised, StopIteration too, comes in its turn.
+        """Return the next batch on the device.
+
+        If reading one ahead raises an error, or StopIteration, that is raised where its batch would have come.
 
         Args:
             read: Reads the iterator's next batch.
@@ -126,7 +127,7 @@ class Mover:
         try:
             return self._copies_here().begun(read())
         except Exception as error:  # noqa: BLE001 - the user's code; raised where the batch would have come
-            return error
+            return error.with_traceback(None)  # which would hold the iterator, with its workers, as long as it is held
 
     def _copies_here(self) -> "_Copies":
         # Made with the first batch: workers, which may be forked, have begun by then.
@@ -165,7 +166,7 @@ class _Copies:
     def __init__(self, device: torch.device, streams: Any) -> None:
         index = streams.current_device() if device.index is None else device.index
         self._device, self._streams = torch.device(device.type, index), streams
-        self._side = streams.Stream(self._device)
+        self._side = _side_stream(streams, self._device)
 
     def begun(self, batch: Any) -> _Copied:
         """Begin to copy a batch."""
@@ -186,12 +187,22 @@ class _Copies:
     def _copy(self, copied: _Copied, value: Any) -> Any:
         if not _is_recordable(value):
             copied.has_rest = True
-            is_plain = isinstance(value, Mapping)  # as the batches of Hugging Face's tokenizers
-            return _each(value, partial(moved, move=partial(self._copy, copied))) if is_plain else value
+            return self._copied_within(copied, value) if isinstance(value, MutableMapping) else value
         copy = self._to_device(value)
         if copy is not value or not isinstance(value, torch.Tensor):  # others may move what they hold
             copied.copies.append(copy)
         return copy
+
+    def _copied_within(self, copied: _Copied, mapping: MutableMapping[Any, Any]) -> Any:
+        """Begin to copy what a mapping with a ``.to()`` holds, as the batches of Hugging Face's tokenizers.
+
+        One that cannot be rebuilt stays as it is, and comes to the device by its method.
+        """
+        try:
+            rebuilt = _each(mapping, partial(moved, move=partial(self._copy, copied)))
+        except UnsupportedLoaderError:
+            return mapping
+        return rebuilt if type(rebuilt) is type(mapping) else mapping
 
     def _to_device(self, value: Any) -> Any:
         try:
@@ -200,9 +211,19 @@ class _Copies:
             return _to(value, self._device)
 
 
+@cache
+def _side_stream(streams: Any, device: torch.device) -> Any:
+    """Return the stream of copies to a device: one for all loaders.
+
+    Memory that is free is kept for the stream that has used it, so with new streams there would be ever more of it.
+    """
+    return streams.Stream(device)
+
+
 def _is_recordable(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.layout is torch.strided  # sparse and jagged ones have parts that are not
+        # Sparse, nested and quantized ones have parts that are not.
+        return value.layout is torch.strided and not value.is_nested and not value.is_quantized
     return hasattr(value, "record_stream")
 
 

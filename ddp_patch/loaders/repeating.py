@@ -1,16 +1,18 @@
 """Loaders with one iterator for all epochs: their batch sampler is wrapped in one that repeats it for ever."""
 
 import copy
+import weakref
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.compat.torch_loaders import has_own_iteration, has_own_iterators
+from ddp_patch.compat.torch_loaders import KeptIterator, has_own_iteration, has_own_iterators
+from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.nesting import iterated_by
 
-__all__ = ["repeated_in", "repeater_in", "with_repeated"]
+__all__ = ["OneIterator", "repeated_in", "repeater_in", "with_repeated"]
 
 _HOLD = frozenset({"sampler", "batch_sampler"})
 
@@ -39,6 +41,40 @@ def with_repeated(repeater: Any, sampler: object) -> Any:
     clone = copy.copy(repeater)
     vars(clone).update(dict.fromkeys(vars(clone), sampler))
     return clone
+
+
+class OneIterator(KeptIterator, Iterator[Any]):
+    """The one iterator of a loader that is not shared: torch's own, which begins when its first batch is asked for.
+
+    Args:
+        loader: The loader. It is not kept alive, because it holds this iterator.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = weakref.ref(loader)
+        self.drop_pass()
+
+    def drop_pass(self) -> None:
+        """Leave what has begun."""
+        self._begun: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._begun is None:
+            loader = self._loader()
+            if loader is None:
+                raise UnsupportedLoaderError(
+                    "A copy of a patched loader cannot be iterated after the loader itself is gone: it has one "
+                    "iterator for all epochs, and that was the loader's. Keep what patch_dataloader_to_ddp() returned."
+                )
+            self._begun = DataLoader.__iter__(loader)
+        return next(self._begun)
+
+    def __getstate__(self) -> DataLoader[Any] | None:
+        return self._loader()
+
+    def __setstate__(self, loader: DataLoader[Any]) -> None:
+        self._loader = weakref.ref(loader)
+        self.drop_pass()
 
 
 def _repeats(sampler: object) -> bool:

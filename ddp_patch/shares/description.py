@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.options import Options
 from ddp_patch.shares.epochs import EpochSampler
@@ -31,17 +30,21 @@ def describe_share(loader: DataLoader[Any]) -> str | None:
         >>> patch_dataloader_to_ddp(loader, rank=1, num_replicas=4, uneven="drop")
         <torch.utils.data.dataloader.DataLoader: shard 1 of 4, samples, 4 steps of 8, uneven='drop'>
     """
-    sampler = sharded_by(loader)
+    # No more than a look: repr() may come at any moment, of loaders that are not ours or not yet made.
+    sampler = vars(loader).get("sampler")
     if not isinstance(sampler, EpochSampler):
         return None
-    parts = (f"shard {sampler.rank} of {sampler.num_replicas}", _unit(loader, sampler), _steps(loader))
-    return ", ".join([*parts, *_chosen(sampler.agreed.options)])
+    options, size = sampler.agreed.options, loader.batch_size
+    shard = f"shard {sampler.rank} of {sampler.num_replicas}"
+    if options.divides_batches:
+        parts = [f"a part of each batch{f' of {size}' if size else ''}", _steps(loader)]
+    else:
+        parts = [_unit(loader, sampler), _steps(loader) + (f" of {size}" if size else "")]
+    return ", ".join([shard, *parts, *_chosen(options)])
 
 
 def _unit(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> str:
     """Return what is shared."""
-    if sampler.agreed.options.divides_batches:
-        return "a part of each batch"
     if loader.batch_sampler is sampler:
         return "whole batches"
     unit = "samples" if loader.batch_size else "items"
@@ -50,8 +53,7 @@ def _unit(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> str:
 
 def _steps(loader: DataLoader[Any]) -> str:
     steps = length_of(loader, ())
-    number = "steps" if steps is None else f"{steps:,} step{'' if steps == 1 else 's'}"
-    return f"{number} of {loader.batch_size}" if loader.batch_size else number
+    return "steps" if steps is None else f"{steps:,} step{'' if steps == 1 else 's'}"
 
 
 def _chosen(options: Options) -> Iterator[str]:

@@ -105,6 +105,20 @@ def test_memory_is_not_used_again_while_it_is_read() -> None:
     assert torch.stack(sums).tolist() == [float(row[0]) for row in data]
 
 
+def nested(items: list[Any]) -> torch.Tensor:
+    return torch.nested.nested_tensor([x[: 1 + int(y) % 2] for x, y in items])
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, about nested tensors that it leaves behind
+def test_nested_tensors_come_there() -> None:
+    """They cannot be recorded in a stream."""
+    loader = DataLoader(numbers(), 4, num_workers=1, collate_fn=nested)
+    loader = patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, device="cuda")
+    batches = list(loader)
+    assert {batch.device.type for batch in batches} == {"cuda"}
+    assert sum(len(batch.unbind()) for batch in batches) == N
+
+
 def test_a_loop_in_a_stream_of_its_own() -> None:
     cuda: Any = torch.cuda  # whose constructors have no types
     with cuda.stream(cuda.Stream()):

@@ -42,7 +42,7 @@ CASES: list[tuple[DataLoader[Any], dict[str, Any], str]] = [
     (of(batch_size=8), {"layout": "contiguous"}, "shard 1 of 3, samples, 5 steps of 8, layout='contiguous'"),
     (of(batch_size=8), {"agreement": "ambient"}, "shard 1 of 3, samples, 5 steps of 8, agreement='ambient'"),
     (of(batch_size=8), {"share": "batches"}, "shard 1 of 3, whole batches, 5 steps of 8"),
-    (of(batch_size=8), {"share": "within_batches"}, "shard 1 of 3, a part of each batch, 13 steps of 8"),
+    (of(batch_size=8), {"share": "within_batches"}, "shard 1 of 3, a part of each batch of 8, 13 steps"),
     (of(batch_size=8), {"cost": range(100)}, "shard 1 of 3, samples, 5 steps of 8, steps of equal cost"),
     (of(batch_sampler=ByClass(range(100), 8, False)), {}, "shard 1 of 3, whole batches, 5 steps"),
     (of(batch_size=None), {}, "shard 1 of 3, items, 34 steps"),
@@ -74,6 +74,33 @@ def test_a_loader_shows_itself_in_a_process_that_got_it_pickled() -> None:
 def test_a_class_that_shows_itself_goes_on_doing_so() -> None:
     patched = patch_dataloader_to_ddp(ShowsItself([1, 2]), rank=0, num_replicas=2)  # type: ignore[arg-type]  # a dataset
     assert repr(patched) == "its own"
+
+
+class LooksAtItself(DataLoader[Any]):
+    """Before it is made, as a debugger does that shows what is in a frame."""
+
+    def __init__(self) -> None:
+        self.note = f"making {self}"
+        super().__init__([1, 2])  # type: ignore[arg-type]  # a dataset
+
+
+class Refuses:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} is asked for")
+
+
+def test_loaders_of_others_look_as_before() -> None:
+    patch_dataloader_to_ddp(of(), rank=1, num_replicas=3)  # from here on torch's class has a method for it
+    assert LooksAtItself().note.startswith("making <")
+    refuses: Any = Refuses()
+    loader: DataLoader[Any] = DataLoader(refuses)
+    assert repr(loader) == object.__repr__(loader)
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS, ids=lambda kind: kind.name)

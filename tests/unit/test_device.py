@@ -1,8 +1,10 @@
 """``device=``: batches come there, and nothing else changes: neither states, nor errors, nor what a break leaves."""
 
 import copy
+import gc
 import logging
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -20,6 +22,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     get_worker_info,
 )
 from zoo import Indices
@@ -32,14 +35,19 @@ from ddp_patch import (
     audit,
     autopatch,
     devices,
+    gather_in_order,
     iter_with_mask,
     iter_with_weights,
+    leave_alone,
     loader_state,
     patch_dataloader_to_ddp,
     patch_dataloaders_to_ddp,
     restore_loader,
 )
 from ddp_patch.devices import checked_device, device_here
+from ddp_patch.evaluation import gather
+from ddp_patch.evaluation.rows import Form, Structure
+from ddp_patch.evaluation.transfer import Arrangement, Members, gathered
 from ddp_patch.options import Options
 
 N = 23
@@ -234,6 +242,28 @@ def test_what_is_drawn_stays_the_same(streams: Streams) -> None:
     assert drawn(META) == drawn(None)
 
 
+class DrawnBetween(Sampler[int]):
+    """Draws each index in this process when it is asked for."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(N, ())) for _ in range(N))
+
+    def __len__(self) -> int:
+        return N
+
+
+def test_what_samplers_draw_between_steps_stays_the_same(streams: Streams) -> None:
+    """With ``agreement="ambient"``, they share the random numbers of the main process with the loop."""
+
+    def drawn(device: Any) -> list[Any]:
+        loader = DataLoader(Indices(N), 1, sampler=DrawnBetween(), num_workers=1)
+        loader = patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, agreement="ambient", device=device)
+        torch.manual_seed(3)
+        return [(len(batch), torch.rand(()).item()) for batch in loader]
+
+    assert drawn(META) == drawn(None)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_errors_come_where_the_batch_would_have_come(num_workers: int, streams: Streams) -> None:
     loader = patch_dataloader_to_ddp(
@@ -244,6 +274,31 @@ def test_errors_come_where_the_batch_would_have_come(num_workers: int, streams: 
         given.extend(loader)
     assert len(given) == 2
     assert loader_state(loader)["done"] == [[1, 4]]
+
+
+def test_all_passes_and_loaders_copy_in_one_stream(streams: Streams) -> None:
+    """Memory that is free is kept for each stream."""
+    one, other = (patched(DataLoader(Indices(4), 2, num_workers=n)) for n in (0, 1))
+    for loader in (one, other) * 2:
+        list(loader)
+    assert streams.made == 1
+
+
+@pytest.mark.parametrize("given", [2, 4])
+def test_an_error_or_the_end_that_is_held_keeps_no_iterator_alive(given: int, streams: Streams) -> None:
+    """Its workers would wait for the garbage collector. After so many batches, the third's error or the end is held."""
+    dataset = Failing() if given == 2 else Indices(8)
+    iterator = iter(patch_dataloader_to_ddp(DataLoader(dataset, 2, num_workers=1), rank=0, num_replicas=1, device=META))
+    for _ in range(given):
+        next(iterator)
+    kept = weakref.ref(iterator)
+    gc.collect()
+    gc.disable()
+    try:
+        del iterator
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_the_rank_tells_others_that_one_batch_more_is_ahead(streams: Streams) -> None:
@@ -269,6 +324,17 @@ def test_a_class_that_iterates_in_a_way_of_its_own_is_refused(kind: Any) -> None
         return
     with raises(InvalidOptionError, ("device='meta'", "OwnIteration", "own"), ("device=", ".to(device)")):
         patched(kind(Indices(4), 2))
+
+
+class OwnState(DataLoader[Any]):
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def test_a_class_that_copies_in_a_way_of_its_own_is_refused() -> None:
+    """A shallow copy would iterate the loader that it was copied from."""
+    with raises(InvalidOptionError, ("device='meta'", "OwnState", "cop"), ("device=", ".to(device)")):
+        patched(OwnState(Indices(4), 2))
 
 
 def test_an_iterator_that_takes_no_other_methods_is_refused() -> None:
@@ -297,6 +363,17 @@ def test_patching_again_changes_nothing_or_is_refused() -> None:
         patched(loader, device="cpu")
     with raises(AlreadyPatchedError, ("device=None", "device='cpu'"), ("device=", "original")):
         patched(patched(DataLoader(Indices(4), 2), device=None), device="cpu")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_that_is_shared_later_keeps_its_device(num_workers: int, streams: Streams) -> None:
+    with pytest.warns(NotDistributedWarning):
+        moved = patch_dataloader_to_ddp(DataLoader(Indices(8), 2, num_workers=num_workers), device="meta")
+    shared = patched(moved, device=None)
+    assert "device='meta'" in repr(shared)
+    assert {(batch.device, mask.device) for batch, mask in iter_with_mask(shared)} == {(META, META)}
+    assert shared.sampler.watch.pace.ahead == (6 if num_workers else 0)  # the one that is copied ahead counts
+    assert {batch.device for batch in moved} == {META}
 
 
 def test_the_loader_says_where_its_batches_come() -> None:
@@ -328,6 +405,25 @@ def test_in_a_single_process_batches_come_there_too() -> None:
         assert (batch.device, mask.device) == (META, META)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", [MultiEpochs, Infinite, BegunAtFirst])
+def test_one_iterator_for_all_epochs_comes_there_in_a_single_process(kind: Any, num_workers: int) -> None:
+    given = kind(Indices(6), 2, num_workers=num_workers)
+    next(iter(given))  # which stays with the given loader
+    with pytest.warns(NotDistributedWarning):
+        moved = patch_dataloader_to_ddp(given, device="cpu")
+    assert [[batch.tolist() for batch in moved] for _ in range(2)] == [[[0, 1], [2, 3], [4, 5]]] * 2
+    with pytest.warns(NotDistributedWarning):
+        on_meta = patch_dataloader_to_ddp(given, device="meta")
+    for one in (on_meta, copy.deepcopy(on_meta), pickle.loads(pickle.dumps(on_meta))):  # noqa: S301 - our own
+        assert [batch.device for _ in range(2) for batch in one] == [META] * 6
+    if kind is Infinite:
+        on_meta.reset()
+        assert next(iter(on_meta)).device == META
+    two = patched(on_meta)
+    assert [len(list(two)), next(iter(two)).device] == [2, META]
+
+
 @pytest.mark.parametrize("weight_of", [None, lambda batch: [1.0] * len(batch)])
 def test_masks_and_weights_come_on_the_device(weight_of: Any) -> None:
     loader = patch_dataloader_to_ddp(DataLoader(Indices(5), 2), rank=0, num_replicas=1, device="meta")
@@ -341,15 +437,97 @@ def test_autopatch_takes_it() -> None:
         assert [batch.device for batch in loader] == [META]
 
 
+def sharded() -> DataLoader[Any]:
+    data = Indices(8)
+    return DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0, shuffle=False))
+
+
+ONE_OR_SEVERAL: list[dict[str, int]] = [{}, {"rank": 0, "num_replicas": 1}, {"rank": 0, "num_replicas": 2}]
+
+
+@pytest.mark.parametrize("make", [sharded, of(), of(num_workers=1), lambda: MultiEpochs(Indices(4), 2)])
+@pytest.mark.parametrize("world", ONE_OR_SEVERAL)
+def test_autopatch_moves_what_it_does_not_share(make: Callable[[], DataLoader[Any]], world: dict[str, Any]) -> None:
+    """In a single process, and where a loader shards itself."""
+    with autopatch(**world, device="meta") as summary:
+        loader = make()
+        assert {batch.device for _ in range(2) for batch in loader} == {META}
+    fates = [record.fate for record in summary.records][:1]
+    assert fates == (["shards itself" if make is sharded else "patched"] if world.get("num_replicas") == 2 else [])
+
+
+@pytest.mark.parametrize("make", [sharded, of()])
+@pytest.mark.parametrize("world", ONE_OR_SEVERAL)
+def test_autopatch_moves_nothing_that_is_left_alone(make: Callable[[], DataLoader[Any]], world: dict[str, Any]) -> None:
+    with autopatch(**world, device="meta"):
+        left = leave_alone(make())
+        assert {batch.device.type for batch in left} == {"cpu"}
+    for how in ({"dry_run": True}, {"excepted": "*"}):
+        with autopatch(**world, **how, device="meta"):
+            assert {batch.device.type for batch in make()} == {"cpu"}
+
+
+def test_autopatch_shares_what_it_has_moved_before() -> None:
+    loader = DataLoader(Indices(4), 2)
+    with autopatch(device="meta"):
+        next(iter(loader))
+    with autopatch(rank=0, num_replicas=2, device="meta"):
+        assert [batch.device for batch in loader] == [META]
+
+
+def test_autopatch_refuses_to_move_what_iterates_in_a_way_of_its_own() -> None:
+    loader = OwnIteration(Indices(4))
+    with (
+        autopatch(device="meta"),
+        raises(InvalidOptionError, ("device='meta'", "OwnIteration"), ("leave_alone", ".to(device)")),
+    ):
+        next(iter(loader))
+
+
 def test_an_audit_puts_nothing_on_a_device() -> None:
     with raises(InvalidOptionError, ("device", "real rank"), "Leave"):
         audit(DataLoader(Indices(4)), 2, device="meta")
+
+
+# Where the loader's batches come, where the others' rows lie, and where a rank without rows gets them.
+RECEIVED: list[tuple[str | None, str, str]] = [
+    ("cuda:1", "cuda", "cuda:1"),
+    ("cuda:1", "cpu", "cpu"),
+    (None, "cuda", "cuda"),
+]
+
+
+@pytest.mark.parametrize(("loaders", "theirs", "here"), RECEIVED)
+def test_a_rank_without_rows_gathers_on_its_own_device(
+    loaders: str | None, theirs: str, here: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nowhere does it say which of its kind the others mean."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "empty", lambda *args, device, **kwargs: asked.append(device))
+    members = Members([0], 0, None, 1.0, None if loaders is None else torch.device(loaders))
+    structure = Structure("x", {"x": Form("tensor", torch.float32, (2,), theirs)}, {"x": 0})
+    gathered(None, {}, members, Arrangement(structure, 0, [[]], [{}], "name"))
+    assert asked == [torch.device(here)]
+
+
+def test_outputs_are_gathered_where_the_loaders_batches_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def notes(outputs: Any, own: Any, members: Members, arrangement: Any) -> Any:
+        asked.append(members.device)
+
+    monkeypatch.setattr(gather, "gathered", notes)
+    loader = patch_dataloader_to_ddp(DataLoader(Indices(2)), rank=0, num_replicas=1, device="meta")
+    gather_in_order(torch.cat(list(loader)), loader)
+    assert asked == [META]
 
 
 NO_DEVICES: Mapping[str, Any] = {
     "gpu": "gpu",
     "cuda:x": "cuda:x",
     "": "",
+    "a number that torch cuts off": "cuda:300",
+    "number": 1,
     "flag": True,
     "fraction": 1.5,
     "list": ["cpu"],

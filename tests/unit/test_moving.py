@@ -5,18 +5,21 @@ import gc
 import pickle
 import weakref
 from array import array
-from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
-from collections.abc import Callable
+from collections import OrderedDict, UserDict, UserString, defaultdict, deque, namedtuple
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+from messages import raises
 from moving import Streams, pretend_streams
+from torch.nested import nested_tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.moving import Mover, moved
 
 META = torch.device("meta")
@@ -50,11 +53,31 @@ class Numbered(list[Any]):
     name = "none"
 
 
-class Fixed(UserDict[str, Any]):
-    """Takes no more than it has."""
+class Items(OrderedDict[str, Any]):
+    """As Hugging Face's ModelOutput: it takes one item, and not several at once."""
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError("fixed")
+        raise NotImplementedError("one after the other")
+
+
+class Frozen(dict[str, Any]):
+    """Takes nothing."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise AttributeError("frozen")
+
+
+class FixedList(Sequence[Any]):
+    """Is not made of its items."""
+
+    def __init__(self, *, items: list[Any]) -> None:
+        self.items = items
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.items[place]
+
+    def __len__(self) -> int:
+        return len(self.items)
 
 
 @dataclass
@@ -79,7 +102,6 @@ NESTS: dict[str, Callable[[], Any]] = {
     "list of a class": lambda: named(Numbered([Leaf(), 1])),
     "mapping that stays": lambda: MappingProxyType({"x": Leaf()}),
     "mapping of a user's": lambda: UserDict({"x": Leaf()}),
-    "range": lambda: range(3),
     "deque": lambda: deque([Leaf(), 1]),
     "array": lambda: array("d", [1.0, 2.0]),
     "size": lambda: torch.Size([2, 3]),
@@ -102,10 +124,39 @@ def test_nests_are_walked_as_pin_memory_walks_them(make: Callable[[], Any]) -> N
     assert given == make()  # and what was given is as it was
 
 
-def test_a_mapping_that_takes_nothing_becomes_a_dict() -> None:
-    fixed = Fixed.__new__(Fixed)
-    fixed.data = {"x": Leaf()}
-    assert there(fixed) == {"x": Leaf("there")}
+def test_a_mapping_takes_one_item_after_the_other() -> None:
+    found = there(Items(x=Leaf(), n=1))
+    assert (type(found), found) == (Items, Items(x=Leaf("there"), n=1))
+
+
+@pytest.mark.parametrize("nest", [Frozen(x=Leaf()), FixedList(items=[Leaf()])], ids=["dict", "sequence"])
+def test_a_nest_that_cannot_be_rebuilt_is_refused(nest: Any) -> None:
+    remedy = (".to(device)", "collate_fn", "device=")
+    with raises(UnsupportedLoaderError, ("device=", type(nest).__name__), remedy):
+        there([nest])
+
+
+class Unlike:
+    """Is not equal to itself."""
+
+    __hash__ = None  # type: ignore[assignment]  # nobody hashes it
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("as an array that is compared")
+
+
+UNTOUCHED: dict[str, Any] = {
+    "range": range(3),
+    "dict that takes nothing": Frozen(x=1),
+    "sequence that is not made of its items": FixedList(items=[1, 2]),
+    "list": [1, "text", Unlike()],
+    "text of a class": UserString("text"),
+}
+
+
+@pytest.mark.parametrize("nest", UNTOUCHED.values(), ids=UNTOUCHED)
+def test_a_nest_without_tensors_passes_untouched(nest: Any) -> None:
+    assert there({"x": nest, "y": Leaf()})["x"] is nest
 
 
 def test_what_has_no_to_passes_untouched() -> None:
@@ -218,10 +269,24 @@ def test_what_can_be_recorded_is_copied_beside(streams: Streams) -> None:
     assert streams.calls[-1] == "all recorded in loop"
 
 
-def test_tensors_without_strides_are_copied_in_the_stream_of_the_loop(streams: Streams) -> None:
-    (sparse,) = Mover(META).moved([torch.eye(2).to_sparse()])
-    assert sparse.device == META
-    assert streams.calls == ["side reaches copy 1", "loop waits for copy 1"]
+OF_PARTS: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "nested": lambda: nested_tensor([torch.zeros(2), torch.zeros(1)]),
+    "jagged": lambda: nested_tensor([torch.zeros(2), torch.zeros(1)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_channel(torch.eye(2), torch.ones(2), torch.zeros(2), 0, torch.qint8),
+}
+
+
+@pytest.mark.parametrize("make", OF_PARTS.values(), ids=OF_PARTS)
+@pytest.mark.filterwarnings("ignore")  # torch's, about tensors that it leaves behind
+def test_tensors_of_parts_are_copied_in_the_stream_of_the_loop(
+    make: Callable[[], torch.Tensor], streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved_in: list[str] = []
+    given = make()
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *args, **kwargs: moved_in.append(streams.now.name))
+    Mover(META).moved([given])
+    assert moved_in == ["loop"]
 
 
 class Batch(UserDict[str, Any]):
@@ -237,6 +302,46 @@ def test_tensors_of_a_mapping_with_a_method_are_copied_beside(streams: Streams) 
     assert type(batch) is Batch
     assert batch["x"].device == META
     assert streams.calls[-1] == "(1,) recorded in loop"
+
+
+class Immutable(Mapping[str, Any]):
+    """A mapping that has a to(), and is made in a way of its own."""
+
+    def __init__(self, x: Any, name: str) -> None:
+        self.x, self.name = x, name
+
+    def __getitem__(self, key: str) -> Any:
+        return {"x": self.x}[key]
+
+    def __iter__(self) -> Any:
+        return iter(["x"])
+
+    def __len__(self) -> int:
+        return 1
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Immutable":
+        return Immutable(self.x.to(device), self.name)
+
+
+class FrozenBatch(Frozen):
+    def to(self, device: torch.device, non_blocking: bool = False) -> "FrozenBatch":
+        return FrozenBatch({key: value.to(device) for key, value in self.items()})
+
+
+MADE_BY_THEMSELVES: dict[str, Callable[[], Any]] = {
+    "immutable": lambda: Immutable(torch.zeros(1), "mine"),
+    "takes nothing": lambda: FrozenBatch(x=torch.zeros(1)),
+}
+
+
+@pytest.mark.parametrize("make", MADE_BY_THEMSELVES.values(), ids=MADE_BY_THEMSELVES)
+def test_mappings_that_cannot_be_rebuilt_move_as_they_do_by_themselves(
+    make: Callable[[], Any], streams: Streams
+) -> None:
+    batch = Mover(META).moved(make())
+    assert (type(batch), batch["x"].device) == (type(make()), META)
+    assert getattr(batch, "name", "mine") == "mine"
+    assert streams.calls[:2] == ["side reaches copy 1", "loop waits for copy 1"]
 
 
 def test_packed_sequences_move_as_they_do_by_themselves(streams: Streams) -> None:

@@ -7,12 +7,12 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.compat.torch_loaders import MAKE_ITERATOR, has_own_iteration, has_own_iterators, torchdata_batch_sampler
 from ddp_patch.errors import InvalidOptionError
-from ddp_patch.loaders.copying import copy_loader
+from ddp_patch.loaders.copying import copies_plainly, copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.moving import streams_of
 from ddp_patch.options import Options
 
-__all__ = ["ON_DEVICE", "copies_ahead", "device_of", "require_movable", "without_device"]
+__all__ = ["ON_DEVICE", "copies_ahead", "device_for", "device_of", "require_movable", "without_device"]
 
 L = TypeVar("L", bound=DataLoader[Any])
 
@@ -26,6 +26,16 @@ def device_of(loader: DataLoader[Any]) -> torch.device | None:
     return found
 
 
+def device_for(facts: LoaderFacts[Any], options: Options) -> torch.device | None:
+    """Return the device on which a patched loader's batches come: the one asked for, or else where they come already.
+
+    Args:
+        facts: The loader that is to be patched.
+        options: What the user chose, with "auto" resolved.
+    """
+    return options.device if isinstance(options.device, torch.device) else device_of(facts.loader)
+
+
 def without_device(loader: L, **replaced: Any) -> L:
     """Return a copy of a loader with other attributes, whose batches come as its class makes them."""
     plain = copy_loader(loader, **replaced)
@@ -37,15 +47,17 @@ def without_device(loader: L, **replaced: Any) -> L:
 def copies_ahead(facts: LoaderFacts[Any], options: Options) -> bool:
     """Tell whether a batch is copied to the device while the training loop works on the one before.
 
-    That takes workers: without them, the batch would be made ahead, too, and the random numbers which that draws would
-    be others. It takes torch's own iterators, because others count what is taken from them. And where ranks hand each
-    other batches, one that copies ahead could wait for one that does not.
+    The random numbers of the main process stay those that they are without a device. So it takes workers, which make
+    the batch elsewhere; and another agreement than ``"ambient"``, with which samplers draw between the loop's steps. It
+    takes torch's own iterators, because others count what is taken from them. And where ranks hand each other batches,
+    one that copies ahead could wait for one that does not.
     """
-    device, kind = options.device, type(facts.loader)
+    device, kind = device_for(facts, options), type(facts.loader)
     return (
-        isinstance(device, torch.device)
+        device is not None
         and streams_of(device) is not None
         and facts.num_workers > 0
+        and options.agreement != "ambient"
         and facts.repeater is None
         and not has_own_iterators(kind)
         and torchdata_batch_sampler(kind) is None
@@ -54,10 +66,10 @@ def copies_ahead(facts: LoaderFacts[Any], options: Options) -> bool:
 
 
 def require_movable(facts: LoaderFacts[Any], device: torch.device) -> None:
-    """Refuse a loader whose batches nobody sees before its user does.
+    """Refuse a loader whose batches cannot be put on a device before its user gets them.
 
     Raises:
-        InvalidOptionError: Its class iterates in a way of its own, or is none of torch's.
+        InvalidOptionError: Its class iterates or copies in a way of its own, or is none of torch's.
     """
     kind = type(facts.loader)
     # isinstance() believes accelerate's wrappers, which say that they are one.
@@ -66,4 +78,9 @@ def require_movable(facts: LoaderFacts[Any], device: torch.device) -> None:
         raise InvalidOptionError(
             f"device='{device}' cannot hold for a {kind.__name__}: it iterates in a way of its own, so its batches are "
             "not seen before they come to the loop. Leave device= out, and call .to(device) there."
+        )
+    if not copies_plainly(kind):
+        raise InvalidOptionError(
+            f"device='{device}' cannot hold for a {kind.__name__}: it is copied in a way of its own, so a copy would "
+            "iterate the loader that it was copied from. Leave device= out, and call .to(device) in the loop."
         )
