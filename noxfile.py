@@ -78,7 +78,9 @@ def newest(session: nox.Session) -> None:
     test_with(session, "torch", "numpy")
 
 
-@nox.session(requires=["package"], allow_parallel=True)
+# pip takes the wheel that fits best of any index, uv one of the first index that has the version: of soundfile, that may
+# be one without its library.
+@nox.session(requires=["package"], allow_parallel=True, venv_backend="virtualenv")
 def integrations(session: nox.Session) -> None:
     """Test the wheel and pages with other packages, and write ``docs/frameworks.md``; arguments go to pytest.
 
