@@ -1,7 +1,7 @@
 """Loaders of other packages: how they mark, make, hold and take over loaders."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ddp_patch.compat.names import full_name
@@ -24,6 +24,7 @@ __all__ = [
     "asks_for_its_own_dataset",
     "held_loaders",
     "is_fastai_loader",
+    "lightning_place",
     "shards_in_accelerate",
 ]
 
@@ -87,6 +88,15 @@ LIGHTNING_ARGUMENTS: Final = frozenset({"__dataset", "__pl_saved_arg_names", "__
 
 # The arguments, and no others, by which it makes a batch sampler anew for predict and overfit_batches.
 LIGHTNING_REMAKES: Final = frozenset({"batch_size", "drop_last"})
+
+
+def lightning_place(checkpoint: Mapping[str, Any]) -> tuple[int, Sequence[Any]]:
+    """Return how many batches of an unfinished epoch a checkpoint counts, and the states of the training loaders."""
+    fitting = checkpoint.get("loops", {}).get("fit_loop", {})
+    batches = fitting.get("epoch_loop.batch_progress", {"is_last_batch": True})
+    done = 0 if batches["is_last_batch"] else batches["current"]["ready"]
+    return done, fitting.get("state_dict", {}).get("combined_loader", ())
+
 
 # ---- speechbrain, seen in 1.1.2 ----
 

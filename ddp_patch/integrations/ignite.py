@@ -7,11 +7,13 @@ from typing import Any, TypeVar, Unpack
 from ignite.engine import Engine
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import DDPPatchError, InvalidOptionError, StateError
+from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, StateError
 from ddp_patch.loaders.recognition import sharded_by
+from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.resume import go_on, loader_state
 from ddp_patch.several import PatchOptions
+from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.states import no_state
 
 __all__ = ["attach_loader"]
@@ -19,6 +21,11 @@ __all__ = ["attach_loader"]
 L = TypeVar("L", bound=DataLoader[Any])
 
 _KEY = "ddp_patch_loader"
+_PLAN = "ddp_patch_plan"
+_INSTEAD = (
+    "Give the engine {'epoch': epoch, 'max_epochs': max_epochs, 'epoch_length': len(loader)} before attach_loader to "
+    "begin with an epoch's first batch instead; then, where there are several ranks, call loader.sampler.set_epoch."
+)
 
 
 def attach_loader(engine: Any, loader: L, **options: Unpack[PatchOptions]) -> L:
@@ -35,10 +42,11 @@ def attach_loader(engine: Any, loader: L, **options: Unpack[PatchOptions]) -> L:
 
     Returns:
         The patched loader, for ``engine.run``. With a ``NotDistributedWarning``, ``loader`` itself if there is only one
-        process; the engine then stays as it is.
+        process; the engine's state then tells how many batches an epoch has, and no position.
 
     Raises:
         InvalidOptionError: The engine has a loader already.
+        AlreadyPatchedError: Something else shards the loader, so its position could not be saved.
         DDPPatchError: As in ``patch_dataloader_to_ddp``.
 
     Examples:
@@ -55,33 +63,66 @@ def attach_loader(engine: Any, loader: L, **options: Unpack[PatchOptions]) -> L:
             "Pass another engine, or patch this loader with patch_dataloader_to_ddp()."
         )
     patched = patch_dataloader_to_ddp(loader, **options)
-    if sharded_by(patched) is not None:
-        place = _Place(engine, patched)
-        engine.state_dict, engine.load_state_dict = place.state_dict, place.load_state_dict
+    if sharded_by(patched) is not None and not isinstance(patched.sampler, EpochSampler):
+        raise AlreadyPatchedError(
+            f"attach_loader was called with a {type(loader).__name__} that something else shards "
+            f"({sharded_by(patched)}), so its position cannot be saved. Pass the loader without what shards it: "
+            "attach_loader patches it."
+        )
+    place = _Place(engine, patched)
+    engine.state_dict, engine.load_state_dict = place.state_dict, place.load_state_dict
     return patched
 
 
 class _Place:
-    """The two methods of an engine that tell of its loader."""
+    """The two methods of an engine that tell of its loader: the position of a shared one, and by which plan it counts.
+
+    An engine counts iterations, and keeps how many of them an epoch has: another plan would end epochs elsewhere.
+    """
 
     def __init__(self, engine: Engine, loader: DataLoader[Any]) -> None:
         self._of_engine, self._loader = (engine.state_dict, engine.load_state_dict), loader
 
+    def _plan(self) -> dict[str, Any]:
+        """Return how many batches an epoch has, or what that follows from."""
+        length = length_of(self._loader, [])
+        if length is not None:
+            return {"batches": length}
+        sampler: Any = self._loader.sampler
+        ranks = sampler.num_replicas if isinstance(sampler, EpochSampler) else 1
+        return {"ranks": ranks, "batch_size": self._loader.batch_size}
+
     def state_dict(self) -> "OrderedDict[str, Any]":
         """Return the engine's state with the loader's, or with why that is not known: it may never be loaded."""
-        try:
-            place = loader_state(self._loader)
-        except DDPPatchError as error:
-            place = no_state(str(error))
-        return OrderedDict([*self._of_engine[0]().items(), (_KEY, place)])
+        place = None
+        if isinstance(self._loader.sampler, EpochSampler):
+            try:
+                place = loader_state(self._loader)
+            except DDPPatchError as error:
+                place = no_state(str(error))
+        return OrderedDict([*self._of_engine[0]().items(), (_KEY, place), (_PLAN, self._plan())])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load both."""
-        if _KEY not in state_dict:
+        is_shared = isinstance(self._loader.sampler, EpochSampler)
+        if is_shared and state_dict.get(_KEY) is None:
             raise StateError(
                 f"The engine's state has no {_KEY!r}, so where its loader stood is not known: it was saved without "
-                "attach_loader. Call attach_loader once the state is loaded, and then "
-                "loader.sampler.set_epoch(engine.state.epoch), to begin with that epoch's first batch."
+                f"attach_loader, or by one process. {_INSTEAD}"
             )
-        go_on(self._loader, state_dict[_KEY], tells_rest=False)
-        self._of_engine[1]({name: value for name, value in state_dict.items() if name != _KEY})
+        kept = state_dict.get(_PLAN, self._plan())
+        # An epoch_length of the user's own, which is not the loader's, stays what it is on any number of ranks.
+        is_own = kept.get("batches", state_dict["epoch_length"]) != state_dict["epoch_length"]
+        if (kept != self._plan() and not is_own) or (not is_shared and state_dict.get(_KEY) is not None):
+            raise StateError(
+                f"The engine's state was saved with {_in_words(kept)}, and the loader here has "
+                f"{_in_words(self._plan())}. The engine would count by what it was, and repeat or leave out samples. "
+                f"Use the number of ranks and the batch size of before. {_INSTEAD}"
+            )
+        if is_shared:
+            go_on(self._loader, state_dict[_KEY], tells_rest=False)
+        self._of_engine[1]({name: value for name, value in state_dict.items() if name not in (_KEY, _PLAN)})
+
+
+def _in_words(plan: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in plan.items())

@@ -1,15 +1,20 @@
 """Have Lightning's Trainer share its loaders by this package, by one callback."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
+from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.compat.frameworks import LIGHTNING_TAKES_LOADERS
-from ddp_patch.errors import NotDistributedWarning
+from ddp_patch.compat.frameworks import LIGHTNING_TAKES_LOADERS, lightning_place
+from ddp_patch.errors import InvalidOptionError, NotDistributedWarning, StateError
+from ddp_patch.loaders.recognition import sharded_by
+from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.several import PatchOptions
 
@@ -17,6 +22,20 @@ __all__ = ["PatchDataLoaders"]
 
 _KEEPER, _METHOD = LIGHTNING_TAKES_LOADERS
 _WORLD = {"rank", "num_replicas", "process_group", "device_mesh"}
+# These are about training: evaluation takes each sample, in batches as they are.
+_OF_TRAINING = {"cost", "cost_of", "cost_window", "scalable_shuffle", "share", "uneven"}
+# What was given for each loader that was taken: the Trainer puts that into a CombinedLoader of the user's.
+_GIVEN: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
+_PLAN = "ddp_patch_plan"
+_INSTEAD = "or resume from a checkpoint that was taken at the end of an epoch."
+
+
+class _Resumed(NamedTuple):
+    """What a checkpoint within an epoch says: batches that were done, of how many, and whether it has states."""
+
+    done: int
+    planned: float | None
+    has_states: bool
 
 
 class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not there where types are checked
@@ -25,14 +44,19 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
     It takes the loaders that ``trainer.fit`` and the like are given, and those of the hooks of a module or a data
     module; also in lists, dicts and a ``CombinedLoader``. The Trainer adds no sampler of its own to them, whatever
     ``use_distributed_sampler`` says, and keeps their place in its checkpoints. What is no ``DataLoader`` of torch's
-    stays as it is. So does everything where there is one process.
+    stays as it is. So does everything where there is one process. With ``DDPStrategy``, ``predict`` pads nothing: ranks
+    may take different numbers of steps.
 
     Args:
-        options: The keywords of ``patch_dataloader_to_ddp``, for all loaders. Default of ``device_mesh``: the
-            module's, which ``ModelParallelStrategy`` makes.
+        options: The keywords of ``patch_dataloader_to_ddp``. ``cost``, ``cost_of``, ``cost_window``, ``share``,
+            ``scalable_shuffle`` and ``uneven`` are for training loaders alone; others have the defaults of those.
+            Default of ``device_mesh``: the module's, which ``ModelParallelStrategy`` makes.
 
     Raises:
-        DDPPatchError: From ``trainer.fit`` and the like, as in ``patch_dataloader_to_ddp``.
+        InvalidOptionError: From ``trainer.fit`` and the like: the Trainer has another of these callbacks.
+        DDPPatchError: From there, as in ``patch_dataloader_to_ddp``.
+        StateError: From ``trainer.fit``: the checkpoint was taken within an epoch, and has no position of the loaders,
+            or the Trainer would take another number of batches for an epoch than it did.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -49,30 +73,97 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
     def __init__(self, **options: Unpack[PatchOptions]) -> None:
         super().__init__()
         self._options = options
+        self._resumed: _Resumed | None = None
+        self._training: list[DataLoader[Any]] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have the Trainer hand its loaders over, from before it asks for them."""
+        if sum(isinstance(callback, PatchDataLoaders) for callback in trainer.callbacks) > 1:
+            raise InvalidOptionError(
+                "The Trainer has several PatchDataLoaders, and each loader is patched by one. Pass a single one."
+            )
         keeper = getattr(trainer, _KEEPER)
         take = partial(getattr(type(keeper), _METHOD), keeper)
-        setattr(keeper, _METHOD, partial(self._take, take, pl_module))
+        setattr(keeper, _METHOD, partial(self._take, take, trainer))
+        self._resumed, self._training = None, []
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep by which plan the Trainer counts the batches of an epoch."""
+        checkpoint[_PLAN] = {"batches": trainer.num_training_batches, "ranks": trainer.world_size}
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Note where a checkpoint resumes, before the Trainer looks for what one process or several have saved."""
+        done, states = lightning_place(checkpoint)
+        if not done or trainer.state.fn != TrainerFn.FITTING:
+            return
+        plan = checkpoint.get(_PLAN, {})
+        if plan and (plan["ranks"] == 1) != (trainer.world_size == 1):
+            raise StateError(
+                f"The checkpoint was taken {done} batches into an epoch by {plan['ranks']} ranks, and here is a number "
+                f"of {trainer.world_size}: the batches that Lightning counts are others, so samples would be lost or "
+                f"repeated. Use {plan['ranks']} ranks, {_INSTEAD}"
+            )
+        self._resumed = _Resumed(done, plan.get("batches"), bool(states))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse to resume within an epoch where the Trainer counts other batches, or the loaders don't know where."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is None:
+            return
+        if self._training and not (resumed.has_states and all(hasattr(one, "state_dict") for one in self._training)):
+            raise StateError(
+                f"The checkpoint was taken {resumed.done} batches into an epoch, and does not tell where each training "
+                "loader stood: it was taken without PatchDataLoaders or by one process, or a loader has no state. The "
+                "epoch's first batches would come again in the place of its last ones. Take checkpoints with "
+                f"PatchDataLoaders and loaders that have a state_dict, {_INSTEAD}"
+            )
+        if resumed.planned not in (None, trainer.num_training_batches):
+            raise StateError(
+                f"The checkpoint was taken {resumed.done} batches into an epoch of {resumed.planned}, and here one has "
+                f"{trainer.num_training_batches}. Lightning counts on from {resumed.done}, so samples would be lost or "
+                f"repeated. Use the number of ranks and the batch size of before, {_INSTEAD}"
+            )
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let the Trainer be as it was: it calls no ``teardown`` then."""
+        self.teardown(trainer, pl_module, "")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Let the Trainer be as it was."""
         vars(getattr(trainer, _KEEPER)).pop(_METHOD, None)
 
-    def _take(self, take: Callable[..., Any], module: Any, loader: object, *args: Any, **how: Any) -> Any:
-        if isinstance(loader, DataLoader):
-            loader = self._patched(loader, module)
-            if isinstance(loader.dataset, IterableDataset):
-                # It has no indices to track; to predict, the Trainer would make the loader anew, without its sampler.
-                return loader
-        return take(loader, *args, **how)
+    def _take(self, take: Callable[..., Any], trainer: Any, loader: object, *args: Any, **how: Any) -> Any:
+        if not isinstance(loader, DataLoader):
+            return take(loader, *args, **how)
+        given = _GIVEN.get(loader, loader)
+        patched = self._patched(given, trainer, how["mode"])
+        if how["mode"] == RunningStage.TRAINING and sharded_by(patched) is not None:
+            self._training.append(patched)
+        # An iterable dataset has no indices to track; to predict, the Trainer would make the loader anew, without its
+        # sampler.
+        taken = patched if isinstance(patched.dataset, IterableDataset) else take(patched, *args, **how)
+        if taken is not given:
+            _GIVEN[taken] = given
+        return taken
 
-    def _patched(self, loader: DataLoader[Any], module: Any) -> DataLoader[Any]:
-        options = self._options
-        if module.device_mesh is not None and options.keys().isdisjoint(_WORLD):
-            options = {**options, "device_mesh": module.device_mesh}
+    def _patched(self, given: DataLoader[Any], trainer: Any, mode: RunningStage) -> DataLoader[Any]:
+        options: Any = self._options
+        mesh = trainer.lightning_module.device_mesh
+        if mesh is not None and options.keys().isdisjoint(_WORLD):
+            options = {**options, "device_mesh": mesh}
+        if mode != RunningStage.TRAINING:
+            options = {name: value for name, value in options.items() if name not in _OF_TRAINING}
         with warnings.catch_warnings():
             # One process is nothing to warn of here: the group would exist by now.
             warnings.simplefilter("ignore", NotDistributedWarning)
-            return patch_dataloader_to_ddp(loader, **options)
+            if mode == RunningStage.PREDICTING and _may_end_apart(trainer, given):
+                unpadded = patch_dataloader_to_ddp(given, **{**options, "uneven": "keep"})
+                # The Trainer refuses to predict where a rank has nothing to do.
+                if trainer.strategy.reduce_boolean_decision(bool(length_of(unpadded, []))):
+                    return unpadded
+            return patch_dataloader_to_ddp(given, **options)
+
+
+def _may_end_apart(trainer: Any, loader: DataLoader[Any]) -> bool:
+    """Tell whether ranks may predict in unequal numbers of steps: DDP waits for no rank there, sharded models do."""
+    return type(trainer.strategy) is DDPStrategy and not isinstance(loader.dataset, IterableDataset)

@@ -20,6 +20,8 @@ from ddp_patch.shares.states import no_state
 
 __all__ = ["PatchedLoadersMixin"]
 
+_WORLD = {"rank", "num_replicas", "process_group", "device_mesh"}
+
 
 class PatchedLoadersMixin:
     """A base class that patches a Trainer's training loader, and resumes it from checkpoints with the very next batch.
@@ -30,7 +32,8 @@ class PatchedLoadersMixin:
     outputs into order and takes the padding away, but of loaders that accelerate shards alone.
 
     Attributes:
-        patch_options: The keywords of ``patch_dataloader_to_ddp``, for derived classes to set.
+        patch_options: The keywords of ``patch_dataloader_to_ddp``, for derived classes to set. Default of
+            ``device_mesh``: the accelerator's, if it has one.
 
     Raises:
         DDPPatchError: From ``train``, as in ``patch_dataloader_to_ddp``.
@@ -62,7 +65,11 @@ class PatchedLoadersMixin:
             return loader
         with patch.object(self.accelerator, "prepare_data_loader", lambda loader, *args, **options: loader):
             loader = trainer.get_train_dataloader()
-        return patch_dataloader_to_ddp(loader, **self.patch_options)
+        options = self.patch_options
+        mesh = getattr(self.accelerator, "torch_device_mesh", None)
+        if mesh is not None and options.keys().isdisjoint(_WORLD):
+            options = {**options, "device_mesh": mesh}
+        return patch_dataloader_to_ddp(loader, **options)
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Train as the next class does; from a checkpoint, go on with the batches that were left."""
@@ -101,7 +108,7 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
         self.plan = [len(train_dataloader) if has_length(train_dataloader) else None, args.gradient_accumulation_steps]
         # A checkpoint of another class has no entry, without which the Trainer would raise when it saves.
         kept = state.stateful_callbacks.setdefault(type(self).__name__, {"args": {}, "attributes": {}})["attributes"]
-        if self.loader is None or not kept or not state.global_step or args.ignore_data_skip:
+        if not kept or not state.global_step or args.ignore_data_skip:
             return
         if kept["plan"] != self.plan:
             raise StateError(
@@ -111,6 +118,14 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
                 "gradient_accumulation_steps of before, or pass ignore_data_skip=True in the TrainingArguments to "
                 "begin with a whole epoch."
             )
+        if self.loader is None and kept["place"] is not None:
+            raise StateError(
+                "The checkpoint was taken by several processes, whose batches one process does not make. Use the "
+                "number of processes of before, or pass ignore_data_skip=True in the TrainingArguments to begin with a "
+                "whole epoch."
+            )
+        if kept["place"] is None:
+            return  # one process took it, which `_skipped` refuses where there are several
         go_on(self.loader, kept["place"], tells_rest=False)
         if self.plan[0] is None:
             # Then the Trainer takes all that was done for epoch 0, and tells epochs from there; the loader counts.
@@ -118,16 +133,15 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {
-            "args": {},
-            "attributes": {"place": self._place(), "plan": self.plan} if self.loader is not None else {},
-        }
+        place = None if self.loader is None else self._place()
+        return {"args": {}, "attributes": {"place": place, "plan": self.plan}}
 
     def _place(self) -> dict[str, Any]:
         """Return where the loader stands, or why a checkpoint cannot tell, which may never be restored."""
         try:
             place = loader_state(self.loader)
-            json.dumps(place)
+            if json.loads(json.dumps(place)) != place:
+                return no_state("A sampler's state_dict() has keys that are no strings, or tuples: JSON changes them.")
         except (DDPPatchError, TypeError, ValueError) as error:
             return no_state(f"{type(error).__name__}: {error}")
         return place

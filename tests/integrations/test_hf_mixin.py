@@ -8,14 +8,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from messages import assert_tells
+from messages import assert_tells, raises
 from quick import run_ranks
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 from transformers import Trainer, TrainingArguments
 from zoo import seed_ambient
 
-from ddp_patch import StateError, autopatch
-from ddp_patch.integrations.transformers import PatchedLoadersMixin
+from ddp_patch import StateError, autopatch, patch_dataloader_to_ddp
+from ddp_patch.integrations.transformers import PatchedLoadersMixin, _LoaderPlace
 from ddp_patch.several import PatchOptions
 
 RANKS = 2
@@ -76,10 +77,9 @@ class Weighted(PatchedLoadersMixin, OwnLoader):
 
 def trained(kind: type[Any], rows: Any, folder: Path, resume_from: int | None = None, **options: Any) -> Any:
     """Return a Trainer that has trained, with a checkpoint after each step, or from one of these."""
-    chosen = {"num_train_epochs": 2, **options}
+    chosen = {"num_train_epochs": 2, "per_device_train_batch_size": 3, **options}
     arguments = TrainingArguments(
         str(folder),
-        per_device_train_batch_size=3,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
@@ -173,6 +173,52 @@ def test_what_the_trainer_shares_rightly_is_left_to_it(tmp_path: Path) -> None:
     assert [predicted for predicted, _ in ranks] == [list(range(26))] * RANKS
     taken = list(chain.from_iterable(chain.from_iterable(seen for _, seen in ranks)))
     assert sorted(taken) == list(range(26))
+
+
+def by_several(rank: int, world_size: int, folder: str) -> list[list[int]]:
+    """Take checkpoints of several ranks; and what a mesh of ranks that share a model trains on."""
+    seed_ambient(100 + rank)
+    trainer = trained(Patched, ROWS, Path(folder), num_train_epochs=1)
+    trainer.accelerator.state.device_mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp_shard", "tp"))
+    return [batch["labels"].tolist() for batch in trainer.get_train_dataloader()]
+
+
+@pytest.mark.filterwarnings("ignore")  # by accelerate, of the number of threads; and by torch, of the CPU
+def test_one_process_refuses_what_several_saved(tmp_path: Path) -> None:
+    first, second = run_ranks(by_several, RANKS, str(tmp_path), timeout=240)
+    assert first == second
+    assert sorted(chain.from_iterable(first)) == list(range(26))
+    with raises(StateError, ("9", "5"), "ignore_data_skip=True"):
+        trained(Patched, ROWS, tmp_path, 2, num_train_epochs=1)
+    with raises(StateError, ("several processes",), "ignore_data_skip=True"):
+        trained(Patched, ROWS, tmp_path, 2, num_train_epochs=1, per_device_train_batch_size=6)
+
+
+class Counting(Sampler[int]):
+    """Has a state that JSON changes."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(ROWS)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict["state"]
+
+
+@pytest.mark.parametrize(("state", "survives"), [({0: 1}, False), ((1, 2), False), ({"0": [1]}, True)])
+def test_a_place_that_json_changes_is_not_kept(state: Any, survives: bool) -> None:
+    kept = _LoaderPlace()
+    kept.loader = patch_dataloader_to_ddp(DataLoader(ROWS, sampler=Counting(state)), rank=0, num_replicas=2)
+    place = kept.state()["attributes"]["place"]
+    assert ("cannot_resume" not in place) == survives
 
 
 # By accelerate, of the number of threads; and by torch, of the CPU.

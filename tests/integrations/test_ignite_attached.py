@@ -12,10 +12,10 @@ import torch.distributed as dist
 from frameworks.kinds import Pairs
 from messages import raises
 from quick import fork_workers_elsewhere, run_ranks
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from zoo import seed_ambient
 
-from ddp_patch import InvalidOptionError, NotDistributedWarning, StateError, autopatch
+from ddp_patch import AlreadyPatchedError, InvalidOptionError, NotDistributedWarning, StateError, autopatch
 
 with warnings.catch_warnings():
     # Importing ignite imports parts of torch that use torch.jit, which torch 2.13 deprecates.
@@ -91,14 +91,78 @@ def test_resumed_by_the_engine_s_own_checkpoints(tmp_path: Path) -> None:
             assert resumed == [whole[step:] for step in steps], name
 
 
-def test_one_loader_is_attached_to_an_engine_of_several_processes() -> None:
+def attached(length: int | None = None, **world: Any) -> tuple[Engine, Any]:
+    """Return an engine with a loader of 24 or as many samples as asked for, three in a batch."""
+    trainer: Any = Engine(lambda engine, batch: None)
+    data: Any = range(length or N)
+    return trainer, attach_loader(trainer, DataLoader(data, 3, shuffle=True), **world)
+
+
+def after_two_steps(**world: Any) -> Any:
+    """Return the state of an engine within its first epoch."""
+    trainer, loader = attached(**world)
+    states: list[Any] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda engine: states.append(engine.state_dict()))
+    trainer.run(loader, max_epochs=1)
+    return states[0]
+
+
+@pytest.mark.filterwarnings("ignore::ddp_patch.NotDistributedWarning")
+def test_another_plan_is_refused() -> None:
+    """On a state of two ranks with four batches each, and of one process with eight."""
+    two, one = after_two_steps(rank=0, num_replicas=2), after_two_steps()
+    with raises(StateError, ("batches=4", "batches=2"), ("number of ranks", "batch size", "epoch_length")):
+        attached(rank=0, num_replicas=4)[0].load_state_dict(two)
+    with raises(StateError, ("batches=4", "batches=8"), "number of ranks"):
+        attached()[0].load_state_dict(two)
+    with raises(StateError, ("batches=4",), "number of ranks"):
+        attached(length=12)[0].load_state_dict(two)
+    with raises(StateError, "ddp_patch_loader", "set_epoch"):
+        attached(rank=0, num_replicas=2)[0].load_state_dict(one)
+    trainer, _ = attached()
+    trainer.load_state_dict(one)
+    assert trainer.state.iteration == 2
+
+
+def test_another_number_of_ranks_begins_with_an_epoch() -> None:
+    """By the remedy that the error names."""
+    seen: list[Any] = []
+    for rank in range(4):
+        trainer: Any = Engine(lambda engine, batch: seen.append((engine.state.epoch, batch.tolist())))
+        trainer.load_state_dict({"epoch": 1, "max_epochs": 2, "epoch_length": 2})
+        loader = attach_loader(trainer, DataLoader(DATA, 3, shuffle=True), rank=rank, num_replicas=4, seed=5)
+        assert isinstance(loader.sampler, DistributedSampler)
+        loader.sampler.set_epoch(1)
+        trainer.run(loader)
+    assert {epoch for epoch, _ in seen} == {2}
+    assert sorted(chain.from_iterable(batch for _, batch in seen)) == list(range(N))
+
+
+@pytest.mark.filterwarnings("ignore::ddp_patch.NotDistributedWarning")
+def test_epochs_of_a_length_of_one_s_own_resume_on_any_number_of_ranks() -> None:
+    trainer, loader = attached(rank=0, num_replicas=2)
+    trainer.run(loader, max_epochs=1, epoch_length=3)
+    other, rest = attached(rank=0, num_replicas=4)
+    other.load_state_dict(trainer.state_dict())
+    assert other.state.epoch_length == 3
+    assert sum(len(batch) for batch in rest) == 2  # of 6 samples that are left, this rank's
+
+
+def test_a_loader_that_something_else_shards_is_refused() -> None:
+    shared = DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0))
+    with raises(AlreadyPatchedError, ("attach_loader", "DistributedSampler"), "attach_loader"):
+        attach_loader(Engine(lambda engine, batch: None), shared, rank=0, num_replicas=2)
+
+
+def test_one_loader_is_attached_to_an_engine() -> None:
     trainer, loader = Engine(lambda engine, batch: None), DataLoader(DATA)
+    plain = trainer.state_dict()
     with pytest.warns(NotDistributedWarning):
         assert attach_loader(trainer, loader) is loader
-    assert list(trainer.state_dict()) == ["epoch_length", "iteration", "max_epochs"]
-    before = trainer.state_dict()
-    attach_loader(trainer, loader, rank=0, num_replicas=2)
     with raises(InvalidOptionError, "attach_loader", "patch_dataloader_to_ddp()"):
         attach_loader(trainer, loader, rank=0, num_replicas=2)
+    trainer.load_state_dict(plain)
+    shared = Engine(lambda engine, batch: None)
+    attach_loader(shared, loader, rank=0, num_replicas=2)
     with raises(StateError, "ddp_patch_loader", "set_epoch"):
-        trainer.load_state_dict(before)
+        shared.load_state_dict(plain)

@@ -14,12 +14,13 @@ from frameworks.kinds import KINDS, Batch, features, tiny_model
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
+from messages import assert_tells, raises
 from quick import fork_workers_elsewhere, run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from zoo import seed_ambient
 
-from ddp_patch import NotDistributedWarning, autopatch, check_loaders_is_patched
+from ddp_patch import InvalidOptionError, NotDistributedWarning, StateError, autopatch, check_loaders_is_patched
 from ddp_patch.integrations.lightning import PatchDataLoaders
 
 RANKS = 2
@@ -76,7 +77,7 @@ def make_trainer(*callbacks: Any, patching: Any = None, **options: Any) -> Train
     chosen: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": False, **options}
     return Trainer(
         accelerator="cpu",
-        callbacks=[PatchDataLoaders(**patching or {}), *callbacks],
+        callbacks=[*([] if patching is False else [PatchDataLoaders(**patching or {})]), *callbacks],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -136,16 +137,46 @@ def test_every_stage_takes_each_sample_once() -> None:
     for case, stage in ranks[0]:
         kind = sizes[case.rpartition(",")[0]]
         shares = [rank[case, stage] for rank in ranks]
-        assert len({len(share) for share in shares}) == 1
+        if stage != "predict" or case.startswith("`IterableDataset`"):
+            assert len({len(share) for share in shares}) == 1
         batches = list(chain.from_iterable(shares))
         if stage == "sanity":
             continue
         assert set(chain.from_iterable(batches)) == set(range(kind.n)), (case, stage)
+        if stage == "predict" and not case.startswith("`IterableDataset`"):
+            assert sum(map(len, batches)) == kind.n, case
         if kind.is_whole is None:
             assert sum(map(len, batches)) - kind.n < RANKS, (case, stage)
         else:
             assert all(map(kind.is_whole, batches))
             assert len(batches) - len({tuple(sorted(batch)) for batch in batches}) < RANKS
+
+
+def options_of_training(rank: int, world_size: int) -> Any:
+    """What is validated and predicted beside a training with costs, and what a second run makes of a CombinedLoader."""
+    world = on_ranks(rank, world_size)
+    evaluated = Module()
+    patching = {"cost": [float(1 + number % 7) for number in range(27)], "uneven": "drop", "seed": 3}
+    trainer = make_trainer(patching=patching, max_epochs=1, **world)
+    trainer.fit(evaluated, KINDS[0].make(), DataLoader(NUMBERS[:11], 2, collate_fn=Batch))
+    trainer.predict(evaluated, DataLoader(NUMBERS[:1], collate_fn=Batch))
+    combined = CombinedLoader([DataLoader(NUMBERS, 3, shuffle=True)])
+    orders = []
+    for seed in (3, 4):
+        module = Several()
+        make_trainer(patching={"seed": seed}, max_epochs=1, **world).fit(module, combined)
+        orders.append(module.noted)
+    return evaluated.seen, orders
+
+
+def test_evaluation_takes_no_options_of_training() -> None:
+    ranks = run_ranks(options_of_training, RANKS, timeout=240)
+    validated = list(chain.from_iterable(chain.from_iterable(seen["val 0"] for seen, _ in ranks)))
+    assert sorted(set(validated)) == list(range(11))
+    assert [seen["predict"] for seen, _ in ranks] == [[[0]]] * RANKS  # fewer samples than ranks are padded
+    first, again = (list(chain.from_iterable(orders[run] for _, orders in ranks)) for run in (0, 1))
+    assert sorted(chain.from_iterable(first)) == sorted(chain.from_iterable(again)) == list(NUMBERS)
+    assert first != again
 
 
 class Recording(Module):
@@ -160,6 +191,15 @@ class Recording(Module):
     def __init__(self) -> None:
         super().__init__()
         self.noted: list[tuple[int, Any]] = []
+
+
+class Several(Recording):
+    """Notes the batches of the first of several loaders."""
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.noted.append(batch[0].tolist())
+        loss: torch.Tensor = self.model(torch.ones(1, 1)).square().mean()
+        return loss
 
 
 class Stream(IterableDataset[int]):
@@ -207,6 +247,53 @@ def test_a_nest_of_loaders_resumes_within_an_epoch(tmp_path: Path) -> None:
             assert rest == whole
 
 
+def with_checkpoints(rank: int, world_size: int, folders: dict[str, bool]) -> list[dict[str, Seen]]:
+    """What one rank sees of two epochs, of which each step's checkpoint is kept, with the callback and without."""
+    found = []
+    for folder, patched in folders.items():
+        options = on_ranks(rank, world_size) if world_size > 1 else {"devices": 1}
+        saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
+        ending = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        module, patching = Module(), None if patched else False
+        trainer = make_trainer(saving, ending, patching=patching, enable_checkpointing=True, **options)
+        trainer.fit(module, KINDS[0].make())
+        found.append(module.seen)
+    return found
+
+
+def after_checkpoints(rank: int, world_size: int, files: list[str]) -> list[Any]:
+    """What one rank sees after each checkpoint, or what is said instead of resuming."""
+    found: list[Any] = []
+    for file in files:
+        options = on_ranks(rank, world_size, seed=200) if world_size > 1 else {"devices": 1}
+        module = Module()
+        try:
+            make_trainer(**options).fit(module, KINDS[0].make(), ckpt_path=file)
+        except StateError as error:
+            found.append(str(error))
+        else:
+            found.append(module.seen)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns of small data, of CPUs and of its own deprecations
+def test_a_checkpoint_within_an_epoch_is_refused_where_samples_would_be_lost(tmp_path: Path) -> None:
+    patched, plain, alone = (str(tmp_path / name) for name in ("patched", "plain", "alone"))
+    run_ranks(with_checkpoints, RANKS, {patched: True, plain: False}, timeout=240)
+    with_checkpoints(0, 1, {alone: True})
+    remedy = "at the end of an epoch"
+    within, end = f"{patched}/step=2.ckpt", f"{patched}/epoch=0.ckpt"
+    for more, ended in run_ranks(after_checkpoints, 3, [within, end]):
+        assert_tells(more, ("2 batches", "4", "3"), ("number of ranks", "batch size", remedy))
+        assert set(ended) == {"epoch 1"}
+    for no_place, from_one in run_ranks(after_checkpoints, RANKS, [f"{plain}/step=2.ckpt", f"{alone}/step=2.ckpt"]):
+        assert_tells(no_place, ("2 batches", "PatchDataLoaders"), remedy)
+        assert_tells(from_one, ("2 batches", "1 ranks", "2"), ("1 ranks", remedy))
+    [to_one, ended] = after_checkpoints(0, 1, [within, end])
+    assert_tells(to_one, ("2 batches", "2 ranks", "1"), ("2 ranks", remedy))
+    assert sorted(chain.from_iterable(ended["epoch 1"])) == list(range(27))
+
+
 # Lightning warns of small data, of CPUs and of its own deprecations.
 @pytest.mark.filterwarnings("ignore")
 def test_one_process_keeps_its_loaders() -> None:
@@ -225,3 +312,25 @@ def test_overfit_batches_takes_a_rank_s_first_batches() -> None:
     module = Module()
     make_trainer(patching={"rank": 1, "num_replicas": 2}, overfit_batches=2).fit(module, KINDS[0].make())
     assert module.seen["epoch 0"] == module.seen["epoch 1"] == [[1, 3, 5, 7], [9, 11, 13, 15]]
+
+
+class Failing(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        raise LookupError
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_an_exception_leaves_the_trainer_as_it_was() -> None:
+    trainer = make_trainer(patching={"rank": 1, "num_replicas": 2})
+    with pytest.raises(LookupError):
+        trainer.fit(Failing(), KINDS[0].make())
+    trainer.callbacks = []
+    module = Module()
+    trainer.fit(module, KINDS[0].make())
+    assert sorted(chain.from_iterable(module.seen["epoch 0"])) == list(range(27))
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_one_callback_is_enough() -> None:
+    with raises(InvalidOptionError, "several PatchDataLoaders", "single"):
+        make_trainer(PatchDataLoaders()).fit(Module(), KINDS[0].make())

@@ -1,0 +1,35 @@
+"""The scripts that docs/frameworks.md shows train on two ranks, and resume from a checkpoint within an epoch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from documented import CHECKOUT
+
+SCRIPTS = {
+    "lightning_callback": "step=5.ckpt",
+    "hf_mixin": "checkpoint-5",
+    "ignite_attached": "trainer_5.pt",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_the_page_trains_and_resumes(name: str, tmp_path: Path) -> None:
+    script = CHECKOUT / "docs" / "examples" / "frameworks" / f"{name}.py"
+    kept = Path("checkpoints", SCRIPTS[name])
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONSAFEPATH", None)
+    for arguments in ([], [str(kept)]):
+        done = subprocess.run(  # noqa: S603 - our own scripts
+            [sys.executable, *start, str(script), *arguments],
+            cwd=tmp_path,
+            env=environment,
+            timeout=240,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / kept).exists()
