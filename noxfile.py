@@ -119,7 +119,8 @@ def types(session: nox.Session) -> None:
     with session.chdir("tests/typing"):
         session.run("mypy", "--strict", "--config-file=", ".")
         session.run("basedpyright")
-        session.run("basedpyright", "--verifytypes", "ddp_patch", "--ignoreexternal")
+        stubs = {"PYTHONPATH": "typings"}  # from an installed package, pyright looks for other packages here alone
+        session.run("basedpyright", "--verifytypes", "ddp_patch", "--ignoreexternal", env=stubs)
 
 
 @nox.session(allow_parallel=True)
