@@ -93,7 +93,7 @@ def _one_of(values: Any) -> click.Choice[str]:
 @click.option("--cost", metavar="TARGET", help="What samples cost: a sequence, or a function of an index.")
 @click.option("--cost-of", type=_one_of(CostOf), help="What a batch costs.")
 @click.option("--cost-window", type=click.IntRange(1), help="How many steps are balanced at once.")
-@click.option("--max-items", type=click.IntRange(1), help="Of each rank; else 16 million of all ranks together.")
+@click.option("--max-items", type=click.IntRange(1), help="Items per rank; else 16 million of all ranks together.")
 @click.option("--processes", is_flag=True, help="Draw on real ranks, processes of a gloo group.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds that these may take.")
 @click.option("--uneven", type=_one_of(Uneven), help="The patch's option.")
