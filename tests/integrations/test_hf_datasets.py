@@ -1,5 +1,6 @@
 """Hugging Face's datasets: map-style and streamed ones, which split themselves over a loader's workers."""
 
+import gc
 import json
 import os
 import threading
@@ -237,6 +238,8 @@ def test_stopped_and_resumed_it_goes_on_as_if_never_stopped(make: Any, workers: 
         assert [numbers(batch) for batch in islice(stopped, 1)] == whole[0][done : done + 1]
         state = loader_state(stopped, batches_done=1)
         own += [state for _, state in state["marks"] if state]
+        # What was left joins its threads when it is collected. If that happens while another thread starts, both wait.
+        gc.collect()
     resumed = start(state)
     assert [[numbers(batch) for batch in resumed] for _ in range(2)] == [whole[0][3:], whole[1]]
     assert bool(own) != loses_items_when_loaded(make())
