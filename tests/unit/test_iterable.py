@@ -1,5 +1,6 @@
 """Iterable datasets: what one process with the same workers reads, and who reads what."""
 
+import gc
 import multiprocessing
 import os
 import random
@@ -366,3 +367,42 @@ def test_a_place_that_is_restored_after_an_iterator_was_made_is_where_it_begins(
     iterator = iter(loader)
     restore_loader(loader, loader_state(stopped, batches_done=1))
     assert list(iterator) == list(whole)[1:]
+
+
+class Opens(IterableDataset[int]):
+    """Has something open while it is read, as a file or threads."""
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.open += 1
+        try:
+            yield from range(N)
+        finally:
+            self.open -= 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"share": "within_batches"}, {"iterable_sharding": "by_worker", "uneven": "keep"}], ids=str
+)
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_pass_that_is_left_closes_what_the_dataset_has_open(options: dict[str, Any], is_resumed: bool) -> None:
+    """At once, as torch's loader does: what is collected later may join threads at any moment."""
+    dataset = Opens()
+    train: Any = patch_dataloader_to_ddp(DataLoader(dataset, 2), rank=1, num_replicas=2, seed=1, **options)
+    gc.disable()
+    try:
+        left = iter(train)
+        next(left)
+        if is_resumed:
+            state = loader_state(train)
+            del left
+            restore_loader(train, state)
+            left = iter(train)
+            next(left)
+        assert dataset.open == 1
+        del left
+        assert dataset.open == 0
+    finally:
+        gc.enable()

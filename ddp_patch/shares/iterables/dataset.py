@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
+from weakref import proxy
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -195,7 +196,8 @@ class ShardedIterable(IterableDataset[T]):
         if loaded is not None and loaded.is_over:
             return iter(())
         self.loaded_at_end = None
-        return one.shared(items, generators, self.first_items)
+        # They hold what reads the dataset. A cycle would keep that open after a pass was left, until it is collected.
+        return one.shared(proxy(items), generators, self.first_items)
 
     def _pass(self, start: Start) -> WorkerPass[T]:
         return WorkerPass(
