@@ -16,12 +16,12 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
+from ddp_patch.auditing.show.frame import Picture
+from ddp_patch.auditing.show.pictures import pictures_of
 from matplotlib import pyplot as plt
 from torch.utils.data import DataLoader, Sampler
 
 from ddp_patch import audit, patch_dataloader_to_ddp
-from ddp_patch.auditing.show.frame import Picture
-from ddp_patch.auditing.show.pictures import pictures_of
 from ddp_patch.testing import run_ranks
 
 SAMPLES, RANKS, COLUMNS = 40, 4, 20

@@ -1,6 +1,6 @@
 """Start the command line: ``ddp-patch run`` and ``ddp-patch audit``.
 
-The audit needs click, rich and matplotlib, which ``pip install 'ddp-patch[audit]'`` installs.
+The audit needs click and rich, which ``pip install 'ddp-patch[audit]'`` installs.
 """
 
 import sys
@@ -9,7 +9,8 @@ from pathlib import Path
 __all__ = ["main"]
 
 # The packages that the extra installs. If any other one is missing, the installation is not to blame.
-_NEEDED = {"click", "matplotlib", "rich"}
+_NEEDED = {"click", "rich"}
+_INTERRUPTED = 130  # as shells say of a program that Ctrl-C ended: 128 and the signal's number
 
 
 def main() -> None:
@@ -24,13 +25,16 @@ def main() -> None:
         from ddp_patch.auditing.commands import commands
 
         commands(prog_name="ddp-patch")
+    except KeyboardInterrupt:  # while it imports, which takes a second
+        sys.stderr.write("Interrupted\n")
+        sys.exit(_INTERRUPTED)
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in _NEEDED:
             raise
         sys.stderr.write(
-            f"ddp-patch needs the package {package}, which is not installed: the library itself does without it. "
-            "Run: pip install 'ddp-patch[audit]'\n"
+            f"ddp-patch audit needs the package {package}, which is not installed. The library itself works without "
+            "it. Run: pip install 'ddp-patch[audit]'\n"
         )
         sys.exit(2)
     return None

@@ -15,7 +15,7 @@ E = TypeVar("E", bound=Exception)
 
 # A remedy begins with one of these, at the beginning of a sentence, of a line or behind a colon.
 _VERBS = (
-    "Ask|Begin|Build|Call|Correct|Give|Go|Iterate|Leave|Let|Look|Make|Mend|Name|Pass|Patch|Restore|Return|See|Share|"
+    "Ask|Begin|Build|Call|Correct|Give|Go|Iterate|Leave|Let|Look|Make|Mend|Name|Pass|Patch|Restore|Return|See|Shard|Share|"
     "Split|Store|Take|Use|Wrap"
 )
 _REMEDY = re.compile(rf"(?:^|(?<=[.:]\s))(?i:{_VERBS})\s", re.MULTILINE)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator
@@ -18,28 +19,36 @@ from rich.table import Table
 
 from ddp_patch.auditing.auditing import audit
 from ddp_patch.auditing.finding import find, look_up
-from ddp_patch.auditing.report import Kind, Report, as_markdown
+from ddp_patch.auditing.page import page
+from ddp_patch.auditing.problems import Kind
+from ddp_patch.auditing.provenance import Provenance
+from ddp_patch.auditing.refusals import told
+from ddp_patch.auditing.report import Report
+from ddp_patch.auditing.reports import Reports
 from ddp_patch.autopatching.command import DESCRIPTION, run
 from ddp_patch.costs import CostOf
+from ddp_patch.loaders.hooks import places_recorded
 from ddp_patch.options import Agreement, IterableSharding, Layout, Share, Uneven
 
 __all__ = ["commands"]
 
-_HOLDS, _DOES_NOT = 0, 1
+_PASS, _FAIL = 0, 1
 _COULD_NOT = 2  # click exits with this for wrong usage, too
+_INTERRUPTED = 130  # as shells say of a program that Ctrl-C ended: 128 and the signal's number
 _STDOUT, _STDERR = 1, 2
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
-    """Turn any error into one line and exit code 2."""
+def _refusing(shows_traceback: bool) -> Iterator[None]:
+    """Turn any error into a few lines and exit code 2, and an interrupt into one word and exit code 130."""
     try:
         yield
-    except click.exceptions.Exit:
+    except (click.exceptions.Exit, click.ClickException):
         raise
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        notes = getattr(error, "__notes__", [])
-        raise _CouldNotRunError(" ".join([f"{type(error).__name__}: {error}", *notes])) from error
+    except KeyboardInterrupt as error:
+        raise _InterruptedError("Interrupted") from error
+    except (Exception, SystemExit) as error:
+        raise _CouldNotRunError(told(error, shows_traceback)) from error
 
 
 class _CouldNotRunError(click.ClickException):
@@ -47,6 +56,13 @@ class _CouldNotRunError(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         click.echo(f"Could not run: {self.message}", file=file or sys.stderr)
+
+
+class _InterruptedError(click.ClickException):
+    exit_code = _INTERRUPTED
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"\n{self.message}", file=file or sys.stderr)
 
 
 @contextmanager
@@ -66,7 +82,7 @@ def _stdout_as_stderr() -> Iterator[None]:
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ddp-patch")
 def commands() -> None:
-    """Patch the DataLoaders of a script, or prove on one machine what every rank would get of one."""
+    """Patch the DataLoaders of a script, or show on one machine what every rank would get of a loader."""
 
 
 @commands.command("run", help=DESCRIPTION, context_settings={"ignore_unknown_options": True, "help_option_names": []})
@@ -84,18 +100,21 @@ def _one_of(values: Any) -> click.Choice[str]:
 @commands.command("audit")
 @click.argument("target")
 @click.option("--world-size", "-w", type=click.IntRange(1), required=True, help="The number of ranks.")
-@click.option("--epochs", "-e", type=click.IntRange(1), default=2, show_default=True, help="How many epochs to draw.")
-@click.option("--patch/--no-patch", default=True, help="Audit loaders as the patch would share them, or as they stand.")
-@click.option("--set-epoch", is_flag=True, help="The training calls set_epoch(epoch) before each epoch.")
-@click.option("--padding/--no-padding", default=True, help="Whether samples may be repeated; not in an evaluation.")
-@click.option("--epochs-differ", is_flag=True, help="Every epoch must have another order.")
-@click.option("--allow", multiple=True, type=_one_of(Kind), help="A kind of problem to ignore.")
+@click.option(
+    "--epochs", "-e", type=click.IntRange(1), default=2, show_default=True, help="How many epochs to simulate."
+)
+@click.option("--patch/--no-patch", default=True, help="Patch loaders first (the default), or audit them as they are.")
+@click.option("--patched", is_flag=True, help="Show each loader before and after the patch, side by side.")
+@click.option("--set-epoch", is_flag=True, help="Say that the training calls set_epoch(epoch) before each epoch.")
+@click.option("--padding/--no-padding", default=True, help="Whether samples may be repeated. Not in an evaluation.")
+@click.option("--epochs-differ", is_flag=True, help="Fail unless every epoch has another order.")
+@click.option("--allow", multiple=True, type=_one_of(Kind), help="Problem kinds to ignore; give it several times.")
 @click.option("--cost", metavar="TARGET", help="What samples cost: a sequence, or a function of an index.")
 @click.option("--cost-of", type=_one_of(CostOf), help="What a batch costs.")
 @click.option("--cost-window", type=click.IntRange(1), help="How many steps are balanced at once.")
 @click.option("--max-items", type=click.IntRange(1), help="Items per rank; else 16 million of all ranks together.")
-@click.option("--processes", is_flag=True, help="Draw on real ranks, processes of a gloo group.")
-@click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds that these may take.")
+@click.option("--processes", is_flag=True, help="Use real ranks, processes of a gloo group.")
+@click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds that real ranks may take.")
 @click.option("--uneven", type=_one_of(Uneven), help="The patch's option.")
 @click.option("--layout", type=_one_of(Layout), help="The patch's option.")
 @click.option("--agreement", type=_one_of(Agreement), help="The patch's option; 'leader' needs --processes.")
@@ -103,33 +122,45 @@ def _one_of(values: Any) -> click.Choice[str]:
 @click.option("--iterable-sharding", type=_one_of(IterableSharding), help="The patch's option.")
 @click.option("--share", type=_one_of(Share), help="The patch's option.")
 @click.option("--scalable-shuffle", is_flag=True, default=None, help="The patch's option.")
-@click.option("--format", "form", type=click.Choice(["text", "json", "markdown"]), default="text", show_default=True)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "markdown"]),
+    default="text",
+    show_default=True,
+    help="How to print the report.",
+)
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with pictures, too.")
-def audit_command(target: str, world_size: int, cost: str | None, form: str, html: Path | None, **given: Any) -> None:
-    """Audit TARGET: package.module:name or path/to/file.py:name.
+@click.option("--traceback", is_flag=True, help="Show the whole traceback of an error.")
+def audit_command(
+    target: str, world_size: int, cost: str | None, form: str, html: Path | None, traceback: bool, **given: Any
+) -> None:
+    """Show what every rank would get of TARGET: package.module:name or path/to/file.py:name.
 
-    It names a loader, a dict or list of loaders, a function make() that returns any of these, or a function
-    make(rank, world_size) that builds one rank's loader, or a dict or list of them. Exits with 0 when all pass, 1 when
-    one fails, 2 when it could not run.
+    TARGET names a loader, a function make() that returns one, a function make(rank, world_size) that returns one rank's
+    loader, or a dict or list of these.
+
+    Exits with 0 if all pass, 1 if one fails (with --patched: once it is patched), 2 if the audit could not run, and 130
+    if it was interrupted.
     """
-    if html is not None:
-        # Look for matplotlib and the folder before the work, which may take long.
-        from ddp_patch.auditing.show.page import page
-
-        if not html.parent.is_dir():
-            raise _CouldNotRunError(f"there is no folder {html.parent} for the page. Make it, or pass another --html.")
+    if html is not None and not html.parent.is_dir():  # look before the work, which may take long
+        raise _CouldNotRunError(f"There is no folder {html.parent} for the page. Make it, or pass another --html.")
     # Pass only options that are given: the others have their defaults there, and without a patch none may be passed.
     chosen = {name: value for name, value in given.items() if value is not None}
-    with _refusing(), _stdout_as_stderr(), warnings.catch_warnings():
+    with _refusing(traceback), _stdout_as_stderr(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries may warn while they make loaders, which is no finding
         if cost is not None:
             chosen["cost"] = look_up(cost)[1]
         reports = _audited(target, world_size, chosen)
         if html is not None:
-            html.write_text(page(reports), encoding="utf-8")
-    with _refusing():
+            html.write_text(page(reports, Provenance(_command_line())), encoding="utf-8")
+    with _refusing(traceback):
         _print(reports, form)
-    sys.exit(_HOLDS if all(report.ok for report in reports.values()) else _DOES_NOT)
+    sys.exit(_PASS if all(report.verdict for report in reports.values()) else _FAIL)
+
+
+def _command_line() -> str:
+    return shlex.join(["ddp-patch", *sys.argv[1:]])
 
 
 def _audited(target: str, world_size: int, options: dict[str, Any]) -> dict[str, Report]:
@@ -137,7 +168,9 @@ def _audited(target: str, world_size: int, options: dict[str, Any]) -> dict[str,
     reports = {}
     terminal = Console(stderr=True)
     with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
-        for place, loader in find(target).items():
+        with places_recorded():  # so that reports can say where a loader was made
+            found = find(target)
+        for place, loader in found.items():
             task = bar.add_task(escape(place), total=None)
 
             def progress(done: int, total: int, task: Any = task) -> None:
@@ -149,15 +182,14 @@ def _audited(target: str, world_size: int, options: dict[str, Any]) -> dict[str,
 
 def _print(reports: dict[str, Report], form: str) -> None:
     if form == "json":
-        click.echo(json.dumps({place: report.to_dict() for place, report in reports.items()}, indent=2))
+        click.echo(json.dumps(Reports(reports).to_dict(), indent=2))
     elif form == "markdown":
-        click.echo(
-            "\n\n".join(f"## {as_markdown(place)}\n\n{report.to_markdown()}" for place, report in reports.items())
-        )
+        click.echo(Reports(reports).to_markdown())
     else:
         console = Console(soft_wrap=False)
         for place, report in reports.items():
-            console.print(_shown(place, report))
+            for name, each in report.before_and_after(place).items():
+                console.print(_shown(name, each))
 
 
 def _shown(place: str, report: Report) -> Group:
@@ -171,6 +203,6 @@ def _shown(place: str, report: Report) -> Group:
         table.add_row(escape(name), escape(value))
     below: list[RenderableType] = []
     for problem in report.problems:
-        told = f"{escape(problem.what)} {escape(problem.why)}\n[bold]Remedy:[/] {escape(problem.remedy)}"
-        below += [f"[bold red]✘ {problem.kind}[/] ({problem.where})", Padding(told, (0, 0, 0, 2))]
+        text = f"{escape(problem.what)} {escape(problem.why)}\n[bold]Remedy:[/] {escape(problem.remedy)}"
+        below += [f"[bold red]✘ {problem.kind}[/] ({problem.where})", Padding(text, (0, 0, 0, 2))]
     return Group(table, *below, "")

@@ -1,4 +1,4 @@
-"""Report what the ranks got in one epoch, as frozen values that can be told in words."""
+"""Report what the ranks got in one epoch, as frozen values, and in words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,20 +21,20 @@ class EpochReport:
         steps: Number of batches that each rank got, shape (ranks,).
         units: What the numbers below count: samples, or batches where ranks shard whole batches.
         expected: How many a single process would get.
-        distinct: How many different ones a single process would get, as far as they can be told apart.
-        missing: How many no rank got. None where only a part was drawn, or where samples cannot be compared: all are
-            equal, or an iterable dataset makes new ones in each pass.
+        distinct: How many different ones a single process would get, as far as they can be distinguished.
+        missing: How many no rank got. None where only a part was looked at, or where samples cannot be compared: all
+            are equal, or an iterable dataset makes new ones in each pass.
         missing_examples: The names of some samples that no rank got.
         repeated: How many ranks got more often than a single process would, padding included and foreign ones not. None
-            where it cannot be told.
-        repeated_examples: The names of some samples that ranks saw too often, each with the ranks that got it.
+            where it is not known.
+        repeated_examples: The names of some samples that are seen more than once, each with the ranks that got it.
         padding: How many of the repeated ones fill the last round.
         dropped: How many of the missing ones the loader was asked to leave out.
         global_batches: Sizes of global batches, in samples, each with how many steps in a row have it. So
             ``((64, 3), (40, 1))`` means 64 samples in each of the first 3 steps, then 40 in one.
         imbalance: The slowest rank's cost over the ranks' mean, over all steps; 1 is balance. None without ``cost``.
         worst_imbalance: The slowest rank's cost over the ranks' mean, in the worst step. None without ``cost``.
-        foreign: How many ranks got that a single process never gets. None where it cannot be told.
+        foreign: How many ranks got that a single process never gets. None where it is not known.
         foreign_examples: The names of some samples that a single process never gets, each with the ranks that got it.
 
     Examples:
@@ -67,7 +67,7 @@ class EpochReport:
 def epoch_text(epoch: EpochReport) -> str:
     """Return in words what ranks got, and what is missing and repeated."""
     parts = [
-        f"{_range(epoch.items)} samples and {_range(epoch.steps)} steps per rank of {epoch.expected} {epoch.units}"
+        f"{_range(epoch.items)} samples in {_range(epoch.steps)} steps per rank; of {epoch.expected} {epoch.units}"
         + (f" ({epoch.distinct} different ones)" if epoch.distinct < epoch.expected else ""),
         *_coverage_text(epoch),
     ]
@@ -76,17 +76,17 @@ def epoch_text(epoch: EpochReport) -> str:
 
 def _coverage_text(epoch: EpochReport) -> list[str]:
     if epoch.repeated is None:
-        return ["missing and repeated ones not known"]
-    missing = "missing ones not told of a sample" if epoch.missing is None else f"{epoch.missing} missing"
+        return ["missing and repeated ones are not known"]
+    missing = "missing ones are not known" if epoch.missing is None else f"{epoch.missing} missing"
     return [
-        missing + (f" ({epoch.dropped} as asked for)" if epoch.dropped else ""),
+        missing + (f" ({epoch.dropped} as the loader asks)" if epoch.dropped else ""),
         f"{epoch.repeated} repeated" + (f" ({epoch.padding} to fill the last round)" if epoch.padding else ""),
         *([f"{epoch.foreign} that one process never gets"] if epoch.foreign else []),
     ]
 
 
 def batches_text(batches: Sequence[tuple[int, int]]) -> str:
-    """Return in words how large global batches are, of which runs are given: a size and a number of steps."""
+    """Return in words how large global batches are, given each run of equal ones: a size and a number of steps."""
     if len(batches) > _FEW:
         steps = sum(steps for _, steps in batches)
         mean = sum(size * steps for size, steps in batches) / steps
@@ -100,7 +100,7 @@ def _range(values: Sequence[int]) -> str:
 
 
 def balance_text(epoch: EpochReport, balanced: EpochReport | None) -> str | None:
-    """Return in words how ranks wait for each other, without ``cost=`` and with it; None where costs are not known.
+    """Return in words how long ranks wait, without ``cost=`` and with it; None where costs are not known.
 
     Args:
         epoch: The epoch without.
@@ -121,7 +121,7 @@ def balance_text(epoch: EpochReport, balanced: EpochReport | None) -> str | None
 
 
 def waiting_text(imbalance: float) -> str:
-    """Return which share of the time the mean rank waits, where a step takes as long as its slowest rank.
+    """Return the percentage of the time that the mean rank waits, where a step takes as long as its slowest rank.
 
     Examples:
         >>> waiting_text(1.5), waiting_text(1.004)

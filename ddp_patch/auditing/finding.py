@@ -12,17 +12,18 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.draw.subject import Factory, made_by, name_of
+from ddp_patch.auditing.draw.simulate import called, returned_by
+from ddp_patch.auditing.draw.subject import Factory, name_of
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
 from ddp_patch.loaders.nests import Keys, is_empty, nested
 
-__all__ = ["find", "look_up"]
+__all__ = ["find", "leaves_of", "look_up"]
 
 
 def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
     """Return the loaders and factories that a target names, by their places, such as ``loaders.train``.
 
-    A target names a loader, or a dict or list of loaders. It may also name a function: one that needs two arguments, or
+    A target names a loader, or a dict or list of loaders. It may also name a function. One that needs two arguments, or
     whose first two are ``rank`` and ``world_size``, is a factory of a rank's loader or loaders. One that can be called
     without arguments is called, and returns any of these.
 
@@ -37,17 +38,36 @@ def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
         >>> find("os:sep")
         Traceback (most recent call last):
         ...
-        ddp_patch.errors.NotALoaderError: sep is '/' (str), which is no DataLoader, no list or dict of them, and no \
-function make() or make(rank, world_size) that returns one. Name one of these.
+        ddp_patch.errors.NotALoaderError: audit needs a DataLoader, a function make() or make(rank, world_size) that \
+returns one, or a dict or list of these, and got '/' (str). Pass the finished loader itself.
     """
     name, found = look_up(target)
+    return leaves_of(found, name)
+
+
+def leaves_of(found: Any, name: str = "") -> dict[str, DataLoader[Any] | Factory]:
+    """Return the loaders and factories that an object is, holds or returns, by their places.
+
+    Args:
+        found: A loader, a factory, a function that returns loaders, or a dict or list of these.
+        name: What each place begins with; none for one that is neither in a dict nor in a list.
+
+    Raises:
+        InvalidOptionError: Two loaders have one place.
+        NotALoaderError: It is no loader and no factory, or it holds none.
+
+    Examples:
+        >>> list(leaves_of({"train": DataLoader(range(2)), "val": [DataLoader(range(3))]}))
+        ['train', 'val[0]']
+    """
     leaves: dict[str, DataLoader[Any] | Factory] = {}
-    for place, leaf in _leaves(found, name):
+    for path, leaf in _leaves(found, ()):
+        place = name + _written(path) if name else _written(path).removeprefix(".")
         if place in leaves:
-            raise InvalidOptionError(f"{target} holds two loaders at {place}. Give the keys of its dicts other names.")
+            raise InvalidOptionError(f"Two loaders have one place, {place}. Give the keys of the dicts other names.")
         leaves[place] = leaf
     if not leaves:
-        raise NotALoaderError(f"{target} holds no loader: it is {found!r}. Name what holds at least one.")
+        raise NotALoaderError(f"{name or 'What audit was given'} holds no loader: it is {found!r}. Pass at least one.")
     return leaves
 
 
@@ -129,6 +149,10 @@ class _Part:
     def __name__(self) -> str:
         return name_of(self.make) + _written(self.path)
 
+    @property
+    def __wrapped__(self) -> Callable[[int, int], Any]:
+        return self.make
+
     def __call__(self, rank: int, world_size: int) -> DataLoader[Any]:
         found = self.make(rank, world_size)
         for key in self.path:
@@ -137,22 +161,40 @@ class _Part:
         return loader
 
 
-def _leaves(found: Any, place: str) -> Iterator[tuple[str, DataLoader[Any] | Factory]]:
-    """Yield the loaders and factories that an object is, holds or returns, each with its place."""
-    for path, leaf in _nested(found):
-        here = place + _written(path)
+def _leaves(found: Any, path: Keys) -> Iterator[tuple[Keys, DataLoader[Any] | Factory]]:
+    """Yield the loaders and factories that an object is, holds or returns, each with the keys that lead to it."""
+    for keys, leaf in _nested(found):
+        here = (*path, *keys)
         if isinstance(leaf, DataLoader):
             yield here, leaf
         elif callable(leaf) and _is_for_ranks(leaf):
-            for inner, _ in _nested(made_by(leaf, 0, 1)):
-                yield here + _written(inner), _Part(leaf, inner) if inner else leaf
+            for inner in _parts(leaf):
+                yield (*here, *inner), _Part(leaf, inner) if inner else leaf
         elif callable(leaf) and _takes(leaf, 0):
-            yield from _leaves(leaf(), here)
+            yield from _leaves(called(leaf), here)
+        elif callable(leaf):
+            yield here, leaf  # refused with its reason where it is audited
         else:
             raise NotALoaderError(
-                f"{here} is {leaf!r} ({type(leaf).__name__}), which is no DataLoader, no list or dict of them, and "
-                "no function make() or make(rank, world_size) that returns one. Name one of these."
+                f"audit needs a DataLoader, a function make() or make(rank, world_size) that returns one, or a dict or "
+                f"list of these, and got {leaf!r} ({type(leaf).__name__}){_at(here)}. Pass the finished loader itself."
             )
+
+
+def _at(path: Keys) -> str:
+    return f" at {_written(path).removeprefix('.')}" if path else ""
+
+
+def _parts(make: Callable[[int, int], Any]) -> list[Keys]:
+    """Return the keys that lead to each loader in what a factory returns; no keys where it returns one loader.
+
+    What it returns for one process tells. Where it raises, the audit of one loader says so, for the rank in question:
+    it may ask a process group that only real ranks have.
+    """
+    try:
+        return [path for path, _ in _nested(returned_by(make))]
+    except Exception:  # noqa: BLE001 - the user's own; it is raised again where the loaders are made
+        return [()]
 
 
 def _nested(found: Any) -> Iterator[tuple[Keys, Any]]:

@@ -1,13 +1,12 @@
 """Audit a loader in a test. The pytest plugin imports this module when a test asks for its fixture ``ddp_audit``."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import pytest
-from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.auditing import audit
-from ddp_patch.auditing.draw.subject import Factory
+from ddp_patch.auditing.auditing import Loader, Loaders, audit
 from ddp_patch.auditing.report import Report
+from ddp_patch.auditing.reports import Reports
 
 __all__ = ["DDPAudit", "audit_or_fail"]
 
@@ -15,22 +14,28 @@ __all__ = ["DDPAudit", "audit_or_fail"]
 class DDPAudit(Protocol):
     """Type the fixture ``ddp_audit``, for tests with type annotations."""
 
-    def __call__(self, loader: DataLoader[Any] | Factory, world_size: int = 2, **expect: Any) -> Report:
-        """Audit a loader, and fail the test if it does not pass."""
+    @overload
+    def __call__(self, loader: Loader, world_size: int = 2, **expect: Any) -> Report: ...
+    @overload
+    def __call__(self, loader: Loaders, world_size: int = 2, **expect: Any) -> Reports: ...
 
 
-def audit_or_fail(loader: DataLoader[Any] | Factory, world_size: int = 2, **expect: Any) -> Report:
+@overload
+def audit_or_fail(loader: Loader, world_size: int = 2, **expect: Any) -> Report: ...
+@overload
+def audit_or_fail(loader: Loaders, world_size: int = 2, **expect: Any) -> Reports: ...
+def audit_or_fail(loader: Any, world_size: int = 2, **expect: Any) -> Report | Reports:
     """Audit a loader as ``ddp_patch.audit`` does, and fail the running test with the report if it does not pass.
 
     Args:
-        loader: A loader or a factory, as in ``ddp_patch.audit``.
+        loader: A loader, a factory, or a dict or list of them, as in ``ddp_patch.audit``.
         world_size: The number of ranks.
         expect: The other arguments of ``ddp_patch.audit``.
 
     Returns:
-        The report.
+        The report, or the reports of several loaders.
     """
-    report = audit(loader, world_size, **expect)
+    report: Report | Reports = audit(loader, world_size, **expect)
     if not report.ok:
         pytest.fail(str(report), pytrace=False)
     return report

@@ -10,6 +10,7 @@ from ddp_patch.auditing.draw.drawn import Drawn, Epoch, signature
 from ddp_patch.auditing.draw.made_up_world import MadeUpWorld
 from ddp_patch.auditing.epoch_report import EpochReport
 from ddp_patch.auditing.judge.about import About
+from ddp_patch.auditing.judge.binning import pictured
 from ddp_patch.auditing.judge.causes import cause_of, coverage_kinds, unsharded
 from ddp_patch.auditing.judge.counting import repeats_rank_0
 from ddp_patch.auditing.judge.judging import Allowance, Judged, allowance, judge, judge_against
@@ -26,8 +27,8 @@ from ddp_patch.auditing.judge.properties import (
 )
 from ddp_patch.auditing.judge.unpatched import unpatched_problem
 from ddp_patch.auditing.pictured import Pictured
-from ddp_patch.auditing.report import Problem, Report
-from ddp_patch.auditing.show.binning import pictured
+from ddp_patch.auditing.problems import Problem
+from ddp_patch.auditing.report import Report
 from ddp_patch.loaders.facts import LoaderFacts
 
 __all__ = ["Expectations", "Inspection"]
@@ -124,15 +125,16 @@ class Inspection:
     def _how(self) -> str:
         subject = self.world.subject
         if not isinstance(subject.make, LoaderFacts):
-            shared = "simulated: loaders as returned by your factory"
+            what = "loaders as returned by your factory"
             if self.is_against_whole:
-                shared += " (make(0, 1) ignores world_size, so compared with the whole dataset)"
+                what += " (make(0, 1) ignores world_size, so they are compared with the whole dataset)"
         else:
-            shared = "shared by patch_dataloader_to_ddp" if subject.patch else "as it stands"
-            shared += " with cost=" if subject.balance else ""
+            what = "patched by patch_dataloader_to_ddp" if subject.patch else "the loader as it is"
+            what += " with cost=" if subject.balance else ""
         read = ", reading the iterable dataset" if self.world.traits.is_iterable else ""
-        where = "on real ranks" if self.world.processes else "in one process, every rank seeded differently"
-        return f"{shared}, {where}{read}"
+        if self.world.processes:
+            return f"on real ranks: {what}{read}"
+        return f"simulated: {what}, in one process, each rank seeded differently{read}"
 
     def _add(self, problem: Problem | None) -> None:
         """Note a problem, if there is one, unless one of its kind was noted before."""

@@ -18,19 +18,26 @@ class ShareMap:
 
     Attributes:
         positions: How many samples the single process draws.
-        names: The sample at each position; empty where a column holds several positions.
+        width: How many positions a column holds; the last one may hold fewer.
+        names: The sample at each position; empty where there are many.
+        seen: How often ranks get a position, each with how many positions they get so often. Without those that no rank
+            got where only a part of the epoch was drawn.
+        times: How often ranks get each position; empty where there are many.
+        levels: How many positions no rank got, ranks got once, and more often, shape (columns, 3).
         got: How many positions each rank got, shape (ranks, columns).
         again: How many of them some rank had got before, shape (ranks, columns).
-        missing: How many positions no rank got, shape (columns,).
         foreign: How many samples each rank got that the single process does not draw, shape (ranks,).
         reason: Why positions are got again: to fill the last round (padding), or otherwise.
     """
 
     positions: int = 0
+    width: int = 1
     names: tuple[str, ...] = ()
+    seen: tuple[tuple[int, int], ...] = ()
+    times: tuple[int, ...] = ()
+    levels: Counts = ()
     got: Counts = ()
     again: Counts = ()
-    missing: tuple[int, ...] = ()
     foreign: tuple[int, ...] = ()
     reason: Literal["padding", "repeated"] = "repeated"
 
@@ -43,12 +50,14 @@ class StepMap:
 
     Attributes:
         steps: How many steps that rank makes.
+        width: How many steps a column holds; the last one may hold fewer.
         sizes: How many samples a batch has on average, shape (ranks, columns); 0 where a rank makes no such step.
         lacking: How many steps a rank does not make, shape (ranks, columns).
         largest: How many samples the largest batch has.
     """
 
     steps: int = 0
+    width: int = 1
     sizes: tuple[tuple[float, ...], ...] = ()
     lacking: Counts = ()
     largest: int = 0

@@ -1,95 +1,38 @@
-"""Report what an audit found, as frozen values that print as text, Markdown or JSON."""
+"""Report what an audit found, as a frozen value that prints as text, Markdown, JSON or HTML."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from ddp_patch.auditing.epoch_report import EpochReport, Units, balance_text, batches_text, epoch_text
 from ddp_patch.auditing.pictured import Pictured
+from ddp_patch.auditing.problems import Problem
+from ddp_patch.auditing.provenance import versions
+from ddp_patch.auditing.show.figure import Figure
+from ddp_patch.auditing.show.figures import figures_of
+from ddp_patch.auditing.show.section import beside, notebook, section
 from ddp_patch.errors import AuditError
 
-__all__ = ["Kind", "Problem", "Report", "as_markdown", "problem_kinds"]
-
-Kind: TypeAlias = Literal[
-    "not_sharded",
-    "ignores_world_size",
-    "double_sharding",
-    "ranks_disagree",
-    "torn_batch",
-    "missing",
-    "tail_lost",
-    "repeated",
-    "foreign",
-    "padding",
-    "uneven_steps",
-    "same_order",
-    "wrong_length",
-    "error",
-]
-problem_kinds: Mapping[Kind, str] = {
-    "not_sharded": "ranks get all data, or the same share of it",
-    "ignores_world_size": "make(0, 1) returns what rank 0 of several gets",
-    "double_sharding": "a share is shared again",
-    "ranks_disagree": "the ranks draw different orders",
-    "torn_batch": "a batch of the batch sampler is torn apart",
-    "missing": "samples that no rank gets",
-    "tail_lost": "the same few samples are lost in every epoch",
-    "repeated": "samples that ranks get too often",
-    "foreign": "samples that ranks get and one process never gets",
-    "padding": "more samples are repeated than fill the last round",
-    "uneven_steps": "ranks make different numbers of steps",
-    "same_order": "every epoch has the same order",
-    "wrong_length": "len() of the loader is not the number of its steps",
-    "error": "a rank's sampler raises",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Describe something that is wrong, and what to do about it.
-
-    Attributes:
-        kind: The kind of problem, a key of ``problem_kinds``.
-        what: What was found, with its numbers.
-        where: The epoch and the ranks.
-        why: What it does to a training, and where it comes from.
-        remedy: What to do about it.
-
-    Examples:
-        >>> from torch.utils.data import DataLoader
-        >>> from ddp_patch import audit
-        >>> (problem,) = audit(DataLoader(range(8)), world_size=2, patch=False).problems
-        >>> problem.kind, problem.where, problem.what
-        ('not_sharded', 'epoch 0, 2 ranks', 'Every one of 2 ranks gets the whole stream, 8 samples.')
-    """
-
-    kind: Kind
-    what: str
-    where: str
-    why: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.kind} ({self.where}): {self.what} {self.why} {self.remedy}"
+__all__ = ["Report", "as_markdown"]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Tell what every rank would get of a loader.
+    """Tell what every rank would get of a loader. A notebook shows it with figures.
 
     Attributes:
         name: The name of the loader's class, or of the function that makes loaders.
-        how: How the loader was sharded and drawn, in words.
+        how: How the loader was sharded and simulated, in words.
         world_size: The number of ranks.
         units: What ranks shard: whole batches where every epoch was counted in batches, otherwise samples.
         epochs: What the ranks got, epoch by epoch.
         epochs_differ: Whether every epoch had another order; None where there was one epoch.
-        seeds_agree: Whether ranks that are seeded differently draw one order. None where not even ranks that are
-            seeded alike do, or where it cannot be told.
-        is_sample: Whether only the first items of each rank were drawn.
-        seconds: Seconds that rank 0 took to draw its first epoch.
+        seeds_agree: Whether ranks that are seeded differently use one order. None where not even ranks that are
+            seeded alike do, or where it is not known.
+        is_sample: Whether only the first items of each rank were looked at.
+        seconds: Seconds that rank 0's sampling took in its first epoch.
         memory: Bytes by which the process grew meanwhile, measured between blocks of batches. None where the system
             does not report it.
         problems: What is wrong.
@@ -98,6 +41,8 @@ class Report:
         balanced: The report of the same loader patched with ``cost=``, too. Its problems are among this
             report's problems. None without ``cost``, and where it cannot be balanced.
         why_not_balanced: Why it cannot; None where it can, and without ``cost``.
+        code: The file and line where the function is defined, or where the loader was made. None if it is not known.
+        patched: The report of the same loader patched, with ``patched=True``; otherwise None.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -124,11 +69,18 @@ class Report:
     pictured: Pictured = field(default_factory=Pictured, repr=False)
     balanced: "Report | None" = None
     why_not_balanced: str | None = None
+    code: str | None = None
+    patched: "Report | None" = None
 
     @property
     def ok(self) -> bool:
         """Whether the loader passes: there is no problem that was not allowed."""
         return not self.problems
+
+    @property
+    def verdict(self) -> bool:
+        """Whether the loader passes once it is patched, with ``patched=True``; otherwise whether it passes."""
+        return self.ok if self.patched is None else self.patched.ok
 
     def raise_for_problems(self) -> None:
         """Raise an error that lists the problems, if there are any.
@@ -152,42 +104,69 @@ class Report:
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what was found as pairs of a name and a text, to show to people."""
-        told = [
-            ("shared", f"{self.units}, over {self.world_size} ranks"),
-            ("drawn", self.how + (" (a sample: the first items of each rank)" if self.is_sample else "")),
-        ]
-        told += [(f"epoch {epoch.epoch}", epoch_text(epoch)) for epoch in self.epochs]
+        how = self.how + (" (a sample: the first items of each rank)" if self.is_sample else "")
+        found = [("sharded", f"{self.units}, over {self.world_size} ranks"), ("how", how)]
+        found += [("code", self.code)] if self.code is not None else []
+        found += [(f"epoch {epoch.epoch}", epoch_text(epoch)) for epoch in self.epochs]
         batches = [batches_text(epoch.global_batches) for epoch in self.epochs]
         if len(set(batches)) == 1:
-            told.append(("global batch", batches[0]))
+            found.append(("global batch", batches[0]))
         else:
-            told += [(f"global batch {epoch.epoch}", text) for epoch, text in zip(self.epochs, batches, strict=True)]
-        told += self._balance()
-        told += [("epochs differ", _yes(self.epochs_differ)), ("seeds agree", _yes(self.seeds_agree))]
+            found += [(f"global batch {epoch.epoch}", text) for epoch, text in zip(self.epochs, batches, strict=True)]
+        found += self._balance()
+        found += [("epochs differ", _yes(self.epochs_differ)), ("seeds agree", _yes(self.seeds_agree))]
         memory = "" if self.memory is None else f", {self.memory / 2**20:.0f} MiB more"
-        told += [("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed]
-        return [*told, ("one rank's epoch", f"{self.seconds:.3f} s{memory}")]
+        found += [("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed]
+        return [*found, ("one rank's epoch", f"{self.seconds:.3f} s{memory}")]
 
     def _balance(self) -> list[tuple[str, str]]:
-        """Say how ranks wait for each other in each epoch, and whether the loader passes with ``cost=``, too."""
+        """Say how long ranks wait in each epoch, and whether the loader passes with ``cost=``, too."""
         balanced = [None] * len(self.epochs) if self.balanced is None else self.balanced.epochs
         texts = [balance_text(epoch, other) for epoch, other in zip(self.epochs, balanced, strict=True)]
-        told = [(f"balance {epoch.epoch}", text) for epoch, text in zip(self.epochs, texts, strict=True) if text]
+        found = [(f"balance {epoch.epoch}", text) for epoch, text in zip(self.epochs, texts, strict=True) if text]
         if self.balanced is not None:
-            told.append(("with cost=", "PASS" if self.balanced.ok else "FAIL"))
+            found.append(("with cost=", "PASS" if self.balanced.ok else "FAIL"))
         if self.why_not_balanced is not None:
-            told.append(("with cost=", f"not drawn. {self.why_not_balanced}"))
-        return told
+            found.append(("with cost=", f"not simulated. {self.why_not_balanced}"))
+        return found
+
+    def before_and_after(self, name: str) -> dict[str, "Report"]:
+        """Return this report by its name, and with ``patched=True`` the two reports of before and after the patch."""
+        if self.patched is None:
+            return {name: self}
+        return {f"{name}, before the patch": replace(self, patched=None), f"{name}, patched": self.patched}
+
+    def html(self, name: str) -> str:
+        """Return the report as a part of an HTML page; with ``patched=True``, before and after side by side."""
+        sections = [
+            section(heading, report.ok, report.problems, report.facts(), report._figures())
+            for heading, report in self.before_and_after(name).items()
+        ]
+        return sections[0] if len(sections) == 1 else beside(sections)
+
+    def _figures(self) -> list[Figure]:
+        balanced = None if self.balanced is None else self.balanced.pictured
+        return figures_of(self.pictured, balanced, self.world_size)
+
+    def _repr_html_(self) -> str:
+        """Show the report in a notebook."""
+        return notebook(self.html(f"{self.name} on {self.world_size} ranks"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values: numbers, strings, lists and dicts; without ``pictured``."""
-        told = asdict(replace(self, balanced=None))
-        del told["pictured"]
-        plain: dict[str, Any] = json.loads(json.dumps(told))
-        return {"ok": self.ok, **plain, "balanced": self.balanced and self.balanced.to_dict()}
+        """Return the report as JSON values: numbers, strings, lists and dicts; without ``pictured``, with versions."""
+        found = asdict(replace(self, balanced=None, patched=None))
+        del found["pictured"]
+        plain: dict[str, Any] = json.loads(json.dumps(found))
+        others = {name: other and other.to_dict() for name, other in self._others().items()}
+        return {"ok": self.ok, **plain, **others, "versions": versions()}
+
+    def _others(self) -> dict[str, "Report | None"]:
+        return {"balanced": self.balanced, "patched": self.patched}
 
     def to_markdown(self) -> str:
         """Return the report as Markdown: a heading, a table, and the problems below the table."""
+        if self.patched is not None:
+            return "\n\n".join(each.to_markdown() for each in self._both())
         rows = [f"| {name} | {as_markdown(value)} |" for name, value in self.facts()]
         problems = [
             f"- **{as_markdown(problem.kind)}** ({as_markdown(problem.where)}): {as_markdown(problem.what)} "
@@ -197,7 +176,12 @@ class Report:
         heading = f"### {'✔' if self.ok else '✘'} {as_markdown(self.name)}: {'PASS' if self.ok else 'FAIL'}"
         return "\n".join([heading, "", "| | |", "| --- | --- |", *rows, *([""] if problems else []), *problems])
 
+    def _both(self) -> list["Report"]:
+        return [replace(each, name=name) for name, each in self.before_and_after(self.name).items()]
+
     def __str__(self) -> str:
+        if self.patched is not None:
+            return "\n".join(map(str, self._both()))
         count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
         lines = [f"{self.name} on {self.world_size} ranks: {'PASS' if self.ok else count}"]
         lines += [f"  {name}: {value}" for name, value in self.facts()]

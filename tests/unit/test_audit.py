@@ -37,7 +37,8 @@ from ddp_patch.auditing.commands import commands
 from ddp_patch.auditing.draw.coding import Coding
 from ddp_patch.auditing.draw.simulate import ranks_of
 from ddp_patch.auditing.draw.subject import Subject
-from ddp_patch.auditing.show.page import page
+from ddp_patch.auditing.page import page
+from ddp_patch.auditing.provenance import Provenance
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.samplers import PKBatchSampler
 
@@ -54,9 +55,9 @@ BROKEN: list[tuple[Callable[[int, int], DataLoader[Any]], str, str]] = [
     (setups.not_sharded_in_order, "not_sharded", "patch_dataloader_to_ddp()"),
     (setups.not_sharded_weighted, "not_sharded", "patch_dataloader_to_ddp()"),
     (setups.rank_zero_everywhere, "not_sharded", "get_rank()"),
-    (setups.double_sharding, "double_sharding", "Share once"),
-    (setups.double_sharding_by_hand, "double_sharding", "Share once"),
-    (setups.double_sharding_of_subsets, "double_sharding", "Share once"),
+    (setups.double_sharding, "double_sharding", "Shard once"),
+    (setups.double_sharding_by_hand, "double_sharding", "Shard once"),
+    (setups.double_sharding_of_subsets, "double_sharding", "Shard once"),
     (setups.by_local_rank, "not_sharded", "not by the local one"),
     (setups.subset_by_local_rank, "not_sharded", "not by the local one"),
     (setups.own_draw, "not_sharded", "a sampler that draws for all ranks"),
@@ -64,7 +65,7 @@ BROKEN: list[tuple[Callable[[int, int], DataLoader[Any]], str, str]] = [
     (setups.private_order, "ranks_disagree", "agreement='leader'"),
     (setups.seeded_by_rank, "ranks_disagree", "alike on every rank"),
     (setups.torchs, "same_order", "set_epoch(epoch)"),
-    (setups.torn, "torn_batch", "DDPBatchSamplerWrapper"),
+    (setups.torn, "split_batch", "DDPBatchSamplerWrapper"),
     (setups.batches_lost, "missing", "uneven='pad'"),
     (setups.half_for_other_ranks, "missing", "uneven='pad'"),
     (setups.first_lost, "missing", "uneven='pad'"),
@@ -79,7 +80,7 @@ BROKEN: list[tuple[Callable[[int, int], DataLoader[Any]], str, str]] = [
     (setups.stream_split_by_worker, "not_sharded", "patch_dataloader_to_ddp()"),
     (setups.stream_split_by_rank_alone, "repeated", "get_worker_info()"),
     (setups.augmented_stream_not_sharded, "not_sharded", "patch_dataloader_to_ddp()"),
-    (setups.stream_shared_twice, "double_sharding", "Share once"),
+    (setups.stream_shared_twice, "double_sharding", "Shard once"),
     (setups.stream_uneven, "uneven_steps", "uneven='pad'"),
     (setups.stream_cut, "tail_lost", "drop_last=False"),
     (setups.stream_of_another_length, "wrong_length", "__len__"),
@@ -117,12 +118,12 @@ def test_every_kind_of_problem_has_a_broken_set_up() -> None:
 
 # What is said of a set-up: what was found, and why.
 SAID: list[tuple[Callable[[int, int], DataLoader[Any]], Words]] = [
-    (setups.not_sharded, ("Every one of 4 ranks", "whole stream", "103 samples", "4 times")),
-    (setups.rank_zero_everywhere, ("Every one of 4 ranks", "same share", "26 samples", "other samples")),
-    (setups.own_draw, ("Every one of 4 ranks", "draw of its own", "25 samples")),
-    (setups.stream_split_by_worker, ("whole stream", "103 samples", "4 times")),
-    (setups.stream_read_by_every_worker, ("whole stream", "206 samples", "8 times")),
-    (setups.by_local_rank, ("Ranks 0 and 2", "same share", "26 samples", "ranks 1 and 3")),
+    (setups.not_sharded, ("Each of 4 ranks", "all of the data", "103 samples", "4 times")),
+    (setups.rank_zero_everywhere, ("Each of 4 ranks", "same part of the data", "26 samples", "other samples")),
+    (setups.own_draw, ("Each of 4 ranks", "draws its own", "25 samples")),
+    (setups.stream_split_by_worker, ("all of the data", "103 samples", "4 times")),
+    (setups.stream_read_by_every_worker, ("all of the data", "206 samples", "8 times")),
+    (setups.by_local_rank, ("Ranks 0 and 2", "same part of the data", "26 samples", "ranks 1 and 3")),
     (setups.double_sharding, ("4 ranks", "28 of 103 samples")),
     (setups.two_parts_that_share, ("4 ranks", "8 of 26 batches")),
     (setups.seeded_by_rank, ("generator", "not seeded", "seeded by rank")),
@@ -130,10 +131,10 @@ SAID: list[tuple[Callable[[int, int], DataLoader[Any]], Words]] = [
     (setups.batches_lost, ("6 of 26 batches", "80; 81; 82")),
     (setups.lost_tail, ("100, 101, 102", "every epoch", "incomplete round")),
     (setups.stream_split_by_rank_alone, ("Each rank", "2 times", "each worker")),
-    (setups.shards_of_fewer_workers, ("Every one of 4 ranks", "same share", "5 samples")),
+    (setups.shards_of_fewer_workers, ("Each of 4 ranks", "same part of the data", "5 samples")),
     (setups.shards_uneven, ("Rank 2 makes 2 steps", "rank 1 makes 4")),
     (setups.files_split_by_node, ("Rank 0 makes 4 steps", "rank 1 makes 6")),
-    (setups.stream_shuffled_by_every_worker, ("whole stream", "206 samples", "8 times")),
+    (setups.stream_shuffled_by_every_worker, ("all of the data", "206 samples", "8 times")),
     (setups.share_shuffled_by_every_worker, ("104 of 104 samples", "2 times", "each worker")),
 ]
 
@@ -146,7 +147,7 @@ def test_what_is_said_is_true_of_the_set_up(make: Any, said: Words) -> None:
 
 def test_ranks_that_get_one_share_are_listed_in_part_where_they_are_many() -> None:
     (problem,) = audit(setups.by_local_rank, 16, epochs=1).problems
-    said = ("Ranks 0, 2, 4 and 5 more", "same share", "7 samples", "ranks 1, 3, 5 and 5 more")
+    said = ("Ranks 0, 2, 4 and 5 more", "same part of the data", "7 samples", "ranks 1, 3, 5 and 5 more")
     assert not missing(problem.what, said)
 
 
@@ -456,8 +457,8 @@ def test_what_is_no_loader_is_not_audited() -> None:
     nothing: Any = 7
     with raises(NotALoaderError, ("audit", "DataLoader", MAKE, "7 (int)"), "loader itself"):
         audit(nothing, 2)
-    with raises(NotALoaderError, ("<lambda>(rank=0, world_size=2)", "[1] (list)", "DataLoader"), "loader"):
-        audit(lambda rank, world_size: [1], 2)  # type: ignore[arg-type,return-value]  # on purpose
+    with raises(NotALoaderError, ("<lambda>[0](rank=0, world_size=2)", "1 (int)", "DataLoader"), "loader"):
+        audit(lambda rank, world_size: [1], 2)
 
 
 def test_an_error_of_a_factory_says_for_which_rank() -> None:
@@ -659,16 +660,16 @@ def test_no_sharding_is_found_in_a_sample_too(sampler: Any) -> None:
     given: DataLoader[Any] = DataLoader(Untouchable(N), 4, sampler=sampler, shuffle=sampler is None)
     (problem,) = audit(given, 4, max_items=20, patch=False).problems
     assert problem.kind == "not_sharded"
-    assert "gets the whole stream." in problem.what
+    assert "gets all of the data." in problem.what
     assert audit(given, 4, max_items=20).ok
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (setups.stream_read_by_every_worker, ("Every one of 4 ranks", "whole stream")),
-        (setups.rank_zero_everywhere, ("Every one of 4 ranks", "same share")),
-        (setups.by_local_rank, ("Ranks 0 and 2", "same share", "ranks 1 and 3")),
+        (setups.stream_read_by_every_worker, ("Each of 4 ranks", "all of the data")),
+        (setups.rank_zero_everywhere, ("Each of 4 ranks", "same part of the data")),
+        (setups.by_local_rank, ("Ranks 0 and 2", "same part of the data", "ranks 1 and 3")),
     ],
 )
 def test_of_a_sample_no_number_is_said_that_is_not_known(make: Any, said: Words) -> None:
@@ -706,7 +707,10 @@ def test_markdown_shows_names_as_they_are() -> None:
 def test_what_was_allowed_stands_in_every_form() -> None:
     report = audit(DataLoader(Untouchable(N), 4), 4, patch=False, allow=["not_sharded"])
     assert report.ok
-    assert all("not_sharded" in text for text in (str(report), report.to_markdown(), page({"train": report})))
+    assert all(
+        "not_sharded" in text
+        for text in (str(report), report.to_markdown(), page({"train": report}, Provenance("a test")))
+    )
 
 
 # What is counted, and against what.
@@ -729,7 +733,7 @@ def test_an_epoch_that_is_judged_in_samples_is_reported_in_samples() -> None:
     report = audit(EASILY_MISTAKEN["small batches of one piece for each rank"], 4)
     assert report.units == "samples"
     assert {(epoch.units, epoch.expected) for epoch in report.epochs} == {("samples", 128)}
-    assert ("shared", "samples, over 4 ranks") in report.facts()
+    assert ("sharded", "samples, over 4 ranks") in report.facts()
     assert "of 128 samples" in str(report)
     assert audit(setups.torn, 4).units == "batches"
 
@@ -738,7 +742,7 @@ def test_an_epoch_that_is_judged_in_samples_is_reported_in_samples() -> None:
 def test_of_samples_that_cannot_be_compared_nothing_is_told(name: str) -> None:
     report = audit(EASILY_MISTAKEN[name], 4)
     assert (report.epochs[0].missing, report.epochs[0].repeated, report.seeds_agree) == (None, None, None)
-    assert "missing and repeated ones not known" in str(report)
+    assert "missing and repeated ones are not known" in str(report)
     assert report.pictured.shares.positions == 0
 
 
@@ -761,7 +765,7 @@ def test_a_world_of_one_rank_may_draw_other_samples_but_not_fewer(n: int) -> Non
     report = audit(lambda rank, ranks: setups.loader(Private(n), 104, drop_last=True), 1)
     assert report.ok
     assert report.epochs[0].missing == report.epochs[0].dropped == n % 4
-    lengths = iter([50, *[n] * 9])
+    lengths = iter([n, 50, *[n] * 9])  # asked first what a single process gets: one loader, or several
     report = audit(lambda rank, ranks: setups.loader(Private(next(lengths)), 104), 1, epochs=1)
     assert kinds(report) == ["missing"]
     assert report.epochs[0].missing == n - 50
@@ -795,7 +799,7 @@ def test_what_workers_of_all_ranks_split_is_whole(name: str) -> None:
 def test_a_share_that_each_worker_reads_is_no_whole_stream(make: Any, world_size: int) -> None:
     (problem,) = audit(make, world_size).problems
     assert problem.kind == "repeated"
-    assert not missing(problem.why, ("every worker", "not by worker"))
+    assert not missing(problem.why, ("Every worker", "not by worker"))
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])

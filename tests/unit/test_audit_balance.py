@@ -17,7 +17,8 @@ from zoo import ALL_KINDS, Kind
 
 from ddp_patch import audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import Report
-from ddp_patch.auditing.show.page import page
+from ddp_patch.auditing.page import page
+from ddp_patch.auditing.provenance import Provenance
 from ddp_patch.samplers import PKBatchSampler
 from ddp_patch.shares import dealing
 from ddp_patch.shares.dealing import Dealing
@@ -70,7 +71,9 @@ def test_both_are_shown_in_every_form() -> None:
     )
     assert ("balance 0", told) in report.facts()
     assert ("with cost=", "PASS") in report.facts()
-    assert all(told in text for text in (str(report), report.to_markdown(), page({"train": report})))
+    assert all(
+        told in text for text in (str(report), report.to_markdown(), page({"train": report}, Provenance("a test")))
+    )
     written = json.loads(json.dumps(report.to_dict()))
     assert written["epochs"][0]["imbalance"] == 1.5
     assert written["balanced"]["epochs"][0]["imbalance"] == 1
@@ -313,5 +316,5 @@ def test_what_cannot_be_balanced_says_why_and_is_audited_all_the_same(name: str)
     assert report.why_not_balanced is not None
     assert not missing(report.why_not_balanced, why)
     assert (report.epochs[0].imbalance is None) == (name == "iterable")  # which has no indices
-    assert ("with cost=", f"not drawn. {report.why_not_balanced}") in report.facts()
+    assert ("with cost=", f"not simulated. {report.why_not_balanced}") in report.facts()
     assert report.to_dict()["why_not_balanced"] == report.why_not_balanced

@@ -9,7 +9,8 @@ from messages import missing, raises
 from torch.utils.data import DataLoader, Subset
 
 from ddp_patch import InvalidOptionError, audit
-from ddp_patch.auditing.show.page import page
+from ddp_patch.auditing.page import page
+from ddp_patch.auditing.provenance import Provenance
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -65,6 +66,6 @@ def test_foreign_samples_are_counted_and_shown() -> None:
     (epoch,) = report.epochs
     assert (epoch.missing, epoch.repeated, epoch.foreign) == (0, 0, 8)
     assert epoch.foreign_examples[0] == ("104", (0,))
-    shown = page({"train": report})
+    shown = page({"train": report}, Provenance("a test"))
     assert all("8 that one process never gets" in text for text in (str(report), report.to_markdown(), shown))
-    assert "8 more samples are none that one process gets" in shown
+    assert "Ranks also get 8 samples that one process would not get." in shown

@@ -133,7 +133,7 @@ def test_cost_is_a_target_too(path: str, name: str) -> None:
         "audit", f"{path}:loaders.train", "-w", "2", "--no-patch", "--allow", "not_sharded", "--cost", f"{path}:{name}"
     )
     assert "the slowest rank takes 1.0" in shown(done)
-    assert "with cost= │ not drawn. patch=False" in shown(done)
+    assert "with cost= │ not simulated. patch=False" in shown(done)
     assert done.exit_code == 0
     assert "has no 'weights'" in run("audit", f"{path}:train", "-w", "2", "--cost", f"{path}:weights").output
 

@@ -178,7 +178,17 @@ def test_nothing_imports_upwards() -> None:
 
 
 # The audit's own floors; its other modules stand on top of all of these.
-AUDIT_FLOORS = {"epoch_report": 1, "pictured": 1, "report": 2, "draw": 3, "judge": 4, "show": 5}
+AUDIT_FLOORS = {
+    "epoch_report": 1,
+    "pictured": 1,
+    "problems": 1,
+    "provenance": 1,
+    "sentences": 1,
+    "show": 2,
+    "report": 3,
+    "draw": 4,
+    "judge": 5,
+}
 
 
 def test_nothing_in_the_audit_imports_upwards() -> None:

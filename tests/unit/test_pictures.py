@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from audit_setups import Untouchable
 from click.testing import CliRunner
+from ddp_patch.auditing.show.frame import Picture
+from ddp_patch.auditing.show.page import page
+from ddp_patch.auditing.show.pictures import pictures_of
 from torch.utils.data import DataLoader, Sampler
 from zoo import BY_NAME, loader
 
 from ddp_patch import audit
 from ddp_patch.auditing.commands import commands
 from ddp_patch.auditing.pictured import ShareMap
-from ddp_patch.auditing.show.frame import Picture
-from ddp_patch.auditing.show.page import page
-from ddp_patch.auditing.show.pictures import pictures_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 

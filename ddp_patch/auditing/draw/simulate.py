@@ -10,7 +10,7 @@ from ddp_patch.auditing.draw.coding import Coding, Numbers
 from ddp_patch.auditing.draw.drawing import draw
 from ddp_patch.auditing.draw.drawn import Drawn
 from ddp_patch.auditing.draw.samples import base_of, digest, layers_of
-from ddp_patch.auditing.draw.subject import Factory, Subject
+from ddp_patch.auditing.draw.subject import Factory, Subject, made_by
 from ddp_patch.auditing.draw.traits import Traits, traits_of
 from ddp_patch.auditing.draw.workers import Workers
 from ddp_patch.errors import StreamLengthWarning
@@ -20,7 +20,7 @@ from ddp_patch.ranks.notices import unwatched
 from ddp_patch.streams.generators import generator_state, random_generators, set_generator_state, unmoved
 from ddp_patch.streams.random_states import PrivateRNG
 
-__all__ = ["Rank", "ranks_of"]
+__all__ = ["Rank", "called", "ranks_of", "returned_by"]
 
 # Seed simulated ranks with this and their rank, so that no two are seeded alike.
 _SEED = 20_000
@@ -102,7 +102,25 @@ def ranks_of(subject: Subject, seeds: Sequence[int]) -> list[Rank]:
     return [Rank(build(rank), subject, seed) for rank, seed in enumerate(seeds)]
 
 
-def _reached_by(make: Factory) -> list[object]:
+def called(make: Callable[[], Any]) -> Any:
+    """Call the user's function, and leave all random states as they are."""
+    with _random_states_kept(make):
+        return make()
+
+
+def returned_by(make: Factory) -> Any:
+    """Return what a factory returns for a single process, and leave all random states as they are."""
+    with _random_states_kept(make):
+        return made_by(make, 0, 1)
+
+
+@contextmanager
+def _random_states_kept(make: Callable[..., Any]) -> Iterator[None]:
+    with PrivateRNG(_SEED, 0), unmoved(random_generators(_reached_by(make))), unwatched():
+        yield
+
+
+def _reached_by(make: Callable[..., Any]) -> list[object]:
     """Return what may hold generators that a factory uses for all ranks: itself, and the object of a method."""
     return [SimpleNamespace(make=make), getattr(make, "__self__", make)]
 

@@ -8,7 +8,7 @@ import numpy as np
 from ddp_patch.auditing.draw.coding import Coding, Numbers
 from ddp_patch.auditing.draw.drawn import Epoch
 from ddp_patch.auditing.judge.judging import Judged
-from ddp_patch.auditing.report import Kind, Problem
+from ddp_patch.auditing.problems import Kind, Problem
 
 __all__ = ["EXAMPLES", "About", "shards_of", "where_in"]
 

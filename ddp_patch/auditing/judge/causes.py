@@ -12,7 +12,7 @@ from ddp_patch.auditing.judge import wording
 from ddp_patch.auditing.judge.about import About, shards_of
 from ddp_patch.auditing.judge.counting import is_constant, repeats_rank_0
 from ddp_patch.auditing.judge.judging import Judged
-from ddp_patch.auditing.report import Kind, Problem
+from ddp_patch.auditing.problems import Kind, Problem
 
 __all__ = ["Cause", "cause_of", "coverage_kinds", "unsharded"]
 
@@ -23,7 +23,7 @@ coverage_kinds: frozenset[Kind] = frozenset(
         "ignores_world_size",
         "double_sharding",
         "ranks_disagree",
-        "torn_batch",
+        "split_batch",
         "missing",
         "repeated",
         "foreign",
@@ -101,7 +101,7 @@ def _structural(about: About, traits: Traits) -> Problem:
     """Return the first cause that fits, where ranks are seeded alike and shards are wrong all the same."""
     causes = (
         _double_sharding,
-        _torn_batch,
+        _split_batch,
         _every_worker_reads,
         _same_shard_of_some,
         _own_randomness,
@@ -118,9 +118,9 @@ def _double_sharding(about: About, traits: Traits) -> Problem | None:
     return wording.double_sharding(about) if fits else None
 
 
-def _torn_batch(about: About, _: Traits) -> Problem | None:
-    pieces = about.judged.torn
-    return wording.torn_batch(about, pieces) if pieces is not None and pieces.explains else None
+def _split_batch(about: About, _: Traits) -> Problem | None:
+    pieces = about.judged.split
+    return wording.split_batch(about, pieces) if pieces is not None and pieces.explains else None
 
 
 def _every_worker_reads(about: About, traits: Traits) -> Problem | None:

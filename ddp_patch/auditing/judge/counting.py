@@ -11,6 +11,7 @@ from ddp_patch.auditing.draw.drawn import Drawn, Epoch
 __all__ = [
     "Coverage",
     "batches_of",
+    "counts_of",
     "coverage",
     "coverage_of_batches",
     "coverage_of_samples",
@@ -125,10 +126,10 @@ def coverage(expected: Numbers, shards: Sequence[Numbers]) -> Coverage:
         ([1], [0, 2], 2)
     """
     names, (counted, *others) = dense([expected, *shards])
-    difference = _counts(counted, len(names))
+    difference = counts_of(counted, len(names))
     is_expected = difference > 0
     for shard in others:
-        difference -= _counts(shard, len(names))
+        difference -= counts_of(shard, len(names))
     missing, repeated = np.flatnonzero(difference > 0), np.flatnonzero((difference < 0) & is_expected)
     foreign = np.flatnonzero((difference < 0) & ~is_expected)
     lacking, extra, unexpected = (abs(int(difference[one].sum())) for one in (missing, repeated, foreign))
@@ -156,7 +157,8 @@ def dense(arrays: Sequence[Numbers]) -> tuple[Numbers, list[Numbers]]:
     return names, np.split(places, np.cumsum([len(array) for array in arrays])[:-1])
 
 
-def _counts(items: Numbers, span: int) -> Numbers:
+def counts_of(items: Numbers, span: int) -> Numbers:
+    """Return how often each number below ``span`` occurs, shape (span,)."""
     counts = np.zeros(span, np.int32)
     for start in range(0, len(items), _PIECE):
         counts += np.bincount(items[start : start + _PIECE], minlength=span).astype(np.int32)

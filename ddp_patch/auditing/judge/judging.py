@@ -9,7 +9,7 @@ from ddp_patch.auditing.draw.coding import Numbers
 from ddp_patch.auditing.draw.drawn import Epoch
 from ddp_patch.auditing.draw.traits import Traits
 from ddp_patch.auditing.judge.counting import Coverage, coverage_of_batches, coverage_of_samples
-from ddp_patch.auditing.judge.tearing import Torn, torn
+from ddp_patch.auditing.judge.splitting import Split, split_of
 
 __all__ = ["Allowance", "Judged", "allowance", "judge", "judge_against", "largest_batch"]
 
@@ -62,14 +62,14 @@ class Judged:
         samples: What is missing and repeated, counted in samples.
         padding: How many repeated units fill the last round.
         dropped: How many missing units the loader was asked to leave out.
-        torn: Batches in pieces, where ranks should shard whole batches and do not; otherwise None.
+        split: Batches in pieces, where ranks should shard whole batches and do not; otherwise None.
     """
 
     found: Coverage
     samples: Coverage
     padding: int
     dropped: int
-    torn: Torn | None = None
+    split: Split | None = None
 
     @property
     def is_covered(self) -> bool:
@@ -84,7 +84,7 @@ def judge(
     """Judge an epoch.
 
     Ranks with a batch sampler of their own may shard samples, and each make its own batches of them. So where whole
-    batches do not match and are not torn either, samples are counted instead, and decide if they match.
+    batches do not match and are not split either, samples are counted instead, and decide if they match.
 
     Args:
         epoch: What was drawn.
@@ -99,13 +99,13 @@ def judge(
     judged = _judged(found, samples, allowance_of(epoch))
     if epoch.units == "samples" or judged.is_covered:
         return epoch, judged
-    pieces = torn(epoch)
+    pieces = split_of(epoch)
     if may_rebatch and not pieces.explains:
         in_samples = replace(epoch, units="samples")
         judged_in_samples = _judged(samples, samples, allowance_of(in_samples))
         if judged_in_samples.is_covered:
             return in_samples, judged_in_samples
-    return epoch, replace(judged, torn=pieces)
+    return epoch, replace(judged, split=pieces)
 
 
 def judge_against(whole: Numbers, epoch: Epoch, allowance_of: Callable[[Epoch], Allowance]) -> tuple[Epoch, Judged]:

@@ -14,7 +14,8 @@ from ddp_patch.auditing.draw.drawn import Epoch
 from ddp_patch.auditing.draw.traits import Traits
 from ddp_patch.auditing.judge.about import where_in
 from ddp_patch.auditing.judge.judging import Judged, largest_batch
-from ddp_patch.auditing.report import Problem
+from ddp_patch.auditing.problems import Problem
+from ddp_patch.auditing.sentences import sentence
 
 __all__ = [
     "Lost",
@@ -37,21 +38,21 @@ def error_problem(epoch: Epoch) -> Problem | None:
     if not raised and epoch.alone.error:
         return Problem(
             "error",
-            f"One process alone raises {epoch.alone.error.rstrip('.')}.",
+            f"One process alone raises {sentence(epoch.alone.error)}",
             f"epoch {epoch.number}, a world of one rank",
-            "What it would get is what the ranks together are compared with, so nothing can be said of their shares.",
+            "The audit compares the ranks with what one process gets, so it knows nothing about their shares.",
             "Let make(0, 1) return a loader that one process can iterate.",
         )
     if not raised:
         return None
     rank, error = next(iter(raised.items()))
-    alone = f"raises {epoch.alone.error}" if epoch.alone.error else "does not"
+    alone = f"raises {sentence(epoch.alone.error)}" if epoch.alone.error else "does not."
     return Problem(
         "error",
-        f"Rank {rank} raises {error.rstrip('.')}.",
+        f"Rank {rank} raises {sentence(error)}",
         f"epoch {epoch.number}, ranks {', '.join(map(str, raised))}",
-        f"In a training the other ranks would wait for it. One process alone {alone}.",
-        "Mend the sampler, or pass epochs=1 if it is meant to last for one.",
+        f"In a training, the other ranks would wait for it. One process alone {alone}",
+        "Mend the sampler, or pass epochs=1 if it is meant for one epoch.",
     )
 
 
@@ -65,8 +66,8 @@ def steps_problem(epoch: Epoch, may_differ: int) -> Problem | None:
         "uneven_steps",
         f"Rank {steps.index(fewest)} makes {fewest} steps and rank {steps.index(most)} makes {most}.",
         where_in(epoch),
-        "Ranks with a step more wait in the all-reduce for ranks that have none: a training hangs or fails there.",
-        "Share rounds of one item for each rank, as patch_dataloader_to_ddp() with uneven='pad' or 'drop' does.",
+        "Ranks with more steps wait in the all-reduce for the others, and the training hangs or fails there.",
+        "Give each rank as many items as the others, as patch_dataloader_to_ddp() with uneven='pad' or 'drop' does.",
     )
 
 
@@ -78,7 +79,7 @@ def no_step_problem(epoch: Epoch) -> Problem | None:
         "missing",
         f"No rank makes a step: none gets any of the {epoch.expected} {epoch.units} that one process gets.",
         where_in(epoch),
-        "A training that makes no step ends without an error and has learnt nothing.",
+        "A training that makes no step ends without an error and learns nothing.",
         "Use a smaller batch_size, fewer ranks, uneven='pad' or drop_last=False.",
     )
 
@@ -93,7 +94,7 @@ def length_problem(epoch: Epoch) -> Problem | None:
                 f"len() of rank {rank}'s loader says {lengths[0]} and it makes {steps} steps"
                 f"{'' if drawn.ended else ' and more'}.",
                 f"epoch {epoch.number}, rank {rank}",
-                "Schedules, progress bars and shares that are planned from it are wrong.",
+                "Schedules, progress bars and shares that rely on it are wrong.",
                 "Correct the sampler's __len__, or leave it out.",
             )
     return None
@@ -135,7 +136,7 @@ def lost_problem(lost: Sequence[Lost], coding: Coding) -> Problem | None:
         "tail_lost",
         f"The same {samples} left out in every epoch.",
         f"epochs 0 to {len(lost) - 1}",
-        "The last, incomplete round or batch is dropped, and they are in it each time: no rank ever sees them.",
+        "They are in the last, incomplete round or batch each time, which is dropped, so no rank ever sees them.",
         "Use uneven='pad' and drop_last=False, or shuffle, so that others are left out in each epoch.",
     )
 
@@ -154,17 +155,17 @@ def order_problem(tells: bool, epochs: int, orders: int, is_demanded: bool, item
         return None
     remedy = (
         "Call set_epoch(epoch) before each epoch (and pass set_epoch=True here if your training does), or pass "
-        "the loader through patch_dataloader_to_ddp() before a sampler of its own shares it: then every pass is the "
+        "the loader through patch_dataloader_to_ddp() instead of using a distributed sampler: then every pass is the "
         "next epoch."
         if tells
-        else "Shuffle: with shuffle=True, or a sampler that draws anew in each __iter__."
+        else "Shuffle: pass shuffle=True, or a sampler that draws a new order in each __iter__."
     )
     return Problem(
         "same_order",
         (f"All {epochs} epochs have the same order" if orders == 1 else f"{epochs} epochs have {orders} orders")
-        + (", and set_epoch() would change it." if tells else ", where epochs were said to differ.")
-        + (f" {items} items have no more than {factorial(items)} orders, so it may be chance." if items < _FEW else ""),
+        + (", and set_epoch() would change it." if tells else ", and epochs_differ=True says that they should differ.")
+        + (f" {items} items have only {factorial(items)} orders, so this may be chance." if items < _FEW else ""),
         f"epochs 0 to {epochs - 1}",
-        "Batches of the same samples return in every epoch, which a shuffle is there to prevent.",
+        "Every epoch then has the same batches, which a shuffle should prevent.",
         remedy,
     )

@@ -7,7 +7,7 @@ from ddp_patch.auditing.draw.coding import Coding
 from ddp_patch.auditing.draw.drawn import Drawn, Epoch
 from ddp_patch.auditing.judge.about import EXAMPLES
 from ddp_patch.auditing.judge.counting import coverage
-from ddp_patch.auditing.report import Problem
+from ddp_patch.auditing.problems import Problem
 
 __all__ = ["unpatched_problem"]
 
@@ -38,7 +38,7 @@ def unpatched_problem(epoch: Epoch, again: Callable[[], Drawn], coding: Coding, 
         f"{found.lacking} of the {len(given.items)} samples of the unpatched loader with num_workers={workers} are "
         f"missing{f' (such as {such})' if such else ''}, even in a world of one rank.",
         f"epoch {epoch.number}, a world of one rank",
-        "The dataset gives a worker other samples than it gives it in the unpatched loader.",
-        "Split the dataset by torch.utils.data.get_worker_info() in __iter__, or by worker_init_fn through "
-        "get_worker_info().dataset, and not by what a worker is otherwise; or use num_workers=0.",
+        "The dataset gives its workers other samples than in the unpatched loader.",
+        "Split the dataset by torch.utils.data.get_worker_info() in __iter__, or in worker_init_fn through "
+        "get_worker_info().dataset, and by nothing else; or use num_workers=0.",
     )

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ddp_patch.auditing.judge.about import EXAMPLES, About, shards_of
-from ddp_patch.auditing.judge.tearing import Torn
-from ddp_patch.auditing.report import Problem
+from ddp_patch.auditing.judge.splitting import Split
+from ddp_patch.auditing.problems import Problem
 
 __all__ = [
     "disagreement",
@@ -24,7 +24,7 @@ __all__ = [
     "repeated",
     "same_shard",
     "same_shard_of_some",
-    "torn_batch",
+    "split_batch",
     "whole_stream",
 ]
 
@@ -41,7 +41,7 @@ def whole_stream(about: About, times: float) -> Problem:
     """Say that every rank gets all data, and so an epoch costs ``times`` times what it should."""
     return about.problem(
         "not_sharded",
-        f"Every one of {len(about.epoch.ranks)} ranks gets the whole stream{about.most_samples()}.",
+        f"Each of {len(about.epoch.ranks)} ranks gets all of the data{about.most_samples()}.",
         f"An epoch costs {times:g} times what it should, and gradients average repeated samples.",
         f"{_PATCH} on every rank, after init_process_group().{_of_a_group(about)}",
     )
@@ -51,15 +51,15 @@ def same_shard(about: About) -> Problem:
     """Say that every rank gets the same part of the data."""
     return about.problem(
         "not_sharded",
-        f"Every one of {len(about.epoch.ranks)} ranks gets the same share{about.most_samples()}.",
-        "The other samples take no part in the training, and gradients average repeated ones.",
-        "Share by each process's own rank (torch.distributed.get_rank()), as patch_dataloader_to_ddp() does."
+        f"Each of {len(about.epoch.ranks)} ranks gets the same part of the data{about.most_samples()}.",
+        "The other samples are never trained on, and gradients average repeated ones.",
+        "Shard by each process's own rank (torch.distributed.get_rank()), as patch_dataloader_to_ddp() does."
         + _of_a_group(about),
     )
 
 
 def _of_a_group(about: About) -> str:
-    """Say what to do where a factory asks the process group, of which there is none."""
+    """Say what to do where a factory asks the process group, because there is none."""
     if not about.is_simulated:
         return ""
     return " If the factory asks torch.distributed instead of its arguments, pass processes=True."
@@ -76,20 +76,20 @@ def ignored_world_size(about: About) -> Problem:
         "ignores_world_size",
         f"make(0, 1) ignores world_size: it gets {len(epoch.alone.items)} samples, which are those of rank 0 of "
         f"{world}. {together}{f', {several} of them on several ranks' if several else ''}.",
-        "What one process gets is what ranks are compared with, so nobody can tell whether their shares are complete.",
+        "The audit compares the ranks with what one process gets, so it can't tell whether their shares are complete.",
         "Let make(0, 1) return the loader of one process over all data: split by world_size, not by a fixed number, "
         "nor into parts made beforehand.",
     )
 
 
 def draw_of_its_own(about: About) -> Problem:
-    """Say that every rank draws samples for itself."""
-    draws = f"Every one of {len(about.epoch.ranks)} ranks makes a draw of its own{about.most_samples()}."
+    """Say that every rank draws its own samples."""
+    draws = f"Each of {len(about.epoch.ranks)} ranks draws its own samples{about.most_samples()}."
     return about.problem(
         "not_sharded",
         f"{draws} {about.counts()}".rstrip(),
-        "Seeded alike, all ranks get the same samples; seeded differently, it is chance which they get twice or never.",
-        f"{_PATCH}, with a sampler that draws for all ranks; or allow it, if each rank is meant to draw anew.",
+        "Seeded alike, all ranks get the same samples. Seeded differently, they see some twice and some never, by chance.",
+        f"{_PATCH}, with a sampler that draws for all ranks; or allow it, if each rank is meant to draw its own.",
     )
 
 
@@ -99,10 +99,10 @@ def same_shard_of_some(about: About, groups: Sequence[Sequence[int]]) -> Problem
     too = "".join(f", and so do ranks {_listed(ranks)}" for ranks in others[: EXAMPLES - 1])
     return about.problem(
         "not_sharded",
-        f"Ranks {_listed(first)} get the same share{about.samples_of(first[0])}{too}.",
-        "Gradients average repeated samples. It is so where processes share by their local rank, or for fewer ranks "
-        "than there are.",
-        "Share by each process's global rank (torch.distributed.get_rank() of get_world_size()), not by the local one, "
+        f"Ranks {_listed(first)} get the same part of the data{about.samples_of(first[0])}{too}.",
+        "Gradients average repeated samples. This happens where processes shard by their local rank, or for fewer "
+        "ranks than there are.",
+        "Shard by each process's global rank (torch.distributed.get_rank() of get_world_size()), not by the local one, "
         "as patch_dataloader_to_ddp() does.",
     )
 
@@ -122,9 +122,9 @@ def disagreement(about: About, alike: str) -> Problem:
     """Say that ranks draw different orders, which ``alike`` says of ranks that are seeded alike."""
     return about.problem(
         "ranks_disagree",
-        f"{about.counts()} With all ranks seeded alike {alike}.",
-        "The order or the data come from the global random states, in which the ranks differ.",
-        f"{_PATCH}, which derives the order from (seed, epoch); or seed every rank alike where samplers draw.",
+        f"{about.counts()} With all ranks seeded alike, {alike}.",
+        "The order or the data depend on the global random states, which differ between ranks.",
+        f"{_PATCH}, which derives the order from (seed, epoch); or seed every rank alike where samplers and splits are made.",
     )
 
 
@@ -132,9 +132,8 @@ def own_randomness(about: About) -> Problem:
     """Say that ranks draw different orders even where they are seeded alike."""
     return about.problem(
         "ranks_disagree",
-        f"{about.counts()} It is so with all ranks seeded alike, too.",
-        "The order comes from randomness that each rank has for itself: a generator that is not seeded or one that is "
-        "seeded by rank, or a set.",
+        f"{about.counts()} The same happens with all ranks seeded alike.",
+        "Each rank has randomness of its own: a generator that is not seeded or is seeded by rank, or a set.",
         f"Seed the sampler's generator alike on every rank, or {_patch} with agreement='leader'.",
     )
 
@@ -148,19 +147,19 @@ def double_sharding(about: About) -> Problem:
     return about.problem(
         "double_sharding",
         f"{about.counts()} The {len(about.epoch.ranks)} ranks together get {together} of {n} {about.epoch.units}.",
-        "Something shares what is shared already, so most samples are never seen.",
-        "Share once: leave out the sampler wrapper, or the framework's own (use_distributed_sampler=False).",
+        "The data is sharded twice, so most samples are never seen.",
+        "Shard once: leave out the sampler wrapper, or the framework's own (use_distributed_sampler=False).",
     )
 
 
-def torn_batch(about: About, torn: Torn) -> Problem:
+def split_batch(about: About, split: Split) -> Problem:
     """Say how many batches reach several ranks in pieces."""
     return about.problem(
-        "torn_batch",
-        f"{torn.parts} of the ranks' {sum(shards_of(about.epoch))} batches are parts of {torn.wholes} of the "
+        "split_batch",
+        f"{split.parts} of the ranks' {sum(shards_of(about.epoch))} batches are parts of {split.wholes} of the "
         f"{about.epoch.expected} batches that one process makes.",
         "Batches that the batch sampler made as one (P x K, one length, one shape) reach the ranks in pieces.",
-        f"Share whole batches: {_patch}, or wrap it in DDPBatchSamplerWrapper.",
+        f"Shard whole batches: {_patch}, or wrap it in DDPBatchSamplerWrapper.",
     )
 
 
@@ -168,8 +167,8 @@ def every_worker_reads(about: About, workers: int) -> Problem:
     """Say that each of a rank's workers reads the rank's whole shard."""
     return about.problem(
         "repeated",
-        f"{about.counts()} Each rank gets every sample of its share {workers} times, once from each worker.",
-        "An iterable dataset is read by every worker, and this one splits itself by rank but not by worker.",
+        f"{about.counts()} Each rank gets each of its samples {workers} times, once from each worker.",
+        "Every worker reads an iterable dataset, and this one splits itself by rank but not by worker.",
         "Split each rank's share by torch.utils.data.get_worker_info(), too; or pass the loader of the whole dataset "
         "through patch_dataloader_to_ddp(), which needs no splitting.",
     )
@@ -181,7 +180,7 @@ def foreign(about: About) -> Problem:
         "foreign",
         about.counts(),
         "Ranks train on other data than one process does: another split, another file, or indices that are off.",
-        "Make every rank's loader over the same data as that of one process, make(0, 1).",
+        "Make every rank's loader from the same data as that of one process, make(0, 1).",
     )
 
 
@@ -190,7 +189,7 @@ def missing(about: About) -> Problem:
     return about.problem(
         "missing",
         about.counts(),
-        "These samples take no part in the training, and metrics leave them out.",
+        "These samples are never trained on, and metrics leave them out.",
         f"{_PATCH}, whose shares are complete; or use uneven='pad' and drop_last=False.",
     )
 
@@ -207,7 +206,7 @@ def padding(about: About, limit: str) -> Problem:
 
 
 def repeated(about: About) -> Problem:
-    """Say that ranks get some samples too often."""
+    """Say that ranks see some samples more than once."""
     return about.problem(
         "repeated",
         about.counts(),

@@ -1,3 +1,3 @@
-"""Show reports as pictures and as an HTML page."""
+"""Show what ranks got as figures of bars, in HTML or as SVG files."""
 
 __all__: list[str] = []

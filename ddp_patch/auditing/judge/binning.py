@@ -8,17 +8,19 @@ from numpy.typing import NDArray
 
 from ddp_patch.auditing.draw.coding import Coding, Numbers
 from ddp_patch.auditing.draw.drawn import Epoch
-from ddp_patch.auditing.judge.counting import dense
+from ddp_patch.auditing.judge.counting import counts_of, dense
 from ddp_patch.auditing.judge.judging import Judged
 from ddp_patch.auditing.judge.measures import imbalance
 from ddp_patch.auditing.pictured import Pictured, ShareMap, StepMap, Waits
 
-__all__ = ["pictured"]
+__all__ = ["pictured", "width_of_columns"]
 
 # Show positions one by one, with their samples' names, up to this many.
 _NAMED = 40
-# Make no more columns than a screen can show, and no more cells of all ranks: a page holds each picture twice.
-_COLUMNS, _CELLS = 240, 8192
+# Make no more columns than a narrow screen can show, and no more cells of all ranks.
+_COLUMNS, _CELLS = 120, 8192
+# Let columns hold whole turns of batches where that leaves this many columns.
+_ENOUGH = 20
 # Look up this many samples of all ranks at once.
 _BLOCK = 2**18
 # Show waiting in this many steps of this many ranks: bars of more are too thin to read at a glance.
@@ -43,41 +45,68 @@ def pictured(epoch: Epoch, judged: Judged, coding: Coding, costs: NDArray[np.flo
     )
 
 
-def _columns(length: int, ranks: int) -> int:
-    """Return how many columns to cut a length into."""
-    return min(length, max(_NAMED, min(_COLUMNS, _CELLS // ranks)))
+def width_of_columns(length: int, ranks: int, batch: int = 1) -> int:
+    """Return how many positions a column holds, so that a rank's fair share is the same in each column.
+
+    One position, where that makes few columns. Otherwise whole turns of all ranks: columns of about four positions that
+    eight ranks take in turns would hold one of a rank's positions or none, and look like stripes.
+
+    Args:
+        length: How many positions there are.
+        ranks: How many ranks take them in turns.
+        batch: How many positions a rank takes in its turn.
+
+    Examples:
+        >>> width_of_columns(103, 8), width_of_columns(1000, 8), width_of_columns(10_000, 8, batch=32)
+        (1, 16, 256)
+    """
+    most = max(_NAMED, min(_COLUMNS, _CELLS // ranks))
+    if length <= most:
+        return 1
+    turn = ranks * batch if length >= _ENOUGH * ranks * batch else ranks
+    return -(-length // (most * turn)) * turn
 
 
 def _share_map(epoch: Epoch, coding: Coding, reason: Literal["padding", "repeated"]) -> ShareMap:
     positions, ranks = len(epoch.alone.items), len(epoch.ranks)
-    columns = _columns(positions, ranks)
+    batch = round(positions / max(1, epoch.expected)) if epoch.units == "batches" else 1
+    width = width_of_columns(positions, ranks, max(1, batch))
+    columns = -(-positions // width)
     first, again = np.zeros((2, ranks, columns), np.int64)
     foreign = np.zeros(ranks, np.int64)
-    is_got = np.zeros(positions, bool)
+    seen = np.zeros(positions, np.int32)
     names, (expected, *shards) = dense([epoch.alone.items, *(drawn.items for drawn in epoch.ranks)])
     for rank, position, is_again in _places_in_stream(expected, shards, len(names)):
         foreign += np.bincount(rank[position < 0], minlength=ranks)
         for counts, chosen in ((first, ~is_again), (again, is_again)):
             here = chosen & (position >= 0)
-            cells = rank[here] * columns + _column_of(position[here], columns, positions)
+            cells = rank[here] * columns + position[here] // width
             counts += np.bincount(cells, minlength=counts.size).reshape(counts.shape)
-        is_got[position[position >= 0]] = True
-    missing = np.bincount(_column_of(np.flatnonzero(~is_got), columns, positions), minlength=columns)
+        np.add.at(seen, position[position >= 0], 1)
+    how_often = counts_of(seen, int(seen.max(initial=0)) + 1)
+    levels = _levels(seen, width)
+    if epoch.is_sample:  # what nobody has may come later
+        how_often[0] = levels[:, 0] = 0
     return ShareMap(
         positions,
+        width,
         tuple(coding.name(int(code)) for code in epoch.alone.items) if positions <= _NAMED else (),
+        tuple((times, int(how_often[times])) for times in np.flatnonzero(how_often).tolist()),
+        tuple(seen.tolist()) if positions <= _NAMED else (),
+        _counts(levels),
         _counts(first + again),
         _counts(again),
-        # Where only a part was drawn, what nobody has may come later.
-        tuple(missing.tolist()) if not epoch.is_sample else (0,) * columns,
         tuple(foreign.tolist()) if not epoch.is_sample else (0,) * ranks,
         reason,
     )
 
 
-def _column_of(places: NDArray[np.int64], columns: int, length: int) -> NDArray[np.int64]:
-    """Return the column that holds each place of a length."""
-    return places * columns // max(1, length)
+def _levels(seen: NDArray[np.int32], width: int) -> NDArray[np.int64]:
+    """Return how many positions of each column are seen never, once and more often, shape (columns, 3)."""
+    begins = np.arange(0, len(seen), width)
+    if not len(begins):
+        return np.zeros((0, 3), np.int64)
+    return np.stack([np.add.reduceat(level, begins, dtype=np.int64) for level in (seen == 0, seen == 1, seen > 1)], 1)
 
 
 def _places_in_stream(
@@ -118,15 +147,18 @@ def _places_in_stream(
 
 def _step_map(epoch: Epoch) -> StepMap:
     ranks, steps = epoch.ranks, epoch.steps
-    columns = _columns(steps, len(ranks))
+    most = max(_NAMED, min(_COLUMNS, _CELLS // len(ranks)))
+    width = max(1, -(-steps // most))
+    columns = -(-steps // width)
     sizes, made = np.zeros((2, len(ranks), columns), np.float64)
     for rank, drawn in enumerate(ranks):
-        column = _column_of(np.arange(len(drawn.sizes)), columns, steps)
+        column = np.arange(len(drawn.sizes)) // width
         made[rank] = np.bincount(column, minlength=columns)
         sizes[rank] = np.bincount(column, weights=drawn.sizes, minlength=columns)
-    total = np.bincount(_column_of(np.arange(steps), columns, steps), minlength=columns)
+    total = np.bincount(np.arange(steps) // width, minlength=columns)
     return StepMap(
         steps,
+        width,
         tuple(map(tuple, (sizes / np.maximum(1, made)).tolist())),
         _counts((total - made).astype(np.int64)),
         max(int(drawn.sizes.max(initial=0)) for drawn in ranks),

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from ddp_patch.auditing.draw.drawn import Epoch
 from ddp_patch.auditing.judge.counting import batches_of
 
-__all__ = ["Torn", "torn"]
+__all__ = ["Split", "split_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Torn:
+class Split:
     """Count batches of a single process of which two or more ranks hold parts.
 
     Attributes:
@@ -24,11 +24,11 @@ class Torn:
 
     @property
     def explains(self) -> bool:
-        """Tell whether torn batches explain most of the batches that the single process does not make."""
+        """Tell whether split batches explain most of the batches that the single process does not make."""
         return 2 * self.parts > self.foreign
 
 
-def torn(epoch: Epoch) -> Torn:
+def split_of(epoch: Epoch) -> Split:
     """Look for batches of the single process in pieces on several ranks."""
     wholes = {frozenset(batch.tolist()) for batch in batches_of(epoch.alone)}
     wholes_with: dict[int, list[frozenset[int]]] = {}
@@ -45,4 +45,4 @@ def torn(epoch: Epoch) -> Torn:
                 ranks_with_part.setdefault(whole, set()).add(rank)
     in_pieces = {whole for whole, ranks in ranks_with_part.items() if len(ranks) > 1}
     parts = sum(not in_pieces.isdisjoint(around) for around in wholes_of_foreign)
-    return Torn(len(in_pieces), parts, len(wholes_of_foreign))
+    return Split(len(in_pieces), parts, len(wholes_of_foreign))

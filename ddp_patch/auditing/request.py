@@ -1,0 +1,111 @@
+"""Run what was asked for: one loader's audit, or several, each also with ``cost=`` and before the patch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ddp_patch.auditing.balancing import balanced, costs_of_samples
+from ddp_patch.auditing.draw.made_up_world import MadeUpWorld, Progress
+from ddp_patch.auditing.draw.simulate import returned_by
+from ddp_patch.auditing.draw.subject import Factory, Subject
+from ddp_patch.auditing.inspection import Expectations, Inspection
+from ddp_patch.auditing.provenance import place_in_code
+from ddp_patch.auditing.report import Report
+from ddp_patch.costs import Cost, CostOf, Costs
+from ddp_patch.errors import InvalidOptionError
+from ddp_patch.loaders.facts import look_at
+from ddp_patch.options import COST_WINDOW, Options
+
+__all__ = ["Request", "ignore"]
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Count how much of the audit is done, over all worlds that it simulates.
+
+    Attributes:
+        show: Called with how much is done, and how much there is.
+        worlds: How many worlds are simulated.
+        before: How many of them are done.
+    """
+
+    show: Progress
+    worlds: int = 1
+    before: int = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        self.show(self.before * total + done, self.worlds * total)
+
+
+def ignore(done: int, total: int) -> None:
+    """Show nobody how much is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Say what was asked for, all of it checked; the arguments are those of ``audit``."""
+
+    world_size: int
+    epochs: int
+    patch: bool
+    patched: bool
+    set_epoch: bool
+    padding: bool
+    epochs_differ: bool
+    allow: frozenset[str]
+    cost: Cost | None
+    cost_of: CostOf
+    cost_window: int
+    max_items: int
+    processes: bool
+    timeout: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def report(self, audited: DataLoader[Any] | Factory, progress: Progress) -> Report:
+        """Audit one loader or factory."""
+        steps = _Steps(progress, worlds=2 if self.patched else 1)
+        if not self.patched:
+            return self._report(audited, steps)
+        # What the patch is asked to do differently has nothing to do with the loader as it is.
+        before = replace(self, patch=False, options={}, cost_window=COST_WINDOW)._report(audited, steps)
+        single = audited if isinstance(audited, DataLoader) else returned_by(audited)
+        after = self._report(single, steps)
+        return replace(before, why_not_balanced=None, patched=replace(after, code=before.code))
+
+    def _report(self, audited: DataLoader[Any] | Factory, steps: _Steps) -> Report:
+        report = self._inspected(audited, steps)
+        steps.before += 1
+        return replace(report, code=place_in_code(audited))
+
+    def _inspected(self, audited: DataLoader[Any] | Factory, steps: _Steps) -> Report:
+        make = look_at(audited) if isinstance(audited, DataLoader) else audited
+        subject = Subject(make, self.patch, self.options, self.set_epoch, self.max_items)
+        costs = self._costs(subject)
+        expect = Expectations(self.padding, self.epochs_differ, self.allow, costs_of_samples(subject, costs))
+
+        def world_of(subject: Subject) -> MadeUpWorld:
+            return MadeUpWorld(subject, self.world_size, self.epochs, self.processes, self.timeout, steps)
+
+        given = world_of(subject)
+        if costs is None:
+            return Inspection(given, expect).report()
+        again = balanced(subject, costs, self.cost_window, self.world_size, self.processes)
+        if isinstance(again, str):
+            return replace(Inspection(given, expect).report(), why_not_balanced=again)
+        steps.worlds += 1
+        report = Inspection(given, expect).report()
+        del given  # free its ranks, before the others are made
+        steps.before += 1
+        return report.beside(Inspection(world_of(again), expect).report())
+
+    def _costs(self, subject: Subject) -> Costs | None:
+        """Check what samples cost, and what is said of it."""
+        options = Options(cost=self.cost, cost_of=self.cost_of, cost_window=self.cost_window)
+        if options.cost_window != COST_WINDOW and not subject.patches:
+            raise InvalidOptionError(
+                f"audit was given cost_window={self.cost_window} for patch_dataloader_to_ddp(), which is not called. "
+                "Leave it out, or pass an unpatched loader."
+            )
+        return options.costs

@@ -1,0 +1,150 @@
+"""Draw figures: in HTML, as wide as there is room, or as SVG files of one width."""
+
+from collections.abc import Mapping
+from html import escape
+
+from ddp_patch.auditing.show.figure import Bar, Figure, Fill, Row
+
+__all__ = ["PATTERNS", "STYLE", "figure_html", "figures_svg"]
+
+# Each colour has a contrast of 3 at least to white and to dark pages alike; black numbers on it can be read.
+_COLOURS: Mapping[Fill, str] = {"once": "#3b8bd0", "again": "#b87a00", "never": "#d55e00", "wait": "#808a99"}
+_PATTERNS: Mapping[Fill, str] = {
+    "again": '<path d="M-2 2 2 -2 M0 8 8 0 M6 10 10 6" stroke="#000" stroke-opacity=".55" stroke-width="1.6"/>',
+    "never": '<path d="M0 4 H8" stroke="#fff" stroke-opacity=".75" stroke-width="1.6"/>',
+}
+
+
+def _pattern(fill: Fill) -> str:
+    ground = '<rect width="8" height="8" fill="' + _COLOURS[fill] + '"/>'
+    if fill == "wait":  # stripes on the page's own ground, so that work stands out
+        ground = f'<path d="M-2 2 2 -2 M0 8 8 0 M6 10 10 6" stroke="{_COLOURS[fill]}" stroke-width="1.6"/>'
+    marks = _PATTERNS.get(fill, "")
+    return f'<pattern id="ddp-{fill}" width="8" height="8" patternUnits="userSpaceOnUse">{ground}{marks}</pattern>'
+
+
+# Stands once in each document: what its figures are filled with. It is no picture, and takes no room.
+PATTERNS = (
+    '<svg width="0" height="0" style="position:absolute" aria-hidden="true"><defs>'
+    + "".join(map(_pattern, _COLOURS))
+    + "</defs></svg>"
+)
+
+# Takes the text's colour and size from the page, so that it fits light and dark ones, and notebooks.
+STYLE = """
+.ddp-figure { margin: 1rem 0; container-type: inline-size; font-size: .875rem; line-height: 1.4; }
+.ddp-figure p { margin: .25rem 0; }
+.ddp-figure svg { display: block; overflow: visible; }
+.ddp-title { font-weight: 600; font-size: 1rem; }
+.ddp-caption, .ddp-name, .ddp-ticks { opacity: .8; }
+.ddp-legend { display: flex; flex-wrap: wrap; gap: .125rem 1.25rem; list-style: none; margin: .25rem 0; padding: 0; }
+.ddp-legend li { display: flex; gap: .5rem; align-items: center; margin: 0; }
+.ddp-legend svg { flex: none; }
+.ddp-rows { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 2px .5rem; align-items: center; }
+.ddp-rows > svg { background: rgba(128, 138, 153, .16); }
+.ddp-single { grid-template-columns: minmax(0, 1fr); }
+.ddp-name { font-size: 12px; white-space: nowrap; }
+.ddp-ticks { position: relative; height: 1.3em; font-size: 12px; }
+.ddp-ticks span { position: absolute; transform: translateX(-50%); white-space: nowrap; }
+.ddp-ticks span:first-child { transform: none; } .ddp-ticks span:last-child { transform: translateX(-100%); }
+@container (max-width: 40rem) { .ddp-dense text, .ddp-ticks span:nth-child(even):not(:last-child) {
+  display: none; } }
+"""
+
+# A text in or above a bar, with a light edge, so that it can be read on any ground.
+_IN_BAR = (
+    '<text x="{}" y="50%" font-size="11" text-anchor="middle" dominant-baseline="central" fill="#000" stroke="#fff" '
+    'stroke-opacity=".75" stroke-width="3" stroke-linejoin="round" paint-order="stroke">{}</text>'
+)
+# Rows of fewer pixels than this do not all have their names beside them.
+_NAMED_ROW = 14
+
+
+def figure_html(figure: Figure) -> str:
+    """Return a figure as HTML; its page must have ``STYLE`` and ``PATTERNS``."""
+    legend = "".join(f"<li>{_swatch(fill)}<span>{escape(text)}</span></li>" for fill, text in figure.legend)
+    names = _names(figure)
+    has_names = any(names)
+    named = f'<span class="ddp-name" style="height:{figure.height}px;line-height:{figure.height}px">'
+    rows = "".join(
+        (f"{named}{escape(name)}</span>" if has_names else "")
+        + f'<svg width="100%" height="{figure.height}">{_bars(row)}</svg>'
+        for name, row in zip(names, figure.rows, strict=True)
+    )
+    ticks = "".join(f'<span style="left:{_percent(at)}">{escape(text)}</span>' for at, text in figure.ticks)
+    return (
+        f'<div class="ddp-figure{" ddp-dense" if figure.is_dense else ""}">'
+        f'<p class="ddp-title">{escape(figure.title)}</p><ul class="ddp-legend">{legend}</ul>'
+        f'<div class="ddp-rows{"" if has_names else " ddp-single"}" role="img" aria-label="{escape(figure.alt)}">{rows}'
+        f'{"<span></span>" if has_names else ""}<div class="ddp-ticks">{ticks}</div></div>'
+        f'<p class="ddp-caption">{escape(figure.caption)}</p></div>'
+    )
+
+
+def _names(figure: Figure) -> list[str]:
+    """Return the rows' names, with gaps where rows are too low for all of them."""
+    every = -(-_NAMED_ROW // (figure.height + 2))
+    return [row.name if at % every == 0 else "" for at, row in enumerate(figure.rows)]
+
+
+def _swatch(fill: Fill) -> str:
+    return f'<svg width="22" height="14" aria-hidden="true"><rect width="22" height="14" {_paint(fill)}/></svg>'
+
+
+def _paint(fill: Fill) -> str:
+    return f'class="ddp-{fill}" fill="url(#ddp-{fill})"'
+
+
+def _bars(row: Row) -> str:
+    return "".join(map(_bar, row.bars))
+
+
+def _bar(bar: Bar) -> str:
+    left, top = _percent(bar.left), _percent(1 - bar.bottom - bar.height)
+    if bar.fill == "line":
+        return f'<line x1="{left}" x2="{left}" y1="0" y2="100%" stroke="currentColor" stroke-width="1.5"/>'
+    size = f'width="{_percent(bar.width)}" height="{_percent(bar.height)}"'
+    if not bar.text:  # crisp: between neighbours no seam is seen
+        return f'<rect x="{left}" y="{top}" {size} {_paint(bar.fill)} shape-rendering="crispEdges"/>'
+    middle = _percent(bar.left + bar.width / 2)
+    return f'<rect x="{left}" y="{top}" {size} {_paint(bar.fill)}/>{_IN_BAR.format(middle, escape(bar.text))}'
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.4g}%"
+
+
+def figures_svg(figures: list[Figure], ink: str, width: int = 760) -> str:
+    """Return figures, one above the other, as an SVG file.
+
+    Args:
+        figures: The figures.
+        ink: The colour of texts and lines.
+        width: The width in pixels.
+    """
+    names, parts, top = 64, [], 0
+    for figure in figures:
+        parts.append(_text(0, top + 16, figure.title, "font-weight:600;font-size:15px"))
+        left = 0
+        for fill, text in figure.legend:
+            parts.append(f'<g transform="translate({left} {top + 26})">{_swatch(fill)}</g>')
+            parts.append(_text(left + 30, top + 38, text))
+            left += 60 + 7 * len(text)
+        top += 50
+        for name, row in zip(_names(figure), figure.rows, strict=True):
+            parts.append(_text(0, top + figure.height / 2 + 4, name))
+            shape = f'x="{names}" y="{top}" width="{width - names}" height="{figure.height}"'
+            parts.append(f'<rect {shape} fill="{_COLOURS["wait"]}" fill-opacity=".16"/><svg {shape}>{_bars(row)}</svg>')
+            top += figure.height + 2
+        for at, text in figure.ticks:
+            where = "start" if at < 0.02 else "end" if at > 0.95 else "middle"
+            parts.append(_text(names + at * (width - names), top + 14, text, f"text-anchor:{where}"))
+        top += 36
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top}" width="{width}" height="{top}" '
+        f'color="{ink}" font-family="sans-serif" font-size="13">{PATTERNS}{"".join(parts)}</svg>\n'
+    )
+
+
+def _text(x: float, y: float, text: str, style: str = "") -> str:
+    return f'<text x="{x:.5g}" y="{y:.5g}" fill="currentColor" style="{style}">{escape(text)}</text>'

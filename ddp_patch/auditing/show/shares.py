@@ -1,0 +1,141 @@
+"""Show how often samples are seen, and which rank gets what."""
+
+from collections.abc import Sequence
+
+from ddp_patch.auditing.pictured import ShareMap
+from ddp_patch.auditing.show.figure import Bar, Figure, Fill, Row, columns_of, ticks_of
+
+__all__ = ["MANY", "by_rank", "how_often_seen", "who_gets_what", "width_text"]
+
+# Say numbers of up to this many ranks one by one.
+MANY = 24
+_LONGEST_NAME = 5
+# Tell so many different counts from each other.
+_DIFFERENT = 5
+# A number fits into each of so many cells on a narrow screen, too.
+_FEW = 12
+_FILLS: tuple[Fill, Fill, Fill] = ("never", "once", "again")
+
+
+def how_often_seen(shares: ShareMap, epoch: int) -> Figure:
+    """Return the strip that shows how often all ranks together see each sample that one process draws."""
+    legend = _how_often(shares)
+    bars: list[Bar] = []
+    texts = [str(times) for times in shares.times]
+    for level, fill in enumerate(_FILLS):
+        heights = [_stacked(column, level) for column in shares.levels]
+        bars += columns_of(heights, fill, shares.width, shares.positions, texts)
+    caption = f"Left to right: the samples in the order in which one process would draw them. {_in_cell(shares)}"
+    if shares.width > 1:
+        caption += " A column is filled by the fraction of its samples that this is true of."
+    if foreign := sum(shares.foreign):
+        caption += f" Ranks also get {foreign} samples that one process would not get."
+    return Figure(
+        f"How often samples are seen in epoch {epoch}",
+        caption,
+        "; ".join(text for _, text in legend) + ".",
+        legend,
+        (Row("", tuple(bars)),),
+        ticks_of(shares.positions, shares.width),
+        height=44,
+    )
+
+
+def _how_often(shares: ShareMap) -> tuple[tuple[Fill, str], ...]:
+    """Say how many samples are seen how often; the numbers of those seen more than twice together where they differ."""
+    total, filling = max(1, shares.positions), ", to fill the last round" if shares.reason == "padding" else ""
+    few, many = shares.seen[:_DIFFERENT], shares.seen[_DIFFERENT:]
+    found = [(times, _times(times), count) for times, count in few]
+    if many:
+        found.append((many[0][0], f"{many[0][0]} to {many[-1][0]} times", sum(count for _, count in many)))
+    return tuple(
+        (_FILLS[min(times, 2)], f"{name}: {count} ({_percent(count / total)}){filling if times > 1 else ''}")
+        for times, name, count in found
+    )
+
+
+def _times(times: int) -> str:
+    return {0: "never", 1: "once"}.get(times, f"{times} times")
+
+
+def _percent(fraction: float) -> str:
+    """Return a fraction in percent; never 0 % or 100 % unless it is exactly so."""
+    percent = 100 * fraction
+    if 0 < percent < 0.5:
+        return "< 1 %"
+    return "> 99 %" if 99.5 <= percent < 100 else f"{percent:.0f} %"
+
+
+def _stacked(column: Sequence[int], level: int) -> tuple[float, float]:
+    """Return where a level of a column begins and how high it is: what is seen stands below what nobody sees."""
+    total = max(1, sum(column))
+    below = sum(column[1:level]) if level else sum(column[1:])
+    return below / total, column[level] / total
+
+
+def who_gets_what(shares: ShareMap, epoch: int) -> Figure:
+    """Return a row of columns for each rank, filled by the fraction of each column that the rank gets."""
+    ranks, again = len(shares.got), sum(map(sum, shares.again))
+    fair = [-(-sum(column) // ranks) for column in shares.levels]
+    if any(not each for each in fair):  # only a part was drawn
+        fair = [-(-shares.width // ranks)] * len(fair)
+    most = max(1.0, *(got / each for row in shares.got for got, each in zip(row, fair, strict=True)))
+    rows = []
+    for rank, (got, repeated) in enumerate(zip(shares.got, shares.again, strict=True)):
+        new = [(0.0, (all_ - twice) / (each * most)) for all_, twice, each in zip(got, repeated, fair, strict=True)]
+        over = [(low, twice / (each * most)) for (_, low), twice, each in zip(new, repeated, fair, strict=True)]
+        texts = [_short(name) for name in shares.names]
+        bars = [
+            *columns_of(new, "once", shares.width, shares.positions, texts),
+            *columns_of(over, "again", shares.width, shares.positions, texts),
+        ]
+        rows.append(Row(f"rank {rank}", tuple(bars)))
+    told = by_rank("gets", [sum(row) for row in shares.got], f"of {shares.positions}")
+    told += [f"{again} of them another rank, or this one, had already ({shares.reason})"] if again else []
+    why = "gets again, to fill the last round" if shares.reason == "padding" else "gets again"
+    legend: tuple[tuple[Fill, str], ...] = (("once", "gets"), *((("again", why),) if again else ()))
+    return Figure(
+        f"Who gets what in epoch {epoch}",
+        f"Left to right as above; each row is a rank. {_in_column(shares, most)}",
+        "; ".join(told) + ".",
+        legend,
+        tuple(rows),
+        ticks_of(shares.positions, shares.width),
+        height=row_height(ranks),
+        is_dense=len(shares.names) > _FEW,
+    )
+
+
+def _in_cell(shares: ShareMap) -> str:
+    if shares.times:
+        return "Each cell is a sample; the number says how often all ranks together see it."
+    return width_text(shares.width, "sample")
+
+
+def _in_column(shares: ShareMap, most: float) -> str:
+    if shares.names:
+        return "Each cell is a sample."
+    fair = "its fair share" if most == 1 else f"{most:.3g} times its fair share"
+    full = f" A full column means that the rank gets {fair} of it." if shares.width > 1 else ""
+    return width_text(shares.width, "sample") + full
+
+
+def width_text(width: int, what: str) -> str:
+    """Say how many positions or steps a column is."""
+    return f"A column is {width} {what}s." if width > 1 else f"A column is one {what}."
+
+
+def row_height(ranks: int) -> int:
+    """Return how high a row is in pixels, so that many rows fit on a screen."""
+    return max(3, min(22, 520 // max(1, ranks)))
+
+
+def by_rank(verb: str, counts: Sequence[int], what: str) -> list[str]:
+    """Say a number of each rank, or the range of numbers where ranks are many."""
+    if len(counts) > MANY:
+        return [f"Each of {len(counts)} ranks {verb} {min(counts)} to {max(counts)} {what}"]
+    return [f"Rank {rank} {verb} {count} {what}" for rank, count in enumerate(counts)]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
