@@ -1,11 +1,12 @@
 """Draw pictures, before and after: how often four ranks see each sample, and how long they wait for each other.
 
-``nox -s pictures`` runs this; it prints what it counts and writes ``docs/index-light.svg`` and ``docs/index-dark.svg``,
-and of the texts of ``docs/examples/loaders.py`` the audit's picture, ``docs/audit-light.svg`` and
-``docs/audit-dark.svg``.
+``nox -s pictures`` runs this. It prints counts, and writes ``docs/index-light.svg`` and ``docs/index-dark.svg``.
+It also writes figures of audits of ``docs/examples/loaders.py``: ``docs/audit-*.svg`` and ``docs/audit-seen-*.svg``.
+``--audit`` draws these alone.
 """
 
 import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
-from ddp_patch.auditing.show.frame import Picture
-from ddp_patch.auditing.show.pictures import pictures_of
 from matplotlib import pyplot as plt
 from torch.utils.data import DataLoader, Sampler
 
 from ddp_patch import audit, patch_dataloader_to_ddp
+from ddp_patch.auditing.report import Report
+from ddp_patch.auditing.show.drawing import figures_svg
+from ddp_patch.auditing.show.figure import Figure
+from ddp_patch.auditing.show.figures import figures_of
 from ddp_patch.testing import run_ranks
 
 SAMPLES, RANKS, COLUMNS = 40, 4, 20
@@ -82,11 +85,27 @@ def summary(seen: Counter[int]) -> str:
     return f"{SAMPLES - len(seen)} never, {seen.total() - len(seen)} repeated"
 
 
-def waiting() -> Picture:
-    """Draw how long four ranks wait for each other, without ``cost=`` and with it."""
+def audited() -> dict[str, list[Figure]]:
+    """Return figures of audits: how often samples are seen and by whom, and how long four ranks wait."""
     made = run_path(str(DOCS / "examples" / "loaders.py"))
-    report = audit(made["texts"], RANKS, epochs=1, cost=made["tokens"])
-    return next(picture for picture in pictures_of(report) if "wait" in picture.title)
+    return {
+        "audit-seen": figures(audit(made["by_slices"], RANKS, epochs=1))[:2],
+        "audit": figures(audit(made["texts"], RANKS, epochs=1, cost=made["tokens"]))[-2:],
+    }
+
+
+def figures(report: Report) -> list[Figure]:
+    """Return a report's figures."""
+    balanced = None if report.balanced is None else report.balanced.pictured
+    return figures_of(report.pictured, balanced, report.world_size)
+
+
+def draw_audits() -> None:
+    """Write the figures of audits."""
+    for name, found in audited().items():
+        print(*(figure.alt for figure in found))
+        for scheme, ink in INK.items():
+            (DOCS / f"{name}-{scheme}.svg").write_text(figures_svg(found, ink))
 
 
 def main() -> None:
@@ -103,11 +122,8 @@ def main() -> None:
         paper = "white" if scheme == "light" else "none"
         figure.savefig(DOCS / f"index-{scheme}.svg", metadata={"Date": None}, facecolor=paper)
         plt.close(figure)
-    of_audit = waiting()
-    print(of_audit.alt)
-    (DOCS / "audit-light.svg").write_text(of_audit.light)
-    (DOCS / "audit-dark.svg").write_text(of_audit.dark)
+    draw_audits()
 
 
 if __name__ == "__main__":
-    main()
+    draw_audits() if sys.argv[1:] == ["--audit"] else main()

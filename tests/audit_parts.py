@@ -204,8 +204,8 @@ WRONG: dict[str, tuple[Make, str, tuple[str, ...], str]] = {
     "one fixed part": (lambda rank, world_size: of(NAMES[::4]), "not_sharded", ("all of the data",), "processes=True"),
     "a process group that is not there": (by_process_group, "not_sharded", ("all of the data",), "processes=True"),
     "random_split of each rank": (random_split_of_each_rank, "ranks_disagree", ("seeded alike",), "seed every rank"),
-    "slices of a shuffle of each rank": (shuffled_slice, "ranks_disagree", ("seeded alike",), "alike on every rank"),
-    "data made on each rank": (made_on_each_rank, "ranks_disagree", ("seeded alike", "data"), "alike on every rank"),
+    "slices of a shuffle of each rank": (shuffled_slice, "ranks_disagree", ("seeded alike",), "seed every rank alike"),
+    "data made on each rank": (made_on_each_rank, "ranks_disagree", ("seeded alike", "data"), "seed every rank alike"),
     "every sample twice": (every_sample_twice, "repeated", ("104 of 104 samples",), "disjoint"),
     "slices that are shared again": (shared_twice, "double_sharding", ("28 of 104 samples",), "Shard once"),
     "lists made once": (

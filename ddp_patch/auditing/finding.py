@@ -39,7 +39,7 @@ def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
         Traceback (most recent call last):
         ...
         ddp_patch.errors.NotALoaderError: audit needs a DataLoader, a function make() or make(rank, world_size) that \
-returns one, or a dict or list of these, and got '/' (str). Pass the finished loader itself.
+returns one, or a dict or list of these, and sep is '/' (str). Pass the finished loader itself.
     """
     name, found = look_up(target)
     return leaves_of(found, name)
@@ -61,8 +61,7 @@ def leaves_of(found: Any, name: str = "") -> dict[str, DataLoader[Any] | Factory
         ['train', 'val[0]']
     """
     leaves: dict[str, DataLoader[Any] | Factory] = {}
-    for path, leaf in _leaves(found, ()):
-        place = name + _written(path) if name else _written(path).removeprefix(".")
+    for place, leaf in _leaves(found, name):
         if place in leaves:
             raise InvalidOptionError(f"Two loaders have one place, {place}. Give the keys of the dicts other names.")
         leaves[place] = leaf
@@ -147,7 +146,7 @@ class _Part:
 
     @property
     def __name__(self) -> str:
-        return name_of(self.make) + _written(self.path)
+        return _written(self.path, name_of(self.make))
 
     @property
     def __wrapped__(self) -> Callable[[int, int], Any]:
@@ -161,15 +160,15 @@ class _Part:
         return loader
 
 
-def _leaves(found: Any, path: Keys) -> Iterator[tuple[Keys, DataLoader[Any] | Factory]]:
-    """Yield the loaders and factories that an object is, holds or returns, each with the keys that lead to it."""
+def _leaves(found: Any, place: str) -> Iterator[tuple[str, DataLoader[Any] | Factory]]:
+    """Yield the loaders and factories that an object is, holds or returns, each with its place."""
     for keys, leaf in _nested(found):
-        here = (*path, *keys)
+        here = _written(keys, place)
         if isinstance(leaf, DataLoader):
             yield here, leaf
         elif callable(leaf) and _is_for_ranks(leaf):
             for inner in _parts(leaf):
-                yield (*here, *inner), _Part(leaf, inner) if inner else leaf
+                yield _written(inner, here), _Part(leaf, inner) if inner else leaf
         elif callable(leaf) and _takes(leaf, 0):
             yield from _leaves(called(leaf), here)
         elif callable(leaf):
@@ -177,12 +176,9 @@ def _leaves(found: Any, path: Keys) -> Iterator[tuple[Keys, DataLoader[Any] | Fa
         else:
             raise NotALoaderError(
                 f"audit needs a DataLoader, a function make() or make(rank, world_size) that returns one, or a dict or "
-                f"list of these, and got {leaf!r} ({type(leaf).__name__}){_at(here)}. Pass the finished loader itself."
+                f"list of these, and {f'{here} is' if here else 'got'} {leaf!r} ({type(leaf).__name__}). Pass the "
+                "finished loader itself."
             )
-
-
-def _at(path: Keys) -> str:
-    return f" at {_written(path).removeprefix('.')}" if path else ""
 
 
 def _parts(make: Callable[[int, int], Any]) -> list[Keys]:
@@ -202,8 +198,11 @@ def _nested(found: Any) -> Iterator[tuple[Keys, Any]]:
     return ((path, leaf) for path, leaf in nested(found) if not is_empty(leaf))
 
 
-def _written(path: Keys) -> str:
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+def _written(path: Keys, place: str = "") -> str:
+    """Return the place that keys lead to from another place."""
+    for key in path:
+        place += f"[{key}]" if isinstance(key, int) else f".{key}" if place else str(key)
+    return place
 
 
 def _is_for_ranks(function: Any) -> bool:

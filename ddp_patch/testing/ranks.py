@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -142,7 +143,8 @@ def _started(task: "_Task", start_method: Literal["spawn", "forkserver"]) -> Ite
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_rank_main, args=(task, sender))
     try:
-        process.start()
+        with _interrupts_held_back():
+            process.start()
     except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them depends on what is pickled
         receiver.close()
         sender.close()
@@ -157,6 +159,27 @@ def _started(task: "_Task", start_method: Literal["spawn", "forkserver"]) -> Ite
     finally:
         _kill(process)
         receiver.close()
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Keep Ctrl-C from what is started meanwhile: a rank that it met while it imports would print a traceback.
+
+    The rank lets signals through once it leads a process group of its own, which a terminal's Ctrl-C does not reach.
+    """
+    resource_tracker.ensure_running()  # first, because starting it lets the signal through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _let_interrupts_through() -> None:
+    """Forget an interrupt that came while this rank started; its parent ends it."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, handler)
 
 
 def _kill(process: BaseProcess) -> None:
@@ -237,6 +260,7 @@ class _Task:
 def _rank_main(task: _Task, sender: Connection) -> None:
     """Run one rank in its process, and send its result or traceback to the parent."""
     os.setsid()  # leads a process group, so that its workers end with it
+    _let_interrupts_through()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     multiprocessing.set_start_method(task.start_method, force=True)
     _set_environment(task)

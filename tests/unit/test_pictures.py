@@ -1,9 +1,8 @@
-"""The pictures and their page: what they are drawn of, and that they can be read without colour."""
+"""The figures and their page: what they are drawn from, and that they can be read without colour."""
 
-import base64
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from runpy import run_path
@@ -14,39 +13,56 @@ import numpy as np
 import pytest
 from audit_setups import Untouchable
 from click.testing import CliRunner
-from ddp_patch.auditing.show.frame import Picture
-from ddp_patch.auditing.show.page import page
-from ddp_patch.auditing.show.pictures import pictures_of
 from torch.utils.data import DataLoader, Sampler
 from zoo import BY_NAME, loader
 
 from ddp_patch import audit
+from ddp_patch.auditing import Report
 from ddp_patch.auditing.commands import commands
+from ddp_patch.auditing.page import page
 from ddp_patch.auditing.pictured import ShareMap
+from ddp_patch.auditing.provenance import Provenance
+from ddp_patch.auditing.show.drawing import PATTERNS, figure_html, figures_svg
+from ddp_patch.auditing.show.figure import Figure
+from ddp_patch.auditing.show.figures import figures_of
 
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def pictures(loader: Any, world_size: int, **options: Any) -> list[Picture]:
-    return pictures_of(audit(loader, world_size, **options))
-
-
-def texts(picture: Picture) -> list[str]:
-    both = [[e.text or "" for e in ElementTree.fromstring(svg).iter(f"{SVG}text")] for svg in picture_svgs(picture)]  # noqa: S314 - ours
-    assert both[0] == both[1]
-    return both[0]
+HERE = Provenance("ddp-patch audit <x>", date="some day", versions={"torch": "9"})
 
 
-def picture_svgs(picture: Picture) -> tuple[str, str]:
-    return picture.light, picture.dark
+def audited(given: Any, world_size: int, **options: Any) -> Report:
+    report: Report = audit(given, world_size, **options)
+    return report
+
+
+def figures(given: Any, world_size: int, **options: Any) -> list[Figure]:
+    return shown_of(audited(given, world_size, **options))
+
+
+def shown_of(report: Report) -> list[Figure]:
+    balanced = None if report.balanced is None else report.balanced.pictured
+    return figures_of(report.pictured, balanced, report.world_size)
+
+
+def texts(figure: Figure) -> list[str]:
+    """All texts that are seen."""
+    elements = ElementTree.fromstring(f"<p>{figure_html(figure)}</p>").iter()  # noqa: S314 - ours
+    return [each.text for each in elements if each.text]
 
 
 def plain(n: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(Untouchable(n), **options)
 
 
-def shares(loader: Any, world_size: int, **options: Any) -> ShareMap:
-    return audit(loader, world_size, **options).pictured.shares
+def shares(given: Any, world_size: int, **options: Any) -> ShareMap:
+    return audited(given, world_size, **options).pictured.shares
+
+
+def full(figure: Figure, row: int = 0) -> dict[str, float]:
+    """The area of a row that each fill covers."""
+    found: dict[str, float] = {}
+    for bar in figure.rows[row].bars:
+        found[bar.fill] = found.get(bar.fill, 0) + bar.width * bar.height
+    return found
 
 
 def test_the_share_map_is_of_the_stream_of_one_process() -> None:
@@ -56,7 +72,9 @@ def test_the_share_map_is_of_the_stream_of_one_process() -> None:
     assert found.got == ((1, 0, 1, 0, 1), (1, 1, 0, 1, 0))
     assert found.again == ((0, 0, 0, 0, 0), (1, 0, 0, 0, 0))
     assert found.reason == "padding"
-    assert not any(found.missing)
+    assert found.times == (2, 1, 1, 1, 1)
+    assert found.seen == ((1, 4), (2, 1))
+    assert found.levels == ((0, 0, 1), *[(0, 1, 0)] * 4)
 
 
 def test_the_kth_time_that_a_sample_is_got_is_its_kth_position() -> None:
@@ -69,7 +87,8 @@ def test_the_kth_time_that_a_sample_is_got_is_its_kth_position() -> None:
     found = shares(make, 2)
     assert found.got == ((1, 0, 1, 0), (1, 1, 0, 0))
     assert found.again == ((0, 0, 0, 0), (1, 0, 0, 0))  # the third 7 is the first one again
-    assert found.missing == (0, 0, 0, 1)
+    assert found.times == (2, 1, 1, 0)
+    assert found.seen == ((0, 1), (1, 2), (2, 1))
     assert found.foreign == (0, 1)
     assert found.reason == "repeated"
 
@@ -82,19 +101,84 @@ def test_of_a_shuffled_epoch_positions_are_interleaved() -> None:
 @pytest.mark.parametrize(("n", "world_size"), [(41, 2), (1000, 3), (10007, 8), (3000, 300)])
 def test_a_long_epoch_is_counted_in_columns_and_nothing_is_left_out(n: int, world_size: int) -> None:
     found = shares(plain(n, batch_size=4, shuffle=True), world_size, epochs=1)
-    got, again = np.array(found.got), np.array(found.again)
-    assert found.names == ()
-    assert got.shape == again.shape == (world_size, len(found.missing))
-    assert got.shape[1] <= 240
+    got, again, levels = np.array(found.got), np.array(found.again), np.array(found.levels)
+    assert (found.names, found.times) == ((), ())
+    assert got.shape == again.shape == (world_size, len(levels)) == (world_size, -(-n // found.width))
+    assert got.shape[1] <= 120
     assert got.size <= 12_000
-    assert (got - again).sum() == found.positions == n
+    assert (got - again).sum() == found.positions == levels.sum() == n
     assert again.sum() == -n % world_size
-    assert (got - again).sum(axis=0).max() - (got - again).sum(axis=0).min() <= 1
+    assert dict(found.seen).get(2, 0) == -n % world_size
+    assert (levels.sum(axis=1)[:-1] == found.width).all()
+
+
+@pytest.mark.parametrize(("n", "world_size"), [(1000, 8), (10007, 8), (5000, 3), (3000, 300), (2000, 12)])
+def test_a_right_loader_is_shown_even(n: int, world_size: int) -> None:
+    """Each rank's row is full, but for the last column: rounding makes no stripes."""
+    _, who, *_ = figures(plain(n, shuffle=True), world_size, epochs=1)
+    for row in who.rows:
+        before_the_last = [bar for bar in row.bars if bar.left == 0 and bar.fill == "once"]
+        assert [bar.height for bar in before_the_last] == [1]
+        assert before_the_last[0].width > 0.88
+
+
+def test_whole_batches_are_shown_even_too() -> None:
+    given: DataLoader[Any] = plain(30_000, batch_size=32, shuffle=True)
+    _, who, *_ = figures(given, 8, epochs=1, share="batches")
+    assert all([bar.height for bar in row.bars if bar.left == 0 and bar.fill == "once"] == [1] for row in who.rows)
+
+
+def thirty_percent_lost(rank: int, world_size: int) -> DataLoader[Any]:
+    kept = [index for index in range(2000) if world_size == 1 or index * 7919 % 10 >= 3]
+    return plain(2000, sampler=kept[rank::world_size])
+
+
+def test_what_is_shown_is_the_fraction() -> None:
+    """Three of ten samples are missing, spread over the epoch: three tenths of the strip say so."""
+    strip, who, *_ = figures(thirty_percent_lost, 4, epochs=1)
+    assert full(strip) == pytest.approx({"never": 0.3, "once": 0.7}, abs=1e-6)
+    assert [text for _, text in strip.legend] == ["never: 600 (30 %)", "once: 1400 (70 %)"]
+    assert sum(full(who, rank)["once"] for rank in range(4)) == pytest.approx(4 * 0.7, rel=0.2)
+    strip, who, *_ = figures(plain(2000), 4, epochs=1, patch=False, allow=["not_sharded"])
+    assert [text for _, text in strip.legend] == ["4 times: 2000 (100 %)"]
+    assert full(strip) == {"again": 1}
+    assert full(who) == {"once": 1}
+    assert full(who, 3) == {"again": 1}
+    assert "4 times its fair share" in who.caption
+
+
+def test_how_often_samples_are_seen_comes_first_with_counts() -> None:
+    strip = figures(setups.ambient_order, 4, epochs=1)[0]
+    seen = dict(shares(setups.ambient_order, 4, epochs=1).seen)
+    assert strip.title == "How often samples are seen in epoch 0"
+    told = "; ".join(text for _, text in strip.legend)
+    assert f"never: {seen[0]} (" in told
+    assert f"2 times: {seen[2]} (" in told
+    assert f"{told}." == strip.alt
+    assert sum(seen.values()) == setups.N
+    padded = figures(plain(1003), 4)[0]
+    assert [text for _, text in padded.legend] == ["once: 1002 (> 99 %)", "2 times: 1 (< 1 %), to fill the last round"]
+
+
+def test_many_different_counts_are_summed_up() -> None:
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        order = [*range(20)] if world_size == 1 else [index for index in range(20) for _ in range(index % 10)]
+        return plain(20, sampler=order)
+
+    strip = figures(make, 2, epochs=1)[0]
+    assert [text for _, text in strip.legend][-1] == "10 to 18 times: 10 (50 %)"
+    assert [bar.text for bar in strip.rows[0].bars][-1] == "18"
+
+
+def test_of_a_part_of_an_epoch_nothing_is_shown_as_missing() -> None:
+    found = shares(plain(5000), 2, max_items=100, epochs=1)
+    assert all(times > 0 for times, _ in found.seen)
+    assert not np.array(found.levels)[:, 0].any()
 
 
 def test_what_is_missing_lies_where_one_process_would_draw_it() -> None:
     found = shares(setups.loader(range(1000), n=1000), 3, uneven="drop", allow=["tail_lost"], epochs=1)
-    assert found.missing == (*[0] * 239, 1)
+    assert [level[0] for level in found.levels] == [*[0] * (len(found.levels) - 1), 1]
 
 
 def test_blocks_of_steps_are_looked_up_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,14 +186,14 @@ def test_blocks_of_steps_are_looked_up_as_one(monkeypatch: pytest.MonkeyPatch) -
         return plain(50, sampler=[n % 5 for n in range(rank % 2, 90, world_size)])
 
     whole = audit(make, 3).pictured
-    monkeypatch.setattr("ddp_patch.auditing.show.binning._BLOCK", 7)
+    monkeypatch.setattr("ddp_patch.auditing.judge.binning._BLOCK", 7)
     assert audit(make, 3).pictured == whole
 
 
 def test_steps_are_counted_in_columns() -> None:
     steps = audit(plain(5000, batch_size=2), 2, epochs=1).pictured.steps
     assert steps.steps == 1250
-    assert {len(row) for row in steps.sizes} == {240}
+    assert ({len(row) for row in steps.sizes}, steps.width) == ({114}, 11)
     assert set(np.array(steps.sizes).ravel()) == {2.0}
 
 
@@ -142,7 +226,7 @@ def test_of_many_ranks_some_are_shown_and_all_are_waited_for() -> None:
     assert waits.slowest == (7.0,) * 4
 
 
-def test_the_first_epoch_that_does_not_hold_is_pictured() -> None:
+def test_the_first_epoch_that_fails_is_pictured() -> None:
     class Worse(Sampler[int]):
         def __init__(self) -> None:
             self.passes = 0
@@ -156,116 +240,139 @@ def test_the_first_epoch_that_does_not_hold_is_pictured() -> None:
 
     report = audit(make, 2, epochs=4)
     assert report.pictured.epoch == 2
-    assert report.pictured.shares.missing[10:] == (1, 1)
-    assert pictures_of(report)[0].title == "Who gets what in epoch 2"
+    assert report.pictured.shares.times[10:] == (0, 0)
+    assert shown_of(report)[1].title == "Who gets what in epoch 2"
     assert audit(make, 2, epochs=2).pictured.epoch == 0
 
 
-def test_names_and_marks_are_text_and_hatches() -> None:
-    padded = pictures(loader(), 4)[0]
-    assert {"0", "22", "rank 3", "got", "padding"} <= set(texts(padded))
-    assert "padding" not in texts(pictures(plain(8), 4)[0])
-    repeated = pictures(setups.not_sharded_in_order, 2)[0]
-    assert {"got", "repeated"} <= set(texts(repeated))
-    assert "103 are got again (repeated)" in repeated.alt
-    missing = pictures(loader(), 2, uneven="drop")[0]
-    assert {"missing", "no rank"} <= set(texts(missing))
-    for picture in (padded, repeated, missing):
-        assert all("<pattern" in svg for svg in picture_svgs(picture))
-    assert "<pattern" not in pictures(plain(8), 4)[0].light
+def test_names_and_marks_are_text_and_patterns() -> None:
+    strip, padded, *_ = figures(loader(), 4)
+    assert {"0", "22", "rank 3", "gets", "gets again, to fill the last round"} <= set(texts(padded))
+    assert {bar.text for bar in strip.rows[0].bars} == {"1", "2"}
+    assert len(figures(plain(8), 4)[1].legend) == 1
+    repeated = figures(setups.not_sharded_in_order, 2)[1]
+    assert {"gets", "gets again"} <= set(texts(repeated))
+    assert "103 of them another rank, or this one, had already (repeated)" in repeated.alt
+    assert all(f'id="ddp-{fill}"' in PATTERNS for fill in ("once", "again", "never", "wait"))
+    patterns = {
+        fill: re.findall(f'id="ddp-{fill}".*?(<path d="[^"]+")', PATTERNS) for fill in ("again", "never", "wait")
+    }
+    assert all(patterns.values())
+    assert patterns["again"] != patterns["never"]
 
 
-def test_steps_that_a_rank_does_not_make_are_hatched() -> None:
-    steps = pictures(setups.uneven, 4)[1]
+def test_steps_that_a_rank_does_not_make_are_marked() -> None:
+    steps = figures(setups.uneven, 4)[2]
     assert "no such step" in texts(steps)
-    assert pictures(plain(7), 64, uneven="keep")[1].alt.startswith("Each of 64 ranks makes 0 to 1 steps; ")
+    assert figures(plain(7), 64, uneven="keep")[2].alt.startswith("Each of 64 ranks makes 0 to 1 steps; ")
     assert "Rank 0 makes 7 steps; Rank 1 makes 6 steps" in steps.alt
-    assert texts(steps).count("4") == 4 * 6 + 1  # every batch's size, and the tick of step 4
+    assert [bar.text for bar in steps.rows[0].bars] == ["4"] * 6 + ["1"]
+    last = steps.rows[1].bars[-1]
+    assert last.fill == "never"
+    assert last.left == pytest.approx(6 / 7)
 
 
-def test_waiting_is_drawn_without_cost_and_with_it() -> None:
-    """Bars of both panels stand on one axis, and what they say is text."""
+def test_waiting_is_shown_without_cost_and_with_it() -> None:
     costs = [1, 3] * 20
-    assert len(pictures(plain(40), 2)) == 2
-    *_, both = pictures(plain(40), 2, epochs=1, cost=costs)
-    headings = [
-        "Without cost=, ranks wait 33 % of the time (epoch 0)",
-        "With cost=, ranks wait 0 % of the time (epoch 0)",
+    assert len(figures(plain(40), 2)) == 3
+    *_, without, with_it = figures(plain(40), 2, epochs=1, cost=costs)
+    assert without.title == "Without cost=, ranks wait 33 % of the time (epoch 0)"
+    assert with_it.title == "With cost=, ranks wait 0 % of the time (epoch 0)"
+    assert {"works", "waits for the slowest rank", "rank 1"} <= set(texts(without))
+    assert "The 8 steps" in without.caption
+    assert without.ticks[-1] == (1, "24")
+    assert with_it.ticks[-1] == (pytest.approx(16 / 24), "16")  # on the same scale
+    *_, one = figures(setups.uneven, 4, epochs=1, cost=np.ones(97))
+    assert one.title == "Ranks wait 3.0 % of the time (epoch 0)"  # for rank 0, which makes a step more
+
+
+def test_a_bar_is_as_long_as_it_costs() -> None:
+    without = figures(plain(6), 2, epochs=1, cost=[1, 3, 4, 2, 5, 5], share="samples")[3]
+    # Steps begin at 0, 3 and 7 of 12.
+    drawn = [
+        [(bar.fill, round(12 * bar.left, 6), round(12 * bar.width, 6)) for bar in row.bars if bar.fill != "line"]
+        for row in without.rows
     ]
-    assert {*headings, "works", "waits for the slowest rank", "rank 1", "time, in the unit of cost"} <= set(texts(both))
-    assert both.alt == "; ".join(headings) + "."
-    assert all("<pattern" in svg for svg in picture_svgs(both))
-    assert "The 8 steps" in both.caption
-    *_, one = pictures(setups.uneven, 4, epochs=1, cost=np.ones(97))
-    assert "Ranks wait 3.0 % of the time (epoch 0)" in texts(one)  # for rank 0, which makes a step more
+    assert drawn == [
+        [("once", 0, 1), ("wait", 1, 2), ("once", 3, 4), ("once", 7, 5)],
+        [("once", 0, 3), ("once", 3, 2), ("wait", 5, 2), ("once", 7, 5)],
+    ]
 
 
-def test_a_bar_is_as_long_as_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[tuple[float, float]] = []
-    hatched: list[tuple[float, float]] = []
-
-    def note(axes: Any, ranges: Any, place: Any, **how: Any) -> None:
-        (hatched if how.get("hatch") else drawn).extend((float(x), float(width)) for x, width in ranges)
-
-    monkeypatch.setattr("matplotlib.axes.Axes.broken_barh", note)
-    pictures(plain(6), 2, epochs=1, cost=[1, 3, 4, 2, 5, 5], share="samples")
-    light = len(drawn) // 2
-    # Rank 0, then rank 1; steps begin at 0, 3 and 7.
-    assert drawn[:6] == [(0, 1), (3, 4), (7, 5), (0, 3), (3, 2), (7, 5)]
-    assert hatched[:6] == [(1, 2), (7, 0), (12, 0), (3, 0), (5, 2), (12, 0)]
-    assert drawn[light:] == drawn[:light]
-
-
-def test_the_picture_of_the_documentation_is_what_the_audit_draws() -> None:
+def test_the_picture_of_the_documentation_is_what_the_audit_shows() -> None:
     docs = Path(__file__).parents[2] / "docs"
     made = run_path(str(docs / "examples" / "loaders.py"))
-    *_, picture = pictures(made["texts"], 4, epochs=1, cost=made["tokens"])
+    found = figures(made["texts"], 4, epochs=1, cost=made["tokens"])
+    waiting = figures_svg(found[-2:], "#000")
     for name in ("audit-light.svg", "audit-dark.svg"):
-        shown = [each.text for each in ElementTree.parse(docs / name).iter(f"{SVG}text")]  # noqa: S314 - ours
-        assert shown == texts(picture), "run nox -s pictures"
-
-
-def test_light_and_dark_differ_in_colours_alone() -> None:
-    for picture in pictures(loader(), 4, cost=range(23)):
-        coloured = r"#[0-9a-f]{6}|base64,[^\"]+|(?:image|h|m|p)[0-9a-f]{10,}"  # hashes of names are of colours, too
-        light, dark = (re.sub(coloured, "", svg) for svg in picture_svgs(picture))
-        assert light == dark
-        assert picture.light != picture.dark
+        shown = re.sub('color="#[0-9a-f]+"', 'color="#000"', (docs / name).read_text())
+        assert shown == waiting, "run nox -s pictures"
 
 
 def test_the_page_holds_all_that_it_shows() -> None:
-    html = page({"train": audit(loader(), 4, cost=range(23))})
-    assert "✔ all 1 hold" in html
-    assert html.count("<picture>") == html.count('media="(prefers-color-scheme: dark)"') == 3
-    sources = re.findall(r'(?:src|srcset|href)="([^"]{0,26})', html)
-    assert sources == ["data:image/svg+xml;base64,"] * 6
-    for encoded in re.findall(r'base64,([^"]+)"', html):
-        svg = base64.b64decode(encoded).decode()
-        assert not re.findall(r'(?:href|src)="(?!#|data:)', svg)
-    assert html.count('alt="') == 3
+    html = page({"train": audited(loader(), 4, cost=range(23))}, HERE)
+    assert "✔ all 1 PASS" in html
+    assert html.count('class="ddp-figure') == html.count('role="img"') == html.count("aria-label=") == 5
+    assert not re.findall(r'(?:src|srcset|href|url)[=(]"?(?!#)', html.replace("url(#", ""))
+    assert html.index("How often samples are seen") < html.index("<dt>sharded") < html.index("Who gets what")
     headings = [int(level) for level in re.findall(r"<h(\d)", html)]
     assert all(after - before <= 1 for before, after in pairwise(headings))
+    failed = page({"a": audited(loader(), 4, patch=False), "b": audited(loader(), 4)}, HERE)
+    assert "✘ 1 of 2 FAIL" in failed
+
+
+def test_the_page_says_when_how_and_with_what_it_was_made() -> None:
+    html = page({"train": audited(setups.uneven, 4)}, HERE)
+    assert all(f"<dd>{told}</dd>" in html for told in ("some day", "ddp-patch audit &lt;x&gt;", "torch 9"))
+    code = f"{Path(str(setups.__file__))}:{setups.uneven.__code__.co_firstlineno}"
+    assert code.endswith(f"/{dict(audited(setups.uneven, 4).facts())['code']}".split("/tests/")[-1])
+    assert {"python", "torch", "numpy", "ddp-patch"} <= set(Provenance("x").versions)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", Provenance("x").date)
+
+
+def test_a_page_fits_any_width_and_ground() -> None:
+    """No width in pixels but of what is small, and no colour of the ground but in the page's own style."""
+    report = audited(loader(), 4, cost=range(23))
+    part = report.html("train")
+    assert all(int(width) <= 22 for width in re.findall(r'width="(\d+)"', part))
+    assert set(re.findall(r"#[0-9a-f]{3,6}\b", part)) <= {"#000", "#fff"}
+    assert part.count('width="100%"') == sum(len(figure.rows) for figure in shown_of(report))
+
+
+def test_a_notebook_shows_a_report() -> None:
+    report = audited(loader(), 4)
+    shown = report._repr_html_()
+    assert shown.startswith("<div><style>")
+    assert shown.count("<pattern") == 4
+    assert "NONE on 4 ranks".replace("NONE", report.name) in shown
+    several = audit({"a": loader(), "<b>": loader()}, 2)._repr_html_()
+    assert several.count("<style>") == 1
+    assert several.count("<section") == 2
+    assert "&lt;b&gt;" in several
 
 
 @pytest.mark.parametrize("name", ["no item", "one item", "string keys", "iterable, empty", "P x K batches", "iterable"])
 def test_any_loader_can_be_pictured(name: str) -> None:
-    report = audit(BY_NAME[name].make(), 3)
-    html = page({"<b>&$x$": report})
+    report = audited(BY_NAME[name].make(), 3)
+    html = page({"<b>&$x$": report}, HERE)
     assert "&lt;b&gt;&amp;$x$" in html
-    assert ("<picture>" in html) == any(report.epochs[0].items)
-    assert all(picture.alt and texts(picture) for picture in pictures_of(report))
+    assert ('class="ddp-figure' in html) == any(report.epochs[0].items)
+    assert all(figure.alt and texts(figure) for figure in shown_of(report))
 
 
 def test_names_are_no_markup() -> None:
-    """Neither matplotlib's mathematics nor SVG's."""
-    keys = ["$x$", "<a>", "a&b", "a long name"]
-    names = texts(pictures(DataLoader(dict.fromkeys(keys, 0), sampler=keys), 2)[0])  # type: ignore[arg-type]  # keys
+    keys: Mapping[str, int] = dict.fromkeys(["$x$", "<a>", "a&b", "a long name"], 0)
+    given: DataLoader[Any] = DataLoader(keys, sampler=[*keys])  # type: ignore[arg-type]  # keys
+    names = texts(figures(given, 2)[1])
     assert {"'$x$'", "'<a>'", "'a&b'", "'a l…"} <= set(names)
 
 
 def test_the_command_line_writes_it(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("from torch.utils.data import DataLoader\nx = DataLoader(range(9))\n")
+    monkeypatch.setattr("sys.argv", ["ddp-patch", "audit", "it's"])
     result = CliRunner().invoke(commands, ["audit", "mine.py:x", "-w", "2", "--html", "page.html"])
     assert result.exit_code == 0, result.output
-    assert "<picture>" in Path("page.html").read_text()
+    html = Path("page.html").read_text()
+    assert "<dt>code</dt><dd>mine.py:2</dd>" in html
+    assert "ddp-patch audit &#x27;it&#x27;" in html

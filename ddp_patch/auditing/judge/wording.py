@@ -88,7 +88,7 @@ def draw_of_its_own(about: About) -> Problem:
     return about.problem(
         "not_sharded",
         f"{draws} {about.counts()}".rstrip(),
-        "Seeded alike, all ranks get the same samples. Seeded differently, they see some twice and some never, by chance.",
+        "Seeded alike, all ranks get the same samples. Seeded differently, it is chance which are seen twice or never.",
         f"{_PATCH}, with a sampler that draws for all ranks; or allow it, if each rank is meant to draw its own.",
     )
 
@@ -124,7 +124,7 @@ def disagreement(about: About, alike: str) -> Problem:
         "ranks_disagree",
         f"{about.counts()} With all ranks seeded alike, {alike}.",
         "The order or the data depend on the global random states, which differ between ranks.",
-        f"{_PATCH}, which derives the order from (seed, epoch); or seed every rank alike where samplers and splits are made.",
+        f"{_PATCH}, which derives the order from (seed, epoch); or seed every rank alike where the order is made.",
     )
 
 

@@ -75,15 +75,17 @@ def _stacked(column: Sequence[int], level: int) -> tuple[float, float]:
 
 def who_gets_what(shares: ShareMap, epoch: int) -> Figure:
     """Return a row of columns for each rank, filled by the fraction of each column that the rank gets."""
-    ranks, again = len(shares.got), sum(map(sum, shares.again))
+    ranks, repeats = len(shares.got), sum(map(sum, shares.again))
     fair = [-(-sum(column) // ranks) for column in shares.levels]
     if any(not each for each in fair):  # only a part was drawn
         fair = [-(-shares.width // ranks)] * len(fair)
-    most = max(1.0, *(got / each for row in shares.got for got, each in zip(row, fair, strict=True)))
+    scaled = [_scaled(got, again, fair) for got, again in zip(shares.got, shares.again, strict=True)]
+    # What fills the last round is shown on top of the first columns; it does not make all others look empty.
+    most = max(1.0, *(new + (shares.reason == "repeated") * over for row in scaled for new, over in row))
     rows = []
-    for rank, (got, repeated) in enumerate(zip(shares.got, shares.again, strict=True)):
-        new = [(0.0, (all_ - twice) / (each * most)) for all_, twice, each in zip(got, repeated, fair, strict=True)]
-        over = [(low, twice / (each * most)) for (_, low), twice, each in zip(new, repeated, fair, strict=True)]
+    for rank, row in enumerate(scaled):
+        new = [(0.0, first / most) for first, _ in row]
+        over = [(max(0.0, min(first, most - twice)) / most, min(twice / most, 1.0)) for first, twice in row]
         texts = [_short(name) for name in shares.names]
         bars = [
             *columns_of(new, "once", shares.width, shares.positions, texts),
@@ -91,9 +93,9 @@ def who_gets_what(shares: ShareMap, epoch: int) -> Figure:
         ]
         rows.append(Row(f"rank {rank}", tuple(bars)))
     told = by_rank("gets", [sum(row) for row in shares.got], f"of {shares.positions}")
-    told += [f"{again} of them another rank, or this one, had already ({shares.reason})"] if again else []
+    told += [f"{repeats} of them another rank, or this one, had already ({shares.reason})"] if repeats else []
     why = "gets again, to fill the last round" if shares.reason == "padding" else "gets again"
-    legend: tuple[tuple[Fill, str], ...] = (("once", "gets"), *((("again", why),) if again else ()))
+    legend: tuple[tuple[Fill, str], ...] = (("once", "gets"), *((("again", why),) if repeats else ()))
     return Figure(
         f"Who gets what in epoch {epoch}",
         f"Left to right as above; each row is a rank. {_in_column(shares, most)}",
@@ -104,6 +106,11 @@ def who_gets_what(shares: ShareMap, epoch: int) -> Figure:
         height=row_height(ranks),
         is_dense=len(shares.names) > _FEW,
     )
+
+
+def _scaled(got: Sequence[int], again: Sequence[int], fair: Sequence[int]) -> list[tuple[float, float]]:
+    """Return what a rank gets of each column for the first time, and again, in fair shares."""
+    return [((all_ - twice) / share, twice / share) for all_, twice, share in zip(got, again, fair, strict=True)]
 
 
 def _in_cell(shares: ShareMap) -> str:
