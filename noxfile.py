@@ -19,6 +19,7 @@ LOWEST_PYTHON = PROJECT["requires-python"].removeprefix(">=")
 NEWEST_PYTHON = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if "Python :: 3" in name][-1]
 LOWEST = [requirement.replace(">=", "==") for requirement in PROJECT["dependencies"]]
 DIST = Path("dist")
+BROWSERS = ["chromium", "chromium-browser", "google-chrome"]  # those that the session screenshots looks for
 # What these need for what the session packages tries. All of their needs would be other versions, and clouds' clients.
 OML_NEEDS = ["gdown", "omegaconf", "pandas", "validators"]
 STREAMING_NEEDS = ["brotli", "python-snappy", "xxhash", "zstd"]
@@ -209,6 +210,16 @@ def pictures(session: nox.Session) -> None:
     """Share a loader on four ranks in three ways, and draw the pictures of ``docs/index.md`` and ``docs/audit.md``."""
     install(session, ".[bench]")
     session.run("python", "benchmarks/pictures.py")
+
+
+@nox.session(requires=["docs"])
+def screenshots(session: nox.Session) -> None:
+    """Take screenshots of audits and of ``site/`` with Chromium; a page that is wider than its window is an error."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        session.skip(f"there is no browser here, none of {', '.join(BROWSERS)}; Debian's package is chromium")
+    install(session, ".[screenshots]")
+    session.run("python", "benchmarks/screenshots.py", browser)
 
 
 def install(session: nox.Session, *packages: str) -> None:

@@ -19,6 +19,7 @@ class ShareMap:
     Attributes:
         positions: How many samples the single process draws.
         width: How many positions a column holds; the last one may hold fewer.
+        batch: How many positions a rank takes in its turn, where columns hold whole turns of batches; otherwise 1.
         names: The sample at each position; empty where there are many.
         seen: How often ranks get a position, each with how many positions they get so often. Without those that no rank
             got where only a part of the epoch was drawn.
@@ -32,6 +33,7 @@ class ShareMap:
 
     positions: int = 0
     width: int = 1
+    batch: int = 1
     names: tuple[str, ...] = ()
     seen: tuple[tuple[int, int], ...] = ()
     times: tuple[int, ...] = ()

@@ -302,11 +302,14 @@ def test_a_bar_is_as_long_as_it_costs() -> None:
 def test_the_picture_of_the_documentation_is_what_the_audit_shows() -> None:
     docs = Path(__file__).parents[2] / "docs"
     made = run_path(str(docs / "examples" / "loaders.py"))
-    found = figures(made["texts"], 4, epochs=1, cost=made["tokens"])
-    waiting = figures_svg(found[-2:], "#000")
-    for name in ("audit-light.svg", "audit-dark.svg"):
-        shown = re.sub('color="#[0-9a-f]+"', 'color="#000"', (docs / name).read_text())
-        assert shown == waiting, "run nox -s pictures"
+    seen = figures(made["by_slices"], 4, epochs=1)[:2]
+    waiting = figures(made["texts"], 4, epochs=1, cost=made["tokens"])[-2:]
+    for name, found in {"audit-seen": seen, "audit": waiting}.items():
+        drawn = figures_svg(found, "#000")
+        for scheme in ("light", "dark"):
+            shown = (docs / f"{name}-{scheme}.svg").read_text()
+            assert re.findall("<text.*?>(.*?)<", shown) == re.findall("<text.*?>(.*?)<", drawn), "run nox -s pictures"
+            assert shown.count("<rect") == drawn.count("<rect"), "run nox -s pictures"
 
 
 def test_the_page_holds_all_that_it_shows() -> None:

@@ -69,8 +69,8 @@ def width_of_columns(length: int, ranks: int, batch: int = 1) -> int:
 
 def _share_map(epoch: Epoch, coding: Coding, reason: Literal["padding", "repeated"]) -> ShareMap:
     positions, ranks = len(epoch.alone.items), len(epoch.ranks)
-    batch = round(positions / max(1, epoch.expected)) if epoch.units == "batches" else 1
-    width = width_of_columns(positions, ranks, max(1, batch))
+    batch = max(1, round(positions / max(1, epoch.expected))) if epoch.units == "batches" else 1
+    width = width_of_columns(positions, ranks, batch)
     columns = -(-positions // width)
     first, again = np.zeros((2, ranks, columns), np.int64)
     foreign = np.zeros(ranks, np.int64)
@@ -90,6 +90,7 @@ def _share_map(epoch: Epoch, coding: Coding, reason: Literal["padding", "repeate
     return ShareMap(
         positions,
         width,
+        batch if width % (ranks * batch) == 0 else 1,
         tuple(coding.name(int(code)) for code in epoch.alone.items) if positions <= _NAMED else (),
         tuple((times, int(how_often[times])) for times in np.flatnonzero(how_often).tolist()),
         tuple(seen.tolist()) if positions <= _NAMED else (),

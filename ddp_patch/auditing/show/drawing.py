@@ -42,6 +42,7 @@ STYLE = """
 .ddp-legend svg { flex: none; }
 .ddp-rows { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 2px .5rem; align-items: center; }
 .ddp-rows > svg { background: rgba(128, 138, 153, .16); }
+.ddp-low { row-gap: 0; }
 .ddp-single { grid-template-columns: minmax(0, 1fr); }
 .ddp-name { font-size: 12px; white-space: nowrap; }
 .ddp-ticks { position: relative; height: 1.3em; font-size: 12px; }
@@ -56,8 +57,12 @@ _IN_BAR = (
     '<text x="{}" y="50%" font-size="11" text-anchor="middle" dominant-baseline="central" fill="#000" stroke="#fff" '
     'stroke-opacity=".75" stroke-width="3" stroke-linejoin="round" paint-order="stroke">{}</text>'
 )
+# About how wide a letter is, in pixels.
+_LETTER = 6.6
 # Rows of fewer pixels than this do not all have their names beside them.
 _NAMED_ROW = 14
+# And rows of fewer than this have nothing between them.
+_LOW = 6
 
 
 def figure_html(figure: Figure) -> str:
@@ -65,6 +70,7 @@ def figure_html(figure: Figure) -> str:
     legend = "".join(f"<li>{_swatch(fill)}<span>{escape(text)}</span></li>" for fill, text in figure.legend)
     names = _names(figure)
     has_names = any(names)
+    kind = "ddp-rows" + (" ddp-low" if figure.height < _LOW else "") + ("" if has_names else " ddp-single")
     named = f'<span class="ddp-name" style="height:{figure.height}px;line-height:{figure.height}px">'
     rows = "".join(
         (f"{named}{escape(name)}</span>" if has_names else "")
@@ -75,7 +81,7 @@ def figure_html(figure: Figure) -> str:
     return (
         f'<div class="ddp-figure{" ddp-dense" if figure.is_dense else ""}">'
         f'<p class="ddp-title">{escape(figure.title)}</p><ul class="ddp-legend">{legend}</ul>'
-        f'<div class="ddp-rows{"" if has_names else " ddp-single"}" role="img" aria-label="{escape(figure.alt)}">{rows}'
+        f'<div class="{kind}" role="img" aria-label="{escape(figure.alt)}">{rows}'
         f'{"<span></span>" if has_names else ""}<div class="ddp-ticks">{ticks}</div></div>'
         f'<p class="ddp-caption">{escape(figure.caption)}</p></div>'
     )
@@ -125,11 +131,14 @@ def figures_svg(figures: list[Figure], ink: str, width: int = 760) -> str:
     names, parts, top = 64, [], 0
     for figure in figures:
         parts.append(_text(0, top + 16, figure.title, "font-weight:600;font-size:15px"))
-        left = 0
+        left = 0.0
         for fill, text in figure.legend:
-            parts.append(f'<g transform="translate({left} {top + 26})">{_swatch(fill)}</g>')
+            needs = 50 + _LETTER * len(text)
+            if left + needs > width:
+                left, top = 0.0, top + 20
+            parts.append(f'<g transform="translate({left:.5g} {top + 26})">{_swatch(fill)}</g>')
             parts.append(_text(left + 30, top + 38, text))
-            left += 60 + 7 * len(text)
+            left += needs
         top += 50
         for name, row in zip(_names(figure), figure.rows, strict=True):
             parts.append(_text(0, top + figure.height / 2 + 4, name))

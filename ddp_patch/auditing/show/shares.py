@@ -27,7 +27,7 @@ def how_often_seen(shares: ShareMap, epoch: int) -> Figure:
         bars += columns_of(heights, fill, shares.width, shares.positions, texts)
     caption = f"Left to right: the samples in the order in which one process would draw them. {_in_cell(shares)}"
     if shares.width > 1:
-        caption += " A column is filled by the fraction of its samples that this is true of."
+        caption += " It shows which fraction of them is seen never, once or more often."
     if foreign := sum(shares.foreign):
         caption += f" Ranks also get {foreign} samples that one process would not get."
     return Figure(
@@ -76,9 +76,9 @@ def _stacked(column: Sequence[int], level: int) -> tuple[float, float]:
 def who_gets_what(shares: ShareMap, epoch: int) -> Figure:
     """Return a row of columns for each rank, filled by the fraction of each column that the rank gets."""
     ranks, repeats = len(shares.got), sum(map(sum, shares.again))
-    fair = [-(-sum(column) // ranks) for column in shares.levels]
-    if any(not each for each in fair):  # only a part was drawn
-        fair = [-(-shares.width // ranks)] * len(fair)
+    begins = range(0, shares.positions, shares.width)
+    turn = ranks * shares.batch
+    fair = [-(-min(shares.width, shares.positions - begin) // turn) * shares.batch for begin in begins]
     scaled = [_scaled(got, again, fair) for got, again in zip(shares.got, shares.again, strict=True)]
     # What fills the last round is shown on top of the first columns; it does not make all others look empty.
     most = max(1.0, *(new + (shares.reason == "repeated") * over for row in scaled for new, over in row))
