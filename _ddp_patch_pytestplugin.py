@@ -20,7 +20,7 @@ __all__ = ["ddp_audit", "pytest_addoption", "pytest_configure"]
 
 @pytest.fixture
 def ddp_audit() -> DDPAudit:
-    """Audit a loader as ``ddp_patch.audit`` does, and fail the test with the report if something does not hold.
+    """Audit a loader as ``ddp_patch.audit`` does, and fail the test with the report if it does not pass.
 
     ``ddp_audit(loader, world_size=8, epochs=2, padding=False)``: all options are those of ``audit``.
     """

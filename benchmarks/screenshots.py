@@ -1,7 +1,7 @@
-"""Take screenshots of the audit's pages and of the built documentation, and look for pages wider than their window.
+"""Take screenshots of the audit's pages and of the built documentation, and look for pages that are too wide.
 
-``nox -s screenshots`` runs this. It writes PNG files into ``screenshots/``, and exits with 1 if a page is wider than its
-window at 390 or 1280 pixels, so that it would have to be scrolled sideways.
+``nox -s screenshots`` runs this. It writes PNG files into ``screenshots/``, and exits with 1 if a page is wider than
+its window at 390 or 1280 pixels, so that it would have to be scrolled sideways.
 """
 
 import sys
@@ -53,7 +53,7 @@ def served(folder: Path) -> Iterator[str]:
 class Quiet(SimpleHTTPRequestHandler):
     """Serve files and log nothing."""
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's name
         """Log nothing."""
 
 

@@ -114,7 +114,7 @@ def audit(
         epochs: How many epochs to simulate.
         patch: Whether to patch a loader by ``patch_dataloader_to_ddp`` first; with False, it is audited as it is.
         patched: Whether to audit both before and after the patch. The report is that of before; ``report.patched`` is
-            that of after. What is patched of a factory is ``make(0, 1)``.
+            that of after. For a factory, that is ``make(0, 1)`` patched.
         set_epoch: Whether to call ``set_epoch(epoch)`` before each epoch. Say True if your training does.
         padding: Whether samples may be repeated to fill the last round of ranks. Say False for an evaluation.
         epochs_differ: Whether every epoch must have another order.

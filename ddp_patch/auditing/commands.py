@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, get_args
@@ -149,9 +149,11 @@ def audit_command(
     chosen = {name: value for name, value in given.items() if value is not None}
     with _refusing(traceback), _stdout_as_stderr(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries may warn while they make loaders, which is no finding
-        if cost is not None:
-            chosen["cost"] = look_up(cost)[1]
-        reports = _audited(target, world_size, chosen)
+        with places_recorded():  # so that reports can say where a loader was made
+            if cost is not None:
+                chosen["cost"] = look_up(cost)[1]
+            found = find(target)
+        reports = _audited(found, world_size, chosen)
         if html is not None:
             html.write_text(page(reports, Provenance(_command_line())), encoding="utf-8")
     with _refusing(traceback):
@@ -163,13 +165,11 @@ def _command_line() -> str:
     return shlex.join(["ddp-patch", *sys.argv[1:]])
 
 
-def _audited(target: str, world_size: int, options: dict[str, Any]) -> dict[str, Report]:
-    """Audit all loaders of a target with a progress bar, and return their reports by place."""
+def _audited(found: Mapping[str, Any], world_size: int, options: dict[str, Any]) -> dict[str, Report]:
+    """Audit all loaders that were found with a progress bar, and return their reports by place."""
     reports = {}
     terminal = Console(stderr=True)
     with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
-        with places_recorded():  # so that reports can say where a loader was made
-            found = find(target)
         for place, loader in found.items():
             task = bar.add_task(escape(place), total=None)
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.balancing import balanced, costs_of_samples
 from ddp_patch.auditing.draw.made_up_world import MadeUpWorld, Progress
 from ddp_patch.auditing.draw.simulate import returned_by
-from ddp_patch.auditing.draw.subject import Factory, Subject
+from ddp_patch.auditing.draw.subject import Factory, Subject, name_of
 from ddp_patch.auditing.inspection import Expectations, Inspection
 from ddp_patch.auditing.provenance import place_in_code
 from ddp_patch.auditing.report import Report
@@ -43,6 +43,18 @@ def ignore(done: int, total: int) -> None:
     """Show nobody how much is done."""
 
 
+def _unsharded(make: Factory) -> DataLoader[Any]:
+    """Return what a factory makes for a single process, for the patch to shard."""
+    single = returned_by(make)
+    if isinstance(single, DataLoader) and (found := look_at(single).sharded_by) is not None:
+        raise InvalidOptionError(
+            f"audit with patched=True patches what {name_of(make)}(0, 1) returns, and that is sharded already "
+            f"({type(found).__name__}). Let it return the loader without that sampler where world_size is 1, or leave "
+            "patched=True out."
+        )
+    return cast(DataLoader[Any], single)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """Say what was asked for, all of it checked; the arguments are those of ``audit``."""
@@ -70,8 +82,7 @@ class Request:
             return self._report(audited, steps)
         # What the patch is asked to do differently has nothing to do with the loader as it is.
         before = replace(self, patch=False, options={}, cost_window=COST_WINDOW)._report(audited, steps)
-        single = audited if isinstance(audited, DataLoader) else returned_by(audited)
-        after = self._report(single, steps)
+        after = self._report(audited if isinstance(audited, DataLoader) else _unsharded(audited), steps)
         return replace(before, why_not_balanced=None, patched=replace(after, code=before.code))
 
     def _report(self, audited: DataLoader[Any] | Factory, steps: _Steps) -> Report:

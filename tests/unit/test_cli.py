@@ -262,3 +262,67 @@ def test_what_a_target_does_not_name_is_refused(
 ) -> None:
     with raises(error, facts, remedy):
         find(target)
+
+
+RAISING = """
+def inner(rank):
+    raise LookupError(f"no shard for rank {rank}")
+
+def make(rank, world_size):
+    return inner(rank)
+
+def loads():
+    import json
+    return json.loads("{")
+"""
+
+
+def test_an_error_of_the_users_code_says_where_it_was_raised(tmp_path: Path) -> None:
+    file = tmp_path / "raising.py"
+    file.write_text(RAISING)
+    done = run("audit", f"{file}:make", "-w", "2")
+    assert done.exit_code == 2
+    assert done.output.splitlines() == [
+        "Could not run: LookupError: no shard for rank 0.",
+        "It was raised by make(0, 2), which audit called as make(rank, world_size).",
+        f'  {file}:3, in inner: raise LookupError(f"no shard for rank {{rank}}")',
+        "Pass --traceback to see all of it.",
+    ]
+    whole = run("audit", f"{file}:make", "-w", "2", "--traceback")
+    assert "Traceback (most recent call last)" in whole.output
+    assert f'File "{file}", line 6, in make' in whole.output
+    assert whole.output.rstrip().endswith('raise LookupError(f"no shard for rank {rank}")')
+    # Of an error that is raised in a library, the user's own line is shown.
+    assert f'  {file}:10, in loads: return json.loads("{{")' in run("audit", f"{file}:loads", "-w", "2").output
+
+
+def test_an_error_in_the_arguments_shows_no_code(path: str) -> None:
+    done = run("audit", f"{path}:absent", "-w", "2")
+    assert done.output.count("\n") == 1
+    assert "--traceback" not in done.output
+
+
+def test_before_and_after_the_patch_are_shown(path: str, tmp_path: Path) -> None:
+    html = tmp_path / "page.html"
+    done = run("audit", f"{path}:train", "-w", "4", "--patched", "--html", str(html))
+    assert "train, before the patch on 4 ranks: ✘ FAIL" in done.output
+    assert "train, patched on 4 ranks: ✔ PASS" in done.output
+    assert done.exit_code == 0
+    assert html.read_text().count('<div class="ddp-beside">') == 1
+    told = json.loads(run("audit", f"{path}:train", "-w", "4", "--patched", "--format", "json").stdout)["train"]
+    assert (told["ok"], told["patched"]["ok"]) == (False, True)
+    markdown = run("audit", f"{path}:train", "-w", "4", "--patched", "--format", "markdown").stdout
+    assert "### ✘ DataLoader, before the patch: FAIL" in markdown
+    assert "### ✔ DataLoader, patched: PASS" in markdown
+    fails = run("audit", f"{path}:train", "-w", "4", "--patched", "--no-padding")
+    assert fails.exit_code == 1
+    assert "Leave one of the two out." in run("audit", f"{path}:train", "-w", "4", "--patched", "--no-patch").output
+
+
+def test_json_says_where_the_loader_is_and_with_what_it_was_audited(path: str) -> None:
+    told = json.loads(run("audit", f"{path}:loaders", "-w", "2", "--format", "json").stdout)["loaders.train"]
+    assert told["code"] == f"{path}:4"
+    assert told["versions"]["torch"].startswith("2.")
+    assert (
+        json.loads(run("audit", f"{path}:make", "-w", "2", "--format", "json").stdout)["make"]["code"] == f"{path}:16"
+    )

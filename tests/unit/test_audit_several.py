@@ -1,0 +1,138 @@
+"""Several loaders in one audit, and each before and after the patch."""
+
+from functools import partial
+from typing import Any
+
+import audit_setups as setups
+import pytest
+import torch
+from messages import raises
+from torch.utils.data import DataLoader
+from zoo import loader
+
+from ddp_patch import InvalidOptionError, NotALoaderError, audit
+from ddp_patch.auditing import Report, Reports
+from ddp_patch.auditing.finding import find
+from ddp_patch.auditing.provenance import place_in_code
+from ddp_patch.errors import AuditError
+
+
+def test_lists_and_dicts_are_audited_one_by_one() -> None:
+    reports: Reports = audit({"train": loader(), "val": [setups.torchs, loader()]}, 2)
+    assert list(reports) == ["train", "val[0]", "val[1]"]
+    assert [report.ok for report in reports.values()] == [True, False, True]
+    assert not reports.ok
+    assert len(reports) == 3
+    with pytest.raises(AuditError, match="same_order"):
+        reports.raise_for_problems()
+    audit([loader()], 2).raise_for_problems()
+    assert set(reports.to_dict()) == set(reports)
+    assert "## val\\[0\\]\n" in reports.to_markdown()
+    assert "val[1]: DataLoader on 2 ranks: PASS" in str(reports)
+
+
+def test_a_function_without_arguments_is_called() -> None:
+    report: Report = audit(lambda: loader(), 2)
+    assert report.ok
+    reports = audit(lambda: {"train": loader(), "val": loader()}, 2, patch=False)
+    assert [report.problems[0].kind for report in reports.values()] == ["not_sharded"] * 2
+
+
+def test_a_factory_may_return_several() -> None:
+    def make(rank: int, world_size: int) -> dict[str, Any]:
+        return {"train": setups.torchs(rank, world_size), "val": (setups.uneven(rank, world_size),)}
+
+    reports = audit(make, 4)
+    assert [(place, report.problems[0].kind) for place, report in reports.items()] == [
+        ("train", "same_order"),
+        ("val[0]", "uneven_steps"),
+    ]
+    assert reports["val[0]"].name == "make.val[0]"
+    code = reports["val[0]"].code
+    assert code is not None
+    assert code == place_in_code(make)
+
+
+def test_what_holds_no_loader_is_refused() -> None:
+    with raises(NotALoaderError, ("holds no loader", "{}"), "one"):
+        audit({}, 2)
+    with raises(NotALoaderError, ("val[1] is", "7 (int)"), "loader"):
+        audit({"val": [loader(), 7]}, 2)
+    with raises(InvalidOptionError, "a.b", "names"):
+        audit({"a.b": loader(), "a": {"b": loader()}}, 2)
+
+
+def test_random_states_stay_where_loaders_are_made() -> None:
+    def make() -> list[DataLoader[Any]]:
+        torch.rand(3)
+        return [loader()]
+
+    before = torch.get_rng_state()
+    audit(make, 2)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_before_and_after_the_patch() -> None:
+    given = loader(shuffle=True)
+    report = audit(given, 4, patched=True)
+    assert report.patched is not None
+    assert [problem.kind for problem in report.problems] == ["not_sharded"]
+    assert (report.ok, report.patched.ok, report.verdict) == (False, True, True)
+    assert report.patched.epochs == audit(given, 4).epochs
+    assert list(report.before_and_after("x")) == ["x, before the patch", "x, patched"]
+    assert audit(given, 4).patched is None
+    assert "PASS" in str(report)
+    assert "1 problem" in str(report)
+
+
+def test_what_is_patched_of_a_factory_is_what_it_makes_for_one_process() -> None:
+    report = audit(setups.uneven, 4, patched=True, uneven="drop", allow=["tail_lost"])
+    assert [problem.kind for problem in report.problems] == ["uneven_steps"]
+    assert report.patched is not None
+    assert report.patched.epochs[0].items == (24,) * 4  # drop is for the patch alone
+    assert report.epochs[0].items == (25, 24, 24, 24)
+    assert report.patched.code == report.code == place_in_code(setups.uneven)
+    with raises(InvalidOptionError, ("patched=True", "torchs(0, 1)", "DistributedSampler"), "world_size is 1"):
+        audit(setups.torchs, 4, patched=True)
+
+
+def test_cost_is_for_both() -> None:
+    costs = [1 + index % 7 for index in range(23)]
+    report = audit(loader(shuffle=True), 2, epochs=1, patched=True, cost=costs, cost_window=4)
+    assert report.why_not_balanced is None
+    assert report.patched is not None
+    assert report.patched.balanced is not None
+    assert report.epochs[0].imbalance is not None
+
+
+def test_progress_ends_with_all_done() -> None:
+    told: list[tuple[int, int]] = []
+    audit(loader(), 2, patched=True, cost=range(1, 24), progress=lambda done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1]
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_patched_needs_the_patch() -> None:
+    with raises(InvalidOptionError, ("patched=True", "patch=False"), "one"):
+        audit(loader(), 2, patch=False, patched=True)
+
+
+class Maker:
+    def __call__(self, rank: int, world_size: int) -> DataLoader[Any]:
+        return loader()
+
+
+@pytest.mark.parametrize("made", [Maker(), Maker().__call__, partial(setups.torchs), setups.torchs])
+def test_the_place_in_the_code_is_that_of_the_function(made: Any) -> None:
+    function = Maker.__call__ if "Maker" in repr(made) else setups.torchs
+    assert str(place_in_code(made)).endswith(f".py:{function.__code__.co_firstlineno}")
+
+
+def test_a_loader_that_was_made_before_has_no_place() -> None:
+    assert place_in_code(loader()) is None
+    assert audit(loader(), 2).code is None
+    assert place_in_code(print) is None
+
+
+def test_the_command_lines_targets_and_audits_arguments_are_found_alike() -> None:
+    assert list(find("audit_setups:torchs")) == ["torchs"]
