@@ -37,7 +37,7 @@ def page(reports: Mapping[str, Report], provenance: Provenance) -> str:
         (3, False)
     """
     failed = sum(not report.verdict for report in reports.values())
-    verdict = f"✘ {failed} of {len(reports)} FAIL" if failed else f"✔ all {len(reports)} PASS"
+    verdict = f"✘ {failed} of {len(reports)} FAIL" if failed else f"✔ {len(reports)} of {len(reports)} PASS"
     sections = "".join(report.html(place) for place, report in reports.items())
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

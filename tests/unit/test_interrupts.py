@@ -9,32 +9,45 @@ from pathlib import Path
 
 import pytest
 
-# Says that it is there, and stays: in the process that audits, or in a rank that imports it.
+# Says that it is there, and stays: in the process that audits, or in a rank that starts.
 WAITING = """
-import multiprocessing, pathlib, time
-from torch.utils.data import DataLoader
+import pathlib, time
 
 def wait():
     pathlib.Path("here").touch()
     time.sleep(300)
+"""
+TARGET = """
+from torch.utils.data import DataLoader
+from waiting import wait
 
-if {in_rank} and multiprocessing.parent_process() is not None:
+def makes_nothing(rank, world_size):
     wait()
 
 def make(rank, world_size):
-    if not {in_rank}:
-        wait()
     return DataLoader(range(9))
+"""
+# Python imports this when it starts: a rank waits before it imports anything else.
+STARTING = """
+import sys
+
+if "--multiprocessing-fork" in sys.orig_argv:
+    from waiting import wait
+
+    wait()
 """
 SECONDS = 120  # until it must be there, and then gone
 
 
-@pytest.mark.parametrize("in_rank", [False, True], ids=["here", "in a rank"])
-def test_an_interrupt_is_one_word(tmp_path: Path, in_rank: bool) -> None:
-    (tmp_path / "waiting.py").write_text(WAITING.format(in_rank=in_rank))
-    command = [sys.executable, "-m", "ddp_patch", "audit", "waiting.py:make", "-w", "2"]
-    command += ["--processes"] if in_rank else []
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+@pytest.mark.parametrize(
+    "arguments", [["target.py:makes_nothing"], ["target.py:make", "--processes"]], ids=["here", "in a rank"]
+)
+def test_an_interrupt_is_one_word(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "waiting.py").write_text(WAITING)
+    (tmp_path / "target.py").write_text(TARGET)
+    (tmp_path / "sitecustomize.py").write_text(STARTING)
+    command = [sys.executable, "-m", "ddp_patch", "audit", *arguments, "-w", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     # A session of its own: the signal goes to all processes of its group, as a terminal sends it.
     started = subprocess.Popen(  # noqa: S603 - ours
         command, cwd=tmp_path, env=environment, start_new_session=True, stdout=-1, stderr=-1, text=True

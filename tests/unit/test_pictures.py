@@ -267,9 +267,7 @@ def test_steps_that_a_rank_does_not_make_are_marked() -> None:
     assert figures(plain(7), 64, uneven="keep")[2].alt.startswith("Each of 64 ranks makes 0 to 1 steps; ")
     assert "Rank 0 makes 7 steps; Rank 1 makes 6 steps" in steps.alt
     assert [bar.text for bar in steps.rows[0].bars] == ["4"] * 6 + ["1"]
-    last = steps.rows[1].bars[-1]
-    assert last.fill == "never"
-    assert last.left == pytest.approx(6 / 7)
+    assert [round(7 * bar.left, 6) for bar in steps.rows[1].bars if bar.fill == "never"] == [6]
 
 
 def test_waiting_is_shown_without_cost_and_with_it() -> None:
@@ -280,8 +278,8 @@ def test_waiting_is_shown_without_cost_and_with_it() -> None:
     assert with_it.title == "With cost=, ranks wait 0 % of the time (epoch 0)"
     assert {"works", "waits for the slowest rank", "rank 1"} <= set(texts(without))
     assert "The 8 steps" in without.caption
-    assert without.ticks[-1] == (1, "24")
-    assert with_it.ticks[-1] == (pytest.approx(16 / 24), "16")  # on the same scale
+    ends = dict(text_and_place[::-1] for text_and_place in (without.ticks[-1], with_it.ticks[-1]))
+    assert ends == {"24": 1, "16": 16 / 24}  # on the same scale
     *_, one = figures(setups.uneven, 4, epochs=1, cost=np.ones(97))
     assert one.title == "Ranks wait 3.0 % of the time (epoch 0)"  # for rank 0, which makes a step more
 
@@ -314,7 +312,7 @@ def test_the_picture_of_the_documentation_is_what_the_audit_shows() -> None:
 
 def test_the_page_holds_all_that_it_shows() -> None:
     html = page({"train": audited(loader(), 4, cost=range(23))}, HERE)
-    assert "✔ all 1 PASS" in html
+    assert "✔ 1 of 1 PASS" in html
     assert html.count('class="ddp-figure') == html.count('role="img"') == html.count("aria-label=") == 5
     assert not re.findall(r'(?:src|srcset|href|url)[=(]"?(?!#)', html.replace("url(#", ""))
     assert html.index("How often samples are seen") < html.index("<dt>sharded") < html.index("Who gets what")

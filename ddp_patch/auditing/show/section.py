@@ -16,7 +16,9 @@ STYLE = (
 .ddp-report { min-width: 0; }
 .ddp-report h2 { font-size: 1.25rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
 .ddp-beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem 2.5rem; }
-.ddp-good, .ddp-bad { white-space: nowrap; } .ddp-good { color: #1a8a4c; } .ddp-bad { color: #d3453c; }
+.ddp-good, .ddp-bad { white-space: nowrap; }
+.ddp-good { color: #1a8a4c; color: color-mix(in srgb, #1a9c54 65%, currentColor); }
+.ddp-bad { color: #d3453c; color: color-mix(in srgb, #e0392f 65%, currentColor); }
 .ddp-facts { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .25rem 1rem; margin: .75rem 0; }
 .ddp-facts dt { opacity: .8; font-weight: 400; } .ddp-facts dd { margin: 0; overflow-wrap: anywhere; }
 .ddp-problem { border-left: 4px solid #d3453c; background: rgba(128, 138, 153, .12); padding: .5rem .9rem;
