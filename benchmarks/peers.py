@@ -424,7 +424,8 @@ def compare(kind: Kind, together: list[Unit], stream: list[Unit]) -> str:
     lost, repeated = Counter(stream) - Counter(together), Counter(together) - Counter(stream)
     droppable = RANKS * batch_size - 1 if loader.drop_last else 0
     if lost.total() > droppable:
-        return "items lost" if not kind.batches or Counter(items(stream)) - Counter(items(together)) else "batches split"
+        is_lost = not kind.batches or Counter(items(stream)) - Counter(items(together))
+        return "items lost" if is_lost else "batches split"
     if set(repeated) - set(stream):
         return "batches split" if kind.batches else "other items"
     if repeated.total() <= padding(kind, stream, RANKS):
