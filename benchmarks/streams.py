@@ -52,7 +52,8 @@ class World:
         return list(starmap(range, pairwise(accumulate(lengths, initial=0))))
 
     def __str__(self) -> str:
-        return f"{self.ranks} ranks x {self.workers} worker{'s' * (self.workers > 1)}{', unequal shards' if self.unequal else ''}"
+        workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
+        return f"{self.ranks} ranks x {workers}{', unequal shards' if self.unequal else ''}"
 
 
 WORLDS = (World(2, 2), World(4, 2), World(8, 1), World(4, 2, unequal=True))
