@@ -235,8 +235,8 @@ class Stream:
 
 def figures_table(steps: int) -> tuple[list[list[str]], list[list[str]]]:
     """Return how alike steps cost for all kinds, and what part of today's time an epoch takes."""
-    rows = [["lengths", "shared", *(f"{ranks} ranks" for ranks in RANKS)]]
-    times = [["shared", *LENGTHS]]
+    rows = [["lengths", "sharded", *(f"{ranks} ranks" for ranks in RANKS)]]
+    times = [["sharded", *LENGTHS]]
     found: dict[str, list[str]] = {kind.name: [] for kind in KINDS}
     for name in LENGTHS:
         lengths = drawn(name, steps * BATCH * max(RANKS))
@@ -255,7 +255,7 @@ def figures_table(steps: int) -> tuple[list[list[str]], list[list[str]]]:
 
 def windows_table(largest: int) -> list[list[str]]:
     """Return how a window's size matters: plain arithmetic, of which the patch is not asked."""
-    rows = [["lengths and what is shared", "ranks", "today", *map(str, WINDOWS)]]
+    rows = [["lengths and what is sharded", "ranks", "today", *map(str, WINDOWS)]]
     for name in ("lognormal, sigma 0.5", "lognormal, sigma 1", "docstrings"):
         for kind in (KIND["samples, packed"], KIND["samples, padded"], KIND["whole batches, packed"]):
             for ranks in RANKS[1:]:
@@ -303,7 +303,7 @@ def seconds(loader: Any) -> tuple[float, float]:
 def drawing_table(n: int, repeats: int) -> list[list[str]]:
     """Return what one rank's drawing costs, today and balanced; passes alternate."""
     lengths = drawn("lognormal, sigma 0.5", n)
-    rows = [["shared", "ranks", "epoch, s (ratio)", "batch, us", "first batch, s"]]
+    rows = [["sharded", "ranks", "epoch, s (ratio)", "batch, us", "first batch, s"]]
     for kind in DRAWING:
         for ranks in DRAWING_RANKS:
             pair = kind.patched(lengths, 0, ranks), kind.balanced(lengths, 0, ranks)
