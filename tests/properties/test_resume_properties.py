@@ -206,4 +206,4 @@ class Resuming(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("examples", [20, soaked(400)])
 def test_a_pass_resumes_whenever_and_on_however_many_ranks(examples: int) -> None:
-    run_state_machine_as_test(Resuming, settings=settings(max_examples=examples, stateful_step_count=30))  # type: ignore[no-untyped-call]  # Hypothesis's
+    run_state_machine_as_test(Resuming, settings=settings(max_examples=examples, stateful_step_count=30))
