@@ -59,10 +59,6 @@ def after_a_pass() -> Any:
     return loader
 
 
-def no_factory() -> Any:
-    return given()
-
-
 def one_argument(rank: int) -> Any:
     return given()
 
@@ -128,7 +124,7 @@ def calls() -> list[tuple[type[DDPPatchError], str, Call]]:
     add(NotALoaderError, "loader_state", lambda value: loader_state(value, batches_done=0), NO_LOADERS)
     add(NotALoaderError, "restore_loader", lambda value: restore_loader(value, {}), NO_LOADERS)
     add(NotALoaderError, "gather_in_order", lambda value: gather_in_order([], value), NO_LOADERS)
-    add(NotALoaderError, "audit", lambda value: audited(value, 2), [None, 3, "x", [given()]])
+    add(NotALoaderError, "audit", lambda value: audited(value, 2), [None, 3, "x", [], [given(), 3], lambda: None])
     for guard in (check_loaders_is_patched, assert_loaders_patched):
         add(NotALoaderError, guard.__name__, guard, [None, 3, "x", b"", {1}, iter([]), *EMPTY])
     add(InvalidOptionError, "extract", lambda value: extract_loader_parameters(given(), value), ["x", 1, None])
@@ -154,7 +150,7 @@ def calls() -> list[tuple[type[DDPPatchError], str, Call]]:
         InvalidOptionError,
         "audit factory",
         lambda value: audited(value, 2),
-        [lambda: given(), no_factory, one_argument, three_arguments],
+        [one_argument, three_arguments],
     )
     add(NotALoaderError, "audit factory", lambda value: audited(value, 2), [returns_none])
     add(InvalidOptionError, "run_ranks", lambda value: ran(value, 1), [lambda rank, _: rank, local(), 3, None, "x"])
@@ -221,7 +217,7 @@ def test_a_group_or_mesh_that_is_none() -> None:
         alone(process_group=group)
 
 
-@pytest.mark.parametrize("factory", [no_factory, one_argument, three_arguments])
+@pytest.mark.parametrize("factory", [one_argument, three_arguments])
 def test_a_factory_with_other_arguments(factory: Any) -> None:
     with raises(InvalidOptionError, ("make(rank, world_size)", factory.__name__, "argument"), ("two", "loader")):
         audit(factory, 2)
