@@ -120,7 +120,7 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.4g}%"
 
 
-def figures_svg(figures: list[Figure], ink: str, width: int = 760) -> str:
+def figures_svg(figures: list[Figure], ink: str, width: int = 560) -> str:
     """Return figures, one above the other, as an SVG file.
 
     Args:
