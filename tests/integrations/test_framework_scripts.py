@@ -1,4 +1,4 @@
-"""The scripts that docs/frameworks.md shows train on two ranks, and resume from a checkpoint within an epoch."""
+"""The scripts that docs/frameworks.md shows train on two ranks; those that save checkpoints resume within an epoch."""
 
 import os
 import subprocess
@@ -8,28 +8,55 @@ from pathlib import Path
 import pytest
 from documented import CHECKOUT
 
-SCRIPTS = {
+FOLDER = CHECKOUT / "docs" / "examples" / "frameworks"
+CHECKPOINTS = {
     "lightning_callback": "step=5.ckpt",
     "hf_mixin": "checkpoint-5",
     "ignite_attached": "trainer_5.pt",
 }
+TRAIN = ["accelerate_loop", "fsdp", "hf_datasets", "lightning_fabric", "pyg", "torchdata_stateful"]
+STARTS_RANKS = ["notebook", pytest.param("ray_train", marks=pytest.mark.ray)]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_of_the_page_trains_and_resumes(name: str, tmp_path: Path) -> None:
-    script = CHECKOUT / "docs" / "examples" / "frameworks" / f"{name}.py"
-    kept = Path("checkpoints", SCRIPTS[name])
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def run(folder: Path, *command: str) -> None:
+    """Run Python as a user does in a folder."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
+        "RAY_USAGE_STATS_ENABLED": "0",  # else it reports to its makers
+    }
     environment.pop("PYTHONSAFEPATH", None)
+    done = subprocess.run(  # noqa: S603 - our own scripts
+        [sys.executable, *command], cwd=folder, env=environment, timeout=240, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def script(name: str) -> str:
+    return str(FOLDER / f"{name}.py")
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_script_of_the_page_trains_and_resumes(name: str, tmp_path: Path) -> None:
+    kept = Path("checkpoints", CHECKPOINTS[name])
     for arguments in ([], [str(kept)]):
-        done = subprocess.run(  # noqa: S603 - our own scripts
-            [sys.executable, *start, str(script), *arguments],
-            cwd=tmp_path,
-            env=environment,
-            timeout=240,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+        run(tmp_path, *TORCHRUN, script(name), *arguments)
         assert (tmp_path / kept).exists()
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_a_script_of_the_page_trains(name: str, tmp_path: Path) -> None:
+    run(tmp_path, *TORCHRUN, script(name))
+
+
+@pytest.mark.parametrize("name", STARTS_RANKS)
+def test_a_script_of_the_pages_starts_its_ranks(name: str, tmp_path: Path) -> None:
+    run(tmp_path, script(name))
+
+
+def test_no_script_is_left_out() -> None:
+    imported = {"lightning_weights"}  # by test_training.py
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*CHECKPOINTS, *TRAIN, "notebook", "ray_train", *imported}
