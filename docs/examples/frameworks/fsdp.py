@@ -1,4 +1,4 @@
-"""FSDP2: share the model and the data over the same mesh, on the ranks that torchrun starts."""
+"""FSDP2: shard the model and the data over the same mesh, on the ranks that torchrun starts."""
 
 import torch
 import torch.distributed as dist

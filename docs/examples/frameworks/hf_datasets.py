@@ -1,4 +1,4 @@
-"""Hugging Face datasets: share a map-style and a streamed one over the ranks that torchrun starts."""
+"""Hugging Face datasets: shard a map-style and a streamed one over the ranks that torchrun starts."""
 
 import torch.distributed as dist
 from datasets import Dataset

@@ -1,4 +1,4 @@
-"""PyTorch Geometric: share batches of graphs over the ranks that torchrun starts."""
+"""PyTorch Geometric: shard batches of graphs over the ranks that torchrun starts."""
 
 import torch
 import torch.distributed as dist
