@@ -6,9 +6,7 @@ from itertools import chain, zip_longest
 from frameworks.base import EPOCHS, HANGS, Epochs, Raised
 from frameworks.kinds import Kind
 
-__all__ = ["WEIGHTS_IGNORED", "judge"]
-
-WEIGHTS_IGNORED = "weights ignored"
+__all__ = ["judge"]
 
 
 def judge(kind: Kind, ranks: "list[Epochs | Raised]") -> str:
@@ -62,7 +60,7 @@ def _weights(kind: Kind, epochs: list[tuple[list[list[int]], ...]]) -> list[str]
         [number for batches in zip_longest(*shares, fillvalue=[]) for batch in batches for number in batch]
         for shares in epochs
     ]
-    return [] if kind.is_weighted(seen) else [WEIGHTS_IGNORED]
+    return [] if kind.is_weighted(seen) else ["weights ignored"]
 
 
 def _uneven_steps(epochs: list[tuple[list[list[int]], ...]]) -> list[str]:

@@ -2,24 +2,25 @@
 
 from pathlib import Path
 
-__all__ = ["PAGE", "Row", "read_table", "table", "write_tables"]
+__all__ = ["AS_PATCHED", "PAGE", "Row", "read_table", "table", "write_tables"]
 
 PAGE = Path(__file__).parents[3] / "docs" / "frameworks.md"
 
-Row = tuple[str, str, str]  # a kind of loader, and what became of it unpatched and patched
+Row = tuple[str, str]  # a kind of loader, and what became of it unpatched
+AS_PATCHED = "each sample once"  # what becomes of every kind that is patched
 
 
 def table(versions: str, rows: list[Row]) -> str:
-    """Return a framework's table, of one row where all loaders fare alike."""
-    if len({(unpatched, patched) for _, unpatched, patched in rows}) == 1:
-        _, unpatched, patched = rows[0]
-        rows = [("each of these loaders", unpatched, patched)]
-    cells: list[Row] = [(versions, "unpatched", "patched"), ("---", "---", "---"), *rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    """Return a framework's table, or a sentence where all loaders fare alike."""
+    fates = {fate for _, fate in rows}
+    if len(fates) == 1:
+        return f"{versions}, each of the five loaders: {fates.pop()}. Patched: {AS_PATCHED}."
+    cells = [(versions, "unpatched"), ("---", "---"), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells) + f"\n\nPatched, each of the five: {AS_PATCHED}."
 
 
 def read_table(module: str) -> str:
-    """Return the table that the page has."""
+    """Return what the page has of it."""
     return _split(PAGE.read_text(), module)[1].strip()
 
 
