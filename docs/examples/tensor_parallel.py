@@ -1,4 +1,4 @@
-"""Two by two ranks: the data is shared over dp, and the same for both ranks of tp."""
+"""Two by two ranks: the data is sharded over dp, and the same for both ranks of tp."""
 
 import torch
 import torch.distributed as dist

@@ -1,9 +1,9 @@
-"""The table of ``docs/frameworks.md`` is written from what the tests of frameworks measured."""
+"""The tables of ``docs/frameworks.md`` are written from what the tests of frameworks measured."""
 
 from typing import Any
 
 import pytest
-from frameworks.page import write_rows
+from frameworks.page import write_tables
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,4 +16,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     calls = [report for report in reports if getattr(report, "when", None) == "call"]
-    write_rows([row for report in calls for row in dict(report.user_properties).get("frameworks", [])])
+    write_tables(dict(value for report in calls for name, value in report.user_properties if name == "frameworks"))

@@ -7,9 +7,9 @@ from itertools import chain
 import pytest
 from frameworks import FRAMEWORKS, framework
 from frameworks.base import Epochs, Raised, measure
-from frameworks.judge import WEIGHTS_IGNORED, judge
+from frameworks.judge import judge
 from frameworks.kinds import KINDS, Batch, Kind
-from frameworks.page import read_rows
+from frameworks.page import AS_PATCHED, Row, read_table, table
 
 RANKS = 2
 # Starting Ray takes most of a minute.
@@ -22,17 +22,16 @@ MODULES = [pytest.param(name, marks=pytest.mark.ray) if name.startswith("ray_") 
 def test_a_patched_loader_is_shared_once(module: str, record_property: Callable[[str, object], None]) -> None:
     described = framework(module)
     ranks = measure(module, RANKS)
-    rows = []
-    for kind in KINDS:
-        verdicts = [judge(kind, [rank[kind.name, patched] for rank in ranks]) for patched in (False, True)]
-        assert WEIGHTS_IGNORED not in verdicts[-1]
-        rows.append([FRAMEWORKS[module], described.versions, kind.name, *verdicts])
-    record_property("frameworks", rows)
     for kind in KINDS:
         assert_shared_once(kind, [require(rank[kind.name, True]) for rank in ranks], described.moves)
-    assert [row for row in read_rows() if row[0] == FRAMEWORKS[module]] == rows, (
-        "docs/frameworks.md says otherwise: `nox -s integrations` writes it"
-    )
+    rows: list[Row] = []
+    for kind in KINDS:
+        unpatched, patched = (judge(kind, [rank[kind.name, fate] for rank in ranks]) for fate in (False, True))
+        assert patched == AS_PATCHED
+        rows.append((kind.name, unpatched))
+    measured = table(described.versions, rows)
+    record_property("frameworks", (module, measured))
+    assert read_table(module) == measured, "docs/frameworks.md says otherwise: `nox -s integrations` writes it"
 
 
 def require(measured: Epochs | Raised) -> Epochs:

@@ -13,7 +13,7 @@ torch.manual_seed(dist.get_rank())  # as for augmentations: on each rank another
 own = DataLoader(Indices(), batch_size=4, sampler=OwnSampler())
 batched = DataLoader(Indices(), batch_sampler=OwnBatchSampler())
 
-# Before: neither has a place. set_epoch was forgotten.
+# Before: neither sampler can be used. set_epoch was forgotten.
 sampler: DistributedSampler[int] = DistributedSampler(Indices())
 show("before", lambda: DataLoader(Indices(), batch_size=4, sampler=sampler))
 

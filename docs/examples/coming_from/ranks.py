@@ -91,6 +91,6 @@ def judge(ranks: list[list[list[list[int]]]], with_groups: bool, divided: bool) 
         batches = [list(chain(*parts)) for parts in zip_longest(*(first for first, _ in ranks), fillvalue=())]
     seen = Counter(index for batch in batches for index in batch)
     steps = "+".join(str(len(first)) for first, _ in ranks)
-    torn = f", {sum(sorted(set(batch)) not in GROUPS for batch in batches)} torn" if with_groups else ""
+    split = f", {sum(sorted(set(batch)) not in GROUPS for batch in batches)} split" if with_groups else ""
     order = "same order" if all(first == second for first, second in ranks) else "new order"
-    return f"{steps} steps, {len(seen)} of {SAMPLES} seen, {seen.total() - len(seen)} repeated{torn}, {order}"
+    return f"{steps} steps, {len(seen)} of {SAMPLES} seen, {seen.total() - len(seen)} repeated{split}, {order}"

@@ -1,4 +1,4 @@
-"""Lightning: batches with their samples' weights, by which all ranks train what one process trains."""
+"""Lightning: batches with their samples' weights, so that all ranks train what one process trains."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,10 +22,10 @@ class WeightedLoader:
         return iter_with_weights(self.loader, dtype=self.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's place, which the Trainer saves."""
+        """Return the loader's position, which the Trainer saves."""
         state: dict[str, Any] = self.loader.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
+        """Resume there."""
         self.loader.load_state_dict(state)

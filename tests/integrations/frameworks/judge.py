@@ -6,27 +6,27 @@ from itertools import chain, zip_longest
 from frameworks.base import EPOCHS, HANGS, Epochs, Raised
 from frameworks.kinds import Kind
 
-__all__ = ["WEIGHTS_IGNORED", "judge"]
-
-WEIGHTS_IGNORED = "weights ignored"
+__all__ = ["judge"]
 
 
 def judge(kind: Kind, ranks: "list[Epochs | Raised]") -> str:
-    """Say what the ranks' training steps saw of a kind of loader, in the passes before one that goes back."""
+    """Say what the ranks' training steps saw of a kind of loader, in the passes before one that goes back.
+
+    What is as it should be is not said: weights and batches that are kept, equal steps, a new order in each epoch.
+    """
     if errors := sorted({rank.error for rank in ranks if isinstance(rank, Raised)}):
         return "hangs" if errors == [HANGS] else f"raises `{'`, `'.join(errors)}`"
     epochs: list[tuple[list[list[int]], ...]] = [
         tuple([batch.numbers for batch in epoch] for epoch in rank_epochs) for rank_epochs in zip(*ranks, strict=True)
     ][: EPOCHS.index(1)]
-    facts = [*_cover(kind, epochs), *_weights(kind, epochs), *_steps(epochs)]
-    facts.append("a new order each epoch" if _is_new(epochs) else "the same order in every epoch")
-    return ", ".join(facts)
+    facts = [*_cover(kind, epochs), *_weights(kind, epochs), *_uneven_steps(epochs)]
+    return ", ".join(facts if _is_new(epochs) else [*facts, "same order every epoch"])
 
 
 def _cover(kind: Kind, epochs: list[tuple[list[list[int]], ...]]) -> list[str]:
-    """Whose the samples are, in the epoch where most of them are amiss, and whether batches are those of the user."""
+    """Whose the samples are in the worst epoch, and whether batches are those of the user."""
     _, worst = max(_cover_of_epoch(kind, shares) for shares in epochs)
-    return [worst, *_torn(kind, epochs)]
+    return [worst, *_split_batches(kind, epochs)]
 
 
 def _cover_of_epoch(kind: Kind, shares: tuple[list[list[int]], ...]) -> tuple[int, str]:
@@ -35,7 +35,7 @@ def _cover_of_epoch(kind: Kind, shares: tuple[list[list[int]], ...]) -> tuple[in
     together = sum(taken, Counter[int]())
     missing, repeated = kind.n - len(together), together.total() - len(together)
     if all(len(numbers) == kind.n for numbers in taken):
-        return missing + repeated, "every rank gets all data"
+        return missing + repeated, "all data on every rank"
     # One unit less than there are ranks may be needed to fill the last round: a sample, or a batch of them.
     unit = 1 if kind.is_whole is None else max(len(batch) for share in shares for batch in share)
     if not missing and repeated <= (len(shares) - 1) * unit:
@@ -44,13 +44,13 @@ def _cover_of_epoch(kind: Kind, shares: tuple[list[list[int]], ...]) -> tuple[in
     return missing + repeated, ", ".join(text for text, number in parts.items() if number)
 
 
-def _torn(kind: Kind, epochs: list[tuple[list[list[int]], ...]]) -> list[str]:
+def _split_batches(kind: Kind, epochs: list[tuple[list[list[int]], ...]]) -> list[str]:
     if kind.is_whole is None:
         return []
     batches = list(chain.from_iterable(chain.from_iterable(epochs)))
     # No rank makes more steps than one process, whose batches these should be.
     few = max(len(share) for shares in epochs for share in shares) <= len(kind.make())
-    return ["batches whole" if few and all(map(kind.is_whole, batches)) else "batches torn"]
+    return [] if few and all(map(kind.is_whole, batches)) else ["batches split"]
 
 
 def _weights(kind: Kind, epochs: list[tuple[list[list[int]], ...]]) -> list[str]:
@@ -60,15 +60,13 @@ def _weights(kind: Kind, epochs: list[tuple[list[list[int]], ...]]) -> list[str]
         [number for batches in zip_longest(*shares, fillvalue=[]) for batch in batches for number in batch]
         for shares in epochs
     ]
-    return ["by weight" if kind.is_weighted(seen) else WEIGHTS_IGNORED]
+    return [] if kind.is_weighted(seen) else ["weights ignored"]
 
 
-def _steps(epochs: list[tuple[list[list[int]], ...]]) -> list[str]:
+def _uneven_steps(epochs: list[tuple[list[list[int]], ...]]) -> list[str]:
     steps = [[len(share) for share in shares] for shares in epochs]
-    if all(len(set(numbers)) == 1 for numbers in steps):
-        return [f"{' or '.join(map(str, sorted({numbers[0] for numbers in steps})))} steps on each rank"]
-    uneven = next(numbers for numbers in steps if len(set(numbers)) > 1)
-    return [f"{' and '.join(map(str, uneven))} steps"]
+    uneven = next((numbers for numbers in steps if len(set(numbers)) > 1), [])
+    return [f"{' and '.join(map(str, uneven))} steps"] if uneven else []
 
 
 def _is_new(epochs: list[tuple[list[list[int]], ...]]) -> bool:

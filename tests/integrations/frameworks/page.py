@@ -1,30 +1,42 @@
-"""The table of ``docs/frameworks.md``: read, compared and written."""
+"""The tables of ``docs/frameworks.md``: each framework's own, in its section, between two comments."""
 
 from pathlib import Path
 
-from frameworks import FRAMEWORKS
-
-__all__ = ["PAGE", "Row", "read_rows", "write_rows"]
+__all__ = ["AS_PATCHED", "PAGE", "Row", "read_table", "table", "write_tables"]
 
 PAGE = Path(__file__).parents[3] / "docs" / "frameworks.md"
-BEGIN, END = "<!-- frameworks: begin -->", "<!-- frameworks: end -->"
-HEAD = ["framework", "version", "loader", "unpatched", "patched"]
 
-Row = list[str]
-
-
-def read_rows() -> list[Row]:
-    """Return the rows that the page has."""
-    lines = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip().splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+Row = tuple[str, str]  # a kind of loader, and what became of it unpatched
+AS_PATCHED = "each sample once"  # what becomes of every kind that is patched
+PATCHED = f"Patched, all five give {AS_PATCHED}."
 
 
-def write_rows(measured: list[Row]) -> None:
-    """Put measured rows in the place of their frameworks' old ones, and leave the others as they are."""
-    names = list(FRAMEWORKS.values())
-    new = {row[0] for row in measured}
-    rows = [row for row in read_rows() if row[0] in names and row[0] not in new] + measured
-    rows.sort(key=lambda row: names.index(row[0]))  # stable: a framework's rows stay in order
-    lines = [f"| {' | '.join(cells)} |" for cells in [HEAD, ["---"] * len(HEAD), *rows]]
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{rest.partition(END)[2]}")
+def table(versions: str, rows: list[Row]) -> str:
+    """Return a framework's table, or a sentence where all loaders fare alike."""
+    fates = {fate for _, fate in rows}
+    if len(fates) == 1:
+        return f"{versions}, all five loaders: {fates.pop()}. {PATCHED}"
+    cells = [(versions, "unpatched"), ("---", "---"), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells) + f"\n\n{PATCHED}"
+
+
+def read_table(module: str) -> str:
+    """Return what the page has of it."""
+    return _split(PAGE.read_text(), module)[1].strip()
+
+
+def write_tables(tables: dict[str, str]) -> None:
+    """Put the tables of some frameworks in the place of their old ones."""
+    text = PAGE.read_text()
+    for module, new in tables.items():
+        before, _, after = _split(text, module)
+        text = f"{before}\n\n{new}\n\n{after}"
+    PAGE.write_text(text)
+
+
+def _split(text: str, module: str) -> tuple[str, str, str]:
+    """Cut a text at a framework's two comments, which stay with what is around."""
+    begin, end = f"<!-- {module}: begin -->", f"<!-- {module}: end -->"
+    before, _, rest = text.partition(begin)
+    inside, _, after = rest.partition(end)
+    return before + begin, inside, end + after
