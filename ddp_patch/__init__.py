@@ -31,6 +31,7 @@ from ddp_patch.errors import (
     WorldError,
 )
 from ddp_patch.loaders.copying import extract_loader_parameters
+from ddp_patch.patched import PatchedLoader
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
@@ -85,6 +86,7 @@ __all__ = [
     "NotDistributedWarning",
     "NotPatchedError",
     "OutputsError",
+    "PatchedLoader",
     "RankMismatchError",
     "RanksFailedError",
     "SamplerError",
