@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -245,6 +246,11 @@ def nothing_is_left(rank: int, world_size: int) -> None:
     counts = []
     for _ in range(3):
         gather_in_order(outputs_of("shuffle=True", given), given)
+        assert sum(len(gather_step(batch, given)) for batch in given) == N
+        for batch in given:  # all leave it
+            gather_step(batch, given, dst=world_size - 1)
+            break
+        list(given)
         dist.barrier()
         counts.append((len(_world.pg_map), _get_default_store().num_keys()))
         dist.barrier()
@@ -398,6 +404,52 @@ def failing(rank: int, world_size: int) -> tuple[str, str]:
     with pytest.raises(MissingRanksError) as missing:
         gather_in_order(own, given)
     return str(broken.value), str(missing.value)
+
+
+def leaving(rank: int, world_size: int) -> str:
+    """Rank 1 leaves the loop alone."""
+    given = patched("sequential", rank, timeout=3)
+    seen: list[int] = []
+    with pytest.raises(MissingRanksError) if rank != 1 else nullcontext() as missing:
+        for step, batch in enumerate(given):
+            if rank == 1 and step == 1:
+                break
+            seen += gather_step(batch, given)
+    assert seen == list(range(4 * world_size))
+    return "" if missing is None else str(missing.value)
+
+
+def test_a_rank_that_leaves_the_loop_alone_is_missed_in_the_next_step() -> None:
+    first, _, last = run_ranks(leaving, 3)
+    for said in (first, last):
+        assert_tells(said, ("Gathering outputs", "rank 1 of 3", "ranks 0, 2 did"), "timeout=")
+
+
+def padded_steps(rank: int, world_size: int) -> None:
+    """Texts of any length, on every rank and to one; the same connection is used in all steps."""
+    given = patched("shuffle=True", rank)
+    for dst in (None, world_size - 1):
+        ids, whole = [], []
+        for batch in given:
+            own = torch.tensor([[1] * item + [0] * (max(batch) - item) for item in batch], dtype=torch.int16)
+            ids.append({"ids": own, "none": None})
+            step = gather_step({"ids": own, "length": [*batch]}, given, dst=dst, pad=0)
+            if step is not None:
+                assert step["ids"].sum(dim=1).tolist() == step["length"]
+                whole += step["length"]
+        lists = gather_in_order(ids, given, dst=dst, pad=0)
+        if dst in {None, rank}:
+            lengths = [int(row.sum()) for batch in lists for row in batch["ids"]]
+            assert lengths == whole
+            assert sorted(lengths) == list(range(N))
+            assert {batch["ids"].shape[1] for batch in lists} == {N - 1}
+        else:
+            assert lists is None
+            assert not whole
+
+
+def test_texts_of_any_length_are_padded_to_the_longest_of_any_rank() -> None:
+    run_ranks(padded_steps, 3)
 
 
 def test_ranks_that_fail_or_do_not_come_are_missed() -> None:
