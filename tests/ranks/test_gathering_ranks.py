@@ -437,7 +437,7 @@ def padded_steps(rank: int, world_size: int) -> None:
             if step is not None:
                 assert step["ids"].sum(dim=1).tolist() == step["length"]
                 whole += step["length"]
-        lists = gather_in_order(ids, given, dst=dst, pad=0)
+        lists: Any = gather_in_order(ids, given, dst=dst, pad=0)
         if dst in {None, rank}:
             lengths = [int(row.sum()) for batch in lists for row in batch["ids"]]
             assert lengths == whole
