@@ -1,4 +1,4 @@
-"""All ranks' outputs in order, which samples are padding, and what each weighs in training."""
+"""All ranks' outputs in order, masks of padding, and weights for training."""
 
 from ddp_patch.evaluation.gather import gather_in_order, gather_step
 from ddp_patch.evaluation.masks import iter_with_mask

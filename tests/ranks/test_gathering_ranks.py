@@ -429,11 +429,12 @@ def padded_steps(rank: int, world_size: int) -> None:
     """Texts of any length, on every rank and to one; the same connection is used in all steps."""
     given = patched("shuffle=True", rank)
     for dst in (None, world_size - 1):
-        ids, whole = [], []
+        ids: list[Any] = []
+        whole: list[int] = []
         for batch in given:
             own = torch.tensor([[1] * item + [0] * (max(batch) - item) for item in batch], dtype=torch.int16)
             ids.append({"ids": own, "none": None})
-            step = gather_step({"ids": own, "length": [*batch]}, given, dst=dst, pad=0)
+            step: Any = gather_step({"ids": own, "length": [*batch]}, given, dst=dst, pad=0)
             if step is not None:
                 assert step["ids"].sum(dim=1).tolist() == step["length"]
                 whole += step["length"]
