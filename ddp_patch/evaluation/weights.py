@@ -125,8 +125,8 @@ def _shared(steps: Steps, sampler: EpochSampler[Any], like: torch.Tensor, weight
             return
         if world.members is None:
             raise WorldError(
-                f"{_WEIGHING} cannot weigh the samples of {ranks} ranks here: they must exchange how much theirs count, "
-                "and the loader's world was given by rank= and num_replicas=, and nothing says which processes "
+                f"{_WEIGHING} cannot weigh the samples of {ranks} ranks here: they must exchange how much theirs "
+                "count, and the loader's world was given by rank= and num_replicas=, and nothing says which processes "
                 "these are. Patch it with a process group."
             )
         facts = {"patched as": f"number {sampler.agreed.number}", "epoch": sampler.epoch}

@@ -1,72 +1,20 @@
 """What outputs may look like, of several ranks, judged without sending anything."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from gathered import shares, together
 from messages import raises
-from torch.utils.data import DataLoader
 from zoo import loader
 
-from ddp_patch import InvalidOptionError, OutputsError, gather_in_order, gather_step, patch_dataloader_to_ddp
-from ddp_patch.evaluation.connection import Connection, Members
-from ddp_patch.evaluation.got import got_in_pass, got_in_step
-from ddp_patch.evaluation.judging import judge
-from ddp_patch.evaluation.nests import filled
-from ddp_patch.evaluation.one_stream import require_one_stream
-from ddp_patch.evaluation.places import StepStand, WholeStand, placed_in_step, placed_whole
-from ddp_patch.evaluation.readings import Kind, cut
-from ddp_patch.evaluation.report import report
-from ddp_patch.evaluation.transfer import Given, gathered
+from ddp_patch import InvalidOptionError, OutputsError, gather_in_order, patch_dataloader_to_ddp
 
 N = 23
-
-
-def shares(world_size: int, **options: Any) -> list[DataLoader[Any]]:
-    given = {name: options.pop(name) for name in ("batch_size", "batch_sampler", "sampler") if name in options}
-    return [
-        patch_dataloader_to_ddp(loader(**given), rank=rank, num_replicas=world_size, **options)
-        for rank in range(world_size)
-    ]
-
-
-def together(outputs: list[Any], loaders: Sequence[DataLoader[Any]], *, pad: Any = None, in_step: bool = False) -> Any:
-    """As all ranks would have it, each rank's rows put where they belong."""
-    operation, reports = "gather_step" if in_step else "gather_in_order", []
-    for own, given in zip(outputs, loaders, strict=True):
-        batches = require_one_stream(operation, given)
-        got = partial(got_in_step, given, batches) if in_step else partial(got_in_pass, batches)
-        reports.append(report(own, got, None, pad, None))
-    agreement = judge(operation, range(len(loaders)), {rank: said for rank, (said, _) in enumerate(reports)})[0]
-    whole = [stand for stand in agreement.stands if isinstance(stand, WholeStand)]
-    steps = [stand for stand in agreement.stands if isinstance(stand, StepStand)]
-    own_stand = reports[0][1].stand
-    placed = placed_whole(whole, own_stand) if isinstance(own_stand, WholeStand) else placed_in_step(steps)
-    leaves = {}
-    for path, (kind, nest, columns) in agreement.leaves.items():
-        rows = {}
-        for name, column in columns.items():
-            result: Any = None
-            for rank, (_, own) in enumerate(reports):
-                mine = [places if share == rank else [] for share, places in enumerate(placed[kind].places)]
-                alone = Connection(Members([*range(len(loaders))], rank, None, 1.0), None)
-                came = Given() if own.share is None else own.given(path, kind, name, pad)
-                part = gathered(alone, column, type(placed[kind])(placed[kind].rows, mine), came, pad)
-                result = part if result is None else put(result, part, [place for run in mine[rank] for place in run])
-            rows[name] = result
-        leaves[path] = cut(nest, rows, placed[kind].cuts) if kind is Kind.LIST else rows[next(iter(rows))]
-    return filled(agreement.nest, leaves)
-
-
-def put(result: Any, part: Any, places: list[int]) -> Any:
-    for place in places:
-        result[place] = part[place]
-    return result
 
 
 class Pair(NamedTuple):
@@ -227,68 +175,3 @@ def test_a_single_process_pads_its_lists_of_batches_too() -> None:
     assert {name: found[name] for name in ("texts", "rows", "nothing")} == {
         name: outputs[name] for name in ("texts", "rows", "nothing")
     }
-
-
-# Steps.
-
-
-def test_each_step_has_the_samples_of_all_ranks_once() -> None:
-    costs = {"cost": [*range(1, N + 1)]}
-    ways: list[dict[str, Any]] = [{}, {"layout": "contiguous"}, {"share": "within_batches"}, {"share": "batches"}]
-    ways += [costs, {"share": "within_batches", **costs}, {"share": "batches", **costs}, {"uneven": "drop"}]
-    for way, world_size in product(ways, (1, 2, 3, 5)):
-        loaders = shares(world_size, **way)
-        seen = []
-        for steps in zip(*loaders, strict=True):
-            outputs = [(list(batch), torch.tensor(batch)) for batch in steps]
-            rows, tensor = together(outputs, loaders, in_step=True)
-            assert rows == tensor.tolist()
-            assert rows == sorted(rows)
-            seen += rows
-        in_order = way.get("layout") is None and (way.get("cost") is None or way.get("share") == "within_batches")
-        left_out = N % world_size if way.get("uneven") == "drop" else 0  # of samples
-        assert (seen if in_order else sorted(seen)) == list(range(N - left_out)), (way, world_size)
-
-
-def test_a_batch_that_workers_have_read_ahead_is_not_the_step() -> None:
-    given = patch_dataloader_to_ddp(loader(num_workers=1), rank=0, num_replicas=1)
-    assert [row for batch in given for row in gather_step(batch, given)] == list(range(N))
-
-
-def test_a_step_after_a_break_is_of_the_new_pass() -> None:
-    given = patch_dataloader_to_ddp(loader(), rank=0, num_replicas=1)
-    for batch in given:
-        assert gather_step(batch, given) == batch
-        break
-    assert [gather_step(batch, given) for batch in given] == [list(range(N))[at : at + 4] for at in range(0, N, 4)]
-
-
-def test_outputs_that_are_none_of_a_step() -> None:
-    remedy = ("gather_step()", "every rank", "same step", "one row per sample")
-    given = patch_dataloader_to_ddp(loader(), rank=0, num_replicas=1)
-    with raises(OutputsError, ("rank 0", "no batch"), remedy):
-        gather_step([1], given)
-    for _ in given:
-        with raises(OutputsError, ("rank 0 passed 1 rows", "one per sample"), remedy):
-            gather_step([1], given)
-    with raises(OutputsError, ("rank 0", "not in the loop", "epoch 0 is over"), remedy):
-        gather_step([1], given)
-    pair = shares(3, uneven="keep", sampler=list(range(13)))
-    steps = [next(iter(one)) for one in pair]
-    with raises(OutputsError, ("uneven='keep'", "a step less"), remedy):
-        together(steps, pair, in_step=True)
-    first, second = shares(2)
-    runs = [iter(first), iter(second)]
-    own = [next(run) for run in runs]
-    own[1] = next(runs[1])
-    with raises(OutputsError, ("rank 0", "step 1", "rank 1", "step 2"), "every rank"):
-        together(own, [first, second], in_step=True)
-
-
-def test_an_item_of_a_loader_without_batches_is_a_row() -> None:
-    loaders: list[DataLoader[Any]] = [
-        patch_dataloader_to_ddp(DataLoader(range(5), batch_size=None), rank=rank, num_replicas=2)  # type: ignore[arg-type]  # a range is a dataset
-        for rank in range(2)
-    ]
-    found = [together([[item] for item in step], loaders, in_step=True) for step in zip(*loaders, strict=True)]
-    assert found == [[0, 1], [2, 3], [4]]
