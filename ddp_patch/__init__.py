@@ -31,6 +31,7 @@ from ddp_patch.errors import (
     WorldError,
 )
 from ddp_patch.loaders.copying import extract_loader_parameters
+from ddp_patch.patched import PatchedLoader
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from ddp_patch.auditing import audit
     from ddp_patch.autopatching import autopatch, leave_alone, unpatched
     from ddp_patch.checking import assert_loaders_patched, check_loaders_is_patched
-    from ddp_patch.evaluation import gather_in_order, iter_with_mask, iter_with_weights
+    from ddp_patch.evaluation import gather_in_order, gather_step, iter_with_mask, iter_with_weights
     from ddp_patch.resume import loader_state, restore_loader
     from ddp_patch.several import patch_dataloaders_to_ddp
 else:
@@ -49,6 +50,7 @@ else:
         "autopatch": "ddp_patch.autopatching",
         "check_loaders_is_patched": "ddp_patch.checking",
         "gather_in_order": "ddp_patch.evaluation",
+        "gather_step": "ddp_patch.evaluation",
         "iter_with_mask": "ddp_patch.evaluation",
         "iter_with_weights": "ddp_patch.evaluation",
         "leave_alone": "ddp_patch.autopatching",
@@ -84,6 +86,7 @@ __all__ = [
     "NotDistributedWarning",
     "NotPatchedError",
     "OutputsError",
+    "PatchedLoader",
     "RankMismatchError",
     "RanksFailedError",
     "SamplerError",
@@ -100,6 +103,7 @@ __all__ = [
     "check_loaders_is_patched",
     "extract_loader_parameters",
     "gather_in_order",
+    "gather_step",
     "iter_with_mask",
     "iter_with_weights",
     "leave_alone",

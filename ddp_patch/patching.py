@@ -4,7 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from ddp_patch.loaders.nests import told_at
 from ddp_patch.loaders.on_device import copies_ahead
 from ddp_patch.loaders.recognition import require_loader, tell_if_assumed
 from ddp_patch.options import COST_WINDOW, Agreement, IterableSharding, Layout, Options, Share, Uneven
+from ddp_patch.patched import PatchedLoader
 from ddp_patch.ranks.agreement import ONE, Subject, agree, refusals_told
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding import only_moved, require_device, shard
@@ -32,11 +33,12 @@ __all__ = ["log_patched", "patch_dataloader_to_ddp", "patch_each"]
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
 
+T = TypeVar("T")
 L = TypeVar("L", bound=DataLoader[Any])
 
 
 def patch_dataloader_to_ddp(
-    loader: L,
+    loader: DataLoader[T],
     *,
     uneven: Uneven = "pad",
     layout: Layout = "interleaved",
@@ -56,7 +58,7 @@ def patch_dataloader_to_ddp(
     device: Device | None = None,
     verify: bool = False,
     timeout: float = 300.0,
-) -> L:
+) -> PatchedLoader[T]:
     """Return a copy of a finished loader that gives this rank its correct share of the data.
 
     Call it on every rank of the group, after ``torch.distributed.init_process_group()``. It shards a sampler item by
@@ -163,7 +165,7 @@ def patch_dataloader_to_ddp(
     more = (cost, cost_of, cost_window, device)
     (patched,) = patch_each("patch_dataloader_to_ddp", {"": loader}, world, lambda: Options(*sharing, *more))
     log_patched({"": loader}, [patched])
-    return patched
+    return cast("PatchedLoader[T]", patched)  # it has what that type says, and the class of the given loader
 
 
 def patch_each(

@@ -1,13 +1,16 @@
 """Shard several loaders in one call, in which the ranks meet once."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, Unpack
+from typing import Any, Protocol, TypeVar, Unpack, overload
+
+from torch.utils.data import DataLoader
 
 from ddp_patch.costs import Cost, CostOf
 from ddp_patch.devices import Device
 from ddp_patch.errors import NotALoaderError
 from ddp_patch.loaders.nests import Keys, copied, is_empty, nested, place_of
 from ddp_patch.options import IterableSharding, Options, Share
+from ddp_patch.patched import PatchedLoader
 from ddp_patch.patching import log_patched, patch_each
 from ddp_patch.ranks.agreement import ONE, refusals_told
 from ddp_patch.ranks.world import find_world
@@ -15,7 +18,20 @@ from ddp_patch.wrappers import SharingOptions, split_options
 
 __all__ = ["PatchOptions", "patch_dataloaders_to_ddp"]
 
+T = TypeVar("T")
+T1 = TypeVar("T1")
+T2 = TypeVar("T2")
+T3 = TypeVar("T3")
 N = TypeVar("N")
+
+
+class _NamedTuple(Protocol):
+    """A named tuple, which keeps its names."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+Named = TypeVar("Named", bound=_NamedTuple)
 
 
 class PatchOptions(SharingOptions, total=False):
@@ -30,7 +46,22 @@ class PatchOptions(SharingOptions, total=False):
     device: Device | None
 
 
-def patch_dataloaders_to_ddp(loaders: N, **options: Unpack[PatchOptions]) -> N:
+@overload
+def patch_dataloaders_to_ddp(loaders: DataLoader[T], **options: Unpack[PatchOptions]) -> PatchedLoader[T]: ...
+@overload
+def patch_dataloaders_to_ddp(loaders: Named, **options: Unpack[PatchOptions]) -> Named: ...
+@overload
+def patch_dataloaders_to_ddp(
+    loaders: tuple[DataLoader[T1], DataLoader[T2]], **options: Unpack[PatchOptions]
+) -> tuple[PatchedLoader[T1], PatchedLoader[T2]]: ...
+@overload
+def patch_dataloaders_to_ddp(
+    loaders: tuple[DataLoader[T1], DataLoader[T2], DataLoader[T3]], **options: Unpack[PatchOptions]
+) -> tuple[PatchedLoader[T1], PatchedLoader[T2], PatchedLoader[T3]]: ...
+# Lists and dicts keep their type: to a type checker, a list of patched loaders is no list of loaders.
+@overload
+def patch_dataloaders_to_ddp(loaders: N, **options: Unpack[PatchOptions]) -> N: ...
+def patch_dataloaders_to_ddp(loaders: Any, **options: Unpack[PatchOptions]) -> Any:
     """Patch several finished loaders as ``patch_dataloader_to_ddp`` patches one, in one meeting of the ranks.
 
     Each loader gives what it would if they were patched in turn. If one of them cannot be patched, or differs between

@@ -24,7 +24,7 @@ def require_one_stream(operation: str, loader: DataLoader[Any]) -> Batches:
     batches = require_batches(operation, loader)
     if batches.sampler.agreed.options.iterable_sharding == "by_worker" and batches.level is Level.ITERABLE:
         raise UnsupportedLoaderError(
-            f"{operation} was given a loader with iterable_sharding='by_worker', whose dataset decides what each "
-            "worker reads, so there is no one order and no padding. Use iterable_sharding='exact'."
+            f"{operation} was given a loader with iterable_sharding='by_worker': its dataset decides what each worker "
+            "reads, so there is no common order and no padding. Use iterable_sharding='exact'."
         )
     return batches

@@ -1,17 +1,15 @@
-"""Outputs as rows: takes nests of tensors, arrays and lists apart, describes them, and puts them together again."""
+"""What the rows of a tensor, an array or a list look like."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-__all__ = ["Form", "Leaf", "Structure", "leaves_of", "rows_at", "structure_of"]
+__all__ = ["Form", "Leaf", "form_of", "joined_rows", "rows_at", "widest", "wrong_leaf"]
 
 Leaf: TypeAlias = torch.Tensor | np.ndarray[Any, Any] | list[Any]
-
-_ALL = "the outputs"  # the path of outputs that are a single leaf
 
 _STRINGS = {"U": "str", "S": "bytes"}
 
@@ -23,24 +21,37 @@ class Form:
     Attributes:
         kind: "tensor", "array" or "list".
         dtype: The dtype of a tensor or an array.
-        row: The shape of one row of a tensor or an array.
+        row: The shape of one row of a tensor or an array; of several tensors, the widest.
+        narrowest: The narrowest, where several tensors differ; else None.
         device: The type of a tensor's device.
 
     Examples:
-        >>> print(Form("tensor", torch.float32, row=(3,)))
-        tensor torch.float32 (n, 3)
+        >>> print(Form("tensor", torch.float32, row=(3, 5), narrowest=(3, 4)))
+        tensor torch.float32 (n, 3, 4..5)
     """
 
     kind: str
     dtype: Any = None
     row: tuple[int, ...] = ()
+    narrowest: tuple[int, ...] | None = None
     device: str = "cpu"
 
     def __str__(self) -> str:
         if self.kind == "list":
             return "list"
-        dtype = _STRINGS[self.dtype.kind] if self.is_string else self.dtype  # ranks may differ in a string's width
-        return f"{self.kind} {dtype} {('n', *self.row)}".replace("'", "")
+        least = self.row if self.narrowest is None else self.narrowest
+        dims = [str(most) if few == most else f"{few}..{most}" for few, most in zip(least, self.row, strict=True)]
+        return f"{self.kind} {self.dtype_text} ({', '.join(['n', *dims])}{'' if dims else ','})"
+
+    @property
+    def dtype_text(self) -> str:
+        """The dtype's name; ranks may differ in a string's width."""
+        return _STRINGS[self.dtype.kind] if self.is_string else str(self.dtype)
+
+    @property
+    def but_for_widths(self) -> tuple[str, str, int]:
+        """What padding cannot make alike: kind, dtype and number of dimensions."""
+        return self.kind, "" if self.kind == "list" else self.dtype_text, len(self.row)
 
     @property
     def is_string(self) -> bool:
@@ -52,162 +63,87 @@ class Form:
         """Whether rows are sent pickled, because they do not have a fixed number of bytes."""
         return self.kind == "list" or self.is_string or (self.kind == "array" and self.dtype.hasobject)
 
+    def holds(self, pad: Any) -> bool:
+        """Tell whether a number can stand in these rows as it is.
 
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """Outputs without their rows: a nest of paths, and what the leaf at each path looks like.
-
-    Attributes:
-        nest: Dicts and tuples with a path in place of each leaf; None if there is nothing to put together.
-        forms: Each leaf's form, by path.
-        rows: Each leaf's number of rows, by path.
-        wrong: What the nest holds and must not hold, or nothing.
-
-    Examples:
-        >>> structure = structure_of({"logits": torch.zeros(2, 3), "names": ["a", "b"]})
-        >>> structure.forms_text()
-        "['logits']: tensor torch.float32 (n, 3); ['names']: list"
-        >>> structure.rebuilt({"['logits']": [1], "['names']": [2]})
-        {'logits': [1], 'names': [2]}
-    """
-
-    nest: Any
-    forms: Mapping[str, Form]
-    rows: Mapping[str, int]
-    wrong: str = ""
-
-    def problem(self, rows: int, unit: str) -> str:
-        """Return why these cannot be the outputs for ``rows`` samples, or an empty string.
-
-        Args:
-            rows: How many rows each leaf must have.
-            unit: What a row stands for, in plural.
+        Examples:
+            >>> [Form("tensor", torch.uint8).holds(pad) for pad in (0, -100, 0.5)]
+            [True, False, False]
         """
-        if not rows and not any(self.rows.values()):
-            return ""
-        if self.wrong:
-            return f"gives {self.wrong}"
-        wrong = [f"{found} rows at {path}" for path, found in self.rows.items() if found != rows]
-        if wrong or not self.rows:
-            return f"gives {', '.join(wrong) or 'nothing'} for {rows} {unit}"
-        return ""
-
-    def forms_text(self) -> str:
-        """Describe the leaves, without their numbers of rows."""
-        return "; ".join(f"{path}: {form}" for path, form in sorted(self.forms.items()))
-
-    def nest_text(self) -> str:
-        """Describe how dicts and tuples are nested."""
-        return _nest_text(self.nest)
-
-    def widened(self, others: Sequence["Structure"]) -> "Structure":
-        """Return this structure with strings wide enough for the others' strings too."""
-
-        def widest(path: str) -> Any:
-            return np.result_type(*(other.forms[path].dtype for other in others))
-
-        forms = {
-            path: replace(form, dtype=widest(path)) if form.is_string else form for path, form in self.forms.items()
-        }
-        return replace(self, forms=forms)
-
-    def rebuilt(self, leaves: Mapping[str, Any]) -> Any:
-        """Return the nest with these leaves, by path."""
-        return _filled(self.nest, leaves)
+        if self.is_string:
+            return False
+        try:
+            found = torch.full((), pad, dtype=self.dtype) if self.kind == "tensor" else np.full((), pad, self.dtype)
+            is_exact = self.dtype.is_floating_point if self.kind == "tensor" else self.dtype.kind in "fcO"
+            return bool(is_exact or found.item() == pad)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            return False
 
 
-def structure_of(outputs: Any) -> Structure:
-    """Return the structure of outputs."""
-    found = dict(leaves_of(outputs))
-    for path, leaf in found.items():
-        if wrong := _wrong(leaf, path):
-            return Structure(None, {}, {}, wrong)
-    forms = {path: _form(leaf) for path, leaf in found.items()}
-    return Structure(_emptied(outputs, ""), forms, {path: len(leaf) for path, leaf in found.items()})
+def widest(forms: Sequence[Form]) -> Form:
+    """Return the form that rows of several forms fit into, which differ in widths alone."""
+    first, rows = forms[0], [form.row for form in forms]
+    least = [form.row if form.narrowest is None else form.narrowest for form in forms]
+    row, few = tuple(map(max, zip(*rows, strict=True))), tuple(map(min, zip(*least, strict=True)))
+    dtype = np.result_type(*(form.dtype for form in forms)) if first.is_string else first.dtype
+    return replace(first, dtype=dtype, row=row, narrowest=None if few == row else few)
 
 
-def leaves_of(outputs: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf with its path.
-
-    Examples:
-        >>> list(leaves_of({"logits": ([1], [2])}))
-        [("['logits'][0]", [1]), ("['logits'][1]", [2])]
-    """
-    match outputs:
-        case dict():
-            for key, value in outputs.items():
-                yield from leaves_of(value, f"{path}[{key!r}]")
-        case tuple():
-            for place, value in enumerate(outputs):
-                yield from leaves_of(value, f"{path}[{place}]")
-        case _:
-            yield path or _ALL, outputs
-
-
-def rows_at(leaf: Leaf, places: Sequence[int]) -> Leaf:
-    """Return the rows of a leaf at some places."""
-    return [leaf[place] for place in places] if isinstance(leaf, list) else leaf[list(places)]
-
-
-def _wrong(leaf: Any, path: str) -> str:
-    """Return what a leaf is that has no rows to send, or an empty string."""
-    match leaf:
-        case torch.Tensor() if (
-            leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized or hasattr(leaf, "full_tensor")
-        ):
-            return f"a sparse, nested, quantized or distributed tensor at {path}, which has no rows to send"
-        case np.ma.MaskedArray():
-            return f"a masked array at {path}, whose mask would be lost"
-        case torch.Tensor() | np.ndarray() if leaf.ndim:
-            return ""
-        case list():
-            return ""
-        case torch.Tensor() | np.ndarray():
-            return f"a {type(leaf).__name__} without dimensions at {path}, which has no rows"
-        case None:
-            return f"None at {path}, which is no tensor, array or list"
-    return f"a {type(leaf).__name__} at {path}, which is no tensor, array or list"
-
-
-def _form(leaf: Leaf) -> Form:
+def form_of(leaf: Leaf) -> Form:
+    """Return the form of a leaf that is none of the wrong ones."""
     if isinstance(leaf, torch.Tensor):
-        return Form("tensor", leaf.dtype, tuple(leaf.shape[1:]), leaf.device.type)
+        return Form("tensor", leaf.dtype, tuple(leaf.shape[1:]), device=leaf.device.type)
     if isinstance(leaf, np.ndarray):
         return Form("array", leaf.dtype, leaf.shape[1:])
     return Form("list")
 
 
-def _emptied(outputs: Any, path: str) -> Any:
-    """Return the nest with each leaf replaced by its path."""
-    match outputs:
-        case dict():
-            return {key: _emptied(value, f"{path}[{key!r}]") for key, value in outputs.items()}
-        case tuple():
-            return _tuple_like(outputs, [_emptied(value, f"{path}[{place}]") for place, value in enumerate(outputs)])
-    return path or _ALL
+def rows_at(leaf: Leaf, places: Sequence[int]) -> Leaf:
+    """Return the rows of a leaf at some places; a view where these follow each other."""
+    if isinstance(places, range) and places == range(len(places)):
+        return leaf[: len(places)]
+    return [leaf[place] for place in places] if isinstance(leaf, list) else leaf[list(places)]
 
 
-def _filled(nest: Any, leaves: Mapping[str, Any]) -> Any:
-    """Return the nest with each path replaced by its leaf."""
-    match nest:
-        case None:
-            return None
-        case dict():
-            return {key: _filled(value, leaves) for key, value in nest.items()}
-        case tuple():
-            return _tuple_like(nest, [_filled(value, leaves) for value in nest])
-    return leaves[nest]
+def joined_rows(leaves: Sequence[Leaf], pad: Any = 0) -> Leaf:
+    """Return the rows of several leaves as one leaf on the first one's device, as wide as the widest.
+
+    Examples:
+        >>> joined_rows([torch.tensor([[1, 2]]), torch.tensor([[3, 4, 5]])], pad=-1).tolist()
+        [[1, 2, -1], [3, 4, 5]]
+    """
+    first = leaves[0]
+    if isinstance(first, list):
+        return [row for leaf in leaves for row in leaf]
+    form, rows = widest([form_of(leaf) for leaf in leaves]), sum(map(len, leaves))
+    result: Any
+    if isinstance(first, torch.Tensor):
+        result = torch.empty((rows, *form.row), dtype=form.dtype, device=first.device)
+    else:
+        result = np.empty((rows, *form.row), form.dtype)
+    if form.narrowest is not None:
+        result[...] = pad
+    done = 0
+    for leaf in leaves:
+        given = leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+        result[(slice(done, done + len(leaf)), *map(slice, form_of(leaf).row))] = given
+        done += len(leaf)
+    return result  # type: ignore[no-any-return]  # a tensor or an array
 
 
-def _nest_text(nest: Any) -> str:
-    match nest:
-        case dict():
-            return "{" + ", ".join(sorted(f"{key!r}: {_nest_text(value)}" for key, value in nest.items())) + "}"
-        case tuple():
-            return f"{type(nest).__name__}(" + ", ".join(map(_nest_text, nest)) + ")"
-    return "rows"
-
-
-def _tuple_like(given: tuple[Any, ...], parts: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the parts as a tuple, or as a named tuple if ``given`` is one."""
-    return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)
+def wrong_leaf(leaf: Any) -> str:
+    """Return what a leaf is that has no rows to send, or an empty string."""
+    match leaf:
+        case torch.Tensor() if (
+            leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized or hasattr(leaf, "full_tensor")
+        ):
+            return "a sparse, nested, quantized or distributed tensor, which has no rows to send"
+        case np.ma.MaskedArray():
+            return "a masked array, whose mask would be lost"
+        case torch.Tensor() | np.ndarray() if leaf.ndim:
+            return ""
+        case list():
+            return ""
+        case torch.Tensor() | np.ndarray():
+            return f"a {type(leaf).__name__} without dimensions, which has no rows"
+    return f"a {type(leaf).__name__}, which is no tensor, array or list"

@@ -1,4 +1,4 @@
-"""The batches of a pass, each with how many samples its step has."""
+"""The batches of a pass, each with the number of samples of its step."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches) -> Steps
     """Yield each batch of a pass over a patched loader.
 
     Raises:
-        UnsupportedLoaderError: The loader would go on within a pass.
+        UnsupportedLoaderError: The loader would continue a pass that has begun.
     """
     sampler = batches.sampler
     if sampler.given is not None and sampler.given.is_within:
         raise UnsupportedLoaderError(
             f"{operation} was given a {type(loader).__name__} in the middle of epoch {sampler.epoch}, after "
-            f"{sampler.given.batches} batches: it has one iterator for all epochs, and goes on after a break. Call "
-            f"set_epoch({sampler.epoch}) first, to begin at the epoch's beginning."
+            f"{sampler.given.batches} batches: it has one iterator for all epochs, and continues after a break. Call "
+            f"set_epoch({sampler.epoch}) first, to start the epoch again."
         )
     sampler.keeps_sizes = batches.level is Level.BATCH
     until = 0
@@ -52,9 +52,9 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches) -> Steps
 def _require_own_pass(operation: str, sampler: EpochSampler[Any], one: Pass[Any]) -> None:
     if sampler.left_out(one):
         raise UnsupportedLoaderError(
-            f"{operation} cannot tell which samples a batch holds: the loader's own load_state_dict() went on within "
-            f"epoch {one.epoch}, so its first batches were counted elsewhere. Take the state by loader_state(), and "
-            "resume by restore_loader()."
+            f"{operation} cannot know which samples a batch holds: the loader's own load_state_dict() resumed within "
+            f"epoch {one.epoch}, so its first batches were counted elsewhere. Take the state with loader_state(), and "
+            "resume with restore_loader()."
         )
 
 

@@ -33,7 +33,7 @@ _STALE: WeakKeyDictionary[EpochSampler[Any], list[str]] = WeakKeyDictionary()
 def iter_with_weights(
     loader: DataLoader[Any], *, weight_of: WeightOf | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield each batch of a pass with a weight for each sample, by which all ranks train what one process trains.
+    """Yield each batch of a pass with a weight per sample, so that all ranks train what one process trains.
 
     Let ``loss = (loss_per_sample * weights).sum()``. ``DistributedDataParallel`` averages the ranks' gradients, and the
     average is then the gradient of the mean loss over the step's real samples: those that all ranks got, without
@@ -81,7 +81,7 @@ def iter_with_weights(
     dtype = _dtype_of(dtype)
     if not (weight_of is None or callable(weight_of)):
         raise InvalidOptionError(
-            f"weight_of={weight_of!r} is no function. Pass one that takes a batch and gives a number for each sample."
+            f"weight_of={weight_of!r} is no function. Pass one that takes a batch and returns a number per sample."
         )
     if is_alone(_WEIGHING, loader):
         steps, like = steps_alone(_WEIGHING, loader), _like(loader, dtype)
@@ -125,8 +125,8 @@ def _shared(steps: Steps, sampler: EpochSampler[Any], like: torch.Tensor, weight
             return
         if world.members is None:
             raise WorldError(
-                f"{_WEIGHING} cannot weigh the samples of {ranks} ranks that must tell each other how much theirs "
-                "count: the loader's world was given by rank= and num_replicas=, and nothing tells which processes "
+                f"{_WEIGHING} cannot weigh the samples of {ranks} ranks here: they must exchange how much theirs "
+                "count, and the loader's world was given by rank= and num_replicas=, and nothing says which processes "
                 "these are. Patch it with a process group."
             )
         facts = {"patched as": f"number {sampler.agreed.number}", "epoch": sampler.epoch}
@@ -169,19 +169,19 @@ def _counts(batch: Any, step: StepSamples, weight_of: WeightOf) -> float:
         each = torch.as_tensor(given, dtype=torch.float64, device="cpu").reshape(-1)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidOptionError(
-            f"weight_of gave a {type(given).__name__} of which no numbers can be made ({error}). Return a tensor or a "
-            "list with a number for each sample."
+            f"weight_of returned a {type(given).__name__} that holds no numbers ({error}). Return a tensor or a list "
+            "with a number per sample."
         ) from error
     if len(each) != step.items:
         raise InvalidOptionError(
-            f"weight_of gave {len(each)} numbers for a batch of {step.items} samples. Return one for each, in order, "
-            "padding included."
+            f"weight_of returned {len(each)} numbers for a batch of {step.items} samples. Return one per sample, in "
+            "order, padding included."
         )
     real = each[: step.real]
     if not bool(((real >= 0) & (real < math.inf)).all()):
         raise InvalidOptionError(
-            f"weight_of gave {real[~((real >= 0) & (real < math.inf))][0].item()} for a sample, and how much a sample "
-            "counts is a number of at least 0. Return such numbers."
+            f"weight_of returned {real[~((real >= 0) & (real < math.inf))][0].item()} for a sample. Return finite "
+            "numbers of at least 0."
         )
     return real.sum().item()
 

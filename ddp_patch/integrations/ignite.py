@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, StateError
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
+from ddp_patch.patched import PatchedLoader
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.resume import go_on, loader_state
 from ddp_patch.several import PatchOptions
@@ -18,7 +19,7 @@ from ddp_patch.shares.states import no_state
 
 __all__ = ["attach_loader"]
 
-L = TypeVar("L", bound=DataLoader[Any])
+T = TypeVar("T")
 
 _KEY = "ddp_patch_loader"
 _PLAN = "ddp_patch_plan"
@@ -28,7 +29,7 @@ _INSTEAD = (
 )
 
 
-def attach_loader(engine: Any, loader: L, **options: Unpack[PatchOptions]) -> L:
+def attach_loader(engine: Any, loader: DataLoader[T], **options: Unpack[PatchOptions]) -> PatchedLoader[T]:
     """Patch a loader, and let the state of the engine that runs over it tell its place, too.
 
     So a checkpoint of the engine resumes within an epoch, with the very next batch: its ``state_dict`` has the loader's

@@ -168,6 +168,7 @@ class Pass(Progress, Generic[T]):
     def _prepared(self, part: Sequence[T]) -> Sequence[T]:
         """Note the sizes of items that come next, and divide them, where that is wanted."""
         if self.sizes is not None:
+            part = [list(item) if isinstance(item, Iterator) else item for item in part]  # type: ignore[misc]  # a batch read into a list
             for item in part:
                 self.sizes.add(size_of(item))
         return part if self._division is None else list(map(self._division, part))

@@ -176,7 +176,7 @@ class ShardedSampler(EpochSampler[T]):
             source,
             self.watch,
             resumes=resumes,
-            sizes=Sizes() if self.keeps_sizes or self._division is not None else None,
+            sizes=Sizes() if self.keeps_sizes or self._gives_batches or self._division is not None else None,
             division=None if self._division is None else Division(self._division, self._name, options.costs),
             at_end=partial(self._require_steps, start),
         )

@@ -93,6 +93,10 @@ class DividedBatches:
     def _steps(self) -> Iterator[StepSamples]:
         return (divided(self.plan, size, 0) for size in self.sizes)
 
+    def own_sizes(self) -> list[int]:
+        """Return how many rows this rank has of each batch."""
+        return [step.items for step in self._steps()]
+
     @property
     def samples(self) -> int:
         """How many rows there are."""

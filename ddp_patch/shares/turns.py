@@ -209,16 +209,19 @@ class Turns:
             at += turn.items
 
     def positions(self) -> Iterator[tuple[int, int, int]]:
-        """Yield where each sample that is not padding lies in the unpatched loader's order.
+        """Yield where each sample that is not padding lies in the unpatched loader's order; see ``positions_in``."""
+        return chain.from_iterable(map(self.positions_in, self.all()))
+
+    def positions_in(self, turn: Turn) -> Iterator[tuple[int, int, int]]:
+        """Yield where each sample of a batch that is not padding lies in the unpatched loader's order.
 
         Yields:
-            Its batch's number among those of its worker, the worker's turn, and its place in the batch.
+            The number of the batch among those of its worker, the worker's turn, and the sample's place in the batch.
         """
         size, ranks = self.batching.size, self.plan.num_replicas
-        for turn in self.all():
-            for item in range(turn.first, turn.first + turn.real):
-                number, place = divmod(item * ranks + self.plan.rank, size)
-                yield number, turn.part, place
+        for item in range(turn.first, turn.first + turn.real):
+            number, place = divmod(item * ranks + self.plan.rank, size)
+            yield number, turn.part, place
 
     def are_alike(self, batches: int) -> bool:
         """Tell whether every rank has made the same batches of each part after so many."""

@@ -1,6 +1,10 @@
 """torchmetrics of gathered outputs are those of one process to the last bit; with padding left in they are not."""
 
+import os
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,3 +62,12 @@ def require_those_of_one_process(ranks: list[OnRank], world_size: int, shuffle: 
     for name in METRICS:
         assert 0.1 < expected[name] < 0.999  # a classifier whose metrics can change
         assert (abs(padded[name] - expected[name]) > 1e-6) == bool(padding)
+
+
+def test_a_metric_that_is_updated_in_each_step_is_that_of_one_process() -> None:
+    script = Path(__file__).parents[2] / "docs" / "examples" / "step_metrics.py"
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done = subprocess.run([sys.executable, *run], capture_output=True, text=True, timeout=240, env=environment)  # noqa: S603 - our own script
+    assert done.returncode == 0, done.stderr
+    assert "as in one process" in done.stdout

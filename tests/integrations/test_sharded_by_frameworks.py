@@ -101,7 +101,7 @@ def shared_by_accelerate(rank: int, world_size: int) -> dict[str, Any]:
             loader_state(prepared)  # accelerate has fetched one more
         assert state == loader_state(prepared, batches_done=1) != loader_state(patched)
         break
-    again = patch_dataloader_to_ddp(numbered(shuffle=True), seed=patched.sampler.seed)  # type: ignore[attr-defined]
+    again = patch_dataloader_to_ddp(numbered(shuffle=True), seed=patched.sampler.seed)
     restore_loader(again, state)
     found["resumed"] = [batch.tolist() for batch in prepare_patched(accelerator, again)] == whole[1:]
     return found

@@ -15,7 +15,7 @@ Loader = DataLoader[Any]
 
 def ranks_of(make: Callable[[], Loader], num_replicas: int, **options: Any) -> list[Loader]:
     """One patched loader for each rank, made as that rank would: seeded like no other."""
-    loaders = []
+    loaders: list[Loader] = []
     for rank in range(num_replicas):
         seed_ambient(100 + rank)
         loaders.append(patch_dataloader_to_ddp(make(), rank=rank, num_replicas=num_replicas, **options))

@@ -315,7 +315,7 @@ def refusing(rank: int, world_size: int, odd: int) -> list[tuple[str, str]]:
         said(lambda: patch_dataloader_to_ddp(loader(sampler=unsized), layout="contiguous")),
         said(lambda: patch_dataloader_to_ddp(ready if is_odd else loader())),
         said(lambda: DDPSamplerWrapper(range(N), timeout=-1 if is_odd else 9)),
-        said(lambda: patch_dataloader_to_ddp(5 if is_odd else loader())),  # type: ignore[type-var]
+        said(lambda: patch_dataloader_to_ddp(5 if is_odd else loader())),  # type: ignore[arg-type]
         said(lambda: len(patch_dataloader_to_ddp(loader(), seed=1))),  # and then they are in step again
     ]
 

@@ -1,7 +1,9 @@
 """Real gloo ranks, each seeded differently, that gather their outputs: every rank has what one process would have."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any
@@ -21,6 +23,7 @@ from ddp_patch import (
     DDPPatchError,
     MissingRanksError,
     gather_in_order,
+    gather_step,
     iter_with_mask,
     loader_state,
     patch_dataloader_to_ddp,
@@ -84,12 +87,60 @@ def every_kind(rank: int, world_size: int) -> None:
         given = patched(name, rank, uneven=uneven, layout=layout)
         plans = [Plan(each, world_size, uneven, layout) for each in range(world_size)]  # type: ignore[arg-type]  # those above
         for epochs in (1, 2):
-            own = outputs_of(name, given)
+            batches = list(given)
             dst = None if epochs == 1 else world_size - 1
-            whole = gather_in_order({"rows": own}, given, dst=dst)
+            whole = gather_in_order(in_all_forms(name, batches, given), given, dst=dst)
             rows = expected(stream_of(name, epochs), plans, given)
-            receives = dst in {None, rank}
-            assert whole == ({"rows": rows} if receives else None), (name, uneven, layout, epochs)
+            if dst not in {None, rank}:
+                assert whole is None
+                continue
+            size = 1 if all(len(plan.share(len(rows))) <= 1 for plan in plans) else given.batch_size or 1
+            alone = in_all_forms(name, batches_of_one_process(name, rows, epochs, given, size), given)
+            assert whole == alone, (name, uneven, layout, epochs)
+        if uneven != "keep" or world_size == 1:
+            rows = expected(stream_of(name, 3), plans, given)
+            steps = list(by_steps(name, given))
+            flat = [row for step in steps for row in step]
+            in_order = layout == "interleaved" and name not in WORKERS
+            assert (flat if in_order else sorted(flat, key=repr)) == (rows if in_order else sorted(rows, key=repr)), (
+                name,
+                uneven,
+                layout,
+            )
+
+
+def in_all_forms(name: str, batches: list[Any], given: DataLoader[Any]) -> dict[str, Any]:
+    """Outputs with a row per sample, and per batch where whole batches are shared, and as a list of batches."""
+    if given.batch_sampler is None:
+        return {"rows": batches}
+    lists = [list(batch) for batch in batches]
+    flat = [item for batch in lists for item in batch]
+    forms = {"rows": flat, "list": lists, "nests": [{"a": batch, "b": (batch, None)} for batch in lists]}
+    return forms | {"batches": [tuple(batch) for batch in lists]} if BY_NAME[name].batches else forms
+
+
+def batches_of_one_process(name: str, rows: list[Any], epochs: int, given: DataLoader[Any], size: int) -> list[Any]:
+    """Where each rank has one sample, a list of it may be of samples or batches, and stays one of samples."""
+    if BY_NAME[name].batches or given.batch_sampler is None:
+        return rows
+    if name in WORKERS:
+        alone = patched(name, 0, rank=0, num_replicas=1)
+        return [list(alone) for _ in range(epochs)][-1]
+    return [rows[at : at + size] for at in range(0, len(rows), size)]
+
+
+def by_steps(name: str, given: DataLoader[Any]) -> Iterator[list[Any]]:
+    """What all ranks gather in each step; of whole batches, batches."""
+    for batch in given:
+        if given.batch_sampler is None:
+            yield gather_step([batch], given)
+        elif BY_NAME[name].batches:
+            one, samples = [tuple(batch)], list(batch)
+            of_batches, of_samples = gather_step((one, samples), given)
+            assert [item for row in of_batches for item in row] == of_samples
+            yield of_batches
+        else:
+            yield gather_step(list(batch), given)
 
 
 def every_form(rank: int, world_size: int) -> None:
@@ -195,6 +246,11 @@ def nothing_is_left(rank: int, world_size: int) -> None:
     counts = []
     for _ in range(3):
         gather_in_order(outputs_of("shuffle=True", given), given)
+        assert sum(len(gather_step(batch, given)) for batch in given) == N
+        for batch in given:  # all leave it
+            gather_step(batch, given, dst=world_size - 1)
+            break
+        list(given)
         dist.barrier()
         counts.append((len(_world.pg_map), _get_default_store().num_keys()))
         dist.barrier()
@@ -243,6 +299,11 @@ def test_some_ranks_and_meshes() -> None:
     assert ranks[3][2] == stream
 
 
+class Unmeasured(list[Any]):
+    def __len__(self) -> int:
+        raise RuntimeError("no length")
+
+
 def in_time(rank: int, world_size: int) -> dict[str, str]:
     """What each rank is told, by what one of them does wrong."""
     given = patched("sequential", rank)
@@ -256,6 +317,14 @@ def in_time(rank: int, world_size: int) -> dict[str, str]:
     for _ in range(1 + (rank == 1)):
         list(ahead)
     odd = rank == 1
+    in_batches = [own[at : at + 4] for at in range(0, len(own), 4)]
+
+    @dataclass
+    class Local:
+        """Other ranks cannot find it."""
+
+        rows: list[Any]
+
     calls: dict[str, Callable[[], Any]] = {
         "in the middle": lambda: gather_in_order(own, half),
         "an epoch ahead": lambda: gather_in_order(own, ahead),
@@ -264,6 +333,12 @@ def in_time(rank: int, world_size: int) -> dict[str, str]:
         "another key": lambda: gather_in_order({"b" if odd else "a": own}, given),
         "another dtype": lambda: gather_in_order(torch.tensor(own).to(torch.int8 if odd else torch.int64), given),
         "another shape": lambda: gather_in_order(torch.zeros(len(own), 2 + odd), given),
+        "more dimensions": lambda: gather_in_order(torch.zeros(len(own), *[1] * odd), given),
+        "a list of batches": lambda: gather_in_order(in_batches if odd else own, given),
+        "a class of its own": lambda: gather_in_order(Local(own) if odd else own, given),
+        "what raises": lambda: gather_in_order(Unmeasured(own) if odd else own, given),
+        "another pad": lambda: gather_in_order(own, given, pad=None if odd else 0),
+        "another call": lambda: (gather_step if odd else gather_in_order)(own, given),
         "an array": lambda: gather_in_order(np.array(own, "f4") if odd else torch.zeros(len(own)), given),
         "no pickle": lambda: gather_in_order([lambda: 0] * len(own) if odd else own, given),
         "another dst": lambda: gather_in_order(own, given, dst=int(odd)),
@@ -280,16 +355,22 @@ def in_time(rank: int, world_size: int) -> dict[str, str]:
 
 # What is said of whom, line by line.
 SAID: dict[str, list[tuple[str, ...]]] = {
-    "in the middle": [("rank 1:", "middle of epoch 0")],
-    "an epoch ahead": [("ranks 0, 2:", "epoch 0", "23 items"), ("rank 1:", "epoch 1", "23 items")],
-    "too few": [("rank 1:", "7 rows", "the outputs", "8 samples")],
-    "nothing": [("rank 1:", "None", "the outputs", "tensor, array or list")],
-    "another key": [("ranks 0, 2:", "['a']: list"), ("rank 1:", "['b']: list")],
-    "another dtype": [("ranks 0, 2:", "tensor torch.int64 (n,)"), ("rank 1:", "tensor torch.int8 (n,)")],
-    "another shape": [("ranks 0, 2:", "tensor torch.float32 (n, 2)"), ("rank 1:", "tensor torch.float32 (n, 3)")],
-    "an array": [("ranks 0, 2:", "tensor torch.float32 (n,)"), ("rank 1:", "array float32 (n,)")],
-    "no pickle": [("rank 1:", "pickled")],
-    "another dst": [("ranks 0, 2:", "dst=0"), ("rank 1:", "dst=1")],
+    "in the middle": [("rank 1", "middle of epoch 0")],
+    "an epoch ahead": [("ranks 0, 2", "epoch 0", "23 items"), ("rank 1", "epoch 1", "23 items")],
+    "too few": [("rank 1 passed 7 rows", "expected 8, one per sample")],
+    "nothing": [("rank 1 passed None", "expected 8, one per sample")],
+    "another key": [("ranks 0, 2", "{'a': rows}"), ("rank 1", "{'b': rows}")],
+    "another dtype": [("ranks 0, 2", "tensor torch.int64 (n,)"), ("rank 1", "tensor torch.int8 (n,)")],
+    "another shape": [("ranks 0, 2", "tensor torch.float32 (n, 2)"), ("rank 1", "tensor torch.float32 (n, 3)")],
+    "more dimensions": [("ranks 0, 2", "tensor torch.float32 (n,)"), ("rank 1", "tensor torch.float32 (n, 1)")],
+    "an array": [("ranks 0, 2", "tensor torch.float32 (n,)"), ("rank 1", "array float32 (n,)")],
+    "a list of batches": [("ranks 0, 2", "one row per sample"), ("rank 1", "a list of batches")],
+    "no pickle": [("rank 1", "pickled")],
+    "a class of its own": [("rank 1", "pickled")],
+    "what raises": [("rank 1", "RuntimeError", "no length")],
+    "another dst": [("ranks 0, 2", "dst=0"), ("rank 1", "dst=1")],
+    "another pad": [("ranks 0, 2", "pad=0"), ("rank 1", "pad=None")],
+    "another call": [("rank 1", "not in the loop", "epoch 0 is over")],
 }
 
 
@@ -300,7 +381,9 @@ def test_what_one_rank_does_wrong_is_told_to_all() -> None:
     assert_tells(dst_of_nobody, ("InvalidOptionError", "dst=9", "[0, 1, 2]"), "one")
     assert ranks[0].keys() == SAID.keys()
     for name, message in ranks[0].items():
-        assert_tells(message, ("OutputsError", "Gathering outputs"), ("gather_in_order()", "every rank", "one row"))
+        assert_tells(
+            message, ("OutputsError", "Gathering outputs"), "pad=" if name == "another shape" else "every rank"
+        )
         _, *lines, _ = message.split("\n")
         for line, facts in zip(lines, SAID[name], strict=True):
             assert not missing(line, facts), (name, line)
@@ -321,6 +404,53 @@ def failing(rank: int, world_size: int) -> tuple[str, str]:
     with pytest.raises(MissingRanksError) as missing:
         gather_in_order(own, given)
     return str(broken.value), str(missing.value)
+
+
+def leaving(rank: int, world_size: int) -> str:
+    """Rank 1 leaves the loop alone."""
+    given = patched("sequential", rank, timeout=3)
+    seen: list[int] = []
+    with pytest.raises(MissingRanksError) if rank != 1 else nullcontext() as missing:
+        for step, batch in enumerate(given):
+            if rank == 1 and step == 1:
+                break
+            seen += gather_step(batch, given)
+    assert seen == list(range(4 * world_size))
+    return "" if missing is None else str(missing.value)
+
+
+def test_a_rank_that_leaves_the_loop_alone_is_missed_in_the_next_step() -> None:
+    first, _, last = run_ranks(leaving, 3)
+    for said in (first, last):
+        assert_tells(said, ("Gathering outputs", "rank 1 of 3", "ranks 0, 2 did"), "timeout=")
+
+
+def padded_steps(rank: int, world_size: int) -> None:
+    """Texts of any length, on every rank and to one; the same connection is used in all steps."""
+    given = patched("shuffle=True", rank)
+    for dst in (None, world_size - 1):
+        ids: list[Any] = []
+        whole: list[int] = []
+        for batch in given:
+            own = torch.tensor([[1] * item + [0] * (max(batch) - item) for item in batch], dtype=torch.int16)
+            ids.append({"ids": own, "none": None})
+            step: Any = gather_step({"ids": own, "length": [*batch]}, given, dst=dst, pad=0)
+            if step is not None:
+                assert step["ids"].sum(dim=1).tolist() == step["length"]
+                whole += step["length"]
+        lists: Any = gather_in_order(ids, given, dst=dst, pad=0)
+        if dst in {None, rank}:
+            lengths = [int(row.sum()) for batch in lists for row in batch["ids"]]
+            assert lengths == whole
+            assert sorted(lengths) == list(range(N))
+            assert {batch["ids"].shape[1] for batch in lists} == {N - 1}
+        else:
+            assert lists is None
+            assert not whole
+
+
+def test_texts_of_any_length_are_padded_to_the_longest_of_any_rank() -> None:
+    run_ranks(padded_steps, 3)
 
 
 def test_ranks_that_fail_or_do_not_come_are_missed() -> None:

@@ -27,7 +27,7 @@ def epochs(rank: int, world_size: int, options: dict[str, Any], workers: int) ->
     seen = []
     for epoch in range(4):
         if epoch == 2:
-            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]  # the sharded one has it
+            loader.sampler.set_epoch(epoch)
         seen.append([int(index) for batch in loader for index in batch])
     return seen
 

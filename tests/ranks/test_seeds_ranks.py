@@ -155,12 +155,12 @@ def in_turn(ranks: list[Any]) -> list[int]:
 def restoring_others(rank: int, world_size: int) -> str:
     seed_ambient(rank)
     patched = patch_dataloader_to_ddp(shuffled(), timeout=20)
-    before = patched.sampler.seed  # type: ignore[attr-defined]  # the patched one's
+    before = patched.sampler.seed
     state = loader_state(patched, batches_done=0)
     state["loader"]["seed"] = 1 + rank
     with pytest.raises(RankMismatchError) as caught:
         restore_loader(patched, state)
-    assert patched.sampler.seed == before  # type: ignore[attr-defined]  # as above
+    assert patched.sampler.seed == before
     return str(caught.value)
 
 

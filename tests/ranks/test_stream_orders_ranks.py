@@ -311,7 +311,7 @@ def iterated_twice_at_once(rank: int, workers: int) -> Any:
     train = patch_dataloader_to_ddp(loader(Stream(row, by_epoch), workers))
     for _, (_, _) in zip(range(5), zip(train, train, strict=False), strict=False):
         pass
-    train.set_epoch(2)  # type: ignore[attr-defined]  # which the patch adds
+    train.set_epoch(2)
     return train
 
 

@@ -27,13 +27,20 @@ def options(loader: DataLoader[str]) -> None:
     patch_dataloader_to_ddp(loader, "drop")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 
 
+def what_a_patched_loader_has_not(loader: DataLoader[str]) -> None:
+    loader.set_epoch(3)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    patched = patch_dataloader_to_ddp(loader)
+    patched.set_epoch("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    patched.sampler.set_epochs(3)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+
+
 def options_of_several(loader: DataLoader[str]) -> None:
-    patch_dataloaders_to_ddp((loader,), uneven="wrong")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    patch_dataloaders_to_ddp((loader,), unknown=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    patch_dataloaders_to_ddp((loader,), uneven="wrong")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    patch_dataloaders_to_ddp((loader,), unknown=True)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
 
 
 def what_is_no_loader(dataset: Dataset[str], loader: DataLoader[str]) -> None:
-    patch_dataloader_to_ddp(dataset)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
+    patch_dataloader_to_ddp(dataset)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     assert_loaders_patched([dataset])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
     gather_in_order([1], dataset)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
     loader_state(loader, 1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

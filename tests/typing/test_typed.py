@@ -12,10 +12,12 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from ddp_patch import (
     DDPBatchSamplerWrapper,
     DDPSamplerWrapper,
+    PatchedLoader,
     assert_loaders_patched,
     check_loaders_is_patched,
     extract_loader_parameters,
     gather_in_order,
+    gather_step,
     iter_with_mask,
     loader_state,
     patch_dataloader_to_ddp,
@@ -64,23 +66,27 @@ class Logged(DataLoader[T_co]):
 
 def test_a_patched_loader_is_of_the_type_that_was_given() -> None:
     sample = DataLoader(Words(), batch_size=2, sampler=RandomSampler(Words()))
-    assert_type(patch_dataloader_to_ddp(sample, rank=0, num_replicas=2), DataLoader[str])
+    assert_type(patch_dataloader_to_ddp(sample, rank=0, num_replicas=2), PatchedLoader[str])
     batch = DataLoader(Words(), batch_sampler=Pairs())
-    assert_type(patch_dataloader_to_ddp(batch, rank=0, num_replicas=2, uneven="drop"), DataLoader[str])
+    assert_type(patch_dataloader_to_ddp(batch, rank=0, num_replicas=2, uneven="drop"), PatchedLoader[str])
     unbatched = DataLoader(Words(), batch_size=None)
-    assert_type(patch_dataloader_to_ddp(unbatched, rank=0, num_replicas=2, layout="contiguous"), DataLoader[str])
+    assert_type(patch_dataloader_to_ddp(unbatched, rank=0, num_replicas=2, layout="contiguous"), PatchedLoader[str])
     iterable = DataLoader(Stream(), batch_size=2)
-    assert_type(patch_dataloader_to_ddp(iterable, rank=0, num_replicas=2, iterable_sharding="exact"), DataLoader[str])
+    assert_type(
+        patch_dataloader_to_ddp(iterable, rank=0, num_replicas=2, iterable_sharding="exact"), PatchedLoader[str]
+    )
     shuffled = DataLoader(Words(), shuffle=True)
     assert_type(
         patch_dataloader_to_ddp(shuffled, rank=0, num_replicas=2, agreement="seeded", seed=0, scalable_shuffle=True),
-        DataLoader[str],
+        PatchedLoader[str],
     )
     logged = Logged(Words())
     logged.log = ["made"]
     patched = patch_dataloader_to_ddp(logged, rank=np.int64(0), num_replicas=2, verify=False, timeout=60)
-    assert_type(patched, Logged[str])
+    assert_type(patched, PatchedLoader[str])
+    assert isinstance(patched, Logged)
     assert_type(patched.log, list[str])
+    patched.set_epoch(1)
 
 
 class Loaders(NamedTuple):
@@ -93,7 +99,9 @@ class Loaders(NamedTuple):
 def test_a_nest_of_loaders_is_of_the_type_that_was_given() -> None:
     train, logged = DataLoader(Words(), shuffle=True), Logged(Words())
     pair = patch_dataloaders_to_ddp((train, logged), rank=0, num_replicas=2, uneven="drop", seed=1)
-    assert_type(pair, tuple[DataLoader[str], Logged[str]])
+    assert_type(pair, tuple[PatchedLoader[str], PatchedLoader[str]])
+    three = patch_dataloaders_to_ddp((train, logged, train), rank=0, num_replicas=2)
+    assert_type(three, tuple[PatchedLoader[str], PatchedLoader[str], PatchedLoader[str]])
     assert_type(patch_dataloaders_to_ddp([train, train], rank=0, num_replicas=2), list[DataLoader[str]])
     by_name = patch_dataloaders_to_ddp({"train": train, "val": train}, rank=0, num_replicas=2, share="batches")
     assert_type(by_name, dict[str, DataLoader[str]])
@@ -101,12 +109,43 @@ def test_a_nest_of_loaders_is_of_the_type_that_was_given() -> None:
     assert_type(named, Loaders)
     assert_type(named.train, DataLoader[str])
     alone = patch_dataloaders_to_ddp(logged, rank=0, num_replicas=2, scalable_shuffle=False)
-    assert_type(alone, Logged[str])
+    assert_type(alone, PatchedLoader[str])
     assert_loaders_patched((pair, by_name, named, alone))
     assert_loaders_patched({"train": pair, "test": None})
 
 
-def patched_words() -> DataLoader[str]:
+def count_words(loader: DataLoader[str]) -> int:
+    return sum(len(batch) for batch in loader)
+
+
+def train(loader: PatchedLoader[str], epochs: int) -> None:
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            assert len(batch) <= 2
+
+
+def test_a_patched_loader_is_told_its_epoch_without_a_cast() -> None:
+    loader = patch_dataloader_to_ddp(DataLoader(Words(), batch_size=2, shuffle=True), rank=0, num_replicas=2)
+    train(loader, 2)
+    loader.sampler.set_epoch(3)
+    assert_type(len(loader), int)
+    assert count_words(loader) == 3
+    state = loader.state_dict()
+    assert_type(state, dict[str, Any])
+    loader.load_state_dict(state)
+    for batch in loader:
+        assert len(batch) in {1, 2}
+    unknown: DataLoader[str] = loader
+    assert isinstance(unknown, PatchedLoader)
+    unknown.set_epoch(4)
+    by_name = patch_dataloaders_to_ddp({"train": DataLoader(Words())}, rank=0, num_replicas=2)
+    one = by_name["train"]
+    assert isinstance(one, PatchedLoader)
+    one.sampler.set_epoch(5)
+
+
+def patched_words() -> PatchedLoader[str]:
     return patch_dataloader_to_ddp(DataLoader(Words(), batch_size=2), rank=0, num_replicas=1)
 
 
@@ -123,6 +162,9 @@ def test_outputs_keep_their_type() -> None:
     assert_type(gather_in_order(rows, loader), list[int])
     assert_type(gather_in_order(torch.tensor(rows), loader), Tensor)
     assert_type(gather_in_order(torch.tensor(rows), loader, dst=0), Tensor | None)
+    assert_type(gather_in_order([torch.zeros(2, 3)] * 3, loader, pad=0), list[Tensor])
+    for words in loader:
+        assert_type(gather_step({"words": list(words)}, loader), dict[str, list[Any]])
     of_numpy: npt.NDArray[np.float32] = np.zeros(len(rows), np.float32)
     assert_type(gather_in_order({"score": of_numpy}, loader), dict[str, npt.NDArray[np.float32]])
     for step, (_, mask) in enumerate(iter_with_mask(loader)):

@@ -46,8 +46,10 @@ from ddp_patch import (
 )
 from ddp_patch.devices import checked_device, device_here
 from ddp_patch.evaluation import gather
-from ddp_patch.evaluation.rows import Form, Structure
-from ddp_patch.evaluation.transfer import Arrangement, Members, gathered
+from ddp_patch.evaluation.connection import Connection, Members
+from ddp_patch.evaluation.places import Placed
+from ddp_patch.evaluation.rows import Form
+from ddp_patch.evaluation.transfer import Column, Given, gathered
 from ddp_patch.options import Options
 
 N = 23
@@ -417,7 +419,7 @@ def test_one_iterator_for_all_epochs_comes_there_in_a_single_process(kind: Any, 
         on_meta = patch_dataloader_to_ddp(given, device="meta")
     for one in (on_meta, copy.deepcopy(on_meta), pickle.loads(pickle.dumps(on_meta))):  # noqa: S301 - our own
         assert [batch.device for _ in range(2) for batch in one] == [META] * 6
-    if kind is Infinite:
+    if isinstance(on_meta, Infinite):
         on_meta.reset()
         assert next(iter(on_meta)).device == META
     two = patched(on_meta)
@@ -505,16 +507,16 @@ def test_a_rank_without_rows_gathers_on_its_own_device(
     asked: list[Any] = []
     monkeypatch.setattr(torch, "empty", lambda *args, device, **kwargs: asked.append(device))
     members = Members([0], 0, None, 1.0, None if loaders is None else torch.device(loaders))
-    structure = Structure("x", {"x": Form("tensor", torch.float32, (2,), theirs)}, {"x": 0})
-    gathered(None, {}, members, Arrangement(structure, 0, [[]], [{}], "name"))
+    column = Column(Form("tensor", torch.float32, (2,), device=theirs), [(2,)], [0])
+    gathered(Connection(members, None), column, Placed(0, [[]]), Given(), None)
     assert asked == [torch.device(here)]
 
 
 def test_outputs_are_gathered_where_the_loaders_batches_come(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def notes(outputs: Any, own: Any, members: Members, arrangement: Any) -> Any:
-        asked.append(members.device)
+    def notes(connection: Connection, *_: Any) -> Any:
+        asked.append(connection.members.device)
 
     monkeypatch.setattr(gather, "gathered", notes)
     loader = patch_dataloader_to_ddp(DataLoader(Indices(2)), rank=0, num_replicas=1, device="meta")

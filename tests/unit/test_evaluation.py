@@ -3,6 +3,7 @@
 import pickle
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
+from dataclasses import InitVar, dataclass
 from itertools import islice, product
 from typing import Any
 
@@ -46,11 +47,10 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.evaluation.gather import _places
-from ddp_patch.evaluation.rows import structure_of
-from ddp_patch.evaluation.transfer import packed
+from ddp_patch.evaluation.places import places_of_rows as _places
 from ddp_patch.options import Layout, Uneven
 from ddp_patch.plan import Plan
+from ddp_patch.ranks.packing import packed
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
 
@@ -245,7 +245,7 @@ def test_a_nest_comes_back_as_it_was_given() -> None:
 
 def test_rows_that_are_views_are_sent_without_what_they_are_views_of() -> None:
     rows = list(torch.arange(1024 * 100.0).reshape(1024, 100))
-    data = packed(rows, structure_of(rows), 1000)["the outputs"]
+    data = packed(rows[:1000])
     assert len(data) < 1.5 * 1000 * 100 * 4
     assert all(torch.equal(one, other) for one, other in zip(pickle.loads(data), rows, strict=False))  # noqa: S301 - our own
 
@@ -324,18 +324,42 @@ def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven, layout: Layo
 
 # What is refused.
 
-REMEDY = ("gather_in_order()", "every rank", "structure", "one row", "padding")
+
+class Alike:
+    """A key that looks like the others."""
+
+    def __repr__(self) -> str:
+        return "key"
+
+
+@dataclass
+class Fixed:
+    """A dataclass that needs more than its fields."""
+
+    rows: Any
+    more: InitVar[int]
+
+
+REMEDY = ("gather_in_order()", "every rank", "one row per sample", "padding")
 OUTPUTS: list[tuple[Any, tuple[str, ...]]] = [
-    (None, ("None", "the outputs", "tensor, array or list")),
-    ({}, ("nothing", "23 samples")),
+    (None, ("passed None", "23, one per sample")),
+    ({}, ("passed nothing", "23, one per sample")),
     ({"loss": 0.5}, ("float", "['loss']", "tensor, array or list")),
     ({"loss": torch.tensor(0.5)}, ("Tensor", "dimensions", "['loss']")),
     ((np.array(0.5),), ("ndarray", "dimensions", "[0]")),
-    (torch.zeros(24), ("24 rows", "the outputs", "23 samples")),
-    ([[1]] * 6, ("6 rows", "the outputs", "23 samples")),
-    ({"a": {"b": [1]}, "c": (np.zeros(23), [2, 3])}, ("1 rows at ['a']['b']", "2 rows at ['c'][1]", "23 samples")),
-    (torch.zeros(23, 2).to_sparse(), ("sparse", "tensor", "the outputs")),
-    (np.ma.zeros(23), ("masked array", "the outputs")),
+    (torch.zeros(24), ("24 rows", "23, one per sample", "a list with one entry per batch")),
+    ([[1]] * 5, ("5 rows", "23, one per sample", "a list with one entry per batch")),
+    ([[1]] * 6, ("6 rows", "23, one per sample", "1 rows at [0] for a batch of 4")),
+    ([[1] * 4] * 6, ("6 rows", "4 rows at [5] for a batch of 3")),
+    ([torch.zeros(4)] * 5 + [np.zeros(3)], ("6 rows", "different dtypes or dimensions")),
+    ([torch.zeros(4)] * 5 + [{"a": torch.zeros(3)}], ("6 rows", "entry 5 is built otherwise than entry 0")),
+    ([torch.tensor(0.5)] * 6, ("6 rows", "a Tensor without dimensions", "[0]")),
+    ([()] * 6, ("6 rows", "empty")),
+    ({"a": {"b": [1]}, "c": (np.zeros(23), [2, 3])}, ("1 rows at ['a']['b']", "2 rows at ['c'][1]", "23, one per")),
+    (torch.zeros(23, 2).to_sparse(), ("sparse", "tensor")),
+    (np.ma.zeros(23), ("masked array",)),
+    (Fixed(torch.zeros(23), 1), ("built again", "TypeError")),
+    ({Alike(): [0] * 23, Alike(): [1] * 23}, ("keys look alike",)),
 ]
 
 
@@ -346,17 +370,21 @@ def test_outputs_that_are_none_of_a_pass(outputs: Any, facts: tuple[str, ...]) -
 
 
 def test_rows_are_called_what_they_stand_for() -> None:
-    for name, unit in (("a list of lists", "3 batches"), ("batch_size=None", "23 items"), ("iterable", "23 samples")):
+    for name, unit in (
+        ("a list of lists", ("3, one per batch", "6, one per sample", "a list")),
+        ("batch_size=None", ("23, one per item",)),
+        ("iterable", ("23, one per sample", "a list")),
+    ):
         given = patched(BY_NAME[name], 0, 1)
         list(given)
-        with raises(OutputsError, ("1 rows", "the outputs", unit), REMEDY):
+        with raises(OutputsError, ("rank 0 passed 1 rows; expected", *unit), REMEDY):
             gather_in_order([0], given)
 
 
 def test_a_pass_that_is_none_or_not_whole() -> None:
     for kind in (BY_NAME["sequential"], BY_NAME["a sampler without len"], BY_NAME["iterable"]):
         given = patched(kind, 0, 1)
-        for what in ("no pass", "middle of epoch 0", "middle of epoch 1"):
+        for what in ("made no pass", "middle of epoch 0", "middle of epoch 1"):
             with raises(OutputsError, ("Gathering outputs", "rank 0", what), REMEDY):
                 gather_in_order([0], given)
             iterator = iter(given)

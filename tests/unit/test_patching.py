@@ -222,7 +222,7 @@ class Rebuilt(DataLoader[Any]):
 
 
 def test_a_loader_that_draws_from_another_one_counts_as_that_and_cannot_be_patched() -> None:
-    patched = Delegating(patch_dataloader_to_ddp(loader(), **WORLD))
+    patched: Any = Delegating(patch_dataloader_to_ddp(loader(), **WORLD))
     assert check_loaders_is_patched(patched)
     assert patch_dataloader_to_ddp(patched, **WORLD) is patched
     with raises(UnsupportedLoaderError, ("Delegating", "__iter__", "'wrapped'"), "to Delegating"):

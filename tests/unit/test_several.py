@@ -132,7 +132,7 @@ def test_one_process_gets_its_nest_back_with_one_warning() -> None:
         if options:
             given = [loader(shuffle=True)]
         with pytest.warns(NotDistributedWarning) as caught:
-            assert patch_dataloaders_to_ddp(given, **options) is given  # type: ignore[arg-type]  # of several types
+            assert patch_dataloaders_to_ddp(given, **options) is given  # type: ignore[call-overload]  # of several types
         assert len(caught) == 1
         assert caught[0].filename == __file__
         assert_tells(str(caught[0].message), ("patch_dataloaders_to_ddp", "all data"), "init_process_group()")
@@ -214,7 +214,7 @@ def test_all_keywords_of_one_loader_hold_for_several() -> None:
     keywords = [*inspect.signature(patch_dataloader_to_ddp).parameters][1:]
     assert sorted(PatchOptions.__annotations__) == sorted(keywords)
     with pytest.raises(TypeError, match=r"patch_dataloaders_to_ddp\(\) has no option unevn\. Pass some of these: "):
-        patch_dataloaders_to_ddp([loader()], unevn="drop")  # type: ignore[call-arg]  # on purpose
+        patch_dataloaders_to_ddp([loader()], unevn="drop")  # type: ignore[call-overload]  # on purpose
 
 
 def test_the_guard_takes_what_the_call_returns() -> None:

@@ -215,7 +215,7 @@ def test_other_calls_name_the_loader_inside_too() -> None:
 def test_a_wrapper_of_no_loader_is_just_none() -> None:
     for outer in (PrefetchLoader([1, 2]), WebLoader(range(3))):
         with raises(NotALoaderError, ("patch_dataloader_to_ddp", type(outer).__name__), "the finished loader itself"):
-            patch_dataloader_to_ddp(outer, rank=0, num_replicas=2)  # type: ignore[type-var]  # on purpose
+            patch_dataloader_to_ddp(outer, rank=0, num_replicas=2)  # type: ignore[arg-type]  # on purpose
 
 
 class FastaiLoader:
@@ -236,7 +236,7 @@ def test_fastais_loader_is_none_of_torchs() -> None:
     loader = FastaiLoader(Indices(N), 2)
     facts = ("patch_dataloader_to_ddp", "fastai's DataLoader", "torch.utils.data.DataLoader")
     with raises(NotALoaderError, facts, ("learn.distrib_ctx()", "collate_fn=loader.create_batch")) as caught:
-        patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)  # type: ignore[type-var]  # on purpose
+        patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)  # type: ignore[arg-type]  # on purpose
     found = re.search(r"torch\.utils\.data\.DataLoader\(loader.*?\)(?=\.)", str(caught.value))
     assert found is not None
     assert shares_of(lambda: eval(found[0], {"torch": torch, "loader": loader})) == [  # noqa: S307 - the remedy

@@ -1,0 +1,177 @@
+"""What outputs may look like, of several ranks, judged without sending anything."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from gathered import shares, together
+from messages import raises
+from zoo import loader
+
+from ddp_patch import InvalidOptionError, OutputsError, gather_in_order, patch_dataloader_to_ddp
+
+N = 23
+
+
+class Pair(NamedTuple):
+    logits: Any
+    names: Any = None
+
+
+@dataclass(frozen=True)
+class Output:
+    logits: Any
+    loss: Any = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def features(items: list[int]) -> torch.Tensor:
+    return torch.tensor(items, dtype=torch.bfloat16)[:, None].expand(-1, 2)
+
+
+NESTS: dict[str, Callable[[list[int]], Any]] = {
+    "tensor": features,
+    "array": lambda items: np.array(items, "f4"),
+    "strings": lambda items: np.array([str(item) for item in items]),
+    "list": lambda items: [{"id": item} for item in items],
+    "named tuple": lambda items: Pair(features(items), [str(item) for item in items]),
+    "tuple with None": lambda items: (features(items), None),
+    "dataclass": lambda items: Output(features(items), more={"ids": items, "none": None}),
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(other, torch.Tensor):
+        return bool(one.dtype == other.dtype and torch.equal(one, other))
+    if isinstance(other, np.ndarray):
+        return bool(one.dtype == other.dtype and np.array_equal(one, other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(other, Output):
+        return same(vars(one), vars(other))
+    if isinstance(other, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in other)
+    if isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("name", NESTS)
+def test_every_form_comes_as_one_process_has_it(name: str) -> None:
+    """In all rows, and as a list of batches; ranks that got nothing pass None."""
+    make = NESTS[name]
+    for n, world_size, uneven in product((0, 2, 7, N), (1, 2, 3, 5), ("pad", "keep")):
+        loaders = shares(world_size, sampler=list(range(n)), batch_size=3, uneven=uneven)
+        batches = [list(given) for given in loaders]
+        flat = [[item for batch in of_rank for item in batch] for of_rank in batches]
+        rows = together([make(items) if items else None for items in flat], loaders)
+        if not n:
+            assert rows is None
+            continue
+        assert same(rows, make(list(range(n)))), (n, world_size, uneven)
+        lists = together([[make(batch) for batch in of_rank] or None for of_rank in batches], loaders)
+        size = 3 if any(len(items) > len(of_rank) for items, of_rank in zip(flat, batches, strict=True)) else 1
+        alone = [make(list(range(n))[at : at + size]) for at in range(0, n, size)]
+        assert len(lists) == len(alone)
+        if name != "strings":  # as wide as the widest of all
+            assert same(lists, alone), (n, world_size, uneven)
+
+
+BATCHES = [[0, 1, 2], [3], [], [4, 5], [6, 7, 8, 9], [10]]
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("uneven", ["pad", "keep"])
+def test_whole_batches_have_rows_of_samples_or_of_batches(uneven: Any, layout: Any) -> None:
+    for world_size in (1, 2, 4, 5, 7):
+        loaders = shares(world_size, batch_sampler=BATCHES, uneven=uneven, layout=layout)
+        batches = [list(given) for given in loaders]
+        samples = [
+            torch.tensor([item for batch in of_rank for item in batch], dtype=torch.int64) for of_rank in batches
+        ]
+        means = [np.array([len(batch) for batch in of_rank]) for of_rank in batches]
+        found = together(
+            [(*rows, one) if one else None for *rows, one in zip(samples, means, batches, strict=True)], loaders
+        )
+        assert found[0].tolist() == list(range(11))
+        assert found[1].tolist() == [len(batch) for batch in BATCHES]
+        assert found[2] == BATCHES
+        padded = together(
+            [[torch.full((len(batch), len(batch)), 1) for batch in of_rank] or None for of_rank in batches],
+            loaders,
+            pad=0,
+        )
+        assert [tuple(batch.shape) for batch in padded] == [(len(batch), 4) for batch in BATCHES]
+        assert torch.cat(padded).sum(dim=1).tolist() == [len(batch) for batch in BATCHES for _ in batch]
+
+
+def wide(items: list[int], least: int = 1) -> torch.Tensor:
+    """Each row has as many ones as its number, and is as wide as the batch's widest."""
+    width = max([least, *items])
+    return torch.tensor([[1.0] * item + [-1.0] * (width - item) for item in items], dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_rows_of_different_widths_are_padded_to_the_widest_of_all_ranks(world_size: int) -> None:
+    loaders = shares(world_size, sampler=list(range(7)), batch_size=2)
+    batches = [list(given) for given in loaders]
+    found = torch.cat(together([[wide(batch) for batch in of_rank] for of_rank in batches], loaders, pad=-1))
+    assert torch.equal(found, wide(list(range(7))))
+    flat = [[item for batch in of_rank for item in batch] for of_rank in batches]
+    expected = wide(list(range(7)))
+    assert torch.equal(together([wide(items) for items in flat], loaders, pad=-1), expected)
+    for dtype in ("f4", "O"):
+        arrays = together([wide(items).float().numpy().astype(dtype) for items in flat], loaders, pad=-1)
+        assert np.array_equal(arrays.astype("f4"), expected.float().numpy())
+
+
+def test_without_pad_different_widths_are_an_error_that_names_it() -> None:
+    loaders = shares(2, sampler=list(range(6)), batch_size=2)
+    batches = [list(given) for given in loaders]
+    flat = [[item for batch in of_rank for item in batch] for of_rank in batches]
+    with raises(OutputsError, ("rank 0 passed tensor torch.bfloat16 (n, 4)", "rank 1", "(n, 5)"), "pad="):
+        together([wide(items) for items in flat], loaders)
+    with raises(OutputsError, ("rank 0 passed", "(n, 2..4) at [i]", "(n, 3..5)"), "pad="):
+        together([[wide(batch) for batch in of_rank] for of_rank in batches], loaders)
+
+
+@pytest.mark.parametrize(
+    ("pad", "dtype"), [(0.5, torch.int64), (-100, torch.uint8), (2, torch.bool), (1j, torch.float32)]
+)
+def test_a_pad_that_the_rows_do_not_hold(pad: Any, dtype: torch.dtype) -> None:
+    loaders = shares(2)
+    flat = [[item for batch in given for item in batch] for given in loaders]
+    outputs = [torch.zeros(len(items), 1 + rank, dtype=dtype) for rank, items in enumerate(flat)]
+    with raises(InvalidOptionError, (f"pad={pad}", str(dtype)), "number"):
+        together(outputs, loaders, pad=pad)
+    for of_strings in ([np.array([["a"] * (1 + rank)] * len(items)) for rank, items in enumerate(flat)],):
+        with raises(InvalidOptionError, (f"pad={pad}", "str"), "number"):
+            together(of_strings, loaders, pad=pad)
+
+
+@pytest.mark.parametrize("pad", ["x", [0], torch.tensor(0), len])
+def test_what_is_no_number_to_pad_with(pad: Any) -> None:
+    given = patch_dataloader_to_ddp(loader(), rank=0, num_replicas=1)
+    rows = [item for batch in given for item in batch]
+    for one in (given, loader()):
+        with raises(InvalidOptionError, ("pad=", "no number"), "pad=0"):
+            gather_in_order(rows, one, pad=pad)
+
+
+def test_a_single_process_pads_its_lists_of_batches_too() -> None:
+    outputs: dict[str, Any] = {
+        "ids": [wide([1, 2]), wide([3])],
+        "texts": [["a"], ["b", "c"]],
+        "rows": [1, 2, 3],
+        "nothing": [],
+    }
+    found = gather_in_order(outputs, loader(), pad=-1)
+    assert torch.equal(torch.cat(found["ids"]), wide([1, 2, 3]))
+    assert [len(batch) for batch in found["ids"]] == [2, 1]
+    assert {name: found[name] for name in ("texts", "rows", "nothing")} == {
+        name: outputs[name] for name in ("texts", "rows", "nothing")
+    }
