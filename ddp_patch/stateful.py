@@ -15,7 +15,7 @@ from ddp_patch.compat.torch_loaders import (
     show_loaders,
     torchdata_batch_sampler,
 )
-from ddp_patch.errors import DDPPatchError, StateError, UnsupportedLoaderError
+from ddp_patch.errors import DDPPatchError, StateError, UnsupportedLoaderError, message_of
 from ddp_patch.loaders.copying import OWN_METHODS, copies_plainly
 from ddp_patch.loaders.moving import Mover
 from ddp_patch.shares.description import describe_share
@@ -117,7 +117,7 @@ class OwnMethods:
             self._require_none_ahead(loader)
             return state_as_found(loader)
         except DDPPatchError as error:
-            return no_state(str(error))
+            return no_state(message_of(error))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next pass resume where a state was taken.

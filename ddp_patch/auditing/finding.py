@@ -39,6 +39,7 @@ def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
         ...
         ddp_patch.errors.NotALoaderError: sep is '/' (str), which is no DataLoader, no list or dict of them, and no \
 function make() or make(rank, world_size) that returns one. Name one of these.
+        See "NotALoaderError" in docs/errors.md.
     """
     name, found = look_up(target)
     leaves: dict[str, DataLoader[Any] | Factory] = {}

@@ -19,7 +19,7 @@ from ddp_patch.autopatching.records import Record, what_it_is, with_share
 from ddp_patch.compat.frameworks import accelerate_is_on, shards_in_accelerate
 from ddp_patch.compat.torch_loaders import RunningLoader
 from ddp_patch.devices import device_here
-from ddp_patch.errors import DDPPatchError
+from ddp_patch.errors import DDPPatchError, message_of
 from ddp_patch.loaders.copying import change_loader, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.loaders.first_use import Use
@@ -168,7 +168,7 @@ class Session:
         try:
             patched = self._shared(facts.loader, alone, options, "", copy_loader)
         except DDPPatchError as error:
-            return replace(record, fate="would be refused", note=str(error))
+            return replace(record, fate="would be refused", note=message_of(error))
         return with_share(replace(record, fate="would be patched"), unit_shared(facts, options.share), patched)
 
     def _shared(
@@ -237,7 +237,8 @@ def _told(error: DDPPatchError, record: Record, use: Use) -> str:
     made = "" if record.place == UNKNOWN else f" made at {record.place}"
     pattern = "" if record.place == UNKNOWN else f", or start with python -m ddp_patch run --except '{record.place}'"
     return (
-        f"The loader{made} ({record.what}) is {use.value}, and autopatch patches it now, on all ranks: {error} If it "
-        "is not to be shared, because only some ranks use it as in a validation on rank 0: use it within "
-        f"ddp_patch.unpatched(), or call ddp_patch.leave_alone(loader) right after it is made{pattern}."
+        f"The loader{made} ({record.what}) is {use.value}, and autopatch patches it now, on all ranks: "
+        f"{message_of(error)} If it is not to be sharded, because only some ranks use it (as in a validation on rank "
+        "0): use it within ddp_patch.unpatched(), or call ddp_patch.leave_alone(loader) right after it is "
+        f"made{pattern}."
     )

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, Unpack
 from ignite.engine import Engine
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, StateError
+from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, StateError, message_of
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import patch_dataloader_to_ddp
@@ -99,7 +99,7 @@ class _Place:
             try:
                 place = loader_state(self._loader)
             except DDPPatchError as error:
-                place = no_state(str(error))
+                place = no_state(message_of(error))
         return OrderedDict([*self._of_engine[0]().items(), (_KEY, place), (_PLAN, self._plan())])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

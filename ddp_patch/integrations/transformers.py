@@ -11,7 +11,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
 from ddp_patch.compat.frameworks import TRAINER_SHARES_ITSELF, TRAINER_SKIPS
-from ddp_patch.errors import DDPPatchError, StateError
+from ddp_patch.errors import DDPPatchError, StateError, message_of
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.resume import go_on, loader_state
 from ddp_patch.several import PatchOptions
@@ -143,5 +143,5 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
             if json.loads(json.dumps(place)) != place:
                 return no_state("A sampler's state_dict() has keys that are no strings, or tuples: JSON changes them.")
         except (DDPPatchError, TypeError, ValueError) as error:
-            return no_state(f"{type(error).__name__}: {error}")
+            return no_state(f"{type(error).__name__}: {message_of(error)}")
         return place

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import DDPPatchError, NotALoaderError
+from ddp_patch.errors import DDPPatchError, NotALoaderError, message_of
 
 __all__ = ["Keys", "copied", "is_empty", "nested", "place_of", "told_at"]
 
@@ -63,7 +63,7 @@ def told_at(place: str) -> Iterator[None]:
         yield
     except DDPPatchError as error:
         if place:
-            error.args = (f"{place}: {error}",)
+            error.args = (f"{place}: {message_of(error)}",)
         raise
 
 

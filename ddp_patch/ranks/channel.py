@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_patch.compat.torch_groups import default_store, gather_in_background, gloo_group
-from ddp_patch.errors import DDPPatchError, MissingRanksError
+from ddp_patch.errors import DDPPatchError, MissingRanksError, message_of
 from ddp_patch.ranks.comparison import ranks_text, require_same
 from ddp_patch.ranks.exchange import exchange, store_reached
 from ddp_patch.ranks.last_words import Kind, LastWords
@@ -61,7 +61,7 @@ def opened(
         channel.leave("left", f"{channel.given} batches")
         raise
     except BaseException as error:
-        channel.leave("failed", f"{type(error).__name__}: {error}")
+        channel.leave("failed", f"{type(error).__name__}: {message_of(error)}")
         raise
     else:
         channel.close()
@@ -169,7 +169,7 @@ class Channel:
     def fail(self, error: BaseException) -> None:
         """Leave word of why this rank cannot go on, before it says so."""
         with store_reached(self._doing):
-            self._words.leave(self.place, "failed", f"{type(error).__name__}: {error}")
+            self._words.leave(self.place, "failed", f"{type(error).__name__}: {message_of(error)}")
 
     def require_no_failure(self) -> None:
         """Raise RankMismatchError if a member has left word that it failed."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 
 from ddp_patch.compat.torch_groups import default_store
-from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError
+from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
 from ddp_patch.ranks.comparison import by_value, ranks_text
 
 __all__ = ["exchange", "refuse", "store_reached"]
@@ -68,7 +68,7 @@ def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
     They get a RankMismatchError that says so. This rank waits for nobody.
     """
     meeting = _Meeting(members, doing, timeout=0)
-    refused = _Refused(f"{type(error).__name__}: {error}")
+    refused = _Refused(f"{type(error).__name__}: {message_of(error)}")
     with suppress(MissingRanksError), store_reached(doing):  # the refusal itself says more
         meeting.bring(refused)
         if meeting.leads:
