@@ -1,4 +1,4 @@
-"""Where ranks leave each other records, in the process group's store: nobody waits, and nobody is waited for."""
+"""Exchange records between ranks through the process group's store, without waiting."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence

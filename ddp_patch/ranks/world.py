@@ -86,8 +86,8 @@ def find_world(
     given = [name for name, is_given in ways.items() if is_given]
     if len(given) > 1:
         raise InvalidOptionError(
-            f"The world was given in {len(given)} ways, by {' and '.join(given)}, which may contradict each other. "
-            "Pass one of them."
+            f"The ranks were given in {len(given)} ways, by {' and '.join(given)}, which may contradict each other. "
+            "Pass only one of them."
         )
     if data_parallel_dimensions is not None and device_mesh is None:
         raise InvalidOptionError(

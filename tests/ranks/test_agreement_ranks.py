@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 from zoo import KINDS, STEPS, Forever, Indices, N, Own, as_it_is, loader, seed_ambient, units
 
 from ddp_patch import DDPPatchError, DDPSamplerWrapper, LeaderWarning, patch_dataloader_to_ddp, testing
+from ddp_patch.errors import message_of
 from ddp_patch.plan import Plan
 from ddp_patch.ranks import exchange
 
@@ -31,7 +32,7 @@ def said(act: Callable[[], Any]) -> tuple[str, str]:
     try:
         return "nothing", repr(act())
     except DDPPatchError as error:
-        return type(error).__name__, str(error)
+        return type(error).__name__, message_of(error)
 
 
 # Ranks that differ.
