@@ -213,7 +213,7 @@ def whole_number(name: str, value: object) -> int:
 
 
 def is_seconds(value: object) -> TypeGuard[float]:
-    """Tell whether it is an int or float, but not a bool."""
+    """Return whether it is an int or float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -41,7 +41,7 @@ def unpatched() -> Iterator[None]:
 
 
 def is_off() -> bool:
-    """Tell whether this runs within ``unpatched()``, or within this package's own calls."""
+    """Return whether this runs within ``unpatched()``, or within this package's own calls."""
     return _off.get()
 
 
@@ -82,5 +82,5 @@ def spare(loader: DataLoader[Any]) -> None:
 
 
 def is_left_alone(loader: DataLoader[Any]) -> bool:
-    """Tell whether a loader is marked so."""
+    """Return whether a loader is marked so."""
     return _LEFT_ALONE in vars(loader)

@@ -68,7 +68,7 @@ class Frameworks:
         @functools.wraps(take)
         def taking(accelerator: Any, data_loader: Any, *args: Any, **options: Any) -> Any:
             if issubclass(type(data_loader), DataLoader) and not is_off():
-                if _is_torn(data_loader):
+                if _splits_batches(data_loader):
                     self._session.used(data_loader, Use.HANDED)
                 if self._session.has_patched(data_loader):
                     from ddp_patch.integrations.accelerate import prepare_patched
@@ -79,7 +79,7 @@ class Frameworks:
         return taking
 
 
-def _is_torn(loader: DataLoader[Any]) -> bool:
-    """Tell whether accelerate would take batches apart, or lose some, that a batch sampler makes."""
+def _splits_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether accelerate would take batches apart, or lose some, that a batch sampler makes."""
     facts = look_at(loader)
     return facts.sharded_by is None and facts.level is Level.BATCH

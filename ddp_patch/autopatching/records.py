@@ -30,7 +30,7 @@ class Record:
         note: Why, or what else is to be told.
         samples: How many items a rank gets in a pass, in words.
         padding: How many items of a pass are repeated over all ranks, or left out, in words.
-        steps: How many steps a rank makes; None where that is not known.
+        steps: How many steps a rank makes; None if that is not known.
         ranks: How many ranks share.
         passes: How often it was iterated.
         loader: The loader, if it was patched and still lives.

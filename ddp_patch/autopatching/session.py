@@ -42,7 +42,7 @@ class Session:
         where: Which world: the keywords of ``find_world``.
         options: How to share.
         patterns: Which loaders to patch.
-        dry_run: Only tell what would be done.
+        dry_run: Only report what would be done.
 
     Attributes:
         records: What became of each loader that was used, in that order.
@@ -80,7 +80,7 @@ class Session:
             record.passes += 1
 
     def has_patched(self, loader: DataLoader[Any]) -> bool:
-        """Tell whether a loader was patched here."""
+        """Return whether a loader was patched here."""
         record = self._record_of(loader)
         return record is not None and record.fate == "patched"
 
@@ -194,7 +194,7 @@ def _as_it_was_if_refused(loader: DataLoader[Any], record: Record, use: Use) -> 
 
 
 def _is_too_soon(loader: DataLoader[Any], user: object | None) -> bool:
-    """Tell whether a loader is used in its own constructor, or where a batch of another one is made."""
+    """Return whether a loader is used in its own constructor, or where a batch of another one is made."""
     return user is loader or isinstance(user, RunningLoader) or get_worker_info() is not None
 
 

@@ -1,4 +1,4 @@
-"""Samplers of other packages, and by which names what shards itself holds its world."""
+"""Samplers of other packages, and the attributes in which self-sharding classes store their rank."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -12,7 +12,7 @@ __all__ = [
     "arranges_neighbours",
 ]
 
-# ---- samplers that put together what belongs in one batch ----
+# ---- samplers that group samples into batches ----
 
 # They give single indices, and make those of a batch as a group: so many samples of each class, a triplet, a prompt
 # again and again. A rank that took every num_replicas-th index would get parts of groups. No sampler bears a mark of
@@ -35,7 +35,7 @@ _ARRANGE_NEIGHBOURS: Final = {
 
 
 def arranges_neighbours(sampler: object) -> bool:
-    """Tell whether a sampler of single indices makes those of a batch as a group, so that batches must stay whole."""
+    """Return whether a sampler of single indices makes those of a batch as a group, so that batches must stay whole."""
     return not _ARRANGE_NEIGHBOURS.isdisjoint(map(full_name, type(sampler).__mro__))
 
 
@@ -58,5 +58,5 @@ WORLD_NAMES: Final[Sequence[tuple[str, str]]] = (
 # litdata's do. A script's arguments may be whole numbers alone, too.
 WORLD_WORDS: Final = ("rank", "world", "node", "worker", "leader")
 
-# timm's IterableImageDataset keeps what shards in this attribute; its class is no dataset.
+# timm's IterableImageDataset keeps what shards in this attribute; its class is not a dataset.
 READERS: Final[Sequence[str]] = ("reader",)

@@ -92,7 +92,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         checkpoint[_PLAN] = {"batches": trainer.num_training_batches, "ranks": trainer.world_size}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
-        """Note where a checkpoint resumes, before the Trainer looks for what one process or several have saved."""
+        """Record where a checkpoint resumes, before the Trainer looks for what one process or several have saved."""
         done, states = lightning_place(checkpoint)
         if not done or trainer.state.fn != TrainerFn.FITTING:
             return
@@ -165,5 +165,5 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
 
 
 def _may_end_apart(trainer: Any, loader: DataLoader[Any]) -> bool:
-    """Tell whether ranks may predict in unequal numbers of steps: DDP waits for no rank there, sharded models do."""
+    """Return whether ranks may predict in unequal numbers of steps: DDP waits for no rank there, sharded models do."""
     return type(trainer.strategy) is DDPStrategy and not isinstance(loader.dataset, IterableDataset)

@@ -128,7 +128,7 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
             return  # one process took it, which `_skipped` refuses where there are several
         go_on(self.loader, kept["place"], tells_rest=False)
         if self.plan[0] is None:
-            # Then the Trainer takes all that was done for epoch 0, and tells epochs from there; the loader counts.
+            # Then the Trainer takes everything done for epoch 0 and counts epochs from there; the loader counts itself.
             vars(self.loader).pop("set_epoch", None)
 
     def state(self) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def _signature(loader_type: type) -> list[str]:
 
 
 def copies_plainly(kind: type) -> bool:
-    """Tell whether loaders of a class are copied and pickled as torch's are."""
+    """Return whether loaders of a class are copied and pickled as torch's are."""
     return all(getattr(kind, name, None) is getattr(DataLoader, name, None) for name in _COPYING)
 
 

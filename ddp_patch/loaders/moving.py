@@ -1,4 +1,4 @@
-"""Batches on a device: copied when they are asked for, or one ahead, in a stream of its own."""
+"""Copy batches to a device: when they are asked for, or one ahead in a separate stream."""
 
 import copy
 from collections import UserString, deque
@@ -26,7 +26,7 @@ class Streams(Protocol):
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """Return what makes streams in which copies to a device run beside what it computes; None where it has none."""
+    """Return what makes streams in which copies to a device run beside what it computes; None if it has none."""
     return torch.cuda if device.type == "cuda" else None
 
 
@@ -57,9 +57,9 @@ def _each(nest: Any, act: Callable[[Any], Any]) -> Any:
         return _rebuilt(nest, values)
     except Exception as error:
         raise UnsupportedLoaderError(
-            f"device= cannot hold for a batch with a {type(nest).__name__}: another, with its tensors on the device, "
-            f"could not be made of it ({type(error).__name__}: {error}). Give that class a .to(device), have the "
-            "collate_fn return a dict, list or tuple, or leave device= out and call .to(device) in the loop."
+            f"device= does not work with a batch with a {type(nest).__name__}: making a copy with its tensors on the "
+            f"device raised {type(error).__name__}: {error}. Give that class a .to(device), let the collate_fn return "
+            "a dict, list or tuple, or leave device= out and call .to(device) in the loop."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Whether two readers read a stream in the same order, told by the first items of each. Without a store."""
+"""Decide from the first items of two readers whether they read a stream in the same order. Without a store."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ _NO_ITEM = ItemHashes(0, 0, 0)
 
 
 class Verdict(Enum):
-    """What two readers' first items tell of their orders."""
+    """What two readers' first items say about their orders."""
 
     ALIKE = "alike"
     OTHER_ORDER = "other order"
@@ -76,7 +76,7 @@ def compare_parts(mine: Sequence[Notes], theirs: Sequence[Notes]) -> Finding:
 
 
 def compare(mine: Notes, theirs: Notes) -> Verdict:
-    """Tell whether two readers read a part in the same order.
+    """Return whether two readers read a part in the same order.
 
     Args:
         mine: What one noted.
@@ -84,8 +84,8 @@ def compare(mine: Notes, theirs: Notes) -> Verdict:
 
     Returns:
         ``ALIKE`` if no item differs, or if those that differ do so in what augmentation changes alone.
-        ``OTHER_ORDER`` if items have other keys, or are surely at other places. Else ``UNKNOWN``: augmentation cannot
-        be told from a shuffle over a large range.
+        ``OTHER_ORDER`` if items have other keys, or are surely at other positions. Otherwise ``UNKNOWN``: augmentation
+        looks the same as a shuffle over a large range.
     """
     differing = _differing(mine, theirs)
     if not differing:
@@ -124,7 +124,7 @@ def _values_of(pairs: Sequence[tuple[ItemHashes, ItemHashes]]) -> Iterator[list[
 
 
 def _is_kept(pairs: Sequence[tuple[int, int]]) -> bool:
-    """Tell whether two readers have the same values in the same places; 0 stands for no value.
+    """Return whether two readers have the same values in the same places; 0 stands for no value.
 
     What all items have alike, such as one label, would be alike in any order, too.
     """
@@ -139,7 +139,7 @@ def _differing(mine: Notes, theirs: Notes) -> list[int]:
 
 
 def _is_reordered(mine: Sequence[int], theirs: Sequence[int], *, is_all: bool) -> bool:
-    """Tell whether values are surely at other places in one list than in the other; 0 stands for no value.
+    """Return whether values are surely at other places in one list than in the other; 0 stands for no value.
 
     A value that a list has twice has no place. And many such values show that they are drawn with repetition, so that
     as many would be found in the other list by chance.

@@ -38,7 +38,7 @@ def categories_of(
     if categories is None or most is None:
         given, lacking = ("max_categories", "categories") if categories is None else ("categories", "max_categories")
         raise SamplerError(
-            f"{given} was given without {lacking}: it takes both to limit the categories in a batch. Pass "
+            f"{given} was given without {lacking}: limiting the categories in a batch needs both. Pass "
             f"{lacking} too, or neither."
         )
     most = whole("max_categories", most, 1, "a batch has at most so many categories")
@@ -64,7 +64,7 @@ def _by_label(labels: Classes, categories: Classes) -> npt.NDArray[np.integer]:
         first, second = categories.codes[odd[0]], category_of[label]
         raise SamplerError(
             f"The label {labels.labels[label]!r} is in the categories {categories.labels[first]!r} and "
-            f"{categories.labels[second]!r}: a label belongs to one. Pass labels that are told apart by their "
+            f"{categories.labels[second]!r}: a label belongs to one. Pass labels that differ by their "
             "category, say pairs of both."
         )
     return category_of

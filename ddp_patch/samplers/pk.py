@@ -23,12 +23,12 @@ _MOST_COMPARED = 256
 
 
 class PKBatchSampler(KeyedSampler[list[int]]):
-    """Batches p labels with k instances each, as metric learning needs them to find positives and negatives.
+    """Make batches of p labels with k instances each, as metric learning needs them to find positives and negatives.
 
     Every label comes once in an epoch. If p does not divide the number of labels, the last batch is filled up with
     labels that have come before. With ``num_batches``, labels come round after round, in a new order each time, and
-    each as often as the others or once more. Instances are chosen uniformly, and anew for each batch, in which none
-    comes twice. If a label has fewer than k, each comes as often as the others or once more.
+    each as often as the others or once more. Instances are chosen uniformly for each batch, and none comes twice in it.
+    If a label has fewer than k, each comes as often as the others or once more.
 
     With categories, the labels of a category come together. A batch then has few categories, and negatives that are
     hard to tell from positives. Batches that are filled up then end each round, not only the last one.
@@ -80,8 +80,8 @@ class PKBatchSampler(KeyedSampler[list[int]]):
         self.k: int = whole("k", k, 1, "a batch has so many instances of each label")
         if self.p > len(self._classes.labels):
             raise SamplerError(
-                f"p={p} labels were asked for in a batch, and there are {len(self._classes.labels)}: no batch could be "
-                f"made. Pass p of at most {len(self._classes.labels)}."
+                f"p={p} asks for more labels in a batch than the {len(self._classes.labels)} that there are. Pass p of "
+                f"at most {len(self._classes.labels)}."
             )
         self.batch_size: int = self.p * self.k
         self._category_of = categories_of(self._classes, categories, max_categories, self.p)

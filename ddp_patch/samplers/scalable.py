@@ -12,7 +12,7 @@ __all__ = ["ScalableRandomSampler"]
 
 
 class ScalableRandomSampler(KeyedSampler[int]):
-    """Shuffles ``range(n)`` in constant memory, because each item is computed when it is asked for.
+    """Shuffle ``range(n)`` in constant memory: each item is computed when it is needed.
 
     Args:
         n: How many samples there are, from 0 to 2**63 - 1.

@@ -21,7 +21,7 @@ __all__ = ["WeightedClassSampler"]
 
 
 class WeightedClassSampler(KeyedSampler[int]):
-    """Draws indices with an exact proportion for each class, and uniformly within a class.
+    """Draw indices with an exact proportion for each class, and uniformly within a class.
 
     A class of weight w gets ``length * w / sum(weights)`` draws. These numbers are rounded, each by less than one, so
     that they sum to ``length``. If a class has enough samples, none comes twice. Otherwise each comes as often as the
@@ -139,21 +139,21 @@ def _checked(weights: Any, labels: list[Hashable]) -> list[Fraction]:
     by_label = _by_label(weights)
     if lacking := [label for label in labels if label not in by_label]:
         raise SamplerError(
-            f"weights has none for the label {lacking[0]!r}: how often that is to be drawn is unclear. Give every "
-            "label a weight; with 0 it is not drawn."
+            f"weights has none for the label {lacking[0]!r}, so it is unclear how often to draw it. Give every label a "
+            "weight; with 0 it is not drawn."
         )
     known = set(labels)
     if unknown := [label for label in by_label if label not in known]:
         raise SamplerError(
-            f"weights has one for {unknown[0]!r}, which is none of the labels, so there is nothing to draw for it. "
+            f"weights has one for {unknown[0]!r}, which is not one of the labels, so there is nothing to draw for it. "
             "Leave it out; a sequence of weights is for the labels 0, 1, 2 and so on."
         )
     exact = {label: _exact(weight) for label, weight in by_label.items()}
     for label, weight in by_label.items():
         if exact[label] is None:
             raise SamplerError(
-                f"weights[{label!r}]={weight!r} is not a finite number of at least 0, and proportions are made of "
-                "these. Pass one."
+                f"weights[{label!r}]={weight!r} is not a finite number of at least 0, as a proportion needs. Pass such "
+                "a number."
             )
     if not any(exact.values()):
         raise SamplerError(

@@ -1,4 +1,4 @@
-"""Deal a sampler's stream window by window, so that each step costs alike on all ranks, and then share it as always."""
+"""Balance a sampler's stream window by window, so that each step costs about the same on all ranks."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ _Window: TypeAlias = tuple[Sequence[T], np.ndarray[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Dealing:
-    """How a sampler's stream is dealt.
+    """How a sampler's stream is balanced.
 
     Attributes:
         costs: What the items cost.
@@ -44,7 +44,7 @@ class Dealing:
 
     @classmethod
     def of(cls, agreed: Agreed, batching: Batching, *, are_batches: bool) -> Self | None:
-        """Return how a stream is dealt; None where it is not. A batch that is divided is dealt by itself."""
+        """Return how a stream is dealt; None if it is not. A batch that is divided is dealt by itself."""
         options = agreed.options
         if options.costs is None or options.divides_batches:
             return None
@@ -88,7 +88,7 @@ def dealt_stream(
     plans: Sequence[Plan],
     note: Callable[[Sequence[np.ndarray[Any, Any]]], object],
 ) -> Iterator[T]:
-    """Return what is left of a stream, dealt for the ranks that share it now.
+    """Return the rest of a stream, balanced for the present number of ranks.
 
     A window is drawn as soon as its first item is asked for. Where other numbers of ranks have taken a part, the stream
     is dealt for each of them in turn, and what they took is left out. Nothing here refers to what is returned, so that
@@ -115,7 +115,7 @@ def dealt_stream(
 def _recorded(
     plans: Sequence[Plan], note: Callable[[Sequence[np.ndarray[Any, Any]]], object], window: _Window[T]
 ) -> Sequence[T]:
-    """Note where the items of a window come from, which has whole rounds unless it is the last one."""
+    """Record where the items of a window come from, which has whole rounds unless it is the last one."""
     items, places = window
     note([places[plan.rank :: plan.num_replicas] for plan in plans])
     return items

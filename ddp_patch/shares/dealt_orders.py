@@ -1,4 +1,4 @@
-"""How a pass gets its items where they are dealt, and looked up: one window of the epoch's order at a time."""
+"""How a pass gets balanced items from an order that can be looked up: one window at a time."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class DealtOrder(LookedUp[T]):
-    """Looks up a window of the epoch's order, deals it, and takes this rank's part of it.
+    """Looks up a window of the epoch's order, balances it, and takes this rank's part of it.
 
     It begins with the window in which the pass resumes. Nobody else has taken a part of the epoch.
 

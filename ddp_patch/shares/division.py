@@ -50,7 +50,7 @@ class Division:
         if isinstance(batch, str | bytes | dict) or not isinstance(batch, Iterable) or getattr(batch, "ndim", 1) == 0:
             raise UnsupportedLoaderError(
                 f"share='within_batches' divides batches of indices, and {self._name} yields a {type(batch).__name__}, "
-                "of which it is not known what its samples are. Let it yield lists of indices, or use share='batches'."
+                "whose samples are unknown. Let it yield lists of indices, or use share='batches'."
             )
         items: Any = batch if isinstance(batch, list | tuple | torch.Tensor | np.ndarray) else list(batch)
         own, repeated = self._places(items)
@@ -78,7 +78,7 @@ class Division:
             sizes: How many samples each batch has.
 
         Returns:
-            None where that follows from the plan.
+            None if that follows from the plan.
         """
         if self._costs is None:
             return None

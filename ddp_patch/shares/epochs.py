@@ -134,7 +134,7 @@ class EpochSampler(DistributedSampler[T]):
         return DividedBatches(self._division, sizes)
 
     def knows_totals(self, one: Pass[Any]) -> bool:
-        """Tell whether this rank knows, without the others, how many samples all ranks take in each step of a pass."""
+        """Return whether this rank alone knows how many samples all ranks take in each step of a pass."""
         return True
 
     def left_out(self, one: Pass[Any]) -> int:

@@ -82,7 +82,7 @@ _UNSET = object()
 
 
 def is_stateful(holder: object) -> bool:
-    """Tell whether a sampler has torch's Stateful protocol."""
+    """Return whether a sampler has torch's Stateful protocol."""
     return hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict")
 
 

@@ -18,7 +18,7 @@ from ddp_patch.streams.progress import Progress, State
 
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import NDArray  # which takes long to import
+    from numpy.typing import NDArray  # slow to import
 
 __all__ = ["Pass"]
 
@@ -217,5 +217,5 @@ class Pass(Progress, Generic[T]):
         return replace(self.place(self.taken), held=self.source.held_after or held, ended=True)
 
     def ends_within(self, items: int) -> bool:
-        """Draw on to the end if it is at most so many items away, and tell whether it is; see ``Source``."""
+        """Draw up to the end if it is at most so many items away, and return whether it is; see ``Source``."""
         return self.is_ended or self.source.ends_within(items)

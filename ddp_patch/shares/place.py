@@ -56,7 +56,7 @@ class First(NamedTuple):
     distinct: int
 
     def is_again(self, other: "First", is_drawn: bool) -> bool:
-        """Tell whether another stream begins with the same items, perhaps augmented differently.
+        """Return whether another stream begins with the same items, perhaps augmented differently.
 
         Args:
             other: The hashes of the other stream.

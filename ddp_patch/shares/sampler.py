@@ -190,7 +190,7 @@ class ShardedSampler(EpochSampler[T]):
         return torch_generators(holder for holder in self._holders.holders if is_torch_sampler(holder))
 
     def _was_given_a_generator(self) -> bool:
-        """Tell whether a torch sampler has another generator than before; refuse that if ranks have agreed on it.
+        """Return whether a torch sampler has another generator than before; refuse that if ranks have agreed on it.
 
         Other samplers may make their own generators at any time, alike on every rank.
         """
@@ -207,10 +207,10 @@ class ShardedSampler(EpochSampler[T]):
         return True
 
     def _is_spent(self, start: Place) -> bool:
-        """Tell whether nothing is left of the epoch."""
+        """Return whether nothing is left of the epoch."""
         if start.ended or not (self.agreed.options.verify and self.plan.uneven == "keep"):
             return start.ended
-        # Where ranks meet, one with an item more must do as those do that have come to their end.
+        # Where ranks synchronise, one with an item more must do as those do that have ended.
         before, skip = start.split(self.plan.num_replicas)
         length = self._length_if_any(start.epoch)
         return bool(skip) and length is not None and skip == self.plan.rounds(len(self.plan.rest(length, before)))
@@ -236,7 +236,7 @@ class ShardedSampler(EpochSampler[T]):
             dealing=self._dealing,
         )
         if leader is not None:
-            from ddp_patch.shares.led import Led  # most trainings do without
+            from ddp_patch.shares.led import Led  # most trainings do not need it
 
             plans = [self.agreed.plan(rank) for rank in (self.agreed.world.members or {}).values()]
             has_length = leader.draws and self._length_if_any(start.epoch) is not None
@@ -246,7 +246,7 @@ class ShardedSampler(EpochSampler[T]):
             return Drawn(epoch)
         if epoch.dealing is None:
             return LookedUp(epoch)
-        from ddp_patch.shares.dealt_orders import DealtOrder, InOrder  # most trainings do without
+        from ddp_patch.shares.dealt_orders import DealtOrder, InOrder  # most trainings do not need it
 
         if any(taken for _, taken in epoch.before):
             return Drawn(replace(epoch, sampler=InOrder(epoch.sampler, epoch.number)))
@@ -288,7 +288,7 @@ class ShardedSampler(EpochSampler[T]):
         return StepSamples(size, real, total, alike)
 
     def knows_totals(self, one: Pass[Any]) -> bool:
-        """Tell whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``."""
+        """Return whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``."""
         return one.sizes is None or self._division is not None or one.source.sizes is not None
 
     def _compare_end(self, epoch: int, drawn: int, order: str) -> None:

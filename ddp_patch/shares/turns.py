@@ -1,4 +1,4 @@
-"""How batches follow each other that several workers make in turn: arithmetic, without workers.
+"""The order of batches that several workers make in turns: arithmetic, without workers.
 
 A loader without workers, or one whose workers share one stream, is the case of a single part.
 """
@@ -17,7 +17,7 @@ def made_in_turn(most: Sequence[int | None], batches: int) -> list[int]:
     """Return how many of the first batches each of some workers has made that take turns.
 
     Args:
-        most: How many each makes in all, from the one whose turn is first; None where that is not known.
+        most: How many each makes in all, from the one whose turn is first; None if that is not known.
         batches: How many batches were made.
 
     Examples:
@@ -221,7 +221,7 @@ class Turns:
                 yield number, turn.part, place
 
     def are_alike(self, batches: int) -> bool:
-        """Tell whether every rank has made the same batches of each part after so many."""
+        """Return whether every rank has made the same batches of each part after so many."""
         return self._on_rank(0).made(batches) == self._on_rank(self.plan.num_replicas - 1).made(batches)
 
 

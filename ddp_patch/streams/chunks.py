@@ -1,4 +1,4 @@
-"""Draw a sampler in chunks of whole rounds, never a whole epoch at once."""
+"""Draw a sampler's items in chunks of whole rounds, never a whole epoch at once."""
 
 import copy
 import sys
@@ -29,7 +29,7 @@ _IMMUTABLE = (int, float, str, bytes, np.generic)
 
 
 def returns_itself(iterator: object) -> bool:
-    """Tell whether ``iter(iterator)`` surely does nothing: it is written in C, as a generator's or a list's is."""
+    """Return whether ``iter(iterator)`` surely does nothing: it is written in C, as a generator's or a list's is."""
     return isinstance(getattr(type(iterator), "__iter__", None), WrapperDescriptorType)
 
 
@@ -37,7 +37,7 @@ def begun(iterable: Iterable[T]) -> Iterator[T]:
     """Begin an iterable, and return what draws from it by ``next()`` alone.
 
     ``for``, ``islice`` and ``chain`` call ``iter()`` on what they draw from, and a sampler that is its own iterator may
-    begin anew at every such call: each of lhotse's does.
+    start again at every such call: each of lhotse's does.
     """
     iterator = iter(iterable)
     return iterator if returns_itself(iterator) else _by_next(iterator)

@@ -1,7 +1,7 @@
-"""Deal the items of a window so that each step costs alike on all ranks: arithmetic on costs.
+"""Balance the items of a window so that each step costs about the same on all ranks: arithmetic on costs.
 
-An order of n items is meant for interleaved sharing: the item at place p goes to rank ``p % ranks``, and a step takes
-the next ``size`` items of every rank.
+The order that comes out is for interleaved sharding: the item at position p goes to rank ``p % ranks``, and a step
+takes the next ``size`` items of every rank.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from ddp_patch.costs import CostOf
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray  # which takes long to import
+    from numpy.typing import NDArray  # slow to import
 
 __all__ = ["Dealt", "as_it_came", "deal", "deal_batch"]
 
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """A window as it is dealt.
+    """A balanced window.
 
     Attributes:
         steps: Which items each batch of each step has, shape (steps, ranks, items), in any order within a batch.
@@ -48,7 +48,7 @@ class Dealt:
 
 
 def deal(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf, key: np.random.SeedSequence) -> Dealt:
-    """Deal the items of a window so that the batches of each step cost alike.
+    """Balance the items of a window so that the batches of each step cost about the same.
 
     The steps come in a random order, and so do the batches within each. A batch has its items in the order in which
     they came. What does not fill a step comes last, and what does not fill a round of it after all else, as it came.
@@ -62,7 +62,7 @@ def deal(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf, key
         key: What the random order follows from.
 
     Returns:
-        The items' places in the window, as they are dealt.
+        The items' positions in the window, in the new order.
 
     Examples:
         >>> key = np.random.SeedSequence(0)
@@ -96,7 +96,7 @@ def as_it_came(items: int) -> Dealt:
 
 
 def deal_batch(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return an order of one batch's samples in which the ranks' parts of it cost alike in sum.
+    """Return an order of one batch's samples in which the ranks' parts cost about the same.
 
     Args:
         costs: What each sample costs, at least 0.

@@ -9,7 +9,7 @@ import numpy as np
 from ddp_patch.errors import InvalidOptionError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray  # which takes long to import
+    from numpy.typing import NDArray  # slow to import
 
 __all__ = ["Permutation"]
 

@@ -328,7 +328,7 @@ def test_what_one_rank_refuses_all_are_told_at_once(odd: int) -> None:
     for rank, told in enumerate(ranks):
         assert told[-1] == ("nothing", "2")
         assert told[3][0] == "RankMismatchError"
-        assert "  shared already by: " in told[3][1]
+        assert "  sharded already by: " in told[3][1]
         for place, name in enumerate([*names, "NotALoaderError"]):
             if place == 3:
                 continue

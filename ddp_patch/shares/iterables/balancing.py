@@ -1,4 +1,4 @@
-"""Who takes which batch, round by round, where ranks read unequally much: arithmetic, without torch."""
+"""Decide who takes which batch in each round, if ranks read different amounts: arithmetic, without torch."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -134,7 +134,7 @@ class Consumed:
         self._runs: list[_Run] = []
 
     def add(self, taken: tuple[int, ...]) -> None:
-        """Note another round."""
+        """Record another round."""
         self.rounds += 1
         before = self._runs.pop() if self._runs and self._runs[-1][0] == taken else (taken, 0)
         self._runs.append((taken, before[1] + 1))

@@ -1,4 +1,4 @@
-"""What the main process and the workers tell each other, in memory that they share."""
+"""What the main process and the workers report to each other, in shared memory."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from ddp_patch.streams.fingerprint import fingerprint
 
 __all__ = ["FIRST", "Board", "Ends", "shared"]
 
-# By how many of its first items a stream is known again.
+# By how many of its first items a stream is recognised.
 FIRST = 8
 
 # Remember the epochs of so many passes: iterators may live side by side.
@@ -21,11 +21,11 @@ _UNKNOWN, _ONE_STREAM = -1, -2
 
 
 class Board:
-    """What the main process and its workers tell each other, in memory that they share.
+    """What the main process and its workers report to each other, in shared memory.
 
     The main process writes which epoch each of the latest passes is over, and how many states were loaded. A worker
-    writes whose part of the dataset it reads, how that begins, what the dataset says of where it stands, and at the end
-    how many items that had, and their fingerprint.
+    writes whose part of the dataset it reads, how that begins, the dataset's own states, and at the end how many items
+    the part had, and their fingerprint.
 
     Args:
         readers: How many workers read the dataset; 1 where the main process does.
@@ -68,7 +68,7 @@ class Board:
         return epoch if epoch >= 0 else None
 
     def note_role(self, number: int, reader: int, role: int | None) -> None:
-        """Write which worker's part a reader reads in pass ``number``; None where all read one stream."""
+        """Write which worker's part a reader reads in pass ``number``; None if all read one stream."""
         self._roles[number % _LATEST, reader] = _ONE_STREAM if role is None else role
 
     def ways(self, number: int) -> set[Literal["stream", "parts"]]:
@@ -110,7 +110,7 @@ class Board:
     def first(self, number: int, reader: int, items: int) -> First | None:
         """Return what is known of the first items, of so many, that a reader read in pass ``number``.
 
-        None where it did not read the beginning.
+        None if it did not read the beginning.
         """
         if not items:
             return None

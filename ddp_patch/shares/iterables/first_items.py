@@ -1,4 +1,4 @@
-"""The first items that each reader of an iterable dataset read, noted in memory that workers share."""
+"""Record the first items that each reader of an iterable dataset reads, in shared memory."""
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
@@ -67,7 +67,7 @@ class FirstItems:
             self._names.append(f"{name} ({again + 1})")
 
     def settle(self) -> None:
-        """Note that nobody wants to know more."""
+        """Record that nobody needs that more."""
         self._is_settled[0] = 1
 
     def watching(self, part: int, number: int, items: Iterator[T]) -> Iterator[T]:
@@ -101,7 +101,7 @@ class FirstItems:
         yield from items
 
     def note(self, part: int, number: int, item: Any) -> bool:
-        """Note the next item of a part; return whether there is no room for another."""
+        """Record the next item of a part; return whether there is no room for another."""
         count = self._count(part, number)
         self._hashes[number - 1, part, count] = torch.tensor(hashes_if_any(item))
         self._counts[number - 1, part] = count + 1

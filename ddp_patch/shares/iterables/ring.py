@@ -1,4 +1,4 @@
-"""Snapshots of where datasets stand, in memory that the workers share with the main process."""
+"""Snapshots of the datasets' own states, in memory that workers share with the main process."""
 
 import pickle
 from typing import Any

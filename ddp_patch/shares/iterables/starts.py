@@ -1,4 +1,4 @@
-"""Where a worker's pass begins, and the iterator over it, which says where it stands in torch's Stateful protocol."""
+"""Where a worker's pass begins, and its iterator, which saves its position by torch's Stateful protocol."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ _KEY = "ddp_patch"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a worker's pass begins, and which worker the dataset is told that it is in.
+    """Where a worker's pass begins, and which worker the dataset thinks it is in.
 
     Attributes:
         number: The pass.
@@ -52,7 +52,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the iterator of a worker said of itself, and shall go on from.
+    """What the iterator of a worker said of itself, and shall resume from.
 
     Attributes:
         start: Where its pass begins now; its number is that of the pass in which it was said.
@@ -121,8 +121,8 @@ class Items(Iterator[T]):
         """
         if _KEY not in state_dict:
             raise StateError(
-                f"The state of a worker's iterator has no {_KEY!r}, so the loader that told it was not patched. "
-                "Restore it with the loader that it was taken of, or take one of the patched loader."
+                f"The state of a worker's iterator has no {_KEY!r}, so it was taken from an unpatched loader. Restore "
+                "it with that loader, or take one from the patched loader."
             )
         epoch, role, done, skip, counts, offset, first, state, seed, generators, is_over = state_dict[_KEY]
         mark = Mark.of((first, state))

@@ -67,9 +67,9 @@ class WorkerPass(Generic[T]):
 
     Attributes:
         start: As given.
-        reader: Which worker the dataset is told that it is in.
-        readers: How many workers it is told that there are.
-        info: What ``get_worker_info()`` tells it.
+        reader: Which worker the dataset thinks it is in.
+        readers: How many workers it thinks there are.
+        info: What ``get_worker_info()`` returns to it.
     """
 
     def __init__(self, terms: Terms[T], start: Start) -> None:
@@ -104,9 +104,9 @@ class WorkerPass(Generic[T]):
         skipped = sum(1 for _ in islice(items, start.skip))
         if skipped < start.skip if terms.batching.drop_last else skipped <= start.skip - size:
             raise StateError(
-                f"{terms.name} cannot go on from the state: worker {start.role} of {self._workers} had only {skipped} "
-                "items before its end, so the workers no longer took turns and which batches were done cannot be told. "
-                "Begin the epoch anew, or use iterable_sharding='exact'."
+                f"{terms.name} cannot resume from the state: worker {start.role} of {self._workers} had only {skipped} "
+                "items before its end, so the workers no longer took turns, and nobody knows which batches were done. "
+                "Begin the epoch again, or use iterable_sharding='exact'."
             )
         made = skipped
         for made, item in enumerate(items, skipped + 1):  # noqa: B007 - told after the loop
@@ -119,7 +119,7 @@ class WorkerPass(Generic[T]):
         Args:
             items: The iterator over them, which says where it stands.
             generators: Where the dataset's random generators stood when the pass began.
-            first_items: Where to note what is read first; None where nobody compares it.
+            first_items: Where to note what is read first; None if nobody compares it.
         """
         terms, start, plan = self._terms, self.start, self._terms.plan
         rest = plan.rest_of_stream(lambda: len(cast(Any, terms.dataset)), start.before)
@@ -192,8 +192,8 @@ class WorkerPass(Generic[T]):
             if reader.has_split and not asked and self.readers > 1:
                 raise UnsupportedLoaderError(
                     f"{self._terms.name} cannot be shared with {self._workers} workers: it asked get_worker_info() "
-                    "which worker it is in after it had given items without asking, so these came from every worker "
-                    "and later ones from one. Call get_worker_info() first in __iter__, or use num_workers=0."
+                    "which worker it is in only after its first items, so these came from every worker and later ones "
+                    "from one. Call get_worker_info() first in __iter__, or use num_workers=0."
                 )
             yield item
 
@@ -202,7 +202,7 @@ class WorkerPass(Generic[T]):
         self._states.replace(epoch_states(terms.options, terms.seed, self.start.epoch, self.reader))
 
     def _drawn(self, stream: Iterator[T], plan: Plan, length: int, skip: int) -> Iterator[Chunk[T]]:
-        """Yield the stream in whole batches: no batch can come without, and a state is told between two."""
+        """Yield the stream in whole batches: no batch can come without, and states are taken between two."""
         size = self._terms.batching.size
 
         def kept(at: int, items: int) -> slice:
@@ -255,9 +255,9 @@ class WorkerPass(Generic[T]):
         require_sure_length(terms.plan, terms.name, "dataset", drawn, assumed)
         if start.done > terms.plan.rounds(drawn):
             raise StateError(
-                f"{terms.name} cannot go on from the state: {start.done} items of each rank's share were done in it, "
+                f"{terms.name} cannot resume from the state: {start.done} items of each rank's share were done in it, "
                 f"and the stream ended after {drawn} items of all ranks. Restore it with the dataset that it was taken "
-                "of; one that is its own iterator must be made anew."
+                "of; one that is its own iterator must be rebuilt."
             )
 
 
