@@ -84,8 +84,8 @@ def _leaves(given: object, root: str) -> Iterator[tuple[str, Any]]:
         place = place_of(path, root)
         if is_empty(leaf):
             raise NotALoaderError(
-                f"Found an empty {type(leaf).__name__} at {place}, so there is nothing to check. Pass the loaders, or "
-                "leave it out."
+                f"Found an empty {type(leaf).__name__} at {place}: there is nothing to check in it. Pass the loaders, "
+                "or leave it out."
             )
         if leaf is None or is_loader(leaf):
             about_to_use(leaf)

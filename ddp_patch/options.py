@@ -234,7 +234,7 @@ def check_flag(name: str, value: object, hint: str = "") -> None:
 def check_rank(rank: int, num_replicas: int) -> None:
     """Raise InvalidOptionError unless ``num_replicas`` is at least 1 and ``rank`` in ``range(num_replicas)``."""
     if num_replicas < 1:
-        raise InvalidOptionError(f"num_replicas={num_replicas} is not a number of ranks: pass at least 1.")
+        raise InvalidOptionError(f"num_replicas={num_replicas} is too small: pass the number of ranks, at least 1.")
     if not 0 <= rank < num_replicas:
         raise InvalidOptionError(
             f"rank={rank} is out of range for num_replicas={num_replicas}: ranks count from 0 to {num_replicas - 1}. "

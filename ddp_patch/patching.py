@@ -237,7 +237,7 @@ def _unshared(operation: str, loaders: Mapping[str, L], options: Options) -> lis
     changed = "nothing" if options.device is None else f"only the device of batches ({options.device})"
     warnings.warn(
         f"{operation} changed {changed}: there is no process group and the environment announces no other rank, so "
-        "this process takes all data. To train on several, call torch.distributed.init_process_group() first; with "
+        "this process takes all data. Call torch.distributed.init_process_group() first to train on several; with "
         "Lightning's Trainer, patch in train_dataloader(), which is called when the group exists.",
         NotDistributedWarning,
         stacklevel=4,

@@ -1,4 +1,4 @@
-"""Where loaders were made, as people read it, and patterns of such places."""
+"""Where loaders were made, as people read it, and patterns for that."""
 
 import os
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ class Patterns:
         self.unused = {*self.only, *self.excepted}
 
     def why_left(self, loader: DataLoader[Any]) -> str | None:
-        """Return the option by which a loader is left alone; None if it is to be patched."""
+        """Return the option that leaves a loader alone; None if it is to be patched."""
         where = made(loader)
         # Both are looked through whole, so that each pattern is seen to be used.
         excepted, chosen = ([self._matches(where, one) for one in each] for each in (self.excepted, self.only))

@@ -149,7 +149,7 @@ def randomness(seed: object, generator: torch.Generator | None) -> int | None:
         )
     if generator is not None and not isinstance(cast(object, generator), torch.Generator):
         raise SamplerError(
-            f"generator={generator!r} is a {type(generator).__name__}, and orders are drawn as torch's samplers draw "
-            "them. Pass a torch.Generator."
+            f"generator={generator!r} is not a generator (type {type(generator).__name__}), and orders are drawn as "
+            "torch's samplers draw them. Pass a torch.Generator."
         )
     return None if seed is None else whole("seed", seed, 0, "every epoch's order is derived from it")

@@ -152,8 +152,7 @@ def _checked(weights: Any, labels: list[Hashable]) -> list[Fraction]:
     for label, weight in by_label.items():
         if exact[label] is None:
             raise SamplerError(
-                f"weights[{label!r}]={weight!r} is not a finite number of at least 0, as a proportion needs. Pass such "
-                "a number."
+                f"weights[{label!r}]={weight!r} is not a finite number of at least 0, as proportions need. Pass one."
             )
     if not any(exact.values()):
         raise SamplerError(

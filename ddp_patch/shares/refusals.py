@@ -138,8 +138,8 @@ def _require_hand_over(facts: LoaderFacts[Any], options: Options, world: World) 
     if world.members is None and options.uneven != "keep":
         raise InvalidOptionError(
             f"uneven={options.uneven!r} does not work with iterable_sharding='by_worker' and rank= and num_replicas=: "
-            f"{name} decides how many batches each rank reads, and without a process group ranks cannot even them "
-            "out. Use uneven='keep' if steps may be unequal, or leave rank= and num_replicas= out, after "
+            f"{name} decides how many batches each rank reads, so without a process group ranks make unequal steps. "
+            "Use uneven='keep' if they may, or leave rank= and num_replicas= out, after "
             "torch.distributed.init_process_group()."
         )
     if world.members is not None and torchdata_batch_sampler(type(facts.loader)) is not None:

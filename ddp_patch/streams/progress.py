@@ -22,7 +22,7 @@ class State(Enum):
 
 @dataclass
 class Given:
-    """How many batches of its current pass a loader has given that has one iterator for all epochs.
+    """How many batches of its current pass a loader with one iterator for all epochs has given.
 
     After a ``break`` such a loader continues in the same pass, so a training loop's own count may be another.
 
