@@ -105,7 +105,7 @@ class Costs:
         return self.of_batches(self._looked_up(indices), sizes)
 
     def of_batches(self, each: NDArray[np.float64], sizes: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
-        """Return what batches cost whose samples cost so much.
+        """Return the costs of batches from the costs of their samples.
 
         Args:
             each: What each sample costs, batch after batch, shape (samples,).

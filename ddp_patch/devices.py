@@ -47,7 +47,7 @@ def device_here(chosen: Device | None, *, is_one_of_several: bool) -> torch.devi
         is_one_of_several: Whether there are other ranks, which may want devices of their own.
 
     Raises:
-        InvalidOptionError: This process has no such device, or which one is this rank's cannot be told.
+        InvalidOptionError: This process has no such device, or which one is this rank's is not known.
     """
     if chosen is None:
         return None

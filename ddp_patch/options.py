@@ -1,4 +1,4 @@
-"""The options of sharding, checked in one place."""
+"""The options of sharding, checked once."""
 
 import operator
 from collections.abc import Mapping

@@ -98,7 +98,7 @@ def _mover_of(facts: LoaderFacts[Any], options: Options) -> tuple[Callable[[], M
 
 
 def _pace(facts: LoaderFacts[Any], ahead: int) -> Pace:
-    """Return how a loader takes the items of its share, so many batches of them ahead of the loop."""
+    """Return how a loader takes the items of its share, with this many batches ahead of the loop."""
     if facts.level in {Level.BATCH, Level.UNBATCHED}:
         return Pace(1, ahead)
     size = facts.batch_size or 1

@@ -96,7 +96,7 @@ class OwnMethods:
         return loader
 
     def make_iterator(self) -> Any:
-        """Return an iterator of the loader that counts the batches it hands out, and puts them on the device."""
+        """Return an iterator of the loader that counts the batches it gives, and puts them on the device."""
         loader = self._found()
         # The class's method, because the loader's own attribute of that name is this one.
         make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)
@@ -173,7 +173,7 @@ def _move(loader: DataLoader[Any], iterator: Any, mover: Mover) -> None:
 
 
 class _OfOriginal:
-    """Stands in a shallow copy, of which no iterator can be made; a deep copy has its own method in this place."""
+    """Stands in a shallow copy, of which no iterator can be made; a deep copy has its own method instead."""
 
     def __init__(self, methods: OwnMethods) -> None:
         self._methods = methods

@@ -42,7 +42,7 @@ def _tail(place: str) -> str:
 
 @dataclass
 class Patterns:
-    """Which loaders to patch, by patterns of the places where they were made.
+    """Which loaders to patch, by patterns of the lines where they were made.
 
     A pattern is matched as a shell matches names, against the end of the path: ``train.py:41``, ``val_*.py``,
     ``*/data/*.py:1?``. Without a line, it means all of a file.
@@ -88,7 +88,7 @@ def _listed(name: str, patterns: str | Sequence[str]) -> Sequence[str]:
     for pattern in listed:
         if not isinstance(pattern, str) or not pattern:
             raise InvalidOptionError(
-                f"{name}={patterns!r} names no place. Pass patterns of where loaders are made, as 'train.py:41' or "
+                f"{name}={patterns!r} names no file. Pass patterns of where loaders are made, as 'train.py:41' or "
                 "'val_*.py'."
             )
     return listed

@@ -80,13 +80,13 @@ TAKE_LOADERS: Final[Sequence[tuple[str, str, str]]] = (
 )
 
 # Where a Trainer keeps the first of these, and the method: in this one Trainer, each loader of any nest passes through
-# it before another sampler is in its place. The strategy's public `process_dataloader` comes after that.
+# it before its sampler is replaced. The strategy's public `process_dataloader` comes after that.
 LIGHTNING_TAKES_LOADERS: Final = ("_data_connector", "_prepare_dataloader")
 
-# The arguments that Lightning's hooks note while a loader is made, to make it anew. They are the unpatched loader's.
+# The arguments that Lightning's hooks note while a loader is made, to rebuild it. They are the unpatched loader's.
 LIGHTNING_ARGUMENTS: Final = frozenset({"__dataset", "__pl_saved_arg_names", "__pl_saved_args", "__pl_saved_kwargs"})
 
-# The arguments, and no others, by which it makes a batch sampler anew for predict and overfit_batches.
+# The arguments, and no others, by which it rebuilds a batch sampler for predict and overfit_batches.
 LIGHTNING_REMAKES: Final = frozenset({"batch_size", "drop_last"})
 
 

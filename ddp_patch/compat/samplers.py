@@ -14,7 +14,7 @@ __all__ = [
 
 # ---- samplers that group samples into batches ----
 
-# They give single indices, and make those of a batch as a group: so many samples of each class, a triplet, a prompt
+# They give single indices, and make those of a batch as a group: a few samples of each class, a triplet, a prompt
 # again and again. A rank that took every num_replicas-th index would get parts of groups. No sampler bears a mark of
 # this, so they are known by name. Samplers that sort by length or only balance an epoch's classes are not among them:
 # their neighbours may go to different ranks.

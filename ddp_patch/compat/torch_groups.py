@@ -38,7 +38,7 @@ def default_store() -> "Store":
 
 
 def imported_fsdp() -> Any:
-    """Return the module of FSDP if the script has imported it, else None; importing it takes long."""
+    """Return the module of FSDP if the script has imported it, otherwise None; importing it takes long."""
     return sys.modules.get("torch.distributed.fsdp")
 
 

@@ -213,7 +213,7 @@ def is_torch_batch_sampler(kind: type) -> bool:
 def torchdata_batch_sampler(loader_kind: type) -> type[Any] | None:
     """Return torchdata's ``BatchSampler`` if a loader's class is a ``StatefulDataLoader``, which needs that one.
 
-    With torch's own it could not tell its place in an epoch. torchdata is looked up, not imported.
+    With torch's own it could not tell its position in an epoch. torchdata is looked up, not imported.
     """
     if f"{_TORCHDATA}.stateful_dataloader" not in {base.__module__ for base in loader_kind.__mro__}:
         return None

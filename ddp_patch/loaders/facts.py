@@ -39,7 +39,7 @@ L = TypeVar("L", bound=DataLoader[Any])
 
 # What cannot be started again: a loader that keeps one continues yielding what it began.
 _RUNNING = (RunningLoader, GeneratorType, map, filter, zip, chain, islice, cycle)
-# Attributes in which an iterator does no harm: torch begins its own anew for each epoch, and samplers and datasets are
+# Attributes in which an iterator does no harm: torch begins its own for each epoch, and samplers and datasets are
 # looked at elsewhere.
 _LOOKED_AT_ELSEWHERE = frozenset({RUNNING_ITERATOR, "dataset", "sampler", "batch_sampler"}) | ITERATORS_KEPT_FOR_STATES
 
@@ -112,7 +112,7 @@ class StreamFacts:
 
     @cached_property
     def order(self) -> str | None:
-        """A fingerprint of the stream's first items; None if that cannot be told."""
+        """A fingerprint of the stream's first items; None if that is not known."""
         if self.is_one_shot:
             logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
             return None
@@ -124,7 +124,7 @@ class StreamFacts:
         return chosen_samples(self.dataset)
 
     def first_samples(self, ranks: int) -> tuple[int, FirstSamples] | None:
-        """Return the dataset's length, and which samples the stream begins with; None if that cannot be told."""
+        """Return the dataset's length, and which samples the stream begins with; None if that is not known."""
         n = length_of(self.dataset, nested_samplers(self.dataset))
         found = first_samples(self.source, self.dataset, n, ranks)
         return None if n is None or found is None else (n, found)

@@ -64,7 +64,7 @@ def _each(nest: Any, act: Callable[[Any], Any]) -> Any:
 
 
 def _rebuilt(nest: Any, values: dict[Any, Any]) -> Any:
-    """Return a nest of the same kind with other values, by their keys or places."""
+    """Return a nest of the same kind with other values, by their keys or indices."""
     kind = type(nest)
     if isinstance(nest, MutableMapping | MutableSequence):
         clone = copy.copy(nest)  # which may have more than its items
@@ -81,7 +81,7 @@ class Mover:
 
     Args:
         device: Which one.
-        copies_ahead: Whether to read the next batch, and begin to copy it, before one is handed out. Only a device with
+        copies_ahead: Whether to read the next batch, and begin to copy it, before one is given. Only a device with
             streams gains by it.
     """
 

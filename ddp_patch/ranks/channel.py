@@ -82,8 +82,8 @@ class Channel:
         timeout: How many seconds they wait for each other.
 
     Attributes:
-        place: This rank's place.
-        given: How many batches this rank has handed out, for errors.
+        place: This rank's number among the members.
+        given: How many batches this rank has given, for errors.
     """
 
     def __init__(self, members: Sequence[int], doing: str, words: LastWords, timeout: float) -> None:
@@ -167,17 +167,17 @@ class Channel:
         return into
 
     def fail(self, error: BaseException) -> None:
-        """Leave word of why this rank cannot continue, before it says so."""
+        """Write why this rank cannot continue, before it says so."""
         with store_reached(self._doing):
             self._words.leave(self.place, "failed", f"{type(error).__name__}: {message_of(error)}")
 
     def require_no_failure(self) -> None:
-        """Raise RankMismatchError if a member has left word that it failed."""
+        """Raise RankMismatchError if a member has written that it failed."""
         with store_reached(self._doing):
             self._words.require_none()
 
     def leave(self, kind: Kind, said: str) -> None:
-        """Go before the end, and leave word of it."""
+        """Go before the end, and write why."""
         with suppress(RuntimeError):  # the store may be gone
             self._words.leave(self.place, kind, said, self._said)
         # The others may need what this rank has said, and who breaks off on all ranks waits for no more than that.
@@ -197,7 +197,7 @@ class Channel:
             self._words.tidy(self.place)
 
     def _closed(self) -> list[int]:
-        """Return the places of the members whose connections are closed."""
+        """Return the numbers of the members whose connections are closed."""
         closed = []
         for other in range(len(self._members)):
             if other != self.place:
@@ -217,7 +217,7 @@ class Channel:
             raise self._lost(error, [other]) from error
 
     def _lost(self, error: RuntimeError, suspects: Sequence[int]) -> DDPPatchError:
-        """Return the error of a lost connection: what a member left word of, or else who is gone."""
+        """Return the error of a lost connection: what a member wrote, or else who is gone."""
         with store_reached(self._doing):
             self._words.require_none()
         return self._missing(f"ended, or cannot be reached ({error})", suspects)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 __all__ = ["Contradiction", "History", "Pace", "Record", "Run", "Standing", "State", "contradiction"]
 
-# A record holds at most so many runs, and a history at most so many passes that may still continue.
+# A record holds at most this many runs, and a history at most this many passes that may still continue.
 _MOST_RUNS = 32
 
 
@@ -116,7 +116,7 @@ class Pace:
     readers: int = 1
 
     def taken(self, asked: int) -> int:
-        """Return how many items were surely taken when so many were asked for."""
+        """Return how many items were surely taken when this many were asked for."""
         taken = max(0, asked - self.ahead)
         return taken - taken % self.size if self.drop_last else taken
 

@@ -38,7 +38,7 @@ class LastWords:
         """Write why this rank leaves, unless another has written already.
 
         Args:
-            place: This rank's place.
+            place: This rank's number among the members.
             kind: Whether it asks for no more, cannot continue, or misses others.
             said: After which batch, why, or the whole error.
             steps: In how many steps it took part.
@@ -80,7 +80,7 @@ class LastWords:
         self._is_waiting = True
 
     def not_waiting(self, step: int) -> list[int]:
-        """Return the places of the members that do not wait for a step."""
+        """Return the numbers of the members that do not wait for a step."""
         keys = [f"{self._waits}/{place}" for place in range(len(self._members))]
         said = [int(self._store.get(key)) if self._store.check([key]) else -1 for key in keys]
         return [place for place, waits_for in enumerate(said) if waits_for != step]

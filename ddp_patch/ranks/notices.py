@@ -17,7 +17,7 @@ from ddp_patch.ranks.histories import Record
 
 __all__ = ["Letters", "Notices", "Peers", "agreed_peers", "given_peers", "unwatched"]
 
-# A rank reads so many others' records at most. One that differs from all others finds so by itself.
+# A rank reads the records of at most this many others. A rank that differs from all others notices that by itself.
 _MOST_READ = 32
 
 _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)

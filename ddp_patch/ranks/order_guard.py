@@ -20,10 +20,10 @@ _SEED = (
 
 
 class Noted(Protocol):
-    """Where a rank's readers note the first items that they read."""
+    """Where a rank's readers record the first items that they read."""
 
     def passes(self) -> Mapping[str, Sequence[Notes]]:
-        """Return what was noted of each pass, part by part, by what all ranks call the pass."""
+        """Return what was recorded of each pass, part by part, by what all ranks call the pass."""
 
     def settle(self) -> None:
         """Record that nobody needs that more."""
@@ -42,7 +42,7 @@ class OrderGuard:
     Args:
         peers: Who they are.
         dataset: What is read.
-        noted: What this rank's readers noted.
+        noted: What this rank's readers recorded.
         workers_read_alike: Tells of a pass, by its number from 1, whether all workers of a rank read the same stream.
     """
 
@@ -62,7 +62,7 @@ class OrderGuard:
         self._has_warned = False
 
     def compare(self) -> None:
-        """Leave what was noted, and compare it with what the others have left by now.
+        """Leave what was recorded, and compare it with what the others have left by now.
 
         Warns:
             StreamOrderWarning: Once, if the items do not show whether the orders differ.

@@ -26,7 +26,7 @@ def require_all_shares(doing: str, held: Mapping[int, tuple[int, HeldWorld]]) ->
 
     Args:
         doing: What the ranks are doing, for the error.
-        held: Each rank's place among those that share, and the rank and number of ranks that its loader was made for.
+        held: Which shard each rank takes, and the rank and number of ranks that its loader was made for.
     """
     by_place = dict(held.values())
     taken, ranks = Counter(by_place.values()), next(iter(by_place.values()))[1]
@@ -86,12 +86,12 @@ def why_each_differs(
     ranks: int,
     told: Mapping[int, Mapping[str, tuple[int, FirstSamples] | None]],
 ) -> dict[int, dict[str, str]]:
-    """Return for each rank the warnings that ``why_orders_differ`` has, by the places of the loaders.
+    """Return for each rank the warnings that ``why_orders_differ`` has, by the names of the loaders.
 
     Args:
-        asked: The loaders whose orders differ, by their places: these orders, and the class that they come from.
+        asked: The loaders whose orders differ, by their names: these orders, and the class that they come from.
         ranks: How many ranks share.
-        told: What each rank tells of these loaders, by their places.
+        told: What each rank reports about these loaders, by their names.
 
     Raises:
         RankMismatchError: The streams of a loader are parts already.

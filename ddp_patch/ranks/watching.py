@@ -11,8 +11,8 @@ from ddp_patch.ranks.notices import Notices, Peers
 
 __all__ = ["Watch"]
 
-# So many comparisons are made whenever they are due, which finds early mistakes at once. Later ones may take one part
-# in so many of the time: of epochs of a few steps, each would have several.
+# The first comparisons, this many, are made whenever they are due, to find early mistakes at once. All later ones may
+# take one part in this many of the time: short epochs would have several each.
 _FREE = 100
 _TIMES_THEIR_COST = 200
 

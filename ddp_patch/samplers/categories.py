@@ -41,7 +41,7 @@ def categories_of(
             f"{given} was given without {lacking}: limiting the categories in a batch needs both. Pass "
             f"{lacking} too, or neither."
         )
-    most = whole("max_categories", most, 1, "a batch has at most so many categories")
+    most = whole("max_categories", most, 1, "it limits the categories in a batch")
     found = Classes.of("categories", categories)
     category_of = _by_label(labels, found)
     if len(found.labels) <= most:

@@ -30,7 +30,7 @@ def whole(name: str, value: object, least: int, reason: str, bits: int | None = 
         SamplerError: The value is not such a number.
 
     Examples:
-        >>> whole("batch_size", np.int32(8), 1, "a batch has so many samples")
+        >>> whole("batch_size", np.int32(8), 1, "it is the number of samples in a batch")
         8
     """
     is_whole = isinstance(value, SupportsIndex) and not isinstance(value, bool | np.bool_)

@@ -65,7 +65,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
     def __init__(self, sampler: Iterable[int], group_ids: Labels, batch_size: int, drop_uneven: bool = False) -> None:
         self.sampler = sampler
         self._groups = Classes.of("group_ids", group_ids)
-        self.batch_size: int = whole("batch_size", batch_size, 1, "a batch has so many samples")
+        self.batch_size: int = whole("batch_size", batch_size, 1, "it is the number of samples in a batch")
         self.drop_uneven: bool = flag("drop_uneven", drop_uneven, "batches with fewer samples are left out or come")
         _require_groups_for_all(sampler, len(self._groups.codes))
         self._length = 0  # of the latest pass

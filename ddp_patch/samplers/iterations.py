@@ -52,7 +52,7 @@ class IterationBatchSampler(CountingSampler[list[int]]):
     def __init__(self, batch_sampler: Iterable[list[int]], num_iterations: int, start_iteration: int = 0) -> None:
         super().__init__()
         self.batch_sampler = batch_sampler
-        self.num_iterations: int = whole("num_iterations", num_iterations, 1, "a training has so many")
+        self.num_iterations: int = whole("num_iterations", num_iterations, 1, "a training needs at least one")
         self.start_iteration: int = whole("start_iteration", start_iteration, 0, "the training begins there")
         if self.start_iteration > self.num_iterations:
             raise SamplerError(

@@ -62,8 +62,8 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
                 f"max_tokens={max_tokens!r} and batch_size={batch_size!r}: each says how large a batch is. Pass one "
                 "of them."
             )
-        self.max_tokens: int | None = _at_least_one("max_tokens", max_tokens, "a batch has at most so many")
-        self.batch_size: int | None = _at_least_one("batch_size", batch_size, "a batch has so many samples")
+        self.max_tokens: int | None = _at_least_one("max_tokens", max_tokens, "it limits the padded tokens in a batch")
+        self.batch_size: int | None = _at_least_one("batch_size", batch_size, "it is the number of samples in a batch")
         if self.max_tokens is not None and (longest := int(found.max())) > self.max_tokens:
             raise SamplerError(
                 f"lengths[{found.argmax()}]={longest} is longer than max_tokens={self.max_tokens}, so no batch can "

@@ -25,8 +25,8 @@ class WeightedClassSampler(KeyedSampler[int]):
 
     A class of weight w gets ``length * w / sum(weights)`` draws. These numbers are rounded, each by less than one, so
     that they sum to ``length``. If a class has enough samples, none comes twice. Otherwise each comes as often as the
-    others or once more, and chance decides which. ``WeightedRandomSampler`` draws each index anew: when it draws from a
-    class as often as the class has samples, it leaves out 37 % of them on average.
+    others or once more, and chance decides which. ``WeightedRandomSampler`` draws each index independently: if it draws
+    from a class as often as the class has samples, it leaves out 37 % of them on average.
 
     Args:
         labels: Each sample's label, of any hashable type: a list, array or tensor.
@@ -62,7 +62,7 @@ class WeightedClassSampler(KeyedSampler[int]):
     ) -> None:
         super().__init__(seed, generator)
         self._classes = Classes.of("labels", labels)
-        self._length = whole("length", length, 1, "so many indices are drawn in an epoch")
+        self._length = whole("length", length, 1, "it is the number of indices in an epoch")
         self._counts = _largest_remainder(_checked(weights, self._classes.labels), self._length)
 
     @classmethod
@@ -75,7 +75,7 @@ class WeightedClassSampler(KeyedSampler[int]):
             >>> WeightedClassSampler.n_per_class(["cat", "cat", "dog"], n=5).counts
             {'cat': 5, 'dog': 5}
         """
-        n = whole("n", n, 1, "so many indices of every class are drawn in an epoch")
+        n = whole("n", n, 1, "it is the number of indices of every class in an epoch")
         return cls._alike(Classes.of("labels", labels), n, seed, generator)
 
     @classmethod

@@ -56,7 +56,7 @@ class WindowSampler(KeyedSampler[int]):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(seed, generator)
-        self.size: int = whole("size", size, 1, "the series has so many points", bits=62)
+        self.size: int = whole("size", size, 1, "it is the number of points in the series", bits=62)
         self.window: int = _of_at_most("window", window, self.size, "would hold points twice")
         step = self.window if stride is None else stride
         self.stride: int = _of_at_most("stride", step, self.size, "would leave the series behind")

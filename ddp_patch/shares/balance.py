@@ -11,7 +11,7 @@ from ddp_patch.streams.orders import order_parameters
 
 __all__ = ["costs_compared", "require_costs", "require_one_of_each"]
 
-# For at least so many samples, if there are, ranks compare what a function says that they cost.
+# For at least this many samples, if there are, ranks compare what a function says that they cost.
 _COMPARED = 32
 
 

@@ -41,7 +41,7 @@ class Batches(Batching):
         return self.sampler.given_batches(one, self) if one.handed_out is None else one.handed_out
 
     def handed_out(self, loader: DataLoader[Any]) -> int:
-        """Return how many batches of the latest pass the loader has handed out.
+        """Return how many batches of the latest pass the loader has given.
 
         Raises:
             StateError: Nobody counted them.

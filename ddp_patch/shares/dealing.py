@@ -20,7 +20,7 @@ __all__ = ["Dealing", "dealt_stream"]
 
 T = TypeVar("T")
 
-# Items, and their places in the stream as the sampler gives it.
+# Items, and their positions in the sampler's own order.
 _Window: TypeAlias = tuple[Sequence[T], np.ndarray[Any, Any]]
 
 
@@ -58,13 +58,13 @@ class Dealing:
         )
 
     def width(self, ranks: int) -> int:
-        """Return how many items a window has for so many ranks."""
+        """Return how many items a window has for this many ranks."""
         return min(self.steps * ranks * self.size, sys.maxsize)
 
     def dealt(
         self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, stage: int, window: int
     ) -> Dealt:
-        """Return a window as it is dealt to so many ranks.
+        """Return a window as it is dealt to this many ranks.
 
         Args:
             items: Its items.
@@ -100,7 +100,7 @@ def dealt_stream(
         epoch: Which epoch it is.
         before: What other numbers of ranks have taken.
         plans: Whose shares will be taken.
-        note: Called for each window with the places in the sampler's stream from which the next items of each share
+        note: Called for each window with the positions in the sampler's stream from which the next items of each share
             come.
     """
     *taken, (ranks, _) = worlds = [*(stint for stint in before if stint[1]), (plans[0].num_replicas, 0)]
@@ -122,7 +122,7 @@ def _recorded(
 
 
 def _dealt(windows: Iterator[_Window[T]], dealing: Dealing, ranks: int, epoch: int, stage: int) -> Iterator[_Window[T]]:
-    """Deal a stream's windows to so many ranks."""
+    """Deal a stream's windows to this many ranks."""
     for number, (items, places) in enumerate(windows):
         order = dealing.dealt(items, ranks, epoch, stage, number).order
         yield list(map(items.__getitem__, order.tolist())), places[order]
@@ -152,7 +152,7 @@ def _cut(stream: Iterator[T], width: int) -> Iterator[list[T]]:
         window: list[T] = []
         try:
             window.extend(islice(stream, width))
-        except Exception as error:  # noqa: BLE001 - the user's own, raised in its place
+        except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
             failure = error
         is_ended = len(window) < width
         if window:

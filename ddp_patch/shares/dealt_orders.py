@@ -92,7 +92,7 @@ class _Windows:
         return self._window(number)[0]
 
     def dealt(self, number: int) -> Dealt:
-        """Return their places in the window as they are dealt."""
+        """Return their positions in the window, balanced."""
         return self._window(number)[1]
 
     def _window(self, number: int) -> tuple[Any, Dealt]:

@@ -33,7 +33,7 @@ class Division:
 
     def __init__(self, plan: Plan, name: str, costs: Costs | None = None) -> None:
         self._plan, self._name, self._costs = plan, name, costs
-        self._taken = array("I")  # the places of this rank's samples in their batches, where these are dealt
+        self._taken = array("I")  # the positions of this rank's samples in their batches, if these are balanced
 
     def __call__(self, batch: Any) -> Any:
         """Return this rank's part of a batch of indices.
@@ -72,7 +72,7 @@ class Division:
         return places, [dealt[place] for place in repeated]
 
     def origins(self, sizes: Iterable[int]) -> np.ndarray[Any, Any] | None:
-        """Return where this rank's samples that are not padding come from: their places among those of all batches.
+        """Return where this rank's samples that are not padding come from: their positions among those of all batches.
 
         Args:
             sizes: How many samples each batch has.

@@ -128,7 +128,7 @@ class Stream(Generic[T]):
         yield from share(plans, chunks, len(rest), at_end)
 
     def ends_within(self, items: int) -> bool:
-        """Draw more, and return whether at most so many items of the share are left."""
+        """Draw more, and return whether at most this many items of the share are left."""
         return self._chunks is not None and self._chunks.ends_within(self._epoch.plan, items)
 
 
@@ -189,7 +189,7 @@ class _ReadAhead(Iterator[Chunk[T]]):
         return self._read.popleft() if self._read else next(self._chunks)
 
     def ends_within(self, plan: Plan, most: int) -> bool:
-        """Read more, and return whether at most so many rounds come; with contiguous runs, no items.
+        """Read more, and return whether at most this many rounds come; with contiguous runs, no items.
 
         An incomplete round that is left out is none.
         """
@@ -202,7 +202,7 @@ class _ReadAhead(Iterator[Chunk[T]]):
                 self._read.append(next(self._chunks))
             except StopIteration:
                 return True
-            except Exception as error:  # noqa: BLE001 - the user's own, raised when its place comes
+            except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
                 self._failure.append(error)
         return False
 

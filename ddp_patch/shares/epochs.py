@@ -166,7 +166,7 @@ class EpochSampler(DistributedSampler[T]):
         return self.most_batches(one, batching)
 
     def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
-        """Return the position after so many batches of a pass."""
+        """Return the position after this many batches of a pass."""
         return one.place(one.skip + batches * batching.size)
 
     @property

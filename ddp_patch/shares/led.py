@@ -72,7 +72,7 @@ class Led(Source[T]):
         return self._leader.receive(self._turn(), self._take_note)
 
     def _with_origins(self, shares: Iterator[list[list[T]]]) -> Iterator[list[list[tuple[int, T]]]]:
-        """Pair each item with the place that it comes from: the others do not see the stream. Padding has -1."""
+        """Pair each item with the position that it comes from: the others do not see the stream. Padding has -1."""
         for parts in shares:
             paired = []
             for part, waiting in zip(parts, self._waiting, strict=True):

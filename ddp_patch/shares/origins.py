@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Origins"]
 
-# So many windows, or items of two, are packed at once: a small window would take more for itself than for its items.
+# This many windows, or items of two, are packed at once: a small window would take more for itself than for its items.
 _PACKED_AT_ONCE = 256
 
 

@@ -198,7 +198,7 @@ class Pass(Progress, Generic[T]):
             self._snapshots = replace(self._snapshots, latest=None)
 
     def place(self, taken: int, *, generators: Sequence[Any] = ()) -> Place:
-        """Return the position after so many items of the share were taken.
+        """Return the position after this many items of the share were taken.
 
         Args:
             taken: How many, those before the pass included.
@@ -217,5 +217,5 @@ class Pass(Progress, Generic[T]):
         return replace(self.place(self.taken), held=self.source.held_after or held, ended=True)
 
     def ends_within(self, items: int) -> bool:
-        """Draw up to the end if it is at most so many items away, and return whether it is; see ``Source``."""
+        """Draw up to the end if it is at most this many items away, and return whether it is; see ``Source``."""
         return self.is_ended or self.source.ends_within(items)

@@ -126,16 +126,16 @@ class Place:
         return not any(taken for _, taken in self.done)
 
     def split(self, num_replicas: int) -> tuple[Done, int]:
-        """Return what other numbers of ranks took, and how many items each of so many took after that."""
+        """Return what other numbers of ranks took, and how many items each of this many took after that."""
         return split(self.done, num_replicas)
 
     def following(self) -> "Place":
-        """Return where the next epoch begins, if this one has ended; else this place."""
+        """Return where the next epoch begins, if this one has ended; otherwise this position."""
         return Place(self.epoch + 1, held=self.held, seed=self.seed) if self.ended else self
 
 
 def split(done: Done, num_replicas: int) -> tuple[Done, int]:
-    """Return what other numbers of ranks took, and how many items each of so many took after that."""
+    """Return what other numbers of ranks took, and how many items each of this many took after that."""
     if done and done[-1][0] == num_replicas:
         return done[:-1], done[-1][1]
     return done, 0

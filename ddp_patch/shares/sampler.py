@@ -96,7 +96,7 @@ class ShardedSampler(EpochSampler[T]):
         return max(0, len(self.plan.share(length)) - skip)
 
     def _length_measured(self) -> tuple[int, int]:
-        """Return how many items all ranks take in what ``len()`` counts, and how many of each share are done."""
+        """Return how many items all ranks take in a pass as ``len()`` counts, and how much of each share is done."""
         epoch, before, skip = self._measured()
         return len(self.plan.rest(self._stream_length(epoch), before)), skip
 

@@ -56,7 +56,7 @@ class Source(Generic[T]):
         raise NotImplementedError
 
     def ends_within(self, items: int) -> bool:
-        """Draw up to the end if it is at most so many items of the share away, and return whether it is.
+        """Draw up to the end if it is at most this many items of the share away, and return whether it is.
 
         Then the samplers hold what the epoch leaves in them. Return False, too, where one rank would know and another
         not.
@@ -189,7 +189,7 @@ class Drawn(Source[T]):
         return self._skipping(skip, (part for (part,) in shares))
 
     def ends_within(self, items: int) -> bool:
-        """Draw more, and return whether at most so many items of the share are left."""
+        """Draw more, and return whether at most this many items of the share are left."""
         # What is read ahead of an iterator would be lost to the next pass.
         return not self._epoch.is_one_shot and self._stream.ends_within(items)
 

@@ -32,7 +32,7 @@ class Tally:
             self._find_pass()
 
     def count(self) -> None:
-        """Record that a batch is handed out. It is called for each, so it calls little itself."""
+        """Record that a batch is given. It is called for each, so it calls little itself."""
         if not self._has_pass:
             self._find_pass()
         self._batches += 1
@@ -43,7 +43,7 @@ class Tally:
                 self._sampler.note_running(one)
 
     def fail(self) -> None:
-        """Record that an error came in the place of a batch."""
+        """Record that an error came instead of a batch."""
         self._find_pass()
         self._has_failed = True
 

@@ -103,7 +103,7 @@ def deal_batch(costs: Sequence[float], ranks: int) -> list[int]:
         ranks: How many ranks share the batch. The first of them get a sample more where it does not come out even.
 
     Returns:
-        The samples' places in the batch, for interleaved sharing.
+        The samples' positions in the batch, for interleaved sharing.
 
     Examples:
         >>> order = deal_batch([9.0, 5, 5, 3, 1], ranks=2)
@@ -167,9 +167,9 @@ def _scaled(costs: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the places of some values in ascending order, and of equal ones as they come; faster than ``argsort``.
+    """Return the indices that sort some values, equal ones as they come; faster than ``argsort``.
 
-    It must not depend on the machine, so no two things that are sorted are equal: each has its place in it, instead of
+    It must not depend on the machine, so no two things that are sorted are equal: each contains its index, instead of
     its last bits. The bits of floats that are not negative sort as the floats do.
     """
     places = np.uint64((1 << len(values).bit_length()) - 1)

@@ -55,7 +55,7 @@ class Round:
         return tuple(given[rank] for rank in range(len(self.gets)))
 
     def handed_by(self, rank: int) -> list[tuple[int, int]]:
-        """Return which batches a rank hands to others, as (place, the rank that gets it)."""
+        """Return which batches a rank hands to others, as (index, the rank that gets it)."""
         return [
             (source.place, target)
             for target, source in enumerate(self.gets)
@@ -158,7 +158,7 @@ class Consumed:
 
 
 class Balance:
-    """What a pass has handed out, by which it can be resumed.
+    """What a pass has given, by which it can be resumed.
 
     Attributes:
         consumed: How many of each rank's own batches the rounds took.

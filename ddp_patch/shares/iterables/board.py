@@ -15,7 +15,7 @@ __all__ = ["FIRST", "Board", "Ends", "shared"]
 # By how many of its first items a stream is recognised.
 FIRST = 8
 
-# Remember the epochs of so many passes: iterators may live side by side.
+# Remember the epochs of this many passes: iterators may live side by side.
 _LATEST = 64
 _UNKNOWN, _ONE_STREAM = -1, -2
 
@@ -86,7 +86,7 @@ class Board:
         self._firsts[number % _LATEST, reader, first.seen - 1] = torch.tensor(first)
 
     def note_offset(self, number: int, reader: int, items: int) -> None:
-        """Write that a reader leaves out so many items in pass ``number`` because another package's loader resumed.
+        """Write that a reader leaves out this many items in pass ``number`` because another package's loader resumed.
 
         A worker may write it before the pass has begun.
         """
@@ -97,18 +97,18 @@ class Board:
         return max((items for noted, items in self._offsets[number % _LATEST].tolist() if noted == number), default=0)
 
     def leave(self, number: int, reader: int, batches: int, state: bytes) -> bool:
-        """Leave, pickled, what the dataset says of where it stands after so many batches of pass ``number``.
+        """Write the dataset's own state, pickled, after this many batches of pass ``number``.
 
         Return False where there is no room for it.
         """
         return self._ring is not None and self._ring.write(number, reader, batches, state)
 
     def snapshot(self, number: int, reader: int, batches: int) -> tuple[Any, ...]:
-        """Return what the dataset said of where it stands after so many batches of pass ``number``, if it did."""
+        """Return the dataset's own state after this many batches of pass ``number``, if there is one."""
         return () if self._ring is None else self._ring.read(number, reader, batches)
 
     def first(self, number: int, reader: int, items: int) -> First | None:
-        """Return what is known of the first items, of so many, that a reader read in pass ``number``.
+        """Return the hashes of the first items, this many, that a reader read in pass ``number``.
 
         None if it did not read the beginning.
         """
@@ -148,7 +148,7 @@ class Ends:
         (self._ends,) = shared((readers, 2))
 
     def write(self, worker: int, number: int, batches: int) -> None:
-        """Write that a worker made so many batches in pass ``number``."""
+        """Write that a worker made this many batches in pass ``number``."""
         self._ends[worker] = torch.tensor([number, batches])
 
     def of(self, number: int) -> list[int]:

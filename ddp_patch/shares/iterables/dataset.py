@@ -53,7 +53,7 @@ class ShardedIterable(IterableDataset[T]):
         dataset: The dataset that the user gave.
         board: What the main process and the workers report to each other.
         ends: How many batches the workers made, with ``iterable_sharding="by_worker"``.
-        first_items: Where readers note what they read first, for the ranks to compare; None if nobody does.
+        first_items: Where readers record what they read first, for the ranks to compare; None if nobody does.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ShardedIterable(IterableDataset[T]):
         return len(cast(Any, self.dataset))
 
     def resume(self, number: int, place: Place, *, tells_rest: bool) -> None:
-        """Let pass ``number`` begin at a place, in workers that are started from now on.
+        """Let pass ``number`` begin at a position, in workers that are started from now on.
 
         Args:
             number: The pass.
@@ -228,7 +228,7 @@ class ShardedIterable(IterableDataset[T]):
         return start
 
     def _require_all_loads(self) -> None:
-        """Refuse to continue in a worker that was started before a state was loaded: it has neither place nor seed."""
+        """Refuse to continue in a worker that was started before a state was loaded: it lacks position and seed."""
         if self._loads != self.board.loads:
             raise StateError(
                 f"{type(self.dataset).__name__} cannot resume from the state: it was loaded by load_state_dict() while "

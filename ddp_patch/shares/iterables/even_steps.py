@@ -132,7 +132,7 @@ class _Own:
         self.failure: Exception | None = None
 
     def read_up_to(self, batches: int) -> None:
-        """Read until so many are held, or there are no more."""
+        """Read until this many are held, or there are no more."""
         while len(self._held) < batches and not self._ran_out and self.failure is None:
             try:
                 self._held.append(next(self._wrapped))

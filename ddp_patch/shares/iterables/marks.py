@@ -43,7 +43,7 @@ class Marker:
 
     Args:
         dataset: The dataset that the user gave.
-        board: Where to note it.
+        board: Where to record it.
         number: The pass.
         reader: Which worker this is.
         states: The random states that the dataset draws from, if its own state may be taken; else None.
@@ -111,7 +111,7 @@ class Marker:
         yield from self.follow(items)
 
     def first(self, items: Iterator[T], mark: Mark, count: int) -> list[T]:
-        """Return so many of the first items of a stream; as ``watch``, raise StateError if it begins otherwise."""
+        """Return this many of the first items of a stream; as ``watch``, raise StateError if it begins otherwise."""
         first = list(islice(self.watch(items, mark), count))
         if len(first) < count:
             raise self._other_stream(mark)

@@ -39,7 +39,7 @@ class StreamSampler(EpochSampler[None]):
     its first batch, and has the ``set_epoch`` that training loops and frameworks call.
 
     Attributes:
-        balance: What the latest pass has handed out, where ranks hand batches to each other.
+        balance: What the latest pass has given, where ranks hand batches to each other.
     """
 
     latest: Pass[None] | None
@@ -128,7 +128,7 @@ class StreamSampler(EpochSampler[None]):
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
 
     def go_to(self, place: Place, *, tells_rest: bool) -> None:
-        """Make the next pass continue at a place; see the attribute ``tells_rest``."""
+        """Make the next pass resume at a position; see the attribute ``tells_rest``."""
         super().go_to(place, tells_rest=tells_rest)
         self.dataset.resume(self.epochs.passes + 1, place, tells_rest=tells_rest)
 
@@ -174,7 +174,7 @@ class StreamSampler(EpochSampler[None]):
         return source_of(one).left_out
 
     def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
-        """Return the batches of a pass if this rank's workers have come to its end, else None."""
+        """Return the batches of a pass if this rank's workers have come to its end, otherwise None."""
         turns = self.turns(one, batching)
         return None if turns.count is None else turns
 
@@ -206,7 +206,7 @@ class StreamSampler(EpochSampler[None]):
         return most
 
     def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
-        """Return where a pass stands when so many of its batches were taken."""
+        """Return the position after this many batches of a pass."""
         place, source = super().place_after(one, batching, batches), source_of(one)
         if not batches:
             return replace(place, parts=one.start.parts, marks=one.start.marks)
@@ -258,7 +258,7 @@ class StreamSampler(EpochSampler[None]):
             )
 
     def read(self, state: Any) -> Place:
-        """Return the place that a state describes; raise StateError unless it is a place in this loader."""
+        """Return the position that a state describes; raise StateError unless this loader has it."""
         place, readers = super().read(state), self.dataset.board.readers
         if self.agreed.options.iterable_sharding == "by_worker":
             return place
@@ -275,7 +275,7 @@ class StreamSampler(EpochSampler[None]):
         return 0
 
     def _place_now(self) -> Place:
-        # Other packages' loaders find the place in an epoch by reading it again.
+        # Other packages' loaders find the position in an epoch by reading it again.
         if self.place is not None:
             return self.place
         one = self.latest

@@ -119,7 +119,7 @@ class WorkerPass(Generic[T]):
         Args:
             items: The iterator over them, which says where it stands.
             generators: Where the dataset's random generators stood when the pass began.
-            first_items: Where to note what is read first; None if nobody compares it.
+            first_items: Where to record what is read first; None if nobody compares it.
         """
         terms, start, plan = self._terms, self.start, self._terms.plan
         rest = plan.rest_of_stream(lambda: len(cast(Any, terms.dataset)), start.before)
@@ -152,7 +152,7 @@ class WorkerPass(Generic[T]):
         items.standing = partial(self._standing, generators, is_over=True)
 
     def _of_worker(self, of_rank: Iterator[T]) -> Iterator[T]:
-        """Yield those of the rank's items that this worker gives, and leave word of where the dataset stands."""
+        """Yield those of the rank's items that this worker gives, and record the dataset's own states."""
         terms, size, leaves = self._terms, self._terms.batching.size, self._takes_snapshots
         for item in of_rank:
             # Readers of one stream take turns.
@@ -230,7 +230,7 @@ class WorkerPass(Generic[T]):
         return Chunk(start.done * plan.num_replicas, first)
 
     def _mark(self, place: int) -> Mark:
-        """Return what is known of the stream after so many items of this rank's share, counted as ``Start.offset``."""
+        """Return what is known about the stream after this many items of this rank's share (see ``Start.offset``)."""
         start = self.start
         taken = sum(ranks * each for ranks, each in start.before)
         taken += self._terms.plan.num_replicas * (start.skip + place)
