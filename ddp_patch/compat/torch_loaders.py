@@ -73,7 +73,7 @@ class KeptIterator:
 
 
 class WrappedIterator(KeptIterator):
-    """Base of what stands around the iterator that a loader's class makes.
+    """Base of wrappers of the iterator that a loader's class makes.
 
     Args:
         loader: The loader.

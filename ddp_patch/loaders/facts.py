@@ -102,7 +102,7 @@ class StreamFacts:
 
     @property
     def why_not_scalable(self) -> str | None:
-        """Why no scalable shuffle can stand in for it; None if one can."""
+        """Why no scalable shuffle can replace it; None if one can."""
         return why_not_scalable(self.source)
 
     @cached_property

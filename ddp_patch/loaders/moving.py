@@ -31,7 +31,7 @@ def streams_of(device: torch.device) -> Streams | None:
 
 
 def moved(value: Any, move: Callable[[Any], Any]) -> Any:
-    """Return a batch with ``move`` applied to all that has a ``.to()``, in nests as ``pin_memory`` knows them.
+    """Return a batch with ``move`` applied to all that has a ``.to()``, also in lists, dicts and the like.
 
     Examples:
         >>> moved({"x": (torch.zeros(2), "name")}, lambda tensor: tensor + 1)
@@ -43,7 +43,7 @@ def moved(value: Any, move: Callable[[Any], Any]) -> Any:
 
 
 def _each(nest: Any, act: Callable[[Any], Any]) -> Any:
-    """Return a nest of the same kind with ``act`` applied to what it holds; itself if that changes nothing in it."""
+    """Return a container of the same kind with ``act`` applied to its elements; itself if that changes none."""
     if isinstance(nest, Mapping):
         held = dict(nest.items())
     elif isinstance(nest, Sequence) and not isinstance(nest, _TEXT):
@@ -64,7 +64,7 @@ def _each(nest: Any, act: Callable[[Any], Any]) -> Any:
 
 
 def _rebuilt(nest: Any, values: dict[Any, Any]) -> Any:
-    """Return a nest of the same kind with other values, by their keys or indices."""
+    """Return a container of the same kind with other values, by their keys or indices."""
     kind = type(nest)
     if isinstance(nest, MutableMapping | MutableSequence):
         clone = copy.copy(nest)  # which may have more than its items

@@ -64,7 +64,7 @@ class Record:
     Attributes:
         runs: Its passes, by epoch.
         since: The epoch from which on all of them are here.
-        share: Which share it takes, where the user gave it by hand.
+        share: Which share it takes, if the user gave it by rank= and num_replicas=.
     """
 
     runs: Sequence[Run] = ()

@@ -32,7 +32,7 @@ class Peers:
         number: The number by which errors name the loader.
         rank: This process's global rank.
         others: The global ranks whose records are read.
-        share: Which share of how many this rank takes, where the user gave it by hand.
+        share: Which share of how many this rank takes, if the user gave it by rank= and num_replicas=.
         most: How many ranks may take one share, then.
     """
 

@@ -72,7 +72,7 @@ def _by_label(labels: Classes, categories: Classes) -> npt.NDArray[np.integer]:
 
 def _require_large(categories: Classes, category_of: npt.NDArray[np.integer], most: int, p: int) -> None:
     """Raise SamplerError if a category is too small to keep batches within ``most`` categories."""
-    # Labels stand in a row, category by category. p neighbours may begin and end in the middle of a category, but must
+    # Labels are in a row, category by category. p neighbours may begin and end in the middle of a category, but must
     # hold the categories between these whole.
     least = p if most == 1 else -(-(p - 1) // (most - 1))
     sizes = np.bincount(category_of)

@@ -165,7 +165,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         return np.take(groups, indices)
 
     def _cut(self, group_of: npt.NDArray[np.integer[Any]]) -> Runs:
-        """Return where the batches begin and end once the samples stand group by group."""
+        """Return where the batches begin and end once the samples are grouped."""
         runs = cut(np.bincount(group_of, minlength=len(self._groups.labels)), self.batch_size)
         return runs.at(runs.stops - runs.starts == self.batch_size) if self.drop_uneven else runs
 

@@ -23,7 +23,7 @@ class WindowSampler(KeyedSampler[int]):
 
     Windows follow each other at ``stride`` and wrap round at the end of the series. With the default stride an epoch
     sees every point once, and a few points twice if the window does not divide the series. Every point is equally
-    likely to be one of these, and to stand anywhere in its window.
+    likely to be one of these, and to be anywhere in its window.
 
     Args:
         size: How many points the series has, less than 2**62.

@@ -44,7 +44,7 @@ class Dealing:
 
     @classmethod
     def of(cls, agreed: Agreed, batching: Batching, *, are_batches: bool) -> Self | None:
-        """Return how a stream is dealt; None if it is not. A batch that is divided is dealt by itself."""
+        """Return how a stream is balanced; None if it is not. A batch that is divided is balanced by itself."""
         options = agreed.options
         if options.costs is None or options.divides_batches:
             return None
@@ -64,7 +64,7 @@ class Dealing:
     def dealt(
         self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, stage: int, window: int
     ) -> Dealt:
-        """Return a window as it is dealt to this many ranks.
+        """Return a window, balanced for this many ranks.
 
         Args:
             items: Its items.
@@ -90,13 +90,13 @@ def dealt_stream(
 ) -> Iterator[T]:
     """Return the rest of a stream, balanced for the present number of ranks.
 
-    A window is drawn as soon as its first item is asked for. Where other numbers of ranks have taken a part, the stream
-    is dealt for each of them in turn, and what they took is left out. Nothing here refers to what is returned, so that
-    a stream that is left is closed at once.
+    A window is drawn as soon as its first item is asked for. If other numbers of ranks have taken a part, the stream is
+    balanced for each of them in turn, and what they took is left out. Nothing here refers to what is returned, so that
+    an abandoned stream is closed at once.
 
     Args:
         stream: The sampler's stream, begun.
-        dealing: How it is dealt.
+        dealing: How it is balanced.
         epoch: Which epoch it is.
         before: What other numbers of ranks have taken.
         plans: Whose shares will be taken.
@@ -122,7 +122,7 @@ def _recorded(
 
 
 def _dealt(windows: Iterator[_Window[T]], dealing: Dealing, ranks: int, epoch: int, stage: int) -> Iterator[_Window[T]]:
-    """Deal a stream's windows to this many ranks."""
+    """Balance a stream's windows for this many ranks."""
     for number, (items, places) in enumerate(windows):
         order = dealing.dealt(items, ranks, epoch, stage, number).order
         yield list(map(items.__getitem__, order.tolist())), places[order]
@@ -137,7 +137,7 @@ def _numbered(stream: Iterator[T], width: int) -> Iterator[_Window[T]]:
 
 
 def _without(windows: Iterator[_Window[T]], taken: int, width: int) -> Iterator[_Window[T]]:
-    """Leave out the first items of a dealt stream, and cut the rest into other windows."""
+    """Leave out the first items of a balanced stream, and cut the rest into other windows."""
     numbered = chain.from_iterable(zip(items, places.tolist(), strict=True) for items, places in windows)
     for window in _cut(islice(numbered, taken, None), width):
         items, places = zip(*window, strict=True)

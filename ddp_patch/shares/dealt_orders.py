@@ -27,7 +27,7 @@ class DealtOrder(LookedUp[T]):
 
     Args:
         epoch: The epoch.
-        dealing: How its order is dealt.
+        dealing: How its order is balanced.
     """
 
     length: int | None

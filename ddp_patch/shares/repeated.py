@@ -23,7 +23,7 @@ _NOTHING = object()
 class RepeatedPasses(KeptIterator, Iterator[Any]):
     """One iterator for all epochs: one pass over a sharded sampler after the other, with the same workers.
 
-    It stands where the given loader keeps such an iterator, and begins when its first batch is asked for. Workers
+    It replaces such an iterator of the given loader, and begins when its first batch is asked for. Workers
     fetch ahead within an epoch, not into the next: so ``set_epoch`` chooses the epoch of the very next batch, and a
     state is about the pass that the training loop is in.
 

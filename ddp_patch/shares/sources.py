@@ -133,7 +133,7 @@ class LookedUp(Source[T]):
         self._finish()
 
     def _verify(self, order: Order, *, has_whole_rounds: bool, dealt: Sequence[object] = ()) -> None:
-        """Compare the order with the other ranks', and how it was dealt, after the items that every rank has."""
+        """Compare the order with the other ranks', and how it was balanced, after the items that every rank has."""
         verify = self._epoch.verify
         if verify is not None and has_whole_rounds:
             told = range(0, order.length, max(1, order.length // COMPARED))
@@ -152,7 +152,7 @@ class LookedUp(Source[T]):
         return everybodys[positions.start - first :: plan.num_replicas] if positions else []
 
     def ends_within(self, items: int) -> bool:
-        """Finish, wherever the pass stands: the order was drawn as a whole."""
+        """Finish, wherever the pass is: the order was drawn as a whole."""
         self._finish()
         return self._is_finished
 

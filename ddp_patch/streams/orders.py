@@ -156,7 +156,7 @@ def is_always_alike(sampler: object) -> bool:
 
 
 def order_parameters(sampler: object) -> list[object] | None:
-    """Return what the order of one of torch's own samplers depends on, besides the random states; else None."""
+    """Return what the order of one of torch's own samplers depends on, besides the random states; otherwise None."""
     if _is_batching(sampler):
         inner = order_parameters(sampler.sampler)
         return None if inner is None else ["batches", sampler.batch_size, sampler.drop_last, *inner]

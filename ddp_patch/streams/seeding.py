@@ -95,7 +95,7 @@ def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:
 
 
 def dealing_key(seed: int, epoch: int, stage: int, window: int) -> np.random.SeedSequence:
-    """Return the key of the random order in which a window of an epoch is dealt.
+    """Return the key of the random order of a balanced window of an epoch.
 
     Args:
         seed: The seed in force.

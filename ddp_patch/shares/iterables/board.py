@@ -29,7 +29,7 @@ class Board:
 
     Args:
         readers: How many workers read the dataset; 1 where the main process does.
-        ahead: How many batches each may be ahead, where the dataset says where it stands; else None.
+        ahead: How many batches each may be ahead, if the dataset has a state; otherwise None.
     """
 
     def __init__(self, readers: int = 1, ahead: int | None = None) -> None:

@@ -31,7 +31,7 @@ def can_snapshot(dataset: object, options: Options) -> bool:
     """Return whether a dataset's own state is the position of a stream that is sharded in this way."""
     return (
         options.iterable_sharding == "exact"
-        and not options.needs_length  # else every rank stands elsewhere
+        and not options.needs_length  # otherwise every rank is elsewhere
         and options.agreement != "ambient"
         and is_stateful(dataset)
         and not loses_items_when_loaded(dataset)
@@ -46,7 +46,7 @@ class Marker:
         board: Where to record it.
         number: The pass.
         reader: Which worker this is.
-        states: The random states that the dataset draws from, if its own state may be taken; else None.
+        states: The random states that the dataset draws from, if its own state may be taken; otherwise None.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class StreamSampler(EpochSampler[None]):
     its first batch, and has the ``set_epoch`` that training loops and frameworks call.
 
     Attributes:
-        balance: What the latest pass has given, where ranks hand batches to each other.
+        balance: What the latest pass has given, if ranks send each other batches.
     """
 
     latest: Pass[None] | None
@@ -179,7 +179,7 @@ class StreamSampler(EpochSampler[None]):
         return None if turns.count is None else turns
 
     def most_batches(self, one: Pass[Any], batching: Batching) -> int | None:
-        """Return how many batches the largest share has in a pass, where every rank knows that; else None."""
+        """Return how many batches the largest share has in a pass, where every rank knows that; otherwise None."""
         if self.balance is not None:
             return self.balance.given if self.balance.is_over else None
         if not source_of(one).is_in_parts:
@@ -240,7 +240,7 @@ class StreamSampler(EpochSampler[None]):
         return super().given_batches(one, batching) if self.balance is None else self.balance.given
 
     def _place_of_all(self, one: Pass[Any], place: Place, balance: Balance, batches: int) -> Place:
-        """Return where all ranks' workers stand that hand batches to each other."""
+        """Return the position of all ranks' workers, if ranks send each other batches."""
         size, readers = self._batching.size, self.dataset.board.readers
         done = [()] * (readers * self.num_replicas) if one.start.parts is None else one.start.parts.done
         before = [sum(items for _, items in of_reader) // size for of_reader in done]

@@ -22,7 +22,7 @@ class Start:
     Attributes:
         number: The pass.
         epoch: Which epoch it is over; -1 before that is known.
-        role: Which worker of this rank's loader it stands for; another than it is where a pass resumes.
+        role: Which worker of this rank's loader it replaces; another than it is where a pass resumes.
         before: What other numbers of ranks took.
         skip: How many items of this rank's share were done when the pass began.
         counts: What the state that is resumed counts: one stream, parts, or nothing.
@@ -57,7 +57,7 @@ class Loaded:
     Attributes:
         start: Where its pass begins now; its number is that of the pass in which it was said.
         seed: The seed then in force.
-        generators: Where the dataset's random generators stood when the pass began.
+        generators: The states of the dataset's random generators when the pass began.
         is_over: Whether nothing was left.
     """
 
@@ -80,7 +80,7 @@ class Items(Iterator[T]):
 
     Attributes:
         loaded: What was loaded, if anything was.
-        standing: Tells where it stands.
+        standing: Returns its position.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Items(Iterator[T]):
         return next(self._items)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it stands, as the only value."""
+        """Return its position, as the only value."""
         loaded = self.loaded if self._items is None and self.loaded is not None else self.standing()
         start = loaded.start
         done = [list(stint) for stint in start.before]

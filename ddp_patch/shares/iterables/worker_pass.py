@@ -39,7 +39,7 @@ class Terms(Generic[T]):
     """What all passes of a worker have in common; ``ShardedIterable`` describes it.
 
     Attributes:
-        division: The rank's share of each batch, where batches are divided; else None.
+        division: The rank's share of each batch, where batches are divided; otherwise None.
         reader: Tells the dataset which worker it is in.
     """
 
@@ -117,8 +117,8 @@ class WorkerPass(Generic[T]):
         """Yield this rank's items of the stream, or of this worker's part of it.
 
         Args:
-            items: The iterator over them, which says where it stands.
-            generators: Where the dataset's random generators stood when the pass began.
+            items: The iterator over them, which has a position.
+            generators: The states of the dataset's random generators when the pass began.
             first_items: Where to record what is read first; None if nobody compares it.
         """
         terms, start, plan = self._terms, self.start, self._terms.plan
@@ -191,7 +191,7 @@ class WorkerPass(Generic[T]):
         for item in read:
             if reader.has_split and not asked and self.readers > 1:
                 raise UnsupportedLoaderError(
-                    f"{self._terms.name} cannot be shared with {self._workers} workers: it asked get_worker_info() "
+                    f"{self._terms.name} cannot be sharded with {self._workers} workers: it asked get_worker_info() "
                     "which worker it is in only after its first items, so these came from every worker and later ones "
                     "from one. Call get_worker_info() first in __iter__, or use num_workers=0."
                 )
@@ -214,7 +214,7 @@ class WorkerPass(Generic[T]):
         return draw(stream, self._states, round_size=plan.num_replicas, rounds=rounds, copies=False, kept=kept)
 
     def _before(self) -> Chunk[T] | None:
-        """Return the rounds that need not be read again because the dataset says where it stood; None to read them.
+        """Return the rounds that need not be read again because the dataset has a state; None to read them.
 
         Padding repeats items of the first round, so these are read where there may be padding.
         """
