@@ -142,7 +142,7 @@ def _filled(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return batches of equally many items, shape (batches, items), and their sums.
 
-    Layer by layer, from the most expensive on, the most expensive item of a layer goes to the batch with the least cost.
+    Layer by layer, from the most expensive on, the most expensive item of a layer goes to the cheapest batch.
     """
     layers, costs_of = dearest_first.reshape(-1, batches), costs[dearest_first].reshape(-1, batches)
     filled, sums = np.empty_like(layers), np.zeros(batches)
