@@ -237,8 +237,8 @@ def test_with(session: nox.Session, *versions: str) -> None:
     (wheel,) = DIST.glob("*.whl")
     tools = {requirement.lower() for requirement in EXTRAS["test"] + EXTRAS["audit"]}
     pinned = [line for line in Path("constraints.txt").read_text().splitlines() if line.split("==")[0].lower() in tools]
-    session.install("--upgrade", *versions, *pinned, f"{wheel}[test]")
-    session.run("pip", "check")
+    session.install("--upgrade", *versions, *pinned, f"{wheel}[test]", "pip")  # which uv's environments lack
+    session.run("python", "-m", "pip", "check")
     written = [] if session.posargs else [f"--write-compatibility={session.name.partition('-')[0]}"]
     run_tests(session, *WITHOUT_INTEGRATIONS, *written, *session.posargs)
 

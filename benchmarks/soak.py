@@ -9,6 +9,7 @@ much of that counts. At the end each epoch must hold what one process's does, bu
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -199,9 +200,10 @@ class Attempt:
     port: int
     fault: Fault | None
 
-    def fails(self, what: str, rank: int | None = None) -> bool:
-        """Tell whether this goes wrong, on a rank or on any."""
-        return self.fault is not None and self.fault.what == what and rank in {None, self.fault.rank}
+    def finds_the_disk_full(self, number: int) -> bool:
+        """Tell whether the checkpoint of this number cannot be written."""
+        fault = self.fault
+        return fault is not None and fault.what == "a full disk at a checkpoint" and number >= fault.at
 
 
 class Log:
@@ -230,28 +232,24 @@ class Log:
             raise AssertionError(f"the ranks tell different states: {states}")
         if self.rank == 0:
             number = len(checkpoints(self.attempt.folder))
-            fault = self.attempt.fault
-            full = self.attempt.fails("a full disk at a checkpoint") and fault is not None and number >= fault.at
-            place = Path("/dev/full") if full else self.attempt.folder / "being-written"
-            with place.open("wb") as file:
+            path = self.attempt.folder / "being-written"
+            with (Path("/dev/full") if self.attempt.finds_the_disk_full(number) else path).open("wb") as file:
                 torch.save({"state": state, "chain": [*self.chain, (self.attempt.number, counts)]}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            place.replace(self.attempt.folder / f"checkpoint-{number:04}")
+            path.replace(self.attempt.folder / f"checkpoint-{number:04}")
         dist.barrier()
 
     def resume(self, loader: DataLoader[Any]) -> None:
-        """Go on from the latest checkpoint that can be read; write down those that cannot."""
-        for place in reversed(checkpoints(self.attempt.folder)):
-            try:
-                saved = torch.load(place)
-                restore_loader(loader, saved["state"])
-            except (StateError, RuntimeError, EOFError, OSError) as error:
-                if isinstance(error, StateError) or "PytorchStreamReader" in str(error) or isinstance(error, EOFError):
-                    continue
-                raise
-            self.chain = saved["chain"]
-            return
+        """Resume from the latest checkpoint that can be read and is this loader's, and write down which."""
+        for path in reversed(checkpoints(self.attempt.folder)):
+            if zipfile.is_zipfile(path):  # else it was cut short, and torch cannot read it
+                saved = torch.load(path)
+                with contextlib.suppress(StateError):
+                    restore_loader(loader, saved["state"])
+                    self.chain = saved["chain"]
+                    (self.attempt.folder / f"resumed-{self.attempt.number}-{self.rank}").write_text(path.name)
+                    return
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -380,6 +378,7 @@ def run_round(number: int, seed: int, found: Found) -> None:
     folder = Path(tempfile.mkdtemp(prefix=f"soak-{number}-"))
     most = 3 if training.workers else 8  # each rank's workers come from a process of its own
     faults_left, attempt, ranks, ended = MOST_FAULTS, 0, numbers.randint(2, most), False
+    damaged: set[str] = set()
     while not ended:
         fault = None
         if faults_left:
@@ -394,7 +393,9 @@ def run_round(number: int, seed: int, found: Found) -> None:
             raise AssertionError(f"{fault}: the ranks raised\n{raised(folder, attempt)}")
         if not ended and fault is not None:
             found.broken_off[fault.what] += 1
-        damage(folder, fault, training)
+        if damaged & (resumed := {path.read_text() for path in folder.glob(f"resumed-{attempt}-*")}):
+            raise AssertionError(f"resumed from {sorted(resumed)}, of which {sorted(damaged)} are damaged; {folder}")
+        damaged |= damage(folder, fault, training)
         if ended and fault is not None and fault.what.startswith("a checkpoint"):
             ended = False  # which the damage is to be found for
         attempt += 1
@@ -406,18 +407,21 @@ def run_round(number: int, seed: int, found: Found) -> None:
     shutil.rmtree(folder)
 
 
-def damage(folder: Path, fault: Fault | None, training: Training) -> None:
-    """Damage the latest checkpoint, if that is the fault."""
+def damage(folder: Path, fault: Fault | None, training: Training) -> set[str]:
+    """Damage the latest checkpoint, if that is the fault; return which."""
     saved = checkpoints(folder)
     if fault is None or not saved or not zipfile.is_zipfile(saved[-1]):  # it is damaged already
-        return
+        return set()
     if fault.what == "a checkpoint cut short":
         content = saved[-1].read_bytes()
         saved[-1].write_bytes(content[: int(len(content) * fault.after_s)])
-    if fault.what == "a checkpoint of another loader":
+    elif fault.what == "a checkpoint of another loader":
         other = torch.load(saved[-1])
         other["state"]["loader"] = {**other["state"]["loader"], "dataset length": training.n + 1}
         torch.save(other, saved[-1])
+    else:
+        return set()
+    return {saved[-1].name}
 
 
 def raised(folder: Path, attempt: int) -> str:

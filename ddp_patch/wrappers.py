@@ -17,7 +17,7 @@ from ddp_patch.shares.refusals import require_length, require_steps_known
 from ddp_patch.shares.sampler import ShardedSampler
 from ddp_patch.streams.random_access import is_random_access
 
-__all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions", "split_options"]
+__all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions", "split_options", "with_mesh"]
 
 T = TypeVar("T")
 
@@ -200,6 +200,11 @@ def split_options(called: str, given: Mapping[str, Any], known: type) -> tuple[d
         raise TypeError(f"{called}() has no option {', '.join(unknown)}. Use these: {', '.join(names)}.")
     where = {name: value for name, value in given.items() if name in _WORLD}
     return where, {name: value for name, value in given.items() if name not in _WORLD}
+
+
+def with_mesh(given: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
+    """Return the keywords with a framework's mesh, unless they say themselves which rank of how many this is."""
+    return {**given} if mesh is None or not given.keys().isdisjoint(_WORLD) else {**given, "device_mesh": mesh}
 
 
 def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: bool, given: SharingOptions) -> Agreed:

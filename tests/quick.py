@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import pytest
+
 from ddp_patch import testing
 
 R = TypeVar("R")
@@ -22,6 +24,11 @@ multiprocessing.set_forkserver_preload(OF_RANKS)
 def run_ranks(fn: Callable[..., R], world_size: int, *args: Any, **options: Any) -> list[R]:
     """As ``ddp_patch.testing.run_ranks`` does."""
     return testing.run_ranks(fn, world_size, *args, start_method="forkserver", **options)
+
+
+def soaked(*values: Any) -> Any:
+    """Return a case that takes long and that others are like, so that the session ``soak`` alone tries it."""
+    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 def fork_workers_elsewhere() -> None:

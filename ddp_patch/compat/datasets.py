@@ -1,11 +1,7 @@
 """Iterable datasets and tables of other packages."""
 
-import os
-from collections.abc import Mapping
-from functools import partial
-from typing import Any, Final
+from typing import Final
 
-import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from ddp_patch.compat.names import full_name
@@ -17,8 +13,6 @@ __all__ = [
     "is_split_by_node",
     "loses_items_when_loaded",
     "order_remedy",
-    "splits_by_node",
-    "webdataset_world",
 ]
 
 # ---- Hugging Face datasets, seen in 5.2.0 ----
@@ -90,27 +84,3 @@ def order_remedy(dataset: object) -> str | None:
             if (remedy := _ORDER_REMEDIES.get(kind.__module__.split(".")[0])) is not None:
                 return remedy
     return None
-
-
-# ---- webdataset, seen in 1.0.2 ----
-
-
-def splits_by_node(attributes: Mapping[str, Any]) -> bool:
-    """Return whether a stage of a webdataset's pipeline is ``split_by_node``, which ``nodesplitter=`` puts there.
-
-    The function holds no world; it asks for one when it runs. A copy of it in another package keeps its name. Seen in
-    webdataset 1.0.2.
-    """
-    stages = attributes.get("pipeline")
-    return isinstance(stages, list) and any(_function_name(stage) == "split_by_node" for stage in stages)
-
-
-def webdataset_world() -> tuple[int, int]:
-    """Return the rank and the number of ranks over which webdataset's ``split_by_node`` splits now."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
-
-
-def _function_name(value: Any) -> str | None:
-    return getattr(value.func if isinstance(value, partial) else value, "__name__", None)

@@ -22,7 +22,6 @@ else:
 __all__ = [
     "MAKE_ITERATOR",
     "RUNNING_ITERATOR",
-    "THREAD_WORKERS",
     "KeptIterator",
     "RunningLoader",
     "WrappedIterator",
@@ -49,11 +48,6 @@ MAKE_ITERATOR: Final = "_get_iterator"
 # Both are called by torch. A torch that called others would make us miscount, so they are looked for at once.
 private(f"torch.utils.data.dataloader.DataLoader.{MAKE_ITERATOR}", "Counting a loader's batches")
 private("torch.utils.data.dataloader._BaseDataLoaderIter._reset", "Counting a loader's batches")
-
-
-# The argument by which a loader's workers are threads of its process, and what it is then. torch 2.15.0 has the fields
-# for it in its worker info, but no such loader yet; this is how its development has it.
-THREAD_WORKERS: Final = ("worker_method", "thread")
 
 
 def has_own_iterators(loader_kind: type) -> bool:

@@ -18,6 +18,7 @@ else:
     WorkerInfo = private("torch.utils.data._utils.worker.WorkerInfo", "Sharing an iterable dataset")
 
 __all__ = [
+    "THREAD_WORKERS",
     "WorkerInfo",
     "made_worker_info",
     "noted_worker_info",
@@ -25,6 +26,10 @@ __all__ = [
     "seed_as_worker",
     "worker_info_told",
 ]
+
+# The argument by which a loader's workers are threads of its process, and what it is then. torch 2.15.0 has the fields
+# for it in its worker info, but no such loader yet; this is how its development has it.
+THREAD_WORKERS: Final = ("worker_method", "thread")
 
 # Holds the one variable that ``get_worker_info()`` reads in a process.
 _WORKER: Final[Any] = private("torch.utils.data._utils.worker", "Sharing an iterable dataset")

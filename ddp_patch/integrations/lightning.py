@@ -17,11 +17,11 @@ from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.several import PatchOptions
+from ddp_patch.wrappers import with_mesh
 
 __all__ = ["PatchDataLoaders"]
 
 _KEEPER, _METHOD = LIGHTNING_TAKES_LOADERS
-_WORLD = {"rank", "num_replicas", "process_group", "device_mesh"}
 # These change training only: evaluation takes each sample, in batches as they are.
 _OF_TRAINING = {"cost", "cost_of", "cost_window", "scalable_shuffle", "share", "uneven"}
 # What was given for each loader that was taken: the Trainer puts that into a CombinedLoader of the user's.
@@ -147,10 +147,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         return taken
 
     def _patched(self, given: DataLoader[Any], trainer: Any, mode: RunningStage) -> DataLoader[Any]:
-        options: Any = self._options
-        mesh = trainer.lightning_module.device_mesh
-        if mesh is not None and options.keys().isdisjoint(_WORLD):
-            options = {**options, "device_mesh": mesh}
+        options: Any = with_mesh(self._options, trainer.lightning_module.device_mesh)
         if mode != RunningStage.TRAINING:
             options = {name: value for name, value in options.items() if name not in _OF_TRAINING}
         with warnings.catch_warnings():

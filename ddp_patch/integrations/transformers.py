@@ -17,10 +17,9 @@ from ddp_patch.resume import go_on, loader_state
 from ddp_patch.several import PatchOptions
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.states import no_state
+from ddp_patch.wrappers import with_mesh
 
 __all__ = ["PatchedLoadersMixin"]
-
-_WORLD = {"rank", "num_replicas", "process_group", "device_mesh"}
 
 
 class PatchedLoadersMixin:
@@ -65,10 +64,7 @@ class PatchedLoadersMixin:
             return loader
         with patch.object(self.accelerator, "prepare_data_loader", lambda loader, *args, **options: loader):
             loader = trainer.get_train_dataloader()
-        options = self.patch_options
-        mesh = getattr(self.accelerator, "torch_device_mesh", None)
-        if mesh is not None and options.keys().isdisjoint(_WORLD):
-            options = {**options, "device_mesh": mesh}
+        options: Any = with_mesh(self.patch_options, getattr(self.accelerator, "torch_device_mesh", None))
         return patch_dataloader_to_ddp(loader, **options)
 
     def train(self, *args: Any, **options: Any) -> Any:

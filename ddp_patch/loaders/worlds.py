@@ -8,8 +8,7 @@ from typing import Any, TypeAlias, TypeGuard
 import numpy as np
 from torch.utils.data import Dataset, DistributedSampler, Sampler
 
-from ddp_patch.compat.datasets import splits_by_node, webdataset_world
-from ddp_patch.compat.samplers import READERS, WORLD_NAMES, WORLD_WORDS
+from ddp_patch.compat.worlds import READERS, WORLD_NAMES, WORLD_WORDS, splits_by_node, webdataset_world
 from ddp_patch.streams.generators import LOOKED_AT
 
 __all__ = ["HeldWorld", "held_parts", "stored", "world_of"]

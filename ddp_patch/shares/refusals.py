@@ -6,7 +6,8 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.compat.datasets import is_split_by_node
 from ddp_patch.compat.frameworks import asks_for_its_own_dataset
-from ddp_patch.compat.torch_loaders import THREAD_WORKERS, torchdata_batch_sampler
+from ddp_patch.compat.torch_loaders import torchdata_batch_sampler
+from ddp_patch.compat.torch_workers import THREAD_WORKERS
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
 from ddp_patch.loaders.recognition import line_for_inner, nested_datasets

@@ -6,9 +6,11 @@ from itertools import islice
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import assume, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from quick import soaked
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 from zoo import Bare, as_it_is, seed_ambient
 
@@ -202,5 +204,6 @@ class Resuming(RuleBasedStateMachine):
         self.start(len(self.loaders), 2)
 
 
-Resuming.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
-TestResuming = Resuming.TestCase
+@pytest.mark.parametrize("examples", [20, soaked(400)])
+def test_a_pass_resumes_whenever_and_on_however_many_ranks(examples: int) -> None:
+    run_state_machine_as_test(Resuming, settings=settings(max_examples=examples, stateful_step_count=30))

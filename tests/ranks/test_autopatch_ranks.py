@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import assert_tells
-from quick import run_ranks
+from quick import run_ranks, soaked
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from zoo import Indices, PKBatches, Source, seed_ambient
 
@@ -45,7 +45,7 @@ def trained(rank: int, world_size: int) -> dict[str, Any]:
         return {name: [items(loader), items(loader)] for name, loader in loaders.items()}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [soaked(2), 3])
 def test_each_sample_comes_once_per_epoch(world_size: int) -> None:
     ranks = run_ranks(trained, world_size)
     for name in ranks[0]:

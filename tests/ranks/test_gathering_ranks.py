@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import assert_tells, missing
-from quick import fork_workers_elsewhere, run_ranks
+from quick import fork_workers_elsewhere, run_ranks, soaked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.utils.data import DataLoader
@@ -211,7 +211,7 @@ def everything(rank: int, world_size: int) -> None:
     nothing_is_left(rank, world_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, soaked(2), 3, soaked(5)])
 def test_every_rank_has_what_one_process_has(world_size: int) -> None:
     run_ranks(everything, world_size, timeout=300)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import assert_tells
-from quick import fork_workers_elsewhere, run_ranks
+from quick import fork_workers_elsewhere, run_ranks, soaked
 from torch.utils.data import DataLoader, DistributedSampler
 from zoo import (
     ALL_KINDS,
@@ -75,7 +75,7 @@ def every_kind(rank: int, world_size: int) -> dict[str, tuple[int, list[list[Any
     return shares
 
 
-@pytest.mark.parametrize("world_size", IN_WORLD)
+@pytest.mark.parametrize("world_size", [2, 3, soaked(4)])
 @pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")
 def test_every_kind_is_shared_exactly(world_size: int) -> None:
     ranks = run_ranks(every_kind, world_size, timeout=600)

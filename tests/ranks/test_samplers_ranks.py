@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from quick import run_ranks
+from quick import run_ranks, soaked
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -62,7 +62,7 @@ def recalls(rank: int, world_size: int) -> tuple[float, float]:
     return recall(rank, world_size, is_balanced=False), recall(rank, world_size, is_balanced=True)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [soaked(2), 4])
 def test_the_rare_class_is_learnt_as_in_one_process(world_size: int) -> None:
     alone = recalls(0, 1)
     ranks = run_ranks(recalls, world_size)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from messages import assert_tells
-from quick import run_ranks
+from quick import run_ranks, soaked
 from told import FOUND, WARNED, Told, in_step
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import as_it_is, seed_ambient
@@ -362,7 +362,7 @@ def honest(rank: int, world_size: int) -> dict[tuple[str, int], Told]:
     return told
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, soaked(4)])
 def test_nobody_is_told_anything_who_reads_in_one_order(world_size: int) -> None:
     wrong = [{case: told for case, told in rank.items() if told.found} for rank in run_ranks(honest, world_size)]
     assert not any(wrong), wrong

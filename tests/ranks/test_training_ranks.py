@@ -1,7 +1,4 @@
-"""Real gloo ranks, each seeded differently, train what one process trains: the demo's table, and more options.
-
-The demo itself holds to the same with 2, 3 and 4 ranks; here are three.
-"""
+"""Real gloo ranks, each seeded differently, train what one process trains: the demo's table, and more options."""
 
 from typing import Any
 from unittest import mock
@@ -17,6 +14,7 @@ from ddp_patch import patch_dataloader_to_ddp
 OPTIONS: list[dict[str, Any]] = [{"uneven": "keep"}, {"layout": "contiguous"}, {"agreement": "leader"}]
 
 
+@pytest.mark.soak  # the demo, which CI runs, is the same with 2, 3 and 4 ranks
 def test_ranks_train_what_one_process_trains_also_after_a_kill_and_not_without_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

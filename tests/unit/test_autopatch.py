@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from messages import raises
 from repeaters import BegunAtFirst, Infinite, MultiEpochs
+from test_contract import over
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 from zoo import ALL_KINDS, Indices, Kind, Source, seed_ambient, units
@@ -53,7 +54,7 @@ def attributes() -> list[dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # a kind's own
-@pytest.mark.parametrize("kind", ALL_KINDS, ids=lambda kind: kind.name)
+@over(ALL_KINDS)
 def test_a_loader_becomes_the_patched_one(kind: Kind) -> None:
     """Each kind, in epoch after epoch, whatever a rank's own seed."""
 

@@ -30,8 +30,23 @@ FINITE = [kind for kind in ALL_KINDS if not kind.endless]
 WHOLE = [kind for kind in FINITE if not kind.make().drop_last]
 
 
-def over(kinds: list[Kind]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: kind.name)
+# One of each sort: workers that all read the same, that read a part each, unequal ones, without an end, and kept.
+WITH_WORKERS = {
+    "iterable, 2 workers",
+    "iterable, splits itself, 2 workers",
+    "iterable, unequal shards, 2 workers",
+    "iterable, endless",
+    "iterable with set_epoch, persistent workers",
+    "persistent workers",
+}
+
+
+def over(kinds: list[Kind], every: bool = False) -> pytest.MarkDecorator:
+    """Try kinds; where ``every`` is not asked for, those with workers, which take long to start, mostly in the soak."""
+    later = [not every and kind.make().num_workers > 0 and kind.name not in WITH_WORKERS for kind in kinds]
+    marks = [[pytest.mark.soak] * is_later for is_later in later]
+    cases = [pytest.param(kind, id=kind.name, marks=mark) for kind, mark in zip(kinds, marks, strict=True)]
+    return pytest.mark.parametrize("kind", cases)
 
 
 @contextmanager
@@ -62,7 +77,7 @@ def epochs_of(kind: Kind, rank: int, num_replicas: int, steps: int = STEPS, **op
     return epochs
 
 
-@over(WHOLE)
+@over(WHOLE, every=True)
 def test_every_rank_takes_its_share_of_the_one_stream(kind: Kind) -> None:
     streams = epochs_of(kind, 0, 1)
     for num_replicas in kind.worlds:

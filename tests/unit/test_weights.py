@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from messages import raises
+from test_contract import over
 from torch.utils.data import BatchSampler, DataLoader
 from zoo import ALL_KINDS, STEPS, Bare, Indices, Kind, Source, as_it_is, comparable, loader, seed_ambient
 
@@ -72,7 +73,7 @@ def assert_weigh_the_mean(kind: Kind, world_size: int, **options: Any) -> None:
                 )
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS, ids=lambda kind: kind.name)
+@over(ALL_KINDS)
 def test_a_real_sample_weighs_the_ranks_over_the_real_samples_of_its_step(kind: Kind) -> None:
     has_workers = kind.make().num_workers > 0  # starting them takes long
     for way in WAYS[:1] if has_workers else WAYS:
