@@ -157,7 +157,7 @@ def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -
         _RESTORING,
         {
             "seed": place.seed,
-            "epoch to continue in": place.epoch,
+            "epoch to resume in": place.epoch,
             "done": json.dumps(place.done),
             "done of each part": None if place.parts is None else json.dumps([place.parts.first, *place.parts.done]),
             "held": fingerprint([place.held.generators, place.held.samplers, place.held.attributes]),

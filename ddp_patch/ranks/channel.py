@@ -177,7 +177,7 @@ class Channel:
             self._words.require_none()
 
     def leave(self, kind: Kind, said: str) -> None:
-        """Go before the end, and write why."""
+        """Leave before the end, and write why."""
         with suppress(RuntimeError):  # the store may be gone
             self._words.leave(self.place, kind, said, self._said)
         # The others may need what this rank has said, and who breaks off on all ranks waits for no more than that.

@@ -14,8 +14,8 @@ __all__ = ["Noted", "OrderGuard", "compare_workers"]
 
 # What to do where no package is known to shuffle.
 _SEED = (
-    "Seed its shuffle alike on every rank, by the epoch: for instance random.Random(epoch), with the epoch that the "
-    "dataset gets by set_epoch(), and list files in sorted order"
+    "Give its shuffle a seed that is the same on every rank and follows from the epoch, such as random.Random(epoch) "
+    "with the epoch that the dataset gets by set_epoch(), and list files in sorted order"
 )
 
 
@@ -26,7 +26,7 @@ class Noted(Protocol):
         """Return what was recorded of each pass, part by part, by what all ranks call the pass."""
 
     def settle(self) -> None:
-        """Record that nobody needs that more."""
+        """Record that no more is needed."""
 
 
 def compare_workers(parts: Sequence[Notes]) -> Finding:

@@ -67,7 +67,7 @@ class FirstItems:
             self._names.append(f"{name} ({again + 1})")
 
     def settle(self) -> None:
-        """Record that nobody needs that more."""
+        """Record that no more is needed."""
         self._is_settled[0] = 1
 
     def watching(self, part: int, number: int, items: Iterator[T]) -> Iterator[T]:
