@@ -101,7 +101,7 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
 
     The next pass yields the rest of that epoch, and ``len(loader)`` is the length of that rest; later passes are whole
     epochs. On the same number of ranks, all batches are those of a run that never stopped. On another number of ranks,
-    or with another batch size, each sample of the epoch still comes once, except for the last round's padding.
+    or with another batch size over the same sampler, each item of the epoch still comes once, except for padding.
 
     A loader that was patched without ``seed=`` gets the state's seed. Restoring reads no samples of a map-style
     dataset: it only draws the skipped indices again, or skips them at once if the sampler has random access.

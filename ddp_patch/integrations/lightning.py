@@ -80,7 +80,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         """Make the Trainer pass its loaders through this callback, before it asks for them."""
         if sum(isinstance(callback, PatchDataLoaders) for callback in trainer.callbacks) > 1:
             raise InvalidOptionError(
-                "The Trainer has several PatchDataLoaders callbacks, and a loader can be patched only once. Pass one."
+                "The Trainer has several PatchDataLoaders, and a loader can be patched only once. Pass a single one."
             )
         keeper = getattr(trainer, _KEEPER)
         take = partial(getattr(type(keeper), _METHOD), keeper)

@@ -376,7 +376,7 @@ class Other(Shards):
 def test_a_stream_that_begins_with_other_items_is_refused(workers: int) -> None:
     _, state = step(Job(Shards, workers=workers).start(), 2)
     Other.__name__ = Other.__qualname__ = "Shards"
-    with raises(StateError, ("Shards", "begin"), "same samples"):
+    with raises(StateError, ("Shards", "items differ"), "same samples"):
         list(Job(Other, workers=workers).start(state)[0])
 
 
