@@ -106,7 +106,7 @@ class Leader:
         except Exception as error:
             raise LeaderError(
                 f"Rank {self.members[0]} draws for all ranks, and its sampler raised {error!r}, so no rank can "
-                "continue. See the traceback of that rank."
+                "continue. See the error of that rank."
             ) from error
 
 
