@@ -265,7 +265,7 @@ def patched(told: list[str], make: Callable[[], Any]) -> Any:
 # Shares and their number, by rank, in a group of four; and what is told, with its remedy.
 BY_HAND: list[tuple[Callable[[int], tuple[int, int]], tuple[str, ...]]] = [
     (lambda rank: (0, 2), ("RankMismatchError", "shard 0 of 2", "only 2 of the group's 4 ranks may")),
-    (lambda rank: (rank % 2, 4), ("RankMismatchError", "of 4", "only 1 may")),
+    (lambda rank: (rank % 2, 4), ("RankMismatchError", "of 4", "only 1 of the group's 4 ranks may")),
     (lambda rank: (rank, 8), ("WorldError", "num_replicas=8", "group of 4 ranks")),
     (lambda rank: (rank % 2, 2), ()),
     (lambda rank: (rank, 4), ()),
