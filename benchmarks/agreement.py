@@ -26,15 +26,14 @@ ITEMS = 100_000
 REPEATS = 5
 STEPS, STEP_MS = 1000, 10
 MOMENTS = 2 + STEPS.bit_length()  # a pass begins, ends, and takes 1, 2, 4, ... batches
-COLUMNS = (
-    "ranks",
-    "patch: bytes of a record",
-    "patch: ms",
-    "passes: ms to compare",
-    "passes: % of steps",
-    "leader: bytes to a rank",
-    "leader: ms",
-    "verify: ms more",
+MEASURED = (
+    "patch, bytes of a record",
+    "patch, ms",
+    "passes, ms",
+    "passes, % of steps",
+    "leader, bytes to a rank",
+    "leader, ms",
+    "verify, ms",
 )
 PAGE = Path(__file__).parents[1] / "docs" / "agreement.md"
 
@@ -98,12 +97,13 @@ def timed(act: Callable[[], object]) -> float:
 
 def main() -> None:
     """Measure, print and write the table."""
-    rows = []
+    columns = [["", *MEASURED]]
     for world_size in (2, 4, 8):
         ranks = run_ranks(measure, world_size, timeout=300)
         slowest = [max(values) for values in zip(*ranks, strict=True)]
-        rows.append([str(world_size), *(f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in slowest)])
-    show_and_put(PAGE, "table", [COLUMNS, *rows], f"{ITEMS:,} items, the slowest rank")
+        figures = (f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in slowest)
+        columns.append([f"{world_size} ranks", *figures])
+    show_and_put(PAGE, "table", list(zip(*columns, strict=True)), f"{ITEMS:,} items, the slowest rank")
 
 
 if __name__ == "__main__":

@@ -235,8 +235,8 @@ class Stream:
 
 def figures_table(steps: int) -> tuple[list[list[str]], list[list[str]]]:
     """Return how alike steps cost for all kinds, and what part of today's time an epoch takes."""
-    rows = [["lengths", "shared", *(f"{ranks} ranks" for ranks in RANKS)]]
-    times = [["shared", *LENGTHS]]
+    rows = [["lengths", "sharded", *(f"{ranks} ranks" for ranks in RANKS)]]
+    times = [["sharded", *LENGTHS]]
     found: dict[str, list[str]] = {kind.name: [] for kind in KINDS}
     for name in LENGTHS:
         lengths = drawn(name, steps * BATCH * max(RANKS))
@@ -255,7 +255,7 @@ def figures_table(steps: int) -> tuple[list[list[str]], list[list[str]]]:
 
 def windows_table(largest: int) -> list[list[str]]:
     """Return how a window's size matters: plain arithmetic, of which the patch is not asked."""
-    rows = [["lengths", "shared", "ranks", "today", *map(str, WINDOWS)]]
+    rows = [["lengths and what is sharded", "ranks", "today", *map(str, WINDOWS)]]
     for name in ("lognormal, sigma 0.5", "lognormal, sigma 1", "docstrings"):
         for kind in (KIND["samples, packed"], KIND["samples, padded"], KIND["whole batches, packed"]):
             for ranks in RANKS[1:]:
@@ -267,7 +267,7 @@ def windows_table(largest: int) -> list[list[str]]:
                 for window in WINDOWS:
                     order = dealt(costs, ranks, size, kind.cost_of, window)
                     cells.append(f"{figure(measured(costs[order])):.3f}" if window <= largest else "")
-                rows.append([name, kind.name, str(ranks), *cells])
+                rows.append([f"{name}: {kind.name}", str(ranks), *cells])
                 print(*rows[-1], flush=True)
     return rows
 
@@ -303,8 +303,7 @@ def seconds(loader: Any) -> tuple[float, float]:
 def drawing_table(n: int, repeats: int) -> list[list[str]]:
     """Return what one rank's drawing costs, today and balanced; passes alternate."""
     lengths = drawn("lognormal, sigma 0.5", n)
-    head = ["shared", "ranks", "today s", "balanced s", "ratio", "us a batch: today", "balanced", "first batch s"]
-    rows = [head]
+    rows = [["sharded", "ranks", "epoch, s (ratio)", "batch, us", "first batch, s"]]
     for kind in DRAWING:
         for ranks in DRAWING_RANKS:
             pair = kind.patched(lengths, 0, ranks), kind.balanced(lengths, 0, ranks)
@@ -313,10 +312,9 @@ def drawing_table(n: int, repeats: int) -> list[list[str]]:
             ratio = statistics.median(after[1] / before[1] for before, after in passes)
             first = statistics.median(after[0] for _, after in passes)
             batches = n / BATCH / ranks
-            each = f"{1e6 * today / batches:.0f}", f"{1e6 * balanced / batches:.0f}"
-            rows.append(
-                [kind.name, str(ranks), f"{today:.2f}", f"{balanced:.2f}", f"{ratio:.1f}", *each, f"{first:.3f}"]
-            )
+            each = f"{1e6 * today / batches:.0f} → {1e6 * balanced / batches:.0f}"
+            whole = f"{today:.2f} → {balanced:.2f} ({ratio:.1f})"
+            rows.append([kind.name, str(ranks), whole, each, f"{first:.3f}"])
             print(*rows[-1], flush=True)
     return rows
 
@@ -333,22 +331,19 @@ class InOrder(Sampler[int]):
 
 def memory_table(sizes: Iterable[int]) -> list[list[str]]:
     """Return how many bytes drawing one rank's share takes at its peak, of which the stream itself takes none."""
-    rows = [
-        [
-            "samples of an epoch",
-            *(f"{ranks} ranks: {what}" for ranks in DRAWING_RANKS for what in ("today", "balanced")),
-        ]
-    ]
+    rows = [["samples of an epoch", *(f"{ranks} ranks, MB" for ranks in DRAWING_RANKS)]]
     in_order = Kind("in order", lambda lengths, size: DataLoader(Numbers(len(lengths)), size, sampler=InOrder(lengths)))
     for n in sizes:
         lengths, cells = drawn("lognormal, sigma 0.5", n), []
         for ranks in DRAWING_RANKS:
+            peaks = []
             for loader in (in_order.patched(lengths, 0, ranks), in_order.balanced(lengths, 0, ranks)):
                 tracemalloc.start()
                 for _ in loader.batch_sampler:
                     pass
-                cells.append(f"{tracemalloc.get_traced_memory()[1] / 1e6:.2f} MB")
+                peaks.append(f"{tracemalloc.get_traced_memory()[1] / 1e6:.2f}")
                 tracemalloc.stop()
+            cells.append(" → ".join(peaks))
         rows.append([f"{n:,}", *cells])
     return rows
 
@@ -371,9 +366,9 @@ def main() -> None:
         f"{max(len(text.split()) for text in texts)} at most.",
     )
     figures, times = figures_table(arguments.steps)
-    show_and_put(PAGE, "figures", figures)
+    show_and_put(PAGE, "figures", figures, grouped=True)
     show_and_put(PAGE, "times", times)
-    show_and_put(PAGE, "windows", windows_table(arguments.largest_window))
+    show_and_put(PAGE, "windows", windows_table(arguments.largest_window), grouped=True)
     show_and_put(PAGE, "drawing", drawing_table(arguments.samples, arguments.repeats))
     show_and_put(PAGE, "memory", memory_table(arguments.samples * part // 10 for part in (1, 5, 10, 20)))
 

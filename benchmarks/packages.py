@@ -23,7 +23,7 @@ from ddp_patch.testing import run_ranks
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "packages.md"
 WORLDS = (2, 3)
-HEAD = ["package", "version", "loader or sampler", "in one process", "the call", *(f"{size} ranks" for size in WORLDS)]
+HEAD = ["package", "loader or sampler", "one process", "after the patch"]
 
 Measured = tuple[list[str], list[str]]  # a row of the page, and what should not have happened
 
@@ -47,15 +47,10 @@ def measured(module: str) -> list[Measured]:
 def row(case: Case, alone: OneProcess, verdicts: Sequence[Verdict]) -> list[str]:
     """Return the cells of one loader."""
     fates = {one.fate.value for one in verdicts if one.fate is not None}
-    call = " or ".join(fates) + (f": `{case.told}`" if case.told else "")
-    return [
-        case.package,
-        version(case.package),
-        case.name,
-        alone.text,
-        call,
-        *(described(case, one) for one in verdicts),
-    ]
+    call = " or ".join(fates) + (f" (`{case.told}`)" if case.told else "")
+    two, three = (described(case, one) for one in verdicts)
+    package = f"{case.package} {version(case.package)}"
+    return [package, case.name, alone.text, f"{call}: {two} on 2 ranks, {three} on 3"]
 
 
 def main() -> None:
@@ -70,12 +65,12 @@ def main() -> None:
         for module, package in zip(named, processes.map(measured, named), strict=True):
             print(module, *(told for _, told in package if told), sep="\n  ", flush=True)
             found += package
-    problems = [f"{cells[0]}, {cells[2]}: {problem}" for cells, told in found for problem in told]
+    problems = [f"{cells[0]}, {cells[1]}: {problem}" for cells, told in found for problem in told]
     if problems:
         sys.exit("\n".join(["Not what tests/third_party/cases expects:", *problems]))
     rows = sorted((cells for cells, _ in found), key=lambda cells: cells[0].lower())
     if named == every:
-        show_and_put(PAGE, "packages", [HEAD, *rows])
+        show_and_put(PAGE, "packages", [HEAD, *rows], grouped=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Tables that a benchmark prints, and puts into a page of the documentation between two comments."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -8,8 +9,10 @@ from rich.table import Table
 
 __all__ = ["put", "show_and_put"]
 
+Rows = Sequence[Sequence[str]]
 
-def show_and_put(page: Path, name: str, rows: Sequence[Sequence[str]], title: str = "") -> None:
+
+def show_and_put(page: Path, name: str, rows: Rows, title: str = "", grouped: bool = False) -> None:
     """Print a table, whose first row is its head, and put it into the page.
 
     Args:
@@ -17,13 +20,29 @@ def show_and_put(page: Path, name: str, rows: Sequence[Sequence[str]], title: st
         name: The comments' name: ``<!-- name: begin -->`` and ``<!-- name: end -->``.
         rows: The cells.
         title: Printed above it.
+        grouped: Whether to make a table of its own of all rows with the same first cell, which then stands above it:
+            narrow tables can be read on a phone.
     """
     head, *body = rows
     table = Table(*head, title=title or None)
     for row in body:
         table.add_row(*row)
     Console(width=140).print(table)
-    put(page, name, "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)))
+    put(page, name, in_groups(head, body) if grouped else markdown(head, body))
+
+
+def in_groups(head: Sequence[str], body: Rows) -> str:
+    """Return a table for all rows that share their first cell, below that cell."""
+    tables = [
+        f"**{group}**\n\n{markdown(head[1:], [row[1:] for row in rows])}"
+        for group, rows in groupby(body, key=lambda row: row[0])
+    ]
+    return "\n\n".join(tables)
+
+
+def markdown(head: Sequence[str], body: Rows) -> str:
+    """Return a table as Markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body))
 
 
 def put(page: Path, name: str, text: str) -> None:

@@ -424,9 +424,10 @@ def compare(kind: Kind, together: list[Unit], stream: list[Unit]) -> str:
     lost, repeated = Counter(stream) - Counter(together), Counter(together) - Counter(stream)
     droppable = RANKS * batch_size - 1 if loader.drop_last else 0
     if lost.total() > droppable:
-        return "items lost" if not kind.batches or Counter(items(stream)) - Counter(items(together)) else "batches torn"
+        is_lost = not kind.batches or Counter(items(stream)) - Counter(items(together))
+        return "items lost" if is_lost else "batches split"
     if set(repeated) - set(stream):
-        return "batches torn" if kind.batches else "other items"
+        return "batches split" if kind.batches else "other items"
     if repeated.total() <= padding(kind, stream, RANKS):
         return YES
     return PADDED if repeated.total() <= padding(kind, stream, RANKS * batch_size) else "items repeated"

@@ -246,30 +246,30 @@ def beside_the_peers(n: int, repeats: int) -> list[list[str]]:
     found = {name: case(name, "RandomSampler", n, WORLD, repeats) for name in names}
     lowest, fastest = found["floor"], min(found[name][1] for name in BESIDE)
     smallest = min(found[name][2] for name in BESIDE)
-    rows = [["", "first batch s", "epoch s", "of the floor", "peak growth MB", "of the floor"]]
+    rows = [["", "first batch, s", "epoch, s", "memory, MB"]]
     for name, (first, epoch, growth) in found.items():
         ratios = f"{epoch / lowest[1]:.2f}", f"{growth / lowest[2]:.2f}"
-        rows.append([name, f"{first:.3f}", f"{epoch:.2f}", ratios[0], f"{growth:.0f}", ratios[1]])
-    rows.append(["fastest peer / ddp_patch", "", f"{fastest / found['ddp_patch'][1]:.1f}", "", "", ""])
-    rows.append(["smallest peer / ddp_patch", "", "", "", f"{smallest / max(found['ddp_patch'][2], 0.1):.1f}", ""])
+        rows.append([name, f"{first:.3f}", f"{epoch:.2f} ({ratios[0]})", f"{growth:.0f} ({ratios[1]})"])
+    rows.append(["fastest peer / ddp_patch", "", f"{fastest / found['ddp_patch'][1]:.1f}", ""])
+    rows.append(["smallest peer / ddp_patch", "", "", f"{smallest / max(found['ddp_patch'][2], 0.1):.1f}"])
     return rows
 
 
 def samplers(n: int, repeats: int) -> list[list[str]]:
     """This package beside a bare loop over the same sampler."""
-    rows = [["sampler", "bare loop s", "share s", "ratio", "first s", "growth MB: bare", "share"]]
+    rows = [["sampler", "epoch, s (ratio)", "first, s", "memory, MB"]]
     for name in SAMPLERS:
         _, bare_epoch, bare_growth = case("bare loop", name, n, WORLD, repeats)
         kind = "ddp_patch" if name == "a batch sampler" else "ddp_patch, unbatched"
         first, epoch, growth = case(kind, name, n, WORLD, repeats)
-        numbers = f"{bare_epoch:.3f}", f"{epoch:.3f}", f"{epoch / bare_epoch:.2f}", f"{first:.4f}"
-        rows.append([name, *numbers, f"{bare_growth:.0f}", f"{growth:.0f}"])
+        both = f"{bare_epoch:.3f} → {epoch:.3f} ({epoch / bare_epoch:.2f})"
+        rows.append([name, both, f"{first:.4f}", f"{bare_growth:.0f} → {growth:.0f}"])
     return rows
 
 
 def scalable_shuffles(repeats: int) -> list[list[str]]:
     """The scalable shuffle on rank 0 of 1024."""
-    rows = [["n", "first batch ms", "from the middle ms", "ns an index", "growth MB"]]
+    rows = [["n", "first batch, ms", "from the middle, ms", "an index, ns", "memory, MB"]]
     steps = 4000
     for exponent in (9, 12):
         n = 10**exponent
@@ -282,7 +282,7 @@ def scalable_shuffles(repeats: int) -> list[list[str]]:
 
 def loaders(repeats: int) -> list[list[str]]:
     """A patched DataLoader beside an unpatched one, end to end, and the patch itself."""
-    rows = [["workers", "unpatched us a step", "patched us a step", "ratio"]]
+    rows = [["workers", "a step, us (ratio)"]]
     n = 128_000
     for workers in (0, 2):
         given: DataLoader[Any] = DataLoader(
@@ -294,14 +294,14 @@ def loaders(repeats: int) -> list[list[str]]:
             for loader, times in zip((given, patched), both, strict=True):
                 times.append(1e6 * _epoch(loader, None)[1] / (n // BATCH))
         plain, sharded = (statistics.median(times[1:]) for times in both)
-        rows.append([str(workers), f"{plain:.1f}", f"{sharded:.1f}", f"{sharded / plain:.3f}"])
+        rows.append([str(workers), f"{plain:.1f} → {sharded:.1f} ({sharded / plain:.3f})"])
     huge: DataLoader[Any] = DataLoader(Numbers(10**8), BATCH, shuffle=True)
     times = []
     for _ in range(20):
         start = time.perf_counter()
         patch_dataloader_to_ddp(huge, rank=0, num_replicas=WORLD)
         times.append(1e3 * (time.perf_counter() - start))
-    rows.append(["the patch itself, 10^8 samples", "", f"{statistics.median(times):.2f} ms", ""])
+    rows.append(["the patch, 10^8 samples", f"{statistics.median(times):.2f} ms"])
     return rows
 
 
@@ -376,7 +376,7 @@ def main() -> None:
     from pages import show_and_put
 
     for name in arguments.only or tables:
-        show_and_put(PAGE, name, tables[name](), name)
+        show_and_put(PAGE, name, tables[name](), name, grouped=name == "streams")
     if arguments.only:
         return
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy", *PEERS))

@@ -52,7 +52,8 @@ class World:
         return list(starmap(range, pairwise(accumulate(lengths, initial=0))))
 
     def __str__(self) -> str:
-        return f"{self.ranks} x {self.workers}{', unequal shards' if self.unequal else ''}"
+        workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
+        return f"{self.ranks} ranks x {workers}{', unequal shards' if self.unequal else ''}"
 
 
 WORLDS = (World(2, 2), World(4, 2), World(8, 1), World(4, 2, unequal=True))
@@ -225,18 +226,18 @@ def row(world: World, name: str, results: Sequence[Result | None]) -> list[str]:
             cells.append(f"{result.speed:,.0f}")
     found = [result for result in results if result is not None]
     if not found:
-        return [*cells, "", "", ""]
+        return [*cells, "", ""]
     steps = found[-1].steps
     each = f"{min(steps)} to {max(steps)}" if len(set(steps)) > 1 else str(steps[0])
-    lost_and_repeated = (max(result.missing for result in found), max(result.repeated for result in found))
-    return [*cells, *map(str, lost_and_repeated), each]
+    lost_and_repeated = f"{max(result.missing for result in found)}, {max(result.repeated for result in found)}"
+    return [*cells, lost_and_repeated, each]
 
 
 def table() -> list[list[str]]:
     """Measure everything."""
     multiprocessing.set_forkserver_preload(["ddp_patch.testing", "accelerate", "datasets", "webdataset", __name__])
     costs = [f"{cost_ms} ms: of ideal" if cost_ms else "0 ms: items/s" for cost_ms in ITEMS]
-    rows = [["ranks x workers", "implementation", *costs, "missing", "repeated", "steps a rank, at 10 ms"]]
+    rows = [["ranks x workers", "", *costs, "missing, repeated", "steps"]]
     for world in WORLDS:
         for name in IMPLEMENTATIONS:
             rows.append(row(world, name, [measure(name, world, cost_ms) for cost_ms in ITEMS]))

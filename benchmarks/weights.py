@@ -46,7 +46,7 @@ def microseconds(batches: Iterable[Any], steps: int) -> float:
 
 def table(steps: int, repeats: int) -> list[list[str]]:
     """Measure each way to share."""
-    rows = [["share", "us a step", "with weights", "ratio", "ns a sample of the rank", 'beside "samples"']]
+    rows = [["share", "a step, us", "with weights, us (ratio)", "a sample of the rank, ns", 'beside "samples"']]
     loaders = {
         share: patch_dataloader_to_ddp(
             DataLoader(Numbers(), size, shuffle=True), share=share, rank=0, num_replicas=RANKS, seed=0
@@ -66,7 +66,7 @@ def table(steps: int, repeats: int) -> list[list[str]]:
             statistics.median(one / other for one, other in zip(*pair, strict=True))
             for pair in ((having, without), (without, samples))
         )
-        cells = f"{step:.1f}", f"{statistics.median(having):.1f}", f"{added:.3f}", f"{1e3 * step / BATCH:.0f}"
+        cells = f"{step:.1f}", f"{statistics.median(having):.1f} ({added:.3f})", f"{1e3 * step / BATCH:.0f}"
         rows.append([f'"{share}"', *cells, f"{beside:.3f}"])
     return rows
 

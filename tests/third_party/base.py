@@ -25,7 +25,7 @@ Batch = tuple[Any, ...]  # the items of a batch
 class Fate(Enum):
     """What ``patch_dataloader_to_ddp`` does with a loader."""
 
-    SHARED = "shared"
+    SHARED = "sharded"
     AS_IT_IS = "returned as it is"
     REFUSED = "refused"
 

@@ -135,8 +135,8 @@ def _lost_abilities(alone: OneProcess, ranks: Sequence[Seen]) -> list[str]:
 def described(case: Case, verdict: Verdict) -> str:
     """Say what the ranks of a world got, for the page."""
     steps = sorted(set(verdict.steps), reverse=True)
-    each = f"{_counted(steps[0], 'step')} each" if len(steps) == 1 else f"{' or '.join(map(str, steps))} steps"
-    return ("endless" if case.steps else each) + ("" if verdict.complete else ", not the samples of one process")
+    each = _counted(steps[0], "step") if len(steps) == 1 else f"{' or '.join(map(str, steps))} steps"
+    return ("endless" if case.steps else each) + ("" if verdict.complete else " (other samples)")
 
 
 def _counted(number: int, thing: str) -> str:
