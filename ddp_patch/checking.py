@@ -19,13 +19,13 @@ _TOP = "loaders"  # what both functions call what they are given
 
 
 def check_loaders_is_patched(loaders: Loaders) -> bool:
-    """Return whether every loader is sharded: by this package, another ``DistributedSampler``, or itself.
+    """Return whether every loader is sharded: by this package, by another ``DistributedSampler``, or by itself.
 
     Args:
-        loaders: A loader, or any nest of lists, tuples and dicts of loaders. None in it stands for no loader.
+        loaders: A loader, or a list, tuple or dict of loaders, nested as you like. None means no loader.
 
     Raises:
-        NotALoaderError: The nest contains something that is no loader, holds none, or is empty somewhere.
+        NotALoaderError: Something in it is not a loader, there is no loader at all, or a list or dict is empty.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -39,14 +39,14 @@ def check_loaders_is_patched(loaders: Loaders) -> bool:
 
 
 def assert_loaders_patched(loaders: Loaders) -> None:
-    """Raise unless every loader is sharded; the error lists where in the nest the others are.
+    """Raise unless every loader is sharded; the error names those that are not.
 
     Args:
-        loaders: A loader, or any nest of lists, tuples and dicts of loaders. None in it stands for no loader.
+        loaders: A loader, or a list, tuple or dict of loaders, nested as you like. None means no loader.
 
     Raises:
-        NotPatchedError: At least one loader is not sharded. It is an ``AssertionError`` too.
-        NotALoaderError: The nest contains something that is no loader, holds none, or is empty somewhere.
+        NotPatchedError: At least one loader is not sharded. It is also an ``AssertionError``.
+        NotALoaderError: Something in it is not a loader, there is no loader at all, or a list or dict is empty.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -57,6 +57,7 @@ def assert_loaders_patched(loaders: Loaders) -> None:
         ...
         ddp_patch.errors.NotPatchedError: Every rank would get all data from 1 of 3 loaders: \
 loaders['val'][1]. Pass each through patch_dataloader_to_ddp() on every rank.
+        See "NotPatchedError" in docs/errors.md.
     """
     found = _loaders(loaders)
     offenders = [place for place, loader in found if sharded_by(loader) is None]
@@ -69,7 +70,7 @@ loaders['val'][1]. Pass each through patch_dataloader_to_ddp() on every rank.
 
 
 def _loaders(given: Loaders) -> list[tuple[str, DataLoader[Any]]]:
-    """Return every loader of a nest, after its place there, such as ``loaders['val'][1]``."""
+    """Return every loader, after the code that gets it, such as ``loaders['val'][1]``."""
     leaves = list(_leaves(given, _TOP))
     found = [(place, leaf) for place, leaf in leaves if leaf is not None]
     if not found:
@@ -78,13 +79,13 @@ def _loaders(given: Loaders) -> list[tuple[str, DataLoader[Any]]]:
 
 
 def _leaves(given: object, root: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a nest and the wrappers in it hold, loaders and None, each after its place."""
+    """Yield all loaders and None, also those in wrappers, each after the code that gets it."""
     for path, leaf in nested(given):
         place = place_of(path, root)
         if is_empty(leaf):
             raise NotALoaderError(
-                f"Found an empty {type(leaf).__name__} at {place}: nothing is known of no loader. Pass the loaders, or "
-                "leave it out."
+                f"Found an empty {type(leaf).__name__} at {place}: there is nothing to check in it. Pass the loaders, "
+                "or leave it out."
             )
         if leaf is None or is_loader(leaf):
             about_to_use(leaf)

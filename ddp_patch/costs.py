@@ -1,4 +1,4 @@
-"""What the items of a stream cost, as the user says: checked at once, looked up later."""
+"""The user's costs of items: checked at once, looked up later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from ddp_patch.errors import InvalidOptionError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray  # which takes long to import
+    from numpy.typing import NDArray  # slow to import
 
 __all__ = ["Cost", "CostOf", "Costs"]
 
@@ -26,15 +26,15 @@ class Costs:
 
     Args:
         given: One number for each index of the dataset, or a function of an item.
-        cost_of: What a batch of indices costs: the ``"sum"`` of its samples', or where these are ``"padded"`` to the
-            longest, the largest times their number.
+        cost_of: What a batch of indices costs: the ``"sum"`` of its samples' costs; or, if samples are ``"padded"`` to
+            the longest, the largest cost times their number.
 
     Attributes:
-        function: The user's function; None where costs are looked up.
-        length: How many numbers there are; None where a function gives them.
+        function: The user's function; None if costs are looked up.
+        length: How many numbers there are; None if a function gives them.
 
     Raises:
-        InvalidOptionError: ``given`` is neither, or has a cost that is no number of at least 0.
+        InvalidOptionError: ``given`` is neither, or has a cost that is not a number of at least 0.
 
     Examples:
         >>> Costs([3.0, 1, 4], "padded").of([2, [0, 1]]).tolist()
@@ -92,7 +92,7 @@ class Costs:
             number = None
         if number is None:
             raise InvalidOptionError(
-                f"cost= gave {cost!r} for {_shown(item)}, which is no number. Return one, at least 0."
+                f"cost= gave {cost!r} for {_shown(item)}, which is not a number. Return one, at least 0."
             )
         return number
 
@@ -105,7 +105,7 @@ class Costs:
         return self.of_batches(self._looked_up(indices), sizes)
 
     def of_batches(self, each: NDArray[np.float64], sizes: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
-        """Return what batches cost whose samples cost so much.
+        """Return the costs of batches from the costs of their samples.
 
         Args:
             each: What each sample costs, batch after batch, shape (samples,).
@@ -130,10 +130,10 @@ class Costs:
 
 
 def _numbers(given: Any) -> NDArray[np.float64]:
-    """Return costs as an array of our own; refuse what are no costs."""
+    """Return a copy of the costs as an array; refuse anything else."""
     wanted = "Pass a sequence, array or tensor with one number of at least 0 for each index, or a function of an item."
     if isinstance(given, str | bytes | Mapping | Set) or not isinstance(given, Iterable | torch.Tensor):
-        raise InvalidOptionError(f"cost= is a {type(given).__name__}, which says nothing of indices. {wanted}")
+        raise InvalidOptionError(f"cost= is a {type(given).__name__}, which has no number for an index. {wanted}")
     try:
         plain = given.detach().cpu() if isinstance(given, torch.Tensor) else given
         if isinstance(plain, torch.Tensor) and plain.is_floating_point():

@@ -26,16 +26,16 @@ def checked_device(given: object) -> Device | None:
     if given is None or (isinstance(given, str) and given == AUTO):
         return given
     if not isinstance(given, torch.device | str):
-        raise InvalidOptionError(f"device={given!r} is a {type(given).__name__}, which names no device. {_REMEDY}")
+        raise InvalidOptionError(f"device={given!r} is a {type(given).__name__}, not a device. {_REMEDY}")
     try:
         device = torch.device(given)
     except RuntimeError as error:  # what torch raises, in each version in other words
         raise InvalidOptionError(
-            f"device={given!r} names no device of torch ({_first_line(error)}). {_REMEDY}"
+            f"device={given!r} is not a device of torch ({_first_line(error)}). {_REMEDY}"
         ) from error
     _, colon, number = str(given).partition(":")
     if colon and number != str(device.index):  # torch keeps eight bits of it
-        raise InvalidOptionError(f"device={given!r} names no device of torch, which reads it as '{device}'. {_REMEDY}")
+        raise InvalidOptionError(f"device={given!r} is not a device of torch, which reads it as '{device}'. {_REMEDY}")
     return device
 
 
@@ -47,7 +47,7 @@ def device_here(chosen: Device | None, *, is_one_of_several: bool) -> torch.devi
         is_one_of_several: Whether there are other ranks, which may want devices of their own.
 
     Raises:
-        InvalidOptionError: This process has no such device, or which one is this rank's cannot be told.
+        InvalidOptionError: This process has no such device, or which one is this rank's is not known.
     """
     if chosen is None:
         return None
@@ -69,7 +69,7 @@ def _this_ranks(is_one_of_several: bool) -> torch.device:
         return torch.device(kind)  # as torch means it: the current one
     if not told:
         raise InvalidOptionError(
-            f"device='auto' cannot tell which of {count} {kind} devices is this rank's: the environment has no "
+            f"device='auto' does not know which of {count} {kind} devices is this rank's: the environment has no "
             f"LOCAL_RANK, which torchrun sets. Pass device='{kind}:N' with this rank's N, or set LOCAL_RANK."
         )
     if not told.isdecimal() or int(told) >= count:
@@ -98,9 +98,9 @@ def _require_there(device: torch.device) -> None:
         if (device.index or 0) >= count:
             seen = f"{count} of that kind" if count < 2 else f"{count}, from 0 to {count - 1}"
             raise InvalidOptionError(
-                f"device='{device}' is not there: this process sees {seen} (torch {torch.__version__}). Pass "
-                "device='auto', which takes the CPU where there is nothing else, or a number that is there; or look "
-                "for what hides it, as CUDA_VISIBLE_DEVICES or a build of torch without it."
+                f"device='{device}' does not exist: this process sees {seen} (torch {torch.__version__}). Pass "
+                "device='auto', which takes the CPU if there is nothing else, or an existing number; or look for what "
+                "hides it, such as CUDA_VISIBLE_DEVICES or a build of torch without it."
             )
         return
     try:

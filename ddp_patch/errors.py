@@ -1,34 +1,37 @@
 """The errors and warnings of ddp_patch.
 
+``docs/errors.md`` has a section for each: what it means, an example, the usual causes and what to do. Every text ends
+with a line that names that section.
+
 ::
 
     Exception
     └── DDPPatchError                    every error of this package
-        ├── InvalidOptionError           also a ValueError: an option has no such value
+        ├── InvalidOptionError           also a ValueError: an option does not exist or does not fit
         ├── UnsupportedLoaderError       also a TypeError: the loader cannot be sharded correctly
-        ├── NotALoaderError              also a TypeError: something other than a DataLoader was given
+        ├── NotALoaderError              also a TypeError: something is not a DataLoader
         ├── WorldError                   also a RuntimeError: it is unclear which rank of how many this is
-        │   └── MissingRanksError        a rank did not come to where all must agree
+        │   └── MissingRanksError        a rank did not arrive in time, or is gone
         ├── RankMismatchError            also a RuntimeError: the ranks' loaders, options or epochs differ
         ├── LeaderError                  also a RuntimeError: rank 0 could not draw what the others wait for
         ├── AlreadyPatchedError          also a RuntimeError: the loader is sharded for another world
         ├── AuditError                   also an AssertionError: an audit found problems
         ├── NoStepsError                 also a ValueError: a rank would make no step in an epoch
-        ├── NotPatchedError              also an AssertionError: the guard found unsharded loaders
+        ├── NotPatchedError              also an AssertionError: a loader is not sharded
         ├── ExhaustedSamplerError        also a RuntimeError: the sampler is an iterator with nothing left
-        ├── SamplerError                 also a ValueError: a sampler of ddp_patch.samplers got what it cannot use
+        ├── SamplerError                 also a ValueError: a sampler of ddp_patch.samplers cannot use its arguments
         ├── StateError                   also a ValueError: a state cannot be saved or restored
-        ├── OutputsError                 also a ValueError: the outputs are not those of one whole pass
-        ├── StreamLengthError            also a RuntimeError: a sampler gave another number of items than its len()
+        ├── OutputsError                 also a ValueError: the outputs do not fit the loader
+        ├── StreamLengthError            also a RuntimeError: a sampler gave more or fewer items than its len()
         ├── RanksFailedError             also a RuntimeError: a rank of ``run_ranks`` did not return
-        └── TorchVersionError            also an ImportError: this torch lacks what something needs
+        └── TorchVersionError            also an ImportError: this torch lacks something
     Warning
     └── UserWarning
-        ├── AssumedShardedWarning        a map-style dataset holds the numbers of one rank of several
-        ├── LeaderWarning                ranks would draw different orders, so rank 0 draws for all
+        ├── AssumedShardedWarning        a map-style dataset with a rank in it counts as sharded
+        ├── LeaderWarning                the ranks would draw different orders, so rank 0 draws for all
         ├── NotDistributedWarning        there is one process, so the loader is unchanged
-        ├── StreamLengthWarning          a sampler gave another number of items than its len()
-        └── StreamOrderWarning           whether the ranks read in one order cannot be told
+        ├── StreamLengthWarning          a sampler gave more or fewer items than its len()
+        └── StreamOrderWarning           the ranks may read an iterable dataset in different orders
 """
 
 __all__ = [
@@ -56,27 +59,63 @@ __all__ = [
     "TorchVersionError",
     "UnsupportedLoaderError",
     "WorldError",
+    "message_of",
 ]
 
 
-class DDPPatchError(Exception):
-    """The base class of every error that ddp_patch raises."""
+class _HasSection:
+    """Ends the text of an error or warning with the name of its section in ``docs/errors.md``.
+
+    The line is added when the text is shown, so pickling carries the bare message. torch makes a worker's error anew
+    from its shown text, which then has the line already.
+    """
+
+    def __str__(self) -> str:
+        shown, line = super().__str__(), self._section()
+        return shown if line in shown else f"{shown}\n{line}".lstrip()
+
+    @classmethod
+    def _section(cls) -> str:
+        """Return the line; a class that is derived elsewhere has its parent's section."""
+        name = next(parent.__name__ for parent in cls.__mro__ if parent.__module__ == __name__)
+        return f'See "{name}" in docs/errors.md.'
+
+
+def message_of(error: BaseException) -> str:
+    """Return an error's text without the line that names its section, for a text that quotes it.
+
+    >>> message_of(WorldError("Two ranks say that they are rank 1.")), message_of(KeyError("a"))
+    ('Two ranks say that they are rank 1.', "'a'")
+    """
+    shown = str(error)
+    if isinstance(error, _HasSection):
+        return shown.rstrip().removesuffix(error._section()).rstrip()
+    return shown
+
+
+class DDPPatchError(_HasSection, Exception):
+    """The base class of every error that ddp_patch raises.
+
+    >>> print(DDPPatchError("This happened. Do that."))
+    This happened. Do that.
+    See "DDPPatchError" in docs/errors.md.
+    """
 
 
 class InvalidOptionError(DDPPatchError, ValueError):
-    """An option has a value that does not exist, or two options exclude each other."""
+    """An option has a value that it does not take, or two options exclude each other."""
 
 
 class NotALoaderError(DDPPatchError, TypeError):
-    """Something other than a ``torch.utils.data.DataLoader`` was given."""
+    """Something is not a ``torch.utils.data.DataLoader``, where one is needed."""
 
 
 class UnsupportedLoaderError(DDPPatchError, TypeError):
-    """The loader is of a kind that cannot be sharded correctly, so it is not sharded at all."""
+    """The loader cannot be sharded correctly, so it is not sharded at all."""
 
 
 class NoStepsError(DDPPatchError, ValueError):
-    """A rank would make no step in an epoch in which one process makes some, so data would be lost in silence."""
+    """A rank would make no step in an epoch, so data would be lost silently."""
 
 
 class WorldError(DDPPatchError, RuntimeError):
@@ -84,7 +123,7 @@ class WorldError(DDPPatchError, RuntimeError):
 
 
 class MissingRanksError(WorldError):
-    """A rank did not come in time to where all ranks must agree."""
+    """A rank did not arrive in time, or is gone."""
 
 
 class RankMismatchError(DDPPatchError, RuntimeError):
@@ -92,23 +131,23 @@ class RankMismatchError(DDPPatchError, RuntimeError):
 
 
 class LeaderError(DDPPatchError, RuntimeError):
-    """Rank 0 could not draw the stream that the other ranks wait for."""
+    """Rank 0 draws for all ranks, and could not."""
 
 
 class AlreadyPatchedError(DDPPatchError, RuntimeError):
-    """The loader is already sharded, for another world than the one asked for."""
+    """The loader is already sharded, for another rank or number of ranks, or with other options."""
 
 
 class NotPatchedError(DDPPatchError, AssertionError):
-    """The guard found loaders that would give every rank the same data."""
+    """A loader is not sharded, so it would give every rank the same data."""
 
 
 class AuditError(DDPPatchError, AssertionError):
-    """An audit found that ranks would not get their correct shares."""
+    """An audit found that ranks would not get the right samples."""
 
 
 class SamplerError(DDPPatchError, ValueError):
-    """A sampler of ``ddp_patch.samplers`` got arguments that it cannot draw from, or a state that is not its own."""
+    """A sampler of ``ddp_patch.samplers`` cannot use its arguments, or got the state of another sampler."""
 
 
 class StateError(DDPPatchError, ValueError):
@@ -116,40 +155,40 @@ class StateError(DDPPatchError, ValueError):
 
 
 class OutputsError(DDPPatchError, ValueError):
-    """The ranks' outputs are not those of one whole pass over the loader."""
+    """The outputs that the ranks gather do not fit one whole pass over the loader."""
 
 
 class StreamLengthError(DDPPatchError, RuntimeError):
-    """A sampler gave another number of items than its ``__len__`` says, and the shares were computed from that."""
+    """A sampler gave more or fewer items than its ``__len__`` says, so the shares are wrong."""
 
 
 class RanksFailedError(DDPPatchError, RuntimeError):
-    """A rank of ``run_ranks`` raised, died or did not end in time."""
+    """A rank of ``run_ranks`` raised an error, died or did not end in time."""
 
 
 class ExhaustedSamplerError(DDPPatchError, RuntimeError):
-    """The sampler is an iterator, which gives its items once, and a later epoch found none left."""
+    """The sampler is an iterator, which can be used up only once, so a later epoch had no items."""
 
 
 class TorchVersionError(DDPPatchError, ImportError):
-    """The installed torch lacks a private name that something needs."""
+    """The installed torch lacks something that is needed here."""
 
 
-class AssumedShardedWarning(UserWarning):
-    """A map-style dataset counts as sharded only because it holds the numbers of one rank of several."""
+class AssumedShardedWarning(_HasSection, UserWarning):
+    """A map-style dataset counts as sharded only because it stores a rank and a number of ranks."""
 
 
-class StreamLengthWarning(UserWarning):
-    """A sampler gave another number of items than its ``__len__`` says; all of them were shared."""
+class StreamLengthWarning(_HasSection, UserWarning):
+    """A sampler gave more or fewer items than its ``__len__`` says; all that it gave were sharded."""
 
 
-class StreamOrderWarning(UserWarning):
-    """The ranks read other items of an iterable dataset, and whether only augmentation differs cannot be told."""
+class StreamOrderWarning(_HasSection, UserWarning):
+    """The ranks read different items of an iterable dataset: other augmentations, or other orders."""
 
 
-class LeaderWarning(UserWarning):
+class LeaderWarning(_HasSection, UserWarning):
     """The ranks would draw different orders, so rank 0 draws for all."""
 
 
-class NotDistributedWarning(UserWarning):
-    """There is only one process, so the loader came back as it was."""
+class NotDistributedWarning(_HasSection, UserWarning):
+    """There is only one process, so the loader is returned unchanged."""

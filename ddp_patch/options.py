@@ -1,4 +1,4 @@
-"""The options of sharding, checked in one place."""
+"""The options of sharding, checked once."""
 
 import operator
 from collections.abc import Mapping
@@ -34,14 +34,14 @@ Agreement: TypeAlias = Literal["auto", "seeded", "ambient", "leader"]
 IterableSharding: TypeAlias = Literal["exact", "by_worker"]
 Share: TypeAlias = Literal["auto", "samples", "batches", "within_batches"]
 
-# In steps; benchmarks/balance.py shows what others give.
+# In steps; benchmarks/balance.py compares it with others.
 COST_WINDOW = 256
 
 # From the resolution of torch's stores to some years.
 _TIMEOUTS_S = (0.001, 1e8)
 
 _UNEVEN = {
-    "pad": "repeats the stream's first items to fill the last round",
+    "pad": "repeats the first items to fill the last round",
     "drop": "leaves the last, incomplete round out",
     "keep": "gives some ranks one item less",
 }
@@ -50,22 +50,22 @@ _LAYOUT = {
     "contiguous": "gives rank r the r-th run of items",
 }
 _AGREEMENT = {
-    "auto": "is 'seeded', and 'leader' where the ranks are found to draw different orders",
+    "auto": "is 'seeded', but 'leader' if the ranks would draw different orders",
     "seeded": "derives every epoch's order from (seed, epoch)",
     "ambient": "uses the global random states as they are, for ranks that are seeded alike",
-    "leader": "has rank 0 draw and send every rank its share",
+    "leader": "lets rank 0 draw and send every rank its share",
 }
 _ITERABLE_SHARDING = {
-    "exact": "has every rank read what one process with the same workers reads, and keep its share",
-    "by_worker": "has the dataset split itself by get_worker_info(), over the workers of all ranks",
+    "exact": "lets every rank read what one process with the same workers reads, and keep its share",
+    "by_worker": "lets the dataset split itself by get_worker_info(), over the workers of all ranks",
 }
 _COST_OF = {
-    "sum": "has a batch cost the sum of what its samples cost",
-    "padded": "has it cost the largest of these times their number",
+    "sum": "means that a batch costs the sum of its samples' costs",
+    "padded": "means that it costs the largest of these times their number",
 }
 _SHARE = {
-    "auto": "shares samples, and whole batches where a batch sampler or a sampler puts together what belongs together",
-    "samples": "gives each rank samples, of which it makes its own batches",
+    "auto": "shards samples, but whole batches of a batch sampler, or of a sampler that groups samples into batches",
+    "samples": "gives each rank samples, from which it makes its own batches",
     "batches": "gives each rank whole batches of one process",
     "within_batches": "divides each batch of one process over the ranks",
 }
@@ -76,11 +76,11 @@ class Options:
     """How to shard a stream; ``patch_dataloader_to_ddp`` describes each option.
 
     Attributes:
-        timeout: How many seconds ranks wait for each other whenever they meet.
-        device: Where batches come. Ranks have different ones, so it is not compared.
+        timeout: How many seconds ranks wait for each other.
+        device: The device to which batches are moved. Ranks have different ones, so it is not compared.
 
     Raises:
-        InvalidOptionError: An option has no valid value.
+        InvalidOptionError: An option has a value that it does not take, or two exclude each other.
     """
 
     uneven: Uneven = "pad"
@@ -107,7 +107,7 @@ class Options:
         check_flag("scalable_shuffle", self.scalable_shuffle)
         if self.scalable_shuffle and self.agreement in {"ambient", "leader"}:
             raise InvalidOptionError(
-                f"scalable_shuffle=True cannot hold with agreement={self.agreement!r}: each rank computes its own "
+                f"scalable_shuffle=True does not work with agreement={self.agreement!r}: each rank computes its own "
                 "share of an order that follows from (seed, epoch). Use agreement='auto' or 'seeded'."
             )
         if self.divides_batches:
@@ -123,27 +123,26 @@ class Options:
         object.__setattr__(self, "seed", seed)  # an int, whichever kind of whole number was given
         if not (is_seconds(self.timeout) and _TIMEOUTS_S[0] <= self.timeout <= _TIMEOUTS_S[1]):
             raise InvalidOptionError(
-                f"timeout={self.timeout!r} must be between {_TIMEOUTS_S[0]:g} and {_TIMEOUTS_S[1]:g} seconds: so long "
-                "do ranks wait for each other. Pass a number of seconds."
+                f"timeout={self.timeout!r} must be between {_TIMEOUTS_S[0]:g} and {_TIMEOUTS_S[1]:g} seconds: ranks "
+                "wait that long for each other. Pass a number of seconds."
             )
 
     def _require_divisible(self) -> None:
-        """Refuse options under which a divided batch would lose samples, or no process has whole batches."""
+        """Refuse options with which a divided batch would lose samples, or no process has whole batches."""
         if self.uneven == "drop":
             raise InvalidOptionError(
-                "uneven='drop' cannot hold with share='within_batches': every batch whose size the number of ranks "
-                "does not divide would lose samples. Use uneven='pad', whose padding iter_with_weights() weighs 0, or "
-                "uneven='keep'."
+                "uneven='drop' does not work with share='within_batches': a batch that cannot be divided evenly would "
+                "lose samples. Use uneven='pad', whose padding iter_with_weights() weighs 0, or uneven='keep'."
             )
         if self.iterable_sharding == "by_worker":
             raise InvalidOptionError(
-                "iterable_sharding='by_worker' cannot hold with share='within_batches': the dataset then splits itself "
-                "over all ranks' workers, so no process makes the batches that would be divided. Use "
+                "iterable_sharding='by_worker' does not work with share='within_batches': the dataset then splits "
+                "itself over all ranks' workers, so no process makes the batches to divide. Use "
                 "iterable_sharding='exact'."
             )
 
     def _take_costs(self) -> None:
-        """Check what items cost, and refuse options under which steps cannot cost alike."""
+        """Check the costs, and refuse options with which steps cannot be balanced."""
         _check("cost_of", self.cost_of, _COST_OF)
         window = whole_number("cost_window", self.cost_window)
         if window < 1:
@@ -160,23 +159,23 @@ class Options:
         object.__setattr__(self, "cost", costs)
         if self.layout == "contiguous":
             raise InvalidOptionError(
-                "cost= cannot hold with layout='contiguous', which gives each rank a run of the stream: the items of a "
-                "step lie far apart in it, and cannot be exchanged within a window. Use layout='interleaved'."
+                "cost= does not work with layout='contiguous', which gives each rank a run of the samples: the items "
+                "of a step are far apart, so ranks cannot exchange them within a window. Use layout='interleaved'."
             )
         if self.agreement == "ambient":
             raise InvalidOptionError(
-                "cost= cannot hold with agreement='ambient': a whole window is drawn at once, and the global random "
-                "states, which training moves, would be others then. Use agreement='auto' or 'seeded'."
+                "cost= does not work with agreement='ambient': a whole window is drawn at once, so samplers would use "
+                "other global random states than without cost=. Use agreement='auto' or 'seeded'."
             )
         if self.divides_batches and self.cost_of == "padded":
             raise InvalidOptionError(
-                "cost_of='padded' cannot hold with share='within_batches': the rank with a batch's longest sample is "
-                "the slowest, however the others are dealt. Use cost_of='sum', or share='samples' or 'batches'."
+                "cost_of='padded' does not work with share='within_batches': the rank with a batch's longest sample is "
+                "the slowest, however the others are divided. Use cost_of='sum', or share='samples' or 'batches'."
             )
 
     @property
     def costs(self) -> Costs | None:
-        """What items cost, if steps are to cost alike on all ranks."""
+        """What items cost, if steps are balanced."""
         return cast("Costs | None", self.cost)
 
     @property
@@ -214,7 +213,7 @@ def whole_number(name: str, value: object) -> int:
 
 
 def is_seconds(value: object) -> TypeGuard[float]:
-    """Tell whether it is an int or float, and no bool."""
+    """Return whether it is an int or float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -235,9 +234,7 @@ def check_flag(name: str, value: object, hint: str = "") -> None:
 def check_rank(rank: int, num_replicas: int) -> None:
     """Raise InvalidOptionError unless ``num_replicas`` is at least 1 and ``rank`` in ``range(num_replicas)``."""
     if num_replicas < 1:
-        raise InvalidOptionError(
-            f"num_replicas={num_replicas} leaves no rank to share with: pass the number of ranks, at least 1."
-        )
+        raise InvalidOptionError(f"num_replicas={num_replicas} is too small: pass the number of ranks, at least 1.")
     if not 0 <= rank < num_replicas:
         raise InvalidOptionError(
             f"rank={rank} is out of range for num_replicas={num_replicas}: ranks count from 0 to {num_replicas - 1}. "

@@ -59,96 +59,100 @@ def patch_dataloader_to_ddp(
     verify: bool = False,
     timeout: float = 300.0,
 ) -> PatchedLoader[T]:
-    """Return a copy of a finished loader that gives this rank its correct share of the data.
+    """Shard a finished loader: return a copy that gives this rank its part, with your sampler intact.
 
-    Call it on every rank of the group, after ``torch.distributed.init_process_group()``. It shards a sampler item by
-    item, and torch's own ``BatchSampler`` then makes batches on each rank, so ``batch_size`` stays per rank. It shards
-    any other batch sampler in whole batches, and an iterable dataset item by item; ``share`` chooses otherwise.
-    Interleave the ranks' shares and you get one stream, the same for any number of ranks. After this call, ranks wait
-    for each other only with ``verify=True``, under a leader, or with ``iterable_sharding="by_worker"``. Without
-    waiting, each leaves in the process group's store which passes it makes, and reads what others left.
+    Call it on every rank, after ``torch.distributed.init_process_group()``. ``batch_size`` stays per rank. Together the
+    ranks see what one process would see, in the same order, whatever the number of ranks.
+
+    A sampler is sharded sample by sample, and an iterable dataset item by item. A batch sampler of your own is sharded
+    in whole batches. ``share`` changes that.
+
+    After this call, ranks wait for each other only with ``verify=True``, ``agreement="leader"`` or
+    ``iterable_sharding="by_worker"``. They still compare their passes through the process group's store, without
+    waiting.
 
     Args:
         loader: A finished loader. It stays unchanged.
-        uneven: What to do with the last round when the number of ranks does not divide the stream's length.
-            ``"pad"`` repeats the stream's first items (equal steps, nothing lost). ``"drop"`` leaves the round out
-            (equal steps, nothing repeated). ``"keep"`` gives some ranks one item less (nothing lost or repeated, but
-            steps may differ by one).
+        uneven: What to do with the last round if the ranks do not divide the samples evenly. ``"pad"`` repeats the
+            first samples (equal steps, nothing lost). ``"drop"`` leaves the round out (equal steps, nothing repeated).
+            ``"keep"`` gives some ranks one item less (nothing lost or repeated, but steps may differ by one).
         layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th
-            run of items, and the sampler must know its length.
-        agreement: How every rank comes to see the same stream. ``"seeded"`` derives each epoch's order from
-            (seed, epoch), whatever the ranks' own seeds. ``"auto"`` does the same, but first compares the ranks' orders
-            on a copy's first items, and uses ``"leader"`` if they differ. With ``"leader"``, rank 0 draws each epoch
-            and sends every rank its share. ``"ambient"`` leaves samplers the global random states, for ranks that are
-            seeded alike. A ``torch.Generator`` of the loader or its samplers gets rank 0's state once, and from then on
-            draws what it would in one process.
+            run of items. Then the sampler must know its length.
+        agreement: How all ranks get the same order. ``"seeded"`` derives each epoch's order from (seed, epoch),
+            whatever the ranks' own seeds. ``"auto"`` does the same, but first compares the ranks' orders on a copy's
+            first items, and uses ``"leader"`` if they differ. With ``"leader"``, rank 0 draws each epoch and sends
+            every rank its share. ``"ambient"`` lets samplers use the global random states, for ranks that are seeded
+            alike. A ``torch.Generator`` of the loader or its samplers gets rank 0's state once. From then on it draws
+            what it would in one process.
         scalable_shuffle: Compute the order of a shuffled loader (``DataLoader(shuffle=True)`` or a
             ``SubsetRandomSampler``) instead of drawing a permutation; each rank computes only its share. The first
             batch then takes constant time and memory for any number of samples. The order differs from torch's.
-        cost: What items cost, in any unit, such as how many tokens they have: then each step costs alike on all ranks.
-            One number of at least 0 for each index of ``loader.dataset`` (a sequence, array or tensor), or a function
-            of an item of the stream: of an index, or where whole batches are shared, of a batch. Every rank calls it
-            for the items of all ranks, so let it be quick, and say the same of an item on every rank, in every call
-            and after a restart: else samples are lost. The items of a window are dealt anew, each exactly once, in
-            a random order of steps; which samples share a batch then depends on the number of ranks. Whole batches
-            stay whole. With ``share="within_batches"``, each batch is divided so that the parts cost alike.
-        cost_of: What a batch costs: the ``"sum"`` of its samples' costs, or where these are ``"padded"`` to the
+        cost: What items cost, in any unit, such as tokens. Each step then costs about the same on all ranks. Pass one
+            number of at least 0 for each index of ``loader.dataset`` (a sequence, array or tensor), or a function of
+            an index (of a batch, where whole batches are sharded). Every rank calls the function for the items of all
+            ranks, so it should be quick. It must return the same for an item on every rank, in every call and after a
+            restart; otherwise samples are lost. The items of each window are balanced over ranks and steps, each
+            exactly once, and the steps come in a random order. Which samples share a batch then depends on the number
+            of ranks. Whole batches stay whole. With ``share="within_batches"``, each batch is divided into parts of
+            equal cost.
+        cost_of: What a batch costs: the ``"sum"`` of its samples' costs; or, if samples are ``"padded"`` to the
             longest, the largest cost times their number.
-        cost_window: How many steps a window has. A larger one balances better, and more is drawn before the first
-            batch: ``cost_window * num_replicas`` batches.
-        seed: A whole number of at least 0, the same on every rank. Default: a seed of this loader's own, the same on
-            every rank, which follows from rank 0's ``torch.initial_seed()`` and how many such loaders were patched
-            before; in a ``process_group`` of only some ranks it follows from 0 instead, and in an explicit world it
-            is 0. A restored state's seed replaces the default.
+        cost_window: How many steps a window has. A larger one balances better, but draws more before the first batch:
+            ``cost_window * num_replicas`` batches.
+        seed: A whole number of at least 0, the same on every rank. By default each loader gets its own seed, which is
+            the same on every rank. It follows from rank 0's ``torch.initial_seed()`` and from how many such loaders
+            were patched before. In a ``process_group`` of only some ranks it follows from 0 instead, and in an
+            explicit world it is 0. Restoring a state replaces the default by the state's seed.
         iterable_sharding: How to shard an iterable dataset. With ``"exact"``, every rank reads what one process with
             the same workers reads, and keeps its share of each worker's part. With ``"by_worker"``, the dataset splits
-            itself by ``get_worker_info()``, which counts all ranks' workers as one loader's. Nothing is read twice.
-            Ranks whose workers still have batches hand some to those that have none, so that all make the same number
-            of steps, and ``uneven`` says what becomes of the last ones; every pass then needs all ranks. In an explicit
-            world, it must be ``"keep"``, and steps are unequal.
+            itself by ``get_worker_info()``, which counts all ranks' workers as one loader's, so nothing is read twice.
+            Ranks that have batches left give some to those that have none, so that all make the same number of steps.
+            ``uneven`` says what happens to the last batches. Every pass then needs all ranks. In an explicit world,
+            ``uneven`` must be ``"keep"``, and steps are unequal.
         share: What a rank takes at a time. With ``"samples"``, each rank makes its own batches of every
-            num_replicas-th sample. With ``"batches"``, it takes whole batches, as the unpatched loader makes them: so
-            groups stay together that a sampler puts into one batch. ``"auto"`` takes whole batches of a batch sampler
+            num_replicas-th sample. With ``"batches"``, it takes whole batches as the unpatched loader makes them, so
+            groups that a sampler puts into one batch stay together. ``"auto"`` takes whole batches of a batch sampler
             that is not torch's own, and of samplers that are known to arrange such groups (pytorch-metric-learning's
-            ``MPerClassSampler``, trl's ``RepeatSampler``); else samples. With ``batch_size=None``, items are shared as
-            they are. With ``"within_batches"``, every batch that one process makes is one step: rank r takes its items
-            r, r + num_replicas, ... (``layout="contiguous"``: a run), and at least one, as ``iter_with_weights`` tells
-            apart. ``len(loader)`` is then one process's.
-        process_group: The group whose ranks share the data. Default: all ranks.
+            ``MPerClassSampler``, trl's ``RepeatSampler``); otherwise samples. With ``batch_size=None``, items are
+            sharded as they are. With ``"within_batches"``, each batch of one process is divided over the ranks: rank r
+            takes its items r, r + num_replicas, ... (``layout="contiguous"``: a run), and at least one.
+            ``iter_with_weights`` says which of them count. ``len(loader)`` is then that of one process.
+        process_group: The group whose ranks shard the data. Default: all ranks.
         device_mesh: A mesh whose data-parallel dimensions shard the data: those named ``dp``, ``dp_replicate``,
             ``dp_shard``, ``fsdp`` and the like. Ranks that differ only in other dimensions (tensor, context or
             pipeline parallelism) get the same batches.
-        data_parallel_dimensions: The names of those dimensions, if yours are called otherwise.
-        rank: This rank, in ``range(num_replicas)``, for an explicit world, where ranks never wait for each other.
+        data_parallel_dimensions: The names of those dimensions, if yours have other names.
+        rank: This rank, in ``range(num_replicas)``. It makes an explicit world, in which ranks never wait for each
+            other.
         num_replicas: The number of ranks of an explicit world.
-        device: Where batches come: ``"cuda:1"``, ``"cuda"`` (torch's current one), a ``torch.device``, or ``"auto"``,
-            the accelerator whose number is ``LOCAL_RANK``, and the CPU where there is none. Tensors in the nests that
-            ``pin_memory`` knows come there, and whatever has a ``.to()``; all else stays as it is. On CUDA, copies are
-            made in a stream of their own and do not block, if the loader has ``pin_memory=True``. Where it has workers,
-            one batch is copied while the loop works on the one before; states do not count it.
+        device: Moves batches to a device: ``"cuda:1"``, ``"cuda"`` (torch's current one), a ``torch.device``, or
+            ``"auto"``: the accelerator with the number ``LOCAL_RANK``, or the CPU if there is none. It moves tensors
+            wherever ``pin_memory`` finds them (in lists, dicts, ...), and whatever has a ``.to()``; all else stays as
+            it is. On CUDA, copies have a stream of their own and do not block if the loader has ``pin_memory=True``. If
+            the loader has workers, the next batch is copied while the loop works; states do not count it.
         verify: Compare epoch, seed and position between the ranks when an epoch begins, and what they drew when it
             ends.
-        timeout: How many seconds the ranks wait for each other, here and whenever they meet later.
+        timeout: How many seconds the ranks wait for each other, now and later.
 
     Returns:
-        A loader of the same class, of which ``repr()`` and a log line at INFO (logger ``ddp_patch``) say what this
-        rank gets: ``shard 1 of 8, samples, 782 steps of 8``. Returns ``loader`` itself if it is already sharded (by
-        this function, any other ``DistributedSampler``, or a sampler or dataset that holds the numbers of one rank of
-        several or says ``is_ddp_aware = True``) or, with a ``NotDistributedWarning``, if there is only one process.
-        With ``device``, it is a copy instead, in which nothing is changed but where batches come.
+        A loader of the same class. Its ``repr()`` and a log line at INFO (logger ``ddp_patch``) say what this rank
+        gets: ``shard 1 of 8, samples, 782 steps of 8``. Returns ``loader`` itself if it is already sharded: by this
+        function, by any other ``DistributedSampler``, or by a sampler or dataset that stores a rank and a number of
+        ranks or says ``is_ddp_aware = True``. Also returns ``loader`` itself, with a ``NotDistributedWarning``, if
+        there is only one process. In these cases ``device`` makes a copy that only moves batches.
 
     Raises:
-        NotALoaderError: ``loader`` is no DataLoader.
-        InvalidOptionError: An option has no valid value, or cannot hold for this loader.
-        NoStepsError: A rank would make no step in an epoch in which one process makes some. Where the length is not
-            known here, iterating raises it.
-        WorldError: The environment announces several ranks but there is no process group, this process is not in
-            ``process_group``, or ``num_replicas`` is more than the process group has ranks.
+        NotALoaderError: ``loader`` is not a DataLoader.
+        InvalidOptionError: An option has a value that it does not take, or does not work with this loader.
+        NoStepsError: A rank would make no step in an epoch, and one process would make some. If the length is not
+            known yet, iterating raises it.
+        WorldError: The environment announces several ranks but there is no process group; this process is not in
+            ``process_group``; or ``num_replicas`` is larger than the process group.
         AlreadyPatchedError: The loader was sharded for another world, or patched with another ``device``.
-        UnsupportedLoaderError: The loader cannot be copied correctly.
-        RankMismatchError: The ranks' loaders or options differ; raised on every rank. Also while iterating: the ranks
+        UnsupportedLoaderError: The loader cannot be sharded correctly.
+        RankMismatchError: The ranks' loaders or options differ; every rank raises it. Also while iterating: the ranks
             make different passes, or read an iterable dataset in different orders. Also in an explicit world: too many
-            ranks take one share.
+            ranks take the same share.
         MissingRanksError: A rank did not arrive in time.
 
     Examples:
@@ -176,17 +180,17 @@ def patch_each(
     nest: str = ONE,
     place_share: Callable[..., L] = copy_loader,
 ) -> list[L]:
-    """Return a copy of each of several loaders that gives this rank its share, or the loaders if nothing is to share.
+    """Shard several loaders, or return them as they are if there is only one process.
 
-    The ranks meet once for all, and no loader is patched unless each can be.
+    The ranks synchronise once for all loaders. Unless each can be patched, none is.
 
     Args:
         operation: What the user called, for errors.
-        loaders: The loaders, by the places that errors name; the place of one alone is empty.
-        world: The ranks that share; None if there is only one process.
-        choose: Checks the options, which hold for all.
-        nest: Which loaders these are, in words: the same on every rank.
-        place_share: Places a share into a copy of the loader, or with ``change_loader`` into the loader itself.
+        loaders: The loaders, by the names that errors use; a single loader has an empty name.
+        world: The ranks; None if there is only one process.
+        choose: Checks the options, which are the same for all.
+        nest: A description of the loaders, the same on every rank.
+        place_share: Puts a share into a copy of the loader, or with ``change_loader`` into the loader itself.
     """
     with refusals_told(world):
         for place, loader in loaders.items():
@@ -220,7 +224,7 @@ def patch_each(
 
 
 def log_patched(given: Mapping[str, L], patched: Sequence[L]) -> None:
-    """Log a line for each loader that was patched: what this rank gets of it."""
+    """Log what this rank gets of each patched loader."""
     if logger.isEnabledFor(logging.INFO):
         for (place, before), loader in zip(given.items(), patched, strict=True):
             if loader is not before and (share := describe_share(loader)) is not None:
@@ -232,11 +236,11 @@ def _has_others(world: World | None) -> bool:
 
 
 def _unshared(operation: str, loaders: Mapping[str, L], options: Options) -> list[L]:
-    changed = "nothing" if options.device is None else f"nothing but that batches come on {options.device}"
+    changed = "nothing" if options.device is None else f"only the device of batches ({options.device})"
     warnings.warn(
         f"{operation} changed {changed}: there is no process group and the environment announces no other rank, so "
-        "this process takes all data. Call torch.distributed.init_process_group() first if there are to be several; "
-        "with Lightning's Trainer, patch in train_dataloader(), which is called when the group exists.",
+        "this process takes all data. Call torch.distributed.init_process_group() first to train on several; with "
+        "Lightning's Trainer, patch in train_dataloader(), which is called when the group exists.",
         NotDistributedWarning,
         stacklevel=4,
     )
@@ -244,7 +248,7 @@ def _unshared(operation: str, loaders: Mapping[str, L], options: Options) -> lis
 
 
 def _shareable(loader: L, options: Options, world: World | None) -> LoaderFacts[L]:
-    """Look at a loader, and refuse what cannot be shared as the user says."""
+    """Look at a loader, and refuse it if it cannot be sharded with these options."""
     facts = look_at(loader)
     if isinstance(options.device, torch.device):
         require_device(facts, options.device)

@@ -64,7 +64,7 @@ class Plan:
 
     @classmethod
     def of_batch(cls, options: Options, rank: int, num_replicas: int) -> Self | None:
-        """Return a rank's share of each batch, for ``divide``; None where batches are not divided."""
+        """Return a rank's share of each batch, for ``divide``; None if batches are not divided."""
         return cls(rank, num_replicas, options.uneven, options.layout) if options.divides_batches else None
 
     def total(self, n: int) -> int:
@@ -175,7 +175,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """How a loader makes batches, which are steps, of items.
+    """How a loader makes batches (steps) from items.
 
     Attributes:
         size: How many items a batch takes: its samples, or 1 if an item is a whole batch.
@@ -190,7 +190,7 @@ class Batching:
         return items // self.size if self.drop_last else -(-items // self.size)
 
     def loses_a_rank(self, plan: Plan, *lengths: int) -> bool:
-        """Tell whether a rank makes no step in an epoch of which one process makes some.
+        """Return whether a rank makes no step in an epoch in which one process makes some.
 
         With ``uneven="keep"`` and no ``drop_last``, such a rank loses nothing: others have all items.
 
@@ -209,7 +209,7 @@ ITEMS = Batching(1, drop_last=False)
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What is left of a stream. It is a stream again, and a plan of its own shares it.
+    """The rest of a stream. It is a stream again, and has a plan of its own.
 
     Args:
         runs: The positions that are left, in order.

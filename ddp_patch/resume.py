@@ -1,4 +1,4 @@
-"""Save and restore a loader's place in its epochs: stop anywhere, resume with any number of ranks."""
+"""Save and restore a loader's position: stop anywhere, resume mid-epoch with any number of ranks."""
 
 import json
 from typing import Any, SupportsIndex
@@ -21,15 +21,15 @@ _RESTORING = "Restoring a loader's state"
 
 
 def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None = None) -> dict[str, Any]:
-    """Return where a patched loader stands in its epoch, as a small plain dict.
+    """Save a patched loader's position in its epoch: return it as a small plain dict.
 
-    The state is the same on every rank, so any one's will do, and the ranks do not communicate. Save it beside the
-    model with ``torch.save`` or ``pickle``; ``json`` works unless a sampler has a ``state_dict`` of its own.
+    The state is the same on every rank, so save that of any one. The ranks do not communicate. Save it with the model,
+    by ``torch.save`` or ``pickle``; ``json`` works unless a sampler has a ``state_dict`` of its own.
 
     Args:
         loader: A loader from ``patch_dataloader_to_ddp``.
-        batches_done: How many batches the training loop has finished since the pass began, as ``enumerate(loader)``
-            counts them. Default: those that the loader has handed out, without those that workers have prefetched. Pass
+        batches_done: How many batches the training loop has finished in this epoch, as ``enumerate(loader)`` counts
+            them. Default: those that the loader has given to the loop, without those that workers have prefetched. Pass
             it if something between the loader and the loop fetches ahead. After the last batch, the state is the
             beginning of the next epoch.
 
@@ -40,8 +40,8 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
         NotPatchedError: The loader was not patched.
         InvalidOptionError: The pass has not yielded that many batches.
         UnsupportedLoaderError: The loader yields its batches in another order than it draws them.
-        StateError: The order depends on something that no state holds (``agreement="ambient"``), or nobody counts what
-            the loader hands out (its class iterates in a way of its own): pass ``batches_done``.
+        StateError: No state can describe the order (``agreement="ambient"``); or the loader's class has its own
+            ``__iter__``, so its batches are not counted: pass ``batches_done``.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -63,26 +63,25 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
 
 
 def state_as_found(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the state after what a loader has handed out, as far as this rank knows: frameworks load that of one rank.
+    """Return the state after the batches that a loader has given, as this rank knows it: frameworks save one rank's.
 
-    They take a pass for over when as many batches were given as ``len()`` says, and would take a rest of no batches for
-    the next epoch.
+    They think that a pass has ended once it gave ``len()`` batches, and would take an empty rest for the next epoch.
 
     Raises:
-        StateError: The place is not known; see ``loader_state`` also for other errors.
+        StateError: The position is not known; see ``loader_state`` for other errors.
     """
     batches = _known(loader)
     return batches.state_after(batches.handed_out(loader), as_found=True)
 
 
 def _known(loader: DataLoader[Any]) -> Batches:
-    """Return how a patched loader makes its batches; raise if its place cannot be told."""
+    """Return how a patched loader makes its batches; raise if its position cannot be saved."""
     batches = require_batches("loader_state", loader)
     dataset = loader.dataset
     if isinstance(dataset, ShardedIterable) and loader.persistent_workers and random_generators([dataset.dataset]):
         raise StateError(
-            f"The state of {type(dataset.dataset).__name__} cannot be told: it holds a random generator, which "
-            "persistent workers move where it is not seen. Use persistent_workers=False."
+            f"The state of {type(dataset.dataset).__name__} cannot be saved: it has a random generator, and "
+            "persistent workers advance copies of it. Use persistent_workers=False."
         )
     return batches
 
@@ -98,23 +97,23 @@ def _checked(batches_done: SupportsIndex) -> int:
 
 
 def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
-    """Make a freshly patched loader resume where ``loader_state`` was called, in any world.
+    """Resume mid-epoch: make a newly patched loader continue where ``loader_state`` was called.
 
-    The next pass yields the rest of that epoch, and ``len(loader)`` counts that rest; later passes are whole epochs.
-    In the same world, all passes match those of a run that never stopped. In another world, or with another batch size
-    over the same sampler, the items from before and after make up the epoch's stream, each once except for the last
-    round's padding. A loader that was patched without ``seed=`` takes the state's seed over. Restoring reads no samples
-    of a map-style dataset: it only draws the skipped indices again, or jumps over them if the sampler has random
-    access.
+    The next pass yields the rest of that epoch, and ``len(loader)`` is the length of that rest; later passes are whole
+    epochs. On the same number of ranks, all batches are those of a run that never stopped. On another number of ranks,
+    or with another batch size over the same sampler, each item of the epoch still comes once, except for padding.
+
+    A loader that was patched without ``seed=`` gets the state's seed. Restoring reads no samples of a map-style
+    dataset: it only draws the skipped indices again, or skips them at once if the sampler has random access.
 
     Args:
-        loader: A loader built like the saved one and then patched. Every rank must restore the same state.
+        loader: A loader that was built like the saved one and then patched. Every rank must restore the same state.
         state: What ``loader_state`` returned, or a sampler's ``state_dict()``.
 
     Raises:
         NotPatchedError: The loader was not patched.
-        StateError: The state is damaged, newer than this package, or of another loader or chosen seed. The loader
-            stays as it was.
+        StateError: The state is damaged, newer than this package, or of another loader or ``seed=``. The loader stays
+            as it was.
         RankMismatchError: Ranks restore different states, or some cannot restore; raised on every rank.
         MissingRanksError: A rank did not arrive in time.
 
@@ -136,19 +135,19 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
 
 
 def _require_left(batches: Batches, place: Place) -> None:
-    """Refuse a rest of no batches where a loader asks for as many batches as len() says, and never finds the end."""
+    """Refuse a rest without batches if the loader has one iterator for all epochs: it would never find the end."""
     left = batches.sampler.left(place)
     if left is not None and batches.count(left) < 1:
         raise StateError(
-            f"The loader cannot go on from the state: rank {batches.sampler.rank} has no batch left in epoch "
-            f"{place.epoch}, and a loader with one iterator for all epochs would never come to its end. Restore with "
-            "the number of ranks that the state was taken with, or leave the rest out: call "
+            f"The loader cannot resume from the state: rank {batches.sampler.rank} has no batch left in epoch "
+            f"{place.epoch}, and a loader with one iterator for all epochs would never find its end. Restore it on "
+            "the number of ranks that saved it, or leave the rest out: call "
             f"set_epoch({place.epoch + 1}) on every rank."
         )
 
 
 def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -> None:
-    """Restore a loader; ``tells_rest=False`` keeps a whole epoch's length, for loops that count from its beginning."""
+    """Restore a loader; ``tells_rest=False`` keeps ``len()`` of a whole epoch, for loops that count from its start."""
     sampler = patched_sampler("restore_loader", loader)
     with refusals_told(sampler.agreed.world, _RESTORING):
         place = sampler.read(state).following()
@@ -158,7 +157,7 @@ def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -
         _RESTORING,
         {
             "seed": place.seed,
-            "epoch to go on in": place.epoch,
+            "epoch to resume in": place.epoch,
             "done": json.dumps(place.done),
             "done of each part": None if place.parts is None else json.dumps([place.parts.first, *place.parts.done]),
             "held": fingerprint([place.held.generators, place.held.samplers, place.held.attributes]),

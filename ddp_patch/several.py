@@ -1,4 +1,4 @@
-"""Shard several loaders in one call, in which the ranks meet once."""
+"""Shard several loaders in one call, in which the ranks synchronise once."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar, Unpack, overload
@@ -62,25 +62,24 @@ def patch_dataloaders_to_ddp(
 @overload
 def patch_dataloaders_to_ddp(loaders: N, **options: Unpack[PatchOptions]) -> N: ...
 def patch_dataloaders_to_ddp(loaders: Any, **options: Unpack[PatchOptions]) -> Any:
-    """Patch several finished loaders as ``patch_dataloader_to_ddp`` patches one, in one meeting of the ranks.
+    """Shard several finished loaders as ``patch_dataloader_to_ddp`` shards one; the ranks synchronise only once.
 
-    Each loader gives what it would if they were patched in turn. If one of them cannot be patched, or differs between
-    the ranks, every rank raises an error that says which one, and none is patched.
+    The result is the same as if you patched them one by one. If one cannot be patched, or differs between the ranks,
+    every rank raises an error that names it, and none is patched.
 
     Args:
-        loaders: Any nest of lists, tuples (named ones too) and dicts of loaders, or one loader. It stays unchanged.
-            A loader that stands in several places is patched once. None stands for no loader, and stays None.
-        options: The keywords of ``patch_dataloader_to_ddp``. They hold for all of the loaders.
+        loaders: A list, tuple (also named) or dict of loaders, nested as you like; or one loader. It stays unchanged.
+            A loader that appears several times is patched once. None means no loader, and stays None.
+        options: The keywords of ``patch_dataloader_to_ddp``, for all of the loaders.
 
     Returns:
-        A nest of the same classes, with a patched loader in the place of each; a loader that is sharded already stays
-        itself. With a ``NotDistributedWarning``, ``loaders`` itself if there is only one process, and no ``device``.
+        The same lists, tuples and dicts with patched loaders in them. A loader that is already sharded is not sharded
+        again. If there is only one process and no ``device``, ``loaders`` itself, with a ``NotDistributedWarning``.
 
     Raises:
-        NotALoaderError: The nest holds something else than loaders, or is of classes that cannot be copied.
-        RankMismatchError: The ranks' nests differ (other places, or another order of a dict's keys), or their loaders
-            or options do.
-        DDPPatchError: As in ``patch_dataloader_to_ddp``.
+        NotALoaderError: Something in ``loaders`` is not a loader, or its lists or dicts cannot be copied.
+        RankMismatchError: The ranks' loaders or options differ, or the keys of a dict, or their order.
+        DDPPatchError: Whatever ``patch_dataloader_to_ddp`` raises.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -107,13 +106,13 @@ def patch_dataloaders_to_ddp(loaders: Any, **options: Unpack[PatchOptions]) -> A
 
 
 def _by_place(leaves: Sequence[tuple[Keys, Any]]) -> dict[str, Any]:
-    """Return each loader once, by the first place where it stands."""
+    """Return each loader once, by the name of its first appearance."""
     paths = {id(leaf): path for path, leaf in reversed(leaves) if not _is_no_loader(leaf)}
     given = {place_of(path) if path else "": leaf for path, leaf in leaves if paths.get(id(leaf)) == path}
     if len(given) < len(paths):
         raise NotALoaderError(
-            f"Several loaders stand at one of {', '.join(given)}, so errors could not tell them apart: keys look alike "
-            "that are not equal. Use strings as keys."
+            f"Several loaders would be called the same in errors ({', '.join(given)}), because different keys have the "
+            "same repr(). Use strings as keys."
         )
     return given
 
@@ -123,7 +122,7 @@ def _is_no_loader(leaf: object) -> bool:
 
 
 def _in_words(leaves: Sequence[tuple[Keys, Any]], given: Mapping[str, Any]) -> str:
-    """Return what stands where, for the ranks to compare."""
+    """Describe all loaders and their keys, for the ranks to compare."""
     if given.keys() == {""}:
         return ONE
     first = {id(loader): place for place, loader in given.items()}

@@ -33,7 +33,7 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     """Return a loader with its sampler or dataset sharded and its workers seeded by rank.
 
     Args:
-        facts: The loader that is to be shared.
+        facts: The loader to shard.
         agreed: What the ranks agreed on.
         place: Places what shards into a copy of the loader (``copy_loader``) or into itself (``change_loader``).
     """
@@ -48,7 +48,7 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     make_mover, device = _mover_of(facts, agreed.options)
     patched = place(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True}, **device)
     make_iterator = _iterators_of(patched, facts, sharded, new, make_mover)
-    # What one iterator for all epochs gives, it moves itself.
+    # A single iterator for all epochs moves its batches by itself.
     OwnMethods(patched, sharded, make_iterator, make_mover if facts.repeater is None else None)
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
@@ -57,7 +57,7 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
 
 
 def require_device(facts: LoaderFacts[Any], device: torch.device) -> None:
-    """Refuse a loader whose batches cannot come on the device."""
+    """Refuse a loader whose batches cannot be moved to the device."""
     before = device_of(facts.loader)
     if before == device:
         return
@@ -71,7 +71,7 @@ def require_device(facts: LoaderFacts[Any], device: torch.device) -> None:
 
 
 def only_moved(facts: LoaderFacts[L], device: torch.device | None, place: Callable[..., L] = copy_loader) -> L:
-    """Return a loader whose batches come on the device, and which is otherwise the same; itself if none is asked for.
+    """Return a copy of a loader that moves batches to the device; the loader itself if there is no ``device``.
 
     Args:
         facts: The loader.
@@ -90,7 +90,7 @@ def only_moved(facts: LoaderFacts[L], device: torch.device | None, place: Callab
 
 
 def _mover_of(facts: LoaderFacts[Any], options: Options) -> tuple[Callable[[], Mover] | None, dict[str, Any]]:
-    """Return what makes movers of a loader's batches, and the attributes that tell where these come."""
+    """Return a function that makes movers of a loader's batches, and the attributes that name the device."""
     device = device_for(facts, options)
     if device is None:
         return None, {}
@@ -98,7 +98,7 @@ def _mover_of(facts: LoaderFacts[Any], options: Options) -> tuple[Callable[[], M
 
 
 def _pace(facts: LoaderFacts[Any], ahead: int) -> Pace:
-    """Return how a loader takes the items of its share, so many batches of them ahead of the loop."""
+    """Return how a loader takes the items of its share, with this many batches ahead of the loop."""
     if facts.level in {Level.BATCH, Level.UNBATCHED}:
         return Pace(1, ahead)
     size = facts.batch_size or 1
@@ -129,10 +129,10 @@ def _iterators_of(
     new: Mapping[str, Any],
     make_mover: Callable[[], Mover] | None,
 ) -> Callable[[DataLoader[Any]], Any] | None:
-    """Return what makes a loader's iterators; None where its class does."""
+    """Return what makes a loader's iterators; None if its class does."""
     world, options = sharded.agreed.world, sharded.agreed.options
     if facts.repeater is not None:
-        from ddp_patch.shares.repeated import RepeatedPasses  # most loaders do without
+        from ddp_patch.shares.repeated import RepeatedPasses  # most loaders do not need it
 
         # A loader with one iterator for all epochs draws from another, which goes through the sharded epochs.
         passes = RepeatedPasses(patched, sharded, new, make_mover)
@@ -140,7 +140,7 @@ def _iterators_of(
         return passes.begin_anew
     is_split = facts.level is Level.ITERABLE and options.iterable_sharding == "by_worker"
     if is_split and world.members is not None and world.num_replicas > 1:
-        from ddp_patch.shares.iterables.even_steps import EvenIterators  # most loaders do without
+        from ddp_patch.shares.iterables.even_steps import EvenIterators  # most loaders do not need it
 
         # Ranks make equally many steps that read unequally much.
         return EvenIterators(sharded, facts.num_workers, type(patched).__name__)
@@ -149,7 +149,7 @@ def _iterators_of(
 
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
     """Return the sampler that begins a sharded iterable dataset's epochs, and the attributes that hold both."""
-    # Imported here, because most loaders do without.
+    # Imported here, because most loaders do not need it.
     from ddp_patch.shares.iterables.dataset import IterableWorkerInit, ShardedIterable
     from ddp_patch.shares.iterables.sampler import StreamSampler
 

@@ -1,4 +1,4 @@
-"""The methods that a patched loader has of its own: it counts its batches, and follows torch's Stateful protocol."""
+"""The methods that a patched loader gets: they count batches, and follow torch's Stateful protocol."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from ddp_patch.compat.torch_loaders import (
     show_loaders,
     torchdata_batch_sampler,
 )
-from ddp_patch.errors import DDPPatchError, StateError, UnsupportedLoaderError
+from ddp_patch.errors import DDPPatchError, StateError, UnsupportedLoaderError, message_of
 from ddp_patch.loaders.copying import OWN_METHODS, copies_plainly
 from ddp_patch.loaders.moving import Mover
 from ddp_patch.shares.description import describe_share
@@ -30,11 +30,11 @@ _STATEFUL = ("state_dict", "load_state_dict")
 
 
 class OwnMethods:
-    """Methods of one patched loader. They stand in it as attributes, because its class stays the given loader's.
+    """Methods of one patched loader. They are its attributes, because its class stays that of the given loader.
 
-    Its iterators count on their passes what they hand out, on a device if one is asked for, and ``state_dict`` and
-    ``load_state_dict`` save and restore its place. A deep copy and a pickled one have methods of their own. A shallow
-    copy has none, because it would get the iterators of the loader that it was copied from.
+    Its iterators count what they give, and put it on a device if asked to. ``state_dict`` and ``load_state_dict`` save
+    and restore its position. A deep copy and a pickled one have methods of their own. A shallow copy has none, because
+    it would get the iterators of the original.
 
     Args:
         loader: The loader. It is not kept alive, because it holds this.
@@ -56,7 +56,7 @@ class OwnMethods:
         self._attach(loader)
 
     def _found_names(self, loader: DataLoader[Any]) -> Iterator[str]:
-        """Yield by which names the loader gets methods. What cannot be counted is iterated as its class does it."""
+        """Yield the names of the methods that the loader gets; a loader that cannot be counted keeps its own."""
         kind = type(loader)
         is_plain = copies_plainly(kind)
         if is_plain:
@@ -69,7 +69,7 @@ class OwnMethods:
             yield from _STATEFUL
 
     def _is_resumable(self, loader: DataLoader[Any]) -> bool:
-        """Tell whether states can be told of a loader, but not of its class already."""
+        """Return whether a loader can have states, and its class has none already."""
         in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
         is_seeded = self._sampler is not None and self._sampler.agreed.options.agreement != "ambient"
         return in_order and is_seeded and not any(hasattr(loader, name) for name in _STATEFUL)
@@ -96,9 +96,9 @@ class OwnMethods:
         return loader
 
     def make_iterator(self) -> Any:
-        """Return an iterator of the loader that counts the batches it hands out, and puts them on the device."""
+        """Return an iterator of the loader that counts the batches it gives, and puts them on the device."""
         loader = self._found()
-        # Of its class, because in the loader itself this method has that name.
+        # The class's method, because the loader's own attribute of that name is this one.
         make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)
         iterator = make(loader)
         if self._make_mover is not None:
@@ -109,15 +109,15 @@ class OwnMethods:
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands, or why that is not known: a checkpoint may never be restored."""
-        from ddp_patch.resume import state_as_found  # most trainings do without
+        """Return the loader's position, or why it is not known: the checkpoint may never be restored."""
+        from ddp_patch.resume import state_as_found  # most trainings do not need it
 
         loader = self._found()
         try:
             self._require_none_ahead(loader)
             return state_as_found(loader)
         except DDPPatchError as error:
-            return no_state(str(error))
+            return no_state(message_of(error))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next pass resume where a state was taken.
@@ -132,14 +132,14 @@ class OwnMethods:
         go_on(self._found(), state_dict, tells_rest=False)
 
     def _require_none_ahead(self, loader: DataLoader[Any]) -> None:
-        """Refuse a state within an epoch without length, of which frameworks fetch a batch ahead to find the end."""
+        """Refuse a mid-epoch state if there is no len(): frameworks fetch a batch ahead to find the end."""
         sampler = self._sampler
         if sampler is None or sampler.place is not None or (one := sampler.latest) is None:
             return
         if one.handed_out and not one.is_exhausted and sampler.left(one.start) is None:
             raise StateError(
-                f"The {type(loader).__name__} has no len(), so what asks for its state may have fetched a batch ahead "
-                "of the training loop, to find the end. Give the dataset or sampler a __len__, or save "
+                f"The {type(loader).__name__} has no len(), so the framework that asks for its state may have fetched "
+                "a batch ahead of the training loop, to find the end. Give the dataset or sampler a __len__, or save "
                 "loader_state(loader) and pass it to restore_loader()."
             )
 
@@ -167,21 +167,21 @@ def _move(loader: DataLoader[Any], iterator: Any, mover: Mover) -> None:
         move_batches(iterator, mover)
     except TypeError as error:
         raise UnsupportedLoaderError(
-            f"device= cannot hold for a {type(loader).__name__}: its iterator is a {type(iterator).__name__}, which "
+            f"device= does not work with a {type(loader).__name__}: its iterator is a {type(iterator).__name__}, which "
             f"takes no other __next__ ({error}). Leave device= out, and call .to(device) in the loop."
         ) from error
 
 
 class _OfOriginal:
-    """Stands in a shallow copy, of which no iterator can be made; a deep copy has its own method in this place."""
+    """Stands in a shallow copy, of which no iterator can be made; a deep copy has its own method instead."""
 
     def __init__(self, methods: OwnMethods) -> None:
         self._methods = methods
 
     def __call__(self) -> Any:
         raise UnsupportedLoaderError(
-            "A shallow copy of this patched loader cannot be iterated: what makes its iterators belongs to the loader "
-            "that was copied. Iterate what patch_dataloader_to_ddp() returned, or use copy.deepcopy()."
+            "A shallow copy of this patched loader cannot be iterated: its iterators belong to the original. Iterate "
+            "what patch_dataloader_to_ddp() returned, or use copy.deepcopy()."
         )
 
     def __reduce__(self) -> Any:

@@ -43,11 +43,11 @@ class SharingOptions(TypedDict, total=False):
 
 
 class DDPSamplerWrapper(ShardedSampler[T]):
-    """One rank's share of any sampler: a ``DistributedSampler`` for samplers, not only for datasets.
+    """Give this rank its share of any sampler: a ``DistributedSampler`` that wraps a sampler, not only a dataset.
 
-    All ranks see the same stream, even if they are seeded differently, and each keeps its own items. While the
-    sampler draws, random states derived from (seed, epoch) replace the global ones. Each pass is the next epoch,
-    with or without ``set_epoch``.
+    All ranks get the same order, even if they are seeded differently, and each keeps its own items. While the sampler
+    draws, random states that follow from (seed, epoch) replace the global ones. Each pass is the next epoch, with or
+    without ``set_epoch``.
 
     Args:
         sampler: A sampler, or any iterable of indices.
@@ -60,10 +60,10 @@ class DDPSamplerWrapper(ShardedSampler[T]):
             ``pad_data_to_num_gpus``), ``layout``, ``agreement``, ``seed``, ``verify`` and ``timeout``.
 
     Raises:
-        InvalidOptionError: An option has no valid value.
+        InvalidOptionError: An option has a value that it does not take.
         NoStepsError: A rank would get no item, as with ``uneven="drop"`` and fewer items than ranks.
-        WorldError: No world was given and there is no process group.
-        StreamLengthError: While iterating with ``layout="contiguous"``, the sampler's length turned out wrong.
+        WorldError: There is no process group, and ``rank`` and ``num_replicas`` were not given.
+        StreamLengthError: While iterating with ``layout="contiguous"``: the sampler's ``len()`` is wrong.
 
     Examples:
         >>> sampler = torch.utils.data.WeightedRandomSampler([1.0, 1.0, 8.0], num_samples=6)
@@ -93,7 +93,7 @@ class DDPSamplerWrapper(ShardedSampler[T]):
 
 
 class DDPBatchSamplerWrapper(ShardedSampler[T]):
-    """One rank's share of any batch sampler: whole batches, never split or refilled.
+    """Give this rank its share of any batch sampler: whole batches, never split or refilled.
 
     Args:
         batch_sampler: A batch sampler, or any iterable of batches. Its ``batch_size`` and ``drop_last`` are used.
@@ -151,18 +151,18 @@ def _is_made_anew(options: Mapping[str, object]) -> bool:
 
 
 def _require_itself(wrapper: DDPBatchSamplerWrapper[Any], sampler: object, *, drops_last: bool) -> None:
-    """Refuse to make a wrapper anew over anything but itself: Lightning gives predict the one in the loader."""
+    """Refuse to rebuild a wrapper over anything but itself: Lightning gives predict the one in the loader."""
     if sampler is not wrapper:
         raise UnsupportedLoaderError(
-            f"{type(wrapper).__name__} cannot be made anew over a {type(sampler).__name__} by batch_size and "
-            "drop_last: it shares the batches that another batch sampler makes, and these would be lost. Lightning's "
-            "overfit_batches does so: leave it out, and patch a loader of the few samples instead. By hand, wrap a "
-            "whole batch sampler."
+            f"{type(wrapper).__name__} cannot be rebuilt over a {type(sampler).__name__} by batch_size and drop_last: "
+            "it shards the batches of another batch sampler, and these would be lost. Lightning's overfit_batches "
+            "does this: leave it out, and patch a loader of the few samples instead. By hand, wrap a whole batch "
+            "sampler."
         )
     if wrapper.drop_last and not drops_last:
         raise UnsupportedLoaderError(
-            f"{type(wrapper).__name__} cannot be made anew with drop_last=False, as Lightning's predict does: it "
-            f"shares the batches of a {type(wrapper.sampler).__name__} with drop_last=True, so samples would get no "
+            f"{type(wrapper).__name__} cannot be rebuilt with drop_last=False, as Lightning's predict does: it shards "
+            f"the batches of a {type(wrapper.sampler).__name__} with drop_last=True, so some samples would get no "
             "prediction. Build the loader to predict on with drop_last=False."
         )
 
@@ -174,30 +174,30 @@ def _check_flag(name: str, value: object) -> None:
 
 
 def _require_iterable(wrapper: str, stream: StreamFacts) -> None:
-    """Refuse what gives no items: neither iterated, nor by position."""
+    """Refuse an object that has neither ``__iter__`` nor ``__getitem__``."""
     sampler = stream.source
     ways = isinstance(sampler, Iterable), hasattr(type(sampler), "__getitem__"), is_random_access(sampler)
     if not any(ways):
         raise InvalidOptionError(
-            f"{wrapper} was given {sampler!r} ({type(sampler).__name__}), which gives no items to share. Pass a "
-            "sampler, or any iterable of indices or batches."
+            f"{wrapper} was given {sampler!r} ({type(sampler).__name__}), which cannot be iterated. Pass a sampler, or "
+            "any iterable of indices or batches."
         )
 
 
 def split_options(called: str, given: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keywords that say which rank of how many this is, and those that say how to share.
+    """Return the keywords that say which rank of how many this is, and those that say how to shard.
 
     Args:
         called: What the user called, for the error.
         given: The keywords.
-        known: The ``TypedDict`` of those that there are.
+        known: The ``TypedDict`` of all keywords.
 
     Raises:
         TypeError: There is no such keyword.
     """
     names = known.__annotations__
     if unknown := sorted(given.keys() - names.keys()):
-        raise TypeError(f"{called}() has no option {', '.join(unknown)}. Pass some of these: {', '.join(names)}.")
+        raise TypeError(f"{called}() has no option {', '.join(unknown)}. Use these: {', '.join(names)}.")
     where = {name: value for name, value in given.items() if name in _WORLD}
     return where, {name: value for name, value in given.items() if name not in _WORLD}
 
@@ -224,9 +224,9 @@ def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: 
             )
         if (found := next(filter(shards_itself, samplers_within(stream.source)), None)) is not None:
             raise AlreadyPatchedError(
-                f"{wrapper} was given a {stream.name} that is, or holds, a sampler which shards already "
-                f"({type(found).__name__}), and would share a share. Wrap the original sampler instead, or say "
-                f"is_ddp_aware = False in {type(found).__name__} if it gives every rank the same."
+                f"{wrapper} was given a {stream.name} that is, or contains, a sampler which is sharded already "
+                f"({type(found).__name__}), so sharding it again would lose samples. Wrap the original sampler "
+                f"instead, or say is_ddp_aware = False in {type(found).__name__} if it gives every rank the same."
             )
         require_length(options, world, stream)
         require_steps_known(options, world, stream)

@@ -8,15 +8,20 @@ from typing import TypeAlias, TypeVar
 
 import pytest
 
+from ddp_patch import DDPPatchError
+
 __all__ = ["Words", "assert_tells", "missing", "raises"]
 
 Words: TypeAlias = str | tuple[str, ...]
 E = TypeVar("E", bound=Exception)
 
+# The last line of every text of ddp_patch's: where to look it up.
+_SECTION = re.compile(r'\nSee "\w+" in docs/errors\.md\.\n?\Z')
+
 # A remedy begins with one of these, at the beginning of a sentence, of a line or behind a colon.
 _VERBS = (
-    "Ask|Begin|Build|Call|Correct|Give|Go|Iterate|Leave|Let|Look|Make|Mend|Name|Pass|Patch|Restore|Return|See|Shard|Share|"
-    "Split|Store|Take|Use|Wrap"
+    "Ask|Begin|Build|Call|Correct|Give|Go|Iterate|Leave|Let|Look|Make|Mend|Name|Pass|Patch|Restore|Return|See|Share|"
+    "Shard|Split|Start|Store|Take|Use|Wrap"
 )
 _REMEDY = re.compile(rf"(?:^|(?<=[.:]\s))(?i:{_VERBS})\s", re.MULTILINE)
 
@@ -36,8 +41,9 @@ def _pattern(word: str) -> str:
 def assert_tells(message: str, facts: Words, remedy: Words | None = ()) -> None:
     """Fail unless a message tells all facts first, then a remedy with all of its words, and ends with a full stop.
 
-    ``remedy=None`` is for the few messages that tell facts alone.
+    ``remedy=None`` is for the few messages that tell facts alone. The line that says where to look it up is none.
     """
+    message = _SECTION.sub("", message)
     begins = _REMEDY.search(message)
     assert (begins is None) == (remedy is None), f"Is there a remedy? {message}"
     end = begins.start() if begins else len(message)
@@ -58,6 +64,8 @@ def raises(error: type[E], facts: Words, remedy: Words | None = ()) -> Iterator[
     assert caught.type is error
     clear_frames(caught.tb)
     message = str(caught.value)
+    section = f'\nSee "{error.__name__}" in docs/errors.md.'
+    assert message.rstrip().endswith(section) == issubclass(error, DDPPatchError), f"no section: {message}"
     if message.startswith("Caught "):  # by a DataLoader's worker, whose traceback comes first
         message = message.rpartition(f"{error.__name__}: ")[2].rstrip()
     assert_tells(message, facts, remedy)

@@ -1,4 +1,4 @@
-"""Zero lines: loaders that a script iterates are patched when it first uses them, while this is on."""
+"""Zero lines: while this is on, a script's loaders are patched when it first uses them."""
 
 from ddp_patch.autopatching.context import autopatch
 from ddp_patch.autopatching.exempt import leave_alone, unpatched

@@ -1,4 +1,4 @@
-"""``ddp-patch run``: a script, or a module, that is run while autopatch is on. It needs no other package."""
+"""``ddp-patch run``: run a script or module with autopatch on. It needs no other package."""
 
 import argparse
 import dataclasses
@@ -26,9 +26,9 @@ _EPILOG = "Start it on every rank: torchrun --nproc-per-node 8 -m ddp_patch run 
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run what the arguments of ``ddp-patch run`` say.
+    """Run ``ddp-patch run`` with these arguments.
 
-    It exits with 2 if an option is not valid; whatever else the script raises is raised here.
+    It exits with 2 if an option is not valid; what the script raises is raised here.
     """
     parser = _parser()
     given = parser.parse_args(arguments)
@@ -49,19 +49,22 @@ def run(arguments: Sequence[str]) -> None:
         try:
             names = (run_module if given.is_module else run_script)(given.target, given.arguments)
         finally:
-            _print(summary)  # with the script's loaders still there, which tell of their passes
+            _print(summary)  # while the script's loaders, which count their passes, still exist
         del names
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ddp-patch run", description=DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
     parser.add_argument("-m", dest="is_module", action="store_true", help="TARGET is a module, as python -m has it.")
-    parser.add_argument("--dry-run", action="store_true", help="Patch nothing; only tell what would be done.")
+    parser.add_argument("--dry-run", action="store_true", help="Patch nothing; only report what would be done.")
     place: dict[str, Any] = {"action": "append", "default": [], "metavar": "FILE[:LINE]"}
-    parser.add_argument("--only", **place, help="Patch only loaders that are made there; a pattern, any number.")
-    parser.add_argument("--except", dest="excepted", **place, help="Leave alone what is made there.")
+    parser.add_argument("--only", **place, help="Patch only loaders that are made there; may be repeated.")
+    parser.add_argument("--except", dest="excepted", **place, help="Do not patch loaders made there; may be repeated.")
     parser.add_argument(
-        "--init-process-group", dest="backend", choices=["gloo", "nccl"], help="Make one, for a script that makes none."
+        "--init-process-group",
+        dest="backend",
+        choices=["gloo", "nccl"],
+        help="Make a process group, for a script that makes none.",
     )
     parser.add_argument(
         "--manual-seed",
@@ -69,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="INT",
         help="Seed Python, numpy and torch alike on every rank first, for a script that splits its data at random.",
     )
-    group = parser.add_argument_group("how to share", "As in patch_dataloader_to_ddp(), for all loaders.")
+    group = parser.add_argument_group("how to share", "The options of patch_dataloader_to_ddp(), for all loaders.")
     for name, how in _switches():
         group.add_argument(f"--{name.replace('_', '-')}", default=None, **how)
     parser.add_argument("target", metavar="TARGET", help="The script's path, or with -m the module's name.")
@@ -82,7 +85,7 @@ _OF_OBJECTS = {"cost_of", "cost_window"}
 
 
 def _switches() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the options of sharing that a command line can give, each with how argparse takes it."""
+    """Yield the options that a command line can give, each with its arguments for argparse."""
     kinds = get_type_hints(Options)
     for field in dataclasses.fields(Options):
         kind = kinds[field.name]
@@ -101,7 +104,7 @@ def _switches() -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def _told_on_stderr() -> Iterator[None]:
-    """Have what is logged of loaders printed, whatever the script does with its own logs."""
+    """Print what is logged about loaders, whatever the script does with its own logs."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("ddp_patch: %(message)s"))
     before = logger.level, logger.propagate

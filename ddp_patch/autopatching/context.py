@@ -1,4 +1,4 @@
-"""``autopatch``: the hooks that make a loader's first use known, and nothing of which is left afterwards."""
+"""``autopatch``: hooks that notice a loader's first use, and that are removed afterwards."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,26 +27,26 @@ def autopatch(
     dry_run: bool = False,
     **options: Unpack[PatchOptions],
 ) -> Iterator[Summary]:
-    """Patch, while entered, every loader when it is first used, as ``patch_dataloader_to_ddp`` would.
+    """Patch every loader when the script first uses it: a context manager and decorator.
 
-    A loader of any class is first used when it is iterated, measured by ``len()``, or given to a function of this
-    package. If there is a process group of several ranks then, and nothing shards the loader yet, it becomes the
-    patched loader itself, and stays so. All ranks have to use it, at the same point of the script. It is a decorator,
-    too. Nothing is printed; the logger ``ddp_patch.autopatch`` tells of each loader at INFO, on rank 0.
+    The first use is to iterate the loader, to call ``len()`` on it, or to pass it to a function of this package. If
+    there is a process group of several ranks then, and the loader is not sharded yet, the loader itself is patched, and
+    stays so. All ranks have to use it, at the same point of the script. Nothing is printed; on rank 0, the logger
+    ``ddp_patch.autopatch`` reports each loader at INFO.
 
     Args:
-        only: Patch only loaders that were made at a place of these patterns, as ``"train.py:41"`` or ``"data/*.py"``.
-        excepted: Leave those alone that were made at a place of these patterns.
-        dry_run: Patch none; only tell what would be done.
-        options: The keywords of ``patch_dataloader_to_ddp``. They hold for all loaders.
+        only: Patch only loaders that were made at lines that match, such as ``"train.py:41"`` or ``"data/*.py"``.
+        excepted: Do not patch loaders that were made at lines that match.
+        dry_run: Patch none; only report what would be done.
+        options: The keywords of ``patch_dataloader_to_ddp``, for all loaders.
 
     Yields:
-        What became of each loader so far; ``str()`` of it is a table.
+        What was done with each loader so far; ``str()`` of it is a table.
 
     Raises:
-        InvalidOptionError: An option has no valid value.
+        InvalidOptionError: An option has a value that it does not take.
         MissingRanksError: From the use of a loader: some ranks did not use it.
-        DDPPatchError: From there, too: the loader cannot be patched, as ``patch_dataloader_to_ddp`` would say.
+        DDPPatchError: From the use of a loader: whatever ``patch_dataloader_to_ddp`` raises.
 
     Examples:
         >>> from torch.utils.data import DataLoader

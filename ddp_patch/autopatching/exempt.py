@@ -21,10 +21,10 @@ _LEFT_ALONE = "_ddp_patch_left_alone"  # the loader's attribute; a copy of the l
 
 @contextmanager
 def unpatched() -> Iterator[None]:
-    """Have ``autopatch`` leave alone, in this thread, what is used or made while this is entered.
+    """Keep ``autopatch`` from patching loaders that are used or made inside: a context manager and decorator.
 
-    A loader that is made here stays as it is when it is used later, too. A loader that was patched before stays
-    patched. Where ``autopatch`` is not on, this does nothing. It is a decorator, too.
+    A loader that is made inside is not patched later either. A loader that was patched before stays patched. It applies
+    to this thread. Without ``autopatch``, it does nothing.
 
     Examples:
         >>> from ddp_patch import autopatch
@@ -41,12 +41,12 @@ def unpatched() -> Iterator[None]:
 
 
 def is_off() -> bool:
-    """Tell whether ``unpatched()`` is entered, or something asks on behalf of this package."""
+    """Return whether this runs within ``unpatched()``, or within this package's own calls."""
     return _off.get()
 
 
 def leave_alone(loader: L) -> L:
-    """Have ``autopatch`` leave one loader alone for good, as for a validation that rank 0 makes alone.
+    """Keep ``autopatch`` from ever patching one loader, such as that of a validation on rank 0 only.
 
     Args:
         loader: A loader that was not used yet.
@@ -55,7 +55,7 @@ def leave_alone(loader: L) -> L:
         The same loader.
 
     Raises:
-        NotALoaderError: ``loader`` is no DataLoader.
+        NotALoaderError: ``loader`` is not a DataLoader.
         AlreadyPatchedError: The loader was patched before.
 
     Examples:
@@ -82,5 +82,5 @@ def spare(loader: DataLoader[Any]) -> None:
 
 
 def is_left_alone(loader: DataLoader[Any]) -> bool:
-    """Tell whether a loader is marked so."""
+    """Return whether a loader is marked so."""
     return _LEFT_ALONE in vars(loader)

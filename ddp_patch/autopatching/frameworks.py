@@ -1,4 +1,4 @@
-"""Frameworks that shard loaders themselves: which are left to them, and which are patched before they do."""
+"""Frameworks that shard loaders themselves: which loaders they get as they are, and which are patched before."""
 
 import functools
 import sys
@@ -20,11 +20,11 @@ __all__ = ["Frameworks"]
 
 
 class Frameworks:
-    """Sees, while entered, the loaders that are handed to frameworks.
+    """Sees, while entered, the loaders that are passed to frameworks.
 
-    Lightning puts another sampler in the place of the loader's, so it is patched before. accelerate shards all loaders
-    rightly but those whose batch sampler is not torch's own, so these alone are patched before. Others are left to it,
-    and to whatever framework hands out a loader that shards itself.
+    Lightning would replace the loader's sampler, so the loader is patched before. accelerate shards all loaders
+    correctly except those with a batch sampler that is not torch's own, so only these are patched before. The rest is
+    left to accelerate, and to any framework that returns a loader which shards itself.
 
     Args:
         session: Decides on the loaders.
@@ -68,7 +68,7 @@ class Frameworks:
         @functools.wraps(take)
         def taking(accelerator: Any, data_loader: Any, *args: Any, **options: Any) -> Any:
             if issubclass(type(data_loader), DataLoader) and not is_off():
-                if _is_torn(data_loader):
+                if _splits_batches(data_loader):
                     self._session.used(data_loader, Use.HANDED)
                 if self._session.has_patched(data_loader):
                     from ddp_patch.integrations.accelerate import prepare_patched
@@ -79,7 +79,7 @@ class Frameworks:
         return taking
 
 
-def _is_torn(loader: DataLoader[Any]) -> bool:
-    """Tell whether accelerate would take batches apart, or lose some, that a batch sampler makes."""
+def _splits_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether accelerate would split a batch sampler's batches, or lose some."""
     facts = look_at(loader)
     return facts.sharded_by is None and facts.level is Level.BATCH

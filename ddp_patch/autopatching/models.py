@@ -1,4 +1,4 @@
-"""Whether a script made a model whose gradients the ranks average: that is for the script to do."""
+"""Notice whether the script made a model whose gradients the ranks average."""
 
 from contextlib import ExitStack
 from types import TracebackType
@@ -40,7 +40,7 @@ class Models:
         return self._made or (derived is not None and bool(derived.__subclasses__()))
 
     def find(self, loader: object = None) -> None:
-        """Take hold of FSDP's wrapper if it was imported since; that takes long, so it is not imported here."""
+        """Hook FSDP's wrapper if it was imported since; importing it takes long, so it is not imported here."""
         fsdp = imported_fsdp()
         if not self._knows_fsdp and hasattr(fsdp, "FullyShardedDataParallel"):
             self._knows_fsdp = True

@@ -1,4 +1,4 @@
-"""Where loaders were made, as people read it, and patterns of such places."""
+"""Where loaders were made, as people read it, and patterns for that."""
 
 import os
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def _tail(place: str) -> str:
 
 @dataclass
 class Patterns:
-    """Which loaders to patch, by patterns of the places where they were made.
+    """Which loaders to patch, by patterns of the lines where they were made.
 
     A pattern is matched as a shell matches names, against the end of the path: ``train.py:41``, ``val_*.py``,
     ``*/data/*.py:1?``. Without a line, it means all of a file.
@@ -64,7 +64,7 @@ class Patterns:
         self.unused = {*self.only, *self.excepted}
 
     def why_left(self, loader: DataLoader[Any]) -> str | None:
-        """Return the option by which a loader is left alone; None if it is to be patched."""
+        """Return the option that leaves a loader alone; None if it is to be patched."""
         where = made(loader)
         # Both are looked through whole, so that each pattern is seen to be used.
         excepted, chosen = ([self._matches(where, one) for one in each] for each in (self.excepted, self.only))
@@ -88,7 +88,7 @@ def _listed(name: str, patterns: str | Sequence[str]) -> Sequence[str]:
     for pattern in listed:
         if not isinstance(pattern, str) or not pattern:
             raise InvalidOptionError(
-                f"{name}={patterns!r} names no place. Pass patterns of where loaders are made, as 'train.py:41' or "
+                f"{name}={patterns!r} names no file. Pass patterns of where loaders are made, as 'train.py:41' or "
                 "'val_*.py'."
             )
     return listed

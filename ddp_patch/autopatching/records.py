@@ -1,4 +1,4 @@
-"""What autopatch notes of each loader: where it was made, what became of it, and how often it was iterated."""
+"""What autopatch records about each loader: where it was made, what was done with it, how often it was iterated."""
 
 import weakref
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ class Record:
     Attributes:
         place: Where it was made.
         what: What it is.
-        fate: What became of it.
-        note: Why, or what else is to be told.
+        fate: What was done with it.
+        note: Why, or what else to report.
         samples: How many items a rank gets in a pass, in words.
         padding: How many items of a pass are repeated over all ranks, or left out, in words.
-        steps: How many steps a rank makes; None where that is not known.
+        steps: How many steps a rank makes; None if that is not known.
         ranks: How many ranks share.
         passes: How often it was iterated.
         loader: The loader, if it was patched and still lives.

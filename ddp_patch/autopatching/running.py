@@ -55,7 +55,7 @@ def _as_in_python(target: str, arguments: Sequence[str], folder: str) -> Iterato
 
 @contextmanager
 def process_group(backend: str) -> Iterator[None]:
-    """Have a process group of the ranks that torchrun started, while entered.
+    """Make a process group of the ranks that torchrun started, and destroy it at the end.
 
     Raises:
         WorldError: The environment does not say which rank this is.
@@ -71,7 +71,7 @@ def process_group(backend: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if dist.is_initialized():  # the script may have destroyed it
+        if dist.is_initialized():  # the script may have destroyed it already
             dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""One time that autopatch is on: what becomes of each loader when it is first used."""
+"""Decide what to do with each loader when it is first used, while autopatch is on."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ from ddp_patch.autopatching.records import Record, what_it_is, with_share
 from ddp_patch.compat.frameworks import accelerate_is_on, shards_in_accelerate
 from ddp_patch.compat.torch_loaders import RunningLoader
 from ddp_patch.devices import device_here
-from ddp_patch.errors import DDPPatchError
+from ddp_patch.errors import DDPPatchError, message_of
 from ddp_patch.loaders.copying import change_loader, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.loaders.first_use import Use
@@ -40,12 +40,12 @@ class Session:
 
     Args:
         where: Which world: the keywords of ``find_world``.
-        options: How to share.
+        options: How to shard.
         patterns: Which loaders to patch.
-        dry_run: Only tell what would be done.
+        dry_run: Only report what would be done.
 
     Attributes:
-        records: What became of each loader that was used, in that order.
+        records: What was done with each loader that was used, in that order.
         early: The loaders that were iterated when there was no process group yet.
         had_world: Whether there were several ranks at any time.
     """
@@ -80,7 +80,7 @@ class Session:
             record.passes += 1
 
     def has_patched(self, loader: DataLoader[Any]) -> bool:
-        """Tell whether a loader was patched here."""
+        """Return whether a loader was patched here."""
         record = self._record_of(loader)
         return record is not None and record.fate == "patched"
 
@@ -89,7 +89,7 @@ class Session:
         return known[1] if known is not None and known[0]() is loader else None
 
     def _decided(self, loader: DataLoader[Any], use: Use) -> Record | None:
-        """Decide what becomes of a loader; None if that is for a later use to say."""
+        """Decide what to do with a loader; None if a later use decides."""
         with unpatched():  # what looking at it iterates
             world = self._world()
             if world is None:
@@ -115,7 +115,7 @@ class Session:
         return world if world is not None and world.num_replicas > 1 else None
 
     def _iterated_alone(self, loader: DataLoader[Any]) -> None:
-        """Take a loader that is iterated when there is nobody to share it with."""
+        """Handle a loader that is iterated when there are no other ranks."""
         self.early.add(shown(loader))
         if self._options.device is not None and _user_of(loader) is None and not _is_too_soon(loader, None):
             facts = look_at(loader)
@@ -133,16 +133,16 @@ class Session:
         return act(record, facts, world, use)
 
     def _patched(self, record: Record, facts: LoaderFacts[Any], world: World, use: Use) -> Record:
-        """Put its share into the loader itself, so that whoever holds it has the patched one."""
+        """Put its share into the loader itself, so that all references to it have the patched one."""
         with _as_it_was_if_refused(facts.loader, record, use):
             shared = unit_shared(facts, self._options.share)  # now, because the loader is another one after it
             patched = self._shared(facts.loader, world, self._options, compared(facts.loader), change_loader)
         return with_share(replace(record, fate="patched"), shared, patched)
 
     def _moved(self, record: Record, facts: LoaderFacts[Any], use: Use, *, is_one_of_several: bool = False) -> None:
-        """Have the batches of a loader that is not shared here come on the device; the ranks do not meet for that.
+        """Move the batches of a loader that is not sharded here to the device; ranks do not synchronise for that.
 
-        One that the script has patched comes where the script says.
+        A loader that the script has patched keeps the script's device.
         """
         is_settled = isinstance(facts.sharded_by, EpochSampler)
         is_asked = self._options.device is not None and not self._dry_run
@@ -161,14 +161,14 @@ class Session:
         return None if inner is None else f"its batches come from another loader, in {inner!r}"
 
     def _foreseen(self, record: Record, facts: LoaderFacts[Any], world: World, use: Use) -> Record:
-        """Tell what a patch would do, by one of a copy that no other rank knows of."""
+        """Return what a patch would do, by patching a copy without the other ranks."""
         alone = replace(world, members=None)
         agreement = "auto" if self._options.agreement == "leader" else self._options.agreement
         options = replace(self._options, verify=False, agreement=agreement)
         try:
             patched = self._shared(facts.loader, alone, options, "", copy_loader)
         except DDPPatchError as error:
-            return replace(record, fate="would be refused", note=str(error))
+            return replace(record, fate="would be refused", note=message_of(error))
         return with_share(replace(record, fate="would be patched"), unit_shared(facts, options.share), patched)
 
     def _shared(
@@ -194,7 +194,7 @@ def _as_it_was_if_refused(loader: DataLoader[Any], record: Record, use: Use) -> 
 
 
 def _is_too_soon(loader: DataLoader[Any], user: object | None) -> bool:
-    """Tell whether a loader is used in its own constructor, or where a batch of another one is made."""
+    """Return whether a loader is used in its own constructor, or where a batch of another one is made."""
     return user is loader or isinstance(user, RunningLoader) or get_worker_info() is not None
 
 
@@ -233,11 +233,12 @@ def _shared_around(loader: DataLoader[Any], user: object) -> Record:
 
 
 def _told(error: DDPPatchError, record: Record, use: Use) -> str:
-    """Return an error with the loader that it is about, and what to do if that is not to be patched."""
+    """Return the error's text with the loader that it is about, and what to do if that should not be patched."""
     made = "" if record.place == UNKNOWN else f" made at {record.place}"
     pattern = "" if record.place == UNKNOWN else f", or start with python -m ddp_patch run --except '{record.place}'"
     return (
-        f"The loader{made} ({record.what}) is {use.value}, and autopatch patches it now, on all ranks: {error} If it "
-        "is not to be shared, because only some ranks use it as in a validation on rank 0: use it within "
-        f"ddp_patch.unpatched(), or call ddp_patch.leave_alone(loader) right after it is made{pattern}."
+        f"The loader{made} ({record.what}) is {use.value}, and autopatch patches it now, on all ranks: "
+        f"{message_of(error)} If it is not to be sharded, because only some ranks use it (as in a validation on rank "
+        "0): use it within ddp_patch.unpatched(), or call ddp_patch.leave_alone(loader) right after it is "
+        f"made{pattern}."
     )

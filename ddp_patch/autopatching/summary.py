@@ -1,4 +1,4 @@
-"""What became of a script's loaders, as a table and notes below it."""
+"""What was done with a script's loaders, as a table with notes below it."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ HEADINGS = ("made at", "loader", "what became of it", "passes", "each rank gets"
 
 
 class Summary:
-    """What became of the loaders while autopatch is, or was, on.
+    """What was done with the loaders while autopatch is, or was, on.
 
     Args:
         session: What decided on them.

@@ -1,4 +1,4 @@
-"""What tensors and numpy's generator know of themselves. Seen in torch 2.4.0 to 2.15.0 and numpy 1.26.0 to 2.5.5."""
+"""Private facts about tensors and numpy's generator. Seen in torch 2.4.0 to 2.15.0 and numpy 1.26.0 to 2.5.5."""
 
 import numpy as np
 import torch
@@ -10,15 +10,15 @@ __all__ = [
 
 
 def changes_of(tensor: torch.Tensor) -> object:
-    """Return what stays equal as long as nobody changes a tensor in place, which no public name tells.
+    """Return a value that stays equal until the tensor is changed in place; torch has no public name for it.
 
-    Where torch does not tell, it equals nothing: as if the tensor had changed.
+    If this torch lacks it, the value equals nothing, as if the tensor had changed.
     """
     return getattr(tensor, "_version", object())
 
 
 class _Stateless:
-    """Stands for a bit generator whose state nobody wants to copy."""
+    """A stub of a bit generator, so that its state is not copied."""
 
     @property
     def state(self) -> dict[str, object]:
@@ -26,7 +26,7 @@ class _Stateless:
 
 
 def may_hold_a_normal() -> bool:
-    """Tell whether numpy's global generator holds the second of two normal draws, or may do so.
+    """Return whether numpy's global generator holds the second of two normal draws, or may do so.
 
     It lies beside the bit generator. The public ``np.random.get_state()`` tells, and copies 624 numbers one by one
     before that, which takes longer than all the rest of a swap of random states. So a stub is there meanwhile.

@@ -19,12 +19,12 @@ __all__ = [
 
 
 def is_split_by_node(dataset: object) -> bool:
-    """Tell whether an iterable dataset went through ``split_dataset_by_node()``, which leaves a private mark alone."""
+    """Return whether an iterable dataset went through ``split_dataset_by_node()``, which leaves only a private mark."""
     return isinstance(dataset, IterableDataset) and getattr(dataset, "_distributed", None) is not None
 
 
 def is_hugging_face_table(dataset: object) -> bool:
-    """Tell whether it is a map-style ``datasets.Dataset``, which is not imported."""
+    """Return whether it is a map-style ``datasets.Dataset``, which is not imported."""
     is_table = "datasets.arrow_dataset.Dataset" in map(full_name, type(dataset).__mro__)
     return is_table and not isinstance(dataset, IterableDataset)
 
@@ -34,7 +34,7 @@ _BUFFERS: Final = f"{_HUGGING_FACE}.BufferShuffledExamplesIterable"
 
 
 def loses_items_when_loaded(dataset: object) -> bool:
-    """Tell whether a dataset's ``load_state_dict`` leaves items out: what ``.shuffle(buffer_size=...)`` had buffered.
+    """Return whether a dataset's ``load_state_dict`` leaves items out: what ``.shuffle(buffer_size=...)`` had buffered.
 
     The package warns of it. Its stages hold each other in attributes, alone or in lists; a dataset of the user's may
     hold them too.
@@ -54,7 +54,7 @@ def loses_items_when_loaded(dataset: object) -> bool:
 
 
 def forget_loaded_state(dataset: object) -> None:
-    """Have a dataset's next pass over an epoch be whole: it would begin again where the latest state was taken."""
+    """Make a dataset's next pass over an epoch whole: it would begin again where the latest state was taken."""
     if getattr(dataset, "_starting_state_dict", None) is not None and _is_hugging_face_stage(dataset):
         vars(dataset)["_starting_state_dict"] = None
 
@@ -68,7 +68,7 @@ def _is_hugging_face_stage(value: object) -> bool:
 # The field by which webdataset names a sample, seen in 1.0.2. It is the name of the sample's files.
 SAMPLE_KEY: Final = "__key__"
 
-# How a package's datasets are told to shuffle alike in every process. Seen in webdataset 1.0.2, whose detshuffle=True
+# How a package's datasets are made to shuffle alike in every process. Seen in webdataset 1.0.2, whose detshuffle=True
 # alone takes its seed from Python's global generator, and in Hugging Face datasets 5.2.0.
 _ORDER_REMEDIES: Final = {
     "webdataset": "Pass a seed that is the same on every rank: WebDataset(..., detshuffle=True, seed=0) for shards, "
@@ -78,7 +78,7 @@ _ORDER_REMEDIES: Final = {
 
 
 def order_remedy(dataset: object) -> str | None:
-    """Return how to have a dataset of another package, or one that it holds, shuffle alike on every rank."""
+    """Return how to make a dataset of another package, or one inside it, shuffle alike on every rank."""
     for one in (dataset, *getattr(dataset, "__dict__", {}).values()):
         for kind in type(one).__mro__:
             if (remedy := _ORDER_REMEDIES.get(kind.__module__.split(".")[0])) is not None:

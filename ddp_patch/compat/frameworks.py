@@ -49,7 +49,7 @@ ACCELERATE_TAKES_LOADERS: Final = ("accelerate.accelerator", "Accelerator", "pre
 
 
 def accelerate_is_on() -> bool:
-    """Tell whether the script has made an ``Accelerator``, to which it will hand its loaders. It is not imported."""
+    """Return whether the script has made an ``Accelerator``, to which it will hand its loaders. It is not imported."""
     state: Any = sys.modules.get("accelerate.state")
     return state is not None and bool(state.is_initialized())
 
@@ -64,7 +64,7 @@ class AccelerateLeavesAlone:
 
 
 def shards_in_accelerate(kind: type) -> bool:
-    """Tell whether a class of samplers, datasets or loaders is one that accelerate shards with."""
+    """Return whether a class of samplers, datasets or loaders is one that accelerate shards with."""
     return not _ACCELERATE_SHARDS.isdisjoint(map(full_name, kind.__mro__))
 
 
@@ -80,13 +80,13 @@ TAKE_LOADERS: Final[Sequence[tuple[str, str, str]]] = (
 )
 
 # Where a Trainer keeps the first of these, and the method: in this one Trainer, each loader of any nest passes through
-# it before another sampler is in its place. The strategy's public `process_dataloader` comes after that.
+# it before its sampler is replaced. The strategy's public `process_dataloader` comes after that.
 LIGHTNING_TAKES_LOADERS: Final = ("_data_connector", "_prepare_dataloader")
 
-# The arguments that Lightning's hooks note while a loader is made, to make it anew. They are the unpatched loader's.
+# The arguments that Lightning's hooks note while a loader is made, to rebuild it. They are the unpatched loader's.
 LIGHTNING_ARGUMENTS: Final = frozenset({"__dataset", "__pl_saved_arg_names", "__pl_saved_args", "__pl_saved_kwargs"})
 
-# The arguments, and no others, by which it makes a batch sampler anew for predict and overfit_batches.
+# The arguments, and no others, by which it rebuilds a batch sampler for predict and overfit_batches.
 LIGHTNING_REMAKES: Final = frozenset({"batch_size", "drop_last"})
 
 
@@ -127,7 +127,7 @@ def held_loaders(wrapper: object) -> tuple[str, object] | None:
 
 
 def is_fastai_loader(kind: type) -> bool:
-    """Tell whether a class is fastai's own ``DataLoader``, which is no subclass of torch's."""
+    """Return whether a class is fastai's own ``DataLoader``, which is no subclass of torch's."""
     return "fastai.data.load.DataLoader" in map(full_name, kind.__mro__)
 
 
@@ -135,7 +135,7 @@ def is_fastai_loader(kind: type) -> bool:
 
 
 def asks_for_its_own_dataset(loader_kind: type) -> bool:
-    """Tell whether a class is litdata's ``StreamingDataLoader``, which raises unless its dataset is of its own classes.
+    """Return whether a class is litdata's ``StreamingDataLoader``, which takes only litdata's own datasets.
 
     Its ``__iter__`` takes any other dataset for one that mixes several, and asks it for methods that those have.
     """

@@ -1,4 +1,4 @@
-"""What happens where a version of torch lacks a private name: an error that tells which, and what needs it."""
+"""Raise an error if this torch lacks a private name: it says which, and what needs it."""
 
 from pkgutil import resolve_name
 from typing import Any
@@ -15,7 +15,7 @@ def private(name: str, needed_for: str, instead: str = "") -> Any:
 
     Args:
         name: The full name, such as ``torch.utils.data.dataloader._BaseDataLoaderIter``.
-        needed_for: What needs it, as the error tells.
+        needed_for: What needs it, for the error.
         instead: Another remedy than another torch: a sentence.
 
     Raises:
@@ -36,6 +36,6 @@ def lacking(name: str, needed_for: str, instead: str = "") -> TorchVersionError:
         instead: Another remedy than another torch: a sentence.
     """
     return TorchVersionError(
-        f"{needed_for} needs {name}, and torch {torch.__version__} does not have it: it is a private name, which a "
+        f"{needed_for} needs {name}, and torch {torch.__version__} does not have it: it is a private name, which any "
         f"version may change. Use a version that docs/compatibility.md lists. {instead}".rstrip()
     )

@@ -1,4 +1,4 @@
-"""How classes of other packages are known without importing them."""
+"""Recognise classes of other packages without importing them."""
 
 __all__ = [
     "full_name",

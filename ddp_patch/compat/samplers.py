@@ -6,7 +6,7 @@ from ddp_patch.compat.names import full_name
 
 __all__ = ["arranges_neighbours"]
 
-# They give single indices, and make those of a batch as a group: so many samples of each class, a triplet, a prompt
+# They give single indices, and make those of a batch as a group: a few samples of each class, a triplet, a prompt
 # again and again. A rank that took every num_replicas-th index would get parts of groups. No sampler bears a mark of
 # this, so they are known by name. Samplers that sort by length or only balance an epoch's classes are not among them:
 # their neighbours may go to different ranks.
@@ -27,5 +27,5 @@ _ARRANGE_NEIGHBOURS: Final = {
 
 
 def arranges_neighbours(sampler: object) -> bool:
-    """Tell whether a sampler of single indices makes those of a batch as a group, so that batches must stay whole."""
+    """Return whether a sampler of single indices makes those of a batch as a group, so that batches must stay whole."""
     return not _ARRANGE_NEIGHBOURS.isdisjoint(map(full_name, type(sampler).__mro__))

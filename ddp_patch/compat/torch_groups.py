@@ -1,4 +1,4 @@
-"""What torch tells of process groups and meshes under private names alone. Seen in torch 2.4.0, 2.13.0 and 2.15.0."""
+"""Private names of torch about process groups and meshes. Seen in torch 2.4.0, 2.13.0 and 2.15.0."""
 
 import sys
 from datetime import timedelta
@@ -30,7 +30,7 @@ def default_store() -> "Store":
     and an address that all ranks know.
 
     Raises:
-        TorchVersionError: This torch does not hand it out.
+        TorchVersionError: This torch does not provide it.
     """
     name = "torch.distributed.distributed_c10d._get_default_store"
     store: Store = private(name, "The ranks' agreement", "Or give the world by rank= and num_replicas=.")()
@@ -38,7 +38,7 @@ def default_store() -> "Store":
 
 
 def imported_fsdp() -> Any:
-    """Return the module of FSDP if the script has imported it, else None; importing it takes long."""
+    """Return the module of FSDP if the script has imported it, otherwise None; importing it takes long."""
     return sys.modules.get("torch.distributed.fsdp")
 
 
@@ -49,7 +49,7 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     all meshes (seen in 2.5 to 2.9, and in 2.4, which knows parents).
 
     Raises:
-        TorchVersionError: This torch tells in none of these ways, and the mesh is not one of all ranks.
+        TorchVersionError: This torch has none of these names, and the mesh does not contain all ranks.
     """
     of_all: Any = getattr(device_mesh, "_mesh_resources", None)
     root: DeviceMesh

@@ -39,7 +39,7 @@ __all__ = [
 # A loader that runs. A copy must not share one. torch has no public name for what `iter(loader)` returns.
 RunningLoader: Final = _BaseDataLoaderIter
 
-# Where a loader with persistent workers keeps it. There is no public way to begin anew.
+# Where a loader with persistent workers keeps it. There is no public way to start again.
 RUNNING_ITERATOR: Final = "_iterator"
 
 # The method by which a loader makes it, for `iter(loader)` and for Ultralytics' `reset()`. There is no public one.
@@ -51,7 +51,7 @@ private("torch.utils.data.dataloader._BaseDataLoaderIter._reset", "Counting a lo
 
 
 def has_own_iterators(loader_kind: type) -> bool:
-    """Tell whether a class makes other iterators than torch's."""
+    """Return whether a class makes other iterators than torch's."""
     return getattr(loader_kind, MAKE_ITERATOR, None) is not getattr(DataLoader, MAKE_ITERATOR)
 
 
@@ -67,7 +67,7 @@ class KeptIterator:
 
 
 class WrappedIterator(KeptIterator):
-    """Base of what stands around the iterator that a loader's class makes.
+    """Base of wrappers of the iterator that a loader's class makes.
 
     Args:
         loader: The loader.
@@ -83,7 +83,7 @@ class WrappedIterator(KeptIterator):
 
 
 class _Counted:
-    """Stands before the class of a running iterator, and tells a tally what the iterator hands out."""
+    """Comes before the class of a running iterator, and reports to a tally what the iterator gives."""
 
     tally: Any
 
@@ -105,7 +105,7 @@ class _Counted:
 
 
 class _Moved:
-    """Stands before the class of an iterator, and has a mover hand out on a device what the iterator gives."""
+    """Comes before the class of an iterator, and lets a mover put what it gives on a device."""
 
     mover: Any
 
@@ -124,12 +124,12 @@ def _before(kind: type, first: type) -> type:
 
 
 def move_batches(iterator: Any, mover: Any) -> None:
-    """Have a mover hand out what an iterator of any class gives, and be told when it is reset for another pass.
+    """Let a mover put on a device what an iterator gives, and reset the mover when the iterator is reset.
 
-    As with ``count_batches``, nothing has to stand around it.
+    As in ``count_batches``, the iterator gets a derived class.
 
     Raises:
-        TypeError: Its class cannot be derived from, as a generator's.
+        TypeError: Its class cannot be subclassed, such as a generator's.
     """
     kind: Any = type(iterator)
     vars(iterator)["mover"] = mover
@@ -137,11 +137,11 @@ def move_batches(iterator: Any, mover: Any) -> None:
 
 
 def count_batches(iterator: Any, tally: Any) -> None:
-    """Have a tally told when an iterator hands a batch out, fails to, is reset for another pass, or has no more.
+    """Report to a tally when an iterator gives a batch, fails to, is reset for another pass, or has no more.
 
-    torch counts in the iterator itself, which is gone after a ``break``, and calls nothing of ours. The iterator gets a
-    class of its own, derived from the one that it had, so nothing has to stand around it or refer back to it. What is
-    no iterator of torch's, nor around one, stays as it is.
+    torch counts in the iterator itself, which is gone after a ``break``, and calls none of our code. So the iterator
+    gets a class that is derived from its own; no wrapper has to refer to it. Iterators that are not torch's, nor around
+    one of torch's, stay as they are.
     """
     if isinstance(iterator, RunningLoader | WrappedIterator) and not isinstance(iterator, _Counted):
         vars(iterator)["tally"] = tally
@@ -154,7 +154,7 @@ _PLAIN_REPR: Final = DataLoader.__repr__
 
 
 def show_loaders(text_of: Callable[[DataLoader[Any]], str | None]) -> None:
-    """Have ``repr()`` of a loader say what ``text_of`` returns; where that is None, the loader looks as ever.
+    """Make ``repr()`` of a loader show what ``text_of`` returns; if that is None, the usual text.
 
     Python looks the method up in the class, and a patched loader keeps its class. So torch's class gets one; a class
     derived from it that has its own keeps that.
@@ -172,7 +172,7 @@ def show_loaders(text_of: Callable[[DataLoader[Any]], str | None]) -> None:
 def pinned_by(iterator: Any, batch: Any) -> Any:
     """Return a batch in pinned memory if a loader's iterator gives its batches so.
 
-    Where this torch does not tell, the batch is not pinned: its copy to a device takes longer, and is the same.
+    If this torch does not say so, the batch is not pinned: its copy to a device takes longer, and is the same.
     """
     if not getattr(iterator, "_pin_memory", False):
         return batch
@@ -184,7 +184,7 @@ def pinned_by(iterator: Any, batch: Any) -> Any:
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:
-    """Have the next pass start new workers: persistent ones know nothing of what changed in the main process.
+    """Make the next pass start new workers: persistent ones do not see what changed in the main process.
 
     Raises:
         TorchVersionError: This torch keeps them elsewhere.
@@ -200,14 +200,14 @@ _TORCH_BATCH_SAMPLERS: Final = {"torch.utils.data.sampler.BatchSampler", f"{_TOR
 
 
 def is_torch_batch_sampler(kind: type) -> bool:
-    """Tell whether a class is torch's own ``BatchSampler``, and no subclass, which may make batches another way."""
+    """Return whether a class is torch's own ``BatchSampler``, and no subclass, which may make batches another way."""
     return full_name(kind) in _TORCH_BATCH_SAMPLERS
 
 
 def torchdata_batch_sampler(loader_kind: type) -> type[Any] | None:
     """Return torchdata's ``BatchSampler`` if a loader's class is a ``StatefulDataLoader``, which needs that one.
 
-    With torch's own it could not tell its place in an epoch. torchdata is looked up, not imported.
+    With torch's own it could not tell its position in an epoch. torchdata is looked up, not imported.
     """
     if f"{_TORCHDATA}.stateful_dataloader" not in {base.__module__ for base in loader_kind.__mro__}:
         return None
@@ -216,6 +216,6 @@ def torchdata_batch_sampler(loader_kind: type) -> type[Any] | None:
 
 
 def has_own_iteration(loader_kind: type) -> bool:
-    """Tell whether a loader's class iterates in a way of its own, other than torch's and torchdata's."""
+    """Return whether a loader's class has its own iteration, other than torch's and torchdata's."""
     iterates: type = next((base for base in loader_kind.__mro__ if "__iter__" in vars(base)), DataLoader)
     return iterates is not DataLoader and not iterates.__module__.startswith(f"{_TORCHDATA}.")

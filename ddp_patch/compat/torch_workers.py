@@ -1,4 +1,4 @@
-"""What a loader's worker is told of itself, and how it is seeded. Seen in torch 2.4.0, 2.13.0 and 2.15.0."""
+"""What ``get_worker_info()`` returns, and how workers are seeded. Seen in torch 2.4.0, 2.13.0 and 2.15.0."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -36,16 +36,16 @@ _WORKER: Final[Any] = private("torch.utils.data._utils.worker", "Sharing an iter
 
 
 def made_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> WorkerInfo:
-    """Return what ``get_worker_info()`` tells a worker. torch makes such values for its own workers only."""
+    """Return what ``get_worker_info()`` returns in a worker. torch makes such values for its own workers only."""
     return WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
 
 
-# What a worker info tells of a worker.
+# The attributes of a worker info.
 _TELLING: Final = frozenset({"id", "num_workers", "seed", "dataset"})
 
 
 class _NotedWorkerInfo(WorkerInfo):
-    """A worker info that notes which of its attributes are read."""
+    """A worker info that records which of its attributes are read."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in _TELLING:
@@ -62,7 +62,7 @@ def noted_worker_info(worker: int, workers: int, seed: int, dataset: Any, note: 
 
 @contextmanager
 def worker_info_told(info: object) -> Iterator[None]:
-    """Have ``get_worker_info()`` return ``info``. It reads this one variable, and there is no public way to set it.
+    """Make ``get_worker_info()`` return ``info``. It reads this one variable, and there is no public way to set it.
 
     Raises:
         TorchVersionError: It reads another one: datasets would not learn which part is theirs.
@@ -71,7 +71,7 @@ def worker_info_told(info: object) -> Iterator[None]:
     _WORKER._worker_info = info
     try:
         if get_worker_info() is not info:
-            raise lacking("torch.utils.data._utils.worker._worker_info", "Telling a dataset which worker reads it")
+            raise lacking("torch.utils.data._utils.worker._worker_info", "Setting get_worker_info()")
         yield
     finally:
         _WORKER._worker_info = before
@@ -91,7 +91,7 @@ def seed_as_worker(base_seed: int, worker: int) -> None:
 
 
 def replace_worker_seed(seed: int) -> None:
-    """Have ``get_worker_info().seed`` be this one. The value is frozen, and datasets read their seed nowhere else.
+    """Make this ``get_worker_info().seed``. The value is frozen, and datasets read their seed nowhere else.
 
     Raises:
         TorchVersionError: This torch does not let it be replaced: ranks would augment alike.

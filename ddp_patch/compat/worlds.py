@@ -1,4 +1,4 @@
-"""By which names samplers and datasets that shard themselves hold their world, and how webdataset finds it."""
+"""The attributes in which self-sharding samplers and datasets store their rank, and how webdataset finds it."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -22,18 +22,18 @@ WORLD_NAMES: Final[Sequence[tuple[str, str]]] = (
     ("data_parallel_rank", "data_parallel_size"),  # Megatron-LM
 )
 
-# What every attribute is called after in an object that tells of a world and of nothing else, as mosaicml's and
-# litdata's do. A script's arguments may be whole numbers alone, too.
+# Words in the names of all attributes of an object that describes only a world, such as mosaicml's and litdata's. A
+# script's arguments may be only whole numbers, too.
 WORLD_WORDS: Final = ("rank", "world", "node", "worker", "leader")
 
-# timm's IterableImageDataset keeps what shards in this attribute; its class is no dataset.
+# timm's IterableImageDataset keeps what shards in this attribute; its class is not a dataset.
 READERS: Final[Sequence[str]] = ("reader",)
 
 
 def splits_by_node(attributes: Mapping[str, Any]) -> bool:
-    """Tell whether a stage of a webdataset's pipeline is ``split_by_node``, which ``nodesplitter=`` puts there.
+    """Return whether a stage of a webdataset's pipeline is ``split_by_node``, which ``nodesplitter=`` puts there.
 
-    The function holds no world; it asks for one when it runs. A copy of it in another package keeps its name. Seen in
+    The function stores no world; it asks for one when it runs. A copy of it in another package keeps its name. Seen in
     webdataset 1.0.2.
     """
     stages = attributes.get("pipeline")

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import DDPPatchError
+from ddp_patch.errors import DDPPatchError, message_of
 from ddp_patch.evaluation.places import StepStand, WholeStand
 from ddp_patch.evaluation.readings import Misfit, Share
 from ddp_patch.evaluation.report import Got
@@ -78,7 +78,7 @@ def got_in_step(loader: DataLoader[Any], batches: Batches) -> Got:
     try:
         number = batches.handed_out(loader) - 1
     except DDPPatchError as error:
-        raise Misfit(f"does not know its step: {error}") from error
+        raise Misfit(f"does not know its step: {message_of(error)}") from error
     if one is None or number < 0:
         raise Misfit("has got no batch of the loader yet")
     if one.is_exhausted:

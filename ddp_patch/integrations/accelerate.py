@@ -19,20 +19,21 @@ T = TypeVar("T")
 
 
 def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoader[T]:
-    """Prepare a patched loader as ``accelerator.prepare`` does others: batches on the device, the last one marked.
+    """Prepare a patched loader as ``accelerator.prepare`` prepares others, without sharding it again.
 
-    ``accelerator.prepare`` itself leaves a patched loader as it is: its batches stay on the CPU unless it was patched
-    with ``device=``, and gradient accumulation does not see where an epoch ends. With
-    ``DataLoaderConfiguration(use_stateful_dataloader=True)``, ``save_state`` and ``load_state`` save and restore the
-    place of the loader that this returns.
+    Batches come on the accelerator's device, and gradient accumulation sees where an epoch ends.
+    ``accelerator.prepare`` itself does neither: it returns a patched loader unchanged.
+
+    With ``DataLoaderConfiguration(use_stateful_dataloader=True)``, ``save_state`` and ``load_state`` also save and
+    restore the position of the returned loader.
 
     Args:
         accelerator: Its device and settings are used.
         loader: What ``patch_dataloader_to_ddp`` returned.
 
     Returns:
-        A loader over ``loader`` that ``accelerator.prepare`` leaves as it is. In a single process, an unpatched loader
-        comes back as ``accelerator.prepare`` returns it.
+        A loader around ``loader``, which ``accelerator.prepare`` returns unchanged. For an unpatched loader in a single
+        process, whatever ``accelerator.prepare`` returns.
 
     Raises:
         NotPatchedError: There are several processes, and the loader is not patched.
@@ -50,7 +51,7 @@ def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoad
 
 
 class _Prepared(AccelerateLeavesAlone, DataLoaderShard):  # type: ignore[misc]  # accelerate is not there where types are checked
-    """An accelerate loader around a patched one; it counts no epochs of its own."""
+    """An accelerate loader around a patched one; it does not count epochs by itself."""
 
     def __init__(self, accelerator: Accelerator, loader: DataLoader[Any], sampler: EpochSampler[Any]) -> None:
         self._sampler = sampler

@@ -1,4 +1,4 @@
-"""Patch the loader of an ignite engine, and keep its place with the engine's, by one call."""
+"""Patch the loader of an ignite engine, and save its position with the engine's, by one call."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any, TypeVar, Unpack
 from ignite.engine import Engine
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, StateError
+from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, StateError, message_of
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.patched import PatchedLoader
@@ -30,25 +30,25 @@ _INSTEAD = (
 
 
 def attach_loader(engine: Any, loader: DataLoader[T], **options: Unpack[PatchOptions]) -> PatchedLoader[T]:
-    """Patch a loader, and let the state of the engine that runs over it tell its place, too.
+    """Patch a loader for an ignite engine, whose checkpoints then resume mid-epoch.
 
-    So a checkpoint of the engine resumes within an epoch, with the very next batch: its ``state_dict`` has the loader's
-    state, and its ``load_state_dict`` restores it. Then call ``engine.run(loader)`` without ``max_epochs`` and
-    ``epoch_length``, which the state has. Epochs are counted; no handler has to call ``set_epoch``.
+    The engine's ``state_dict`` then also saves the loader's position, and its ``load_state_dict`` restores it. After
+    that, call ``engine.run(loader)`` without ``max_epochs`` and ``epoch_length``: the state has them. No handler has to
+    call ``set_epoch``.
 
     Args:
-        engine: The engine that trains, before its state is loaded.
+        engine: The engine that trains. Its state must not be loaded yet.
         loader: The finished loader.
         options: The keywords of ``patch_dataloader_to_ddp``.
 
     Returns:
-        The patched loader, for ``engine.run``. With a ``NotDistributedWarning``, ``loader`` itself if there is only one
-        process; the engine's state then tells how many batches an epoch has, and no position.
+        The patched loader, for ``engine.run``. If there is only one process, ``loader`` itself, with a
+        ``NotDistributedWarning``; the engine's state then has the number of batches of an epoch, and no position.
 
     Raises:
         InvalidOptionError: The engine has a loader already.
         AlreadyPatchedError: Something else shards the loader, so its position could not be saved.
-        DDPPatchError: As in ``patch_dataloader_to_ddp``.
+        DDPPatchError: Whatever ``patch_dataloader_to_ddp`` raises.
 
     Examples:
         >>> seen = []
@@ -60,8 +60,8 @@ def attach_loader(engine: Any, loader: DataLoader[T], **options: Unpack[PatchOpt
     """
     if not {"state_dict", "load_state_dict"}.isdisjoint(vars(engine)):
         raise InvalidOptionError(
-            "attach_loader was called with an engine whose state tells of a loader already, and can tell of one only. "
-            "Pass another engine, or patch this loader with patch_dataloader_to_ddp()."
+            "attach_loader was called with an engine whose state already saves the position of a loader, and it can "
+            "save only one. Pass another engine, or patch this loader with patch_dataloader_to_ddp()."
         )
     patched = patch_dataloader_to_ddp(loader, **options)
     if sharded_by(patched) is not None and not isinstance(patched.sampler, EpochSampler):
@@ -76,16 +76,16 @@ def attach_loader(engine: Any, loader: DataLoader[T], **options: Unpack[PatchOpt
 
 
 class _Place:
-    """The two methods of an engine that tell of its loader: the position of a shared one, and by which plan it counts.
+    """The two methods of an engine that save and restore its loader's position, and how many batches an epoch has.
 
-    An engine counts iterations, and keeps how many of them an epoch has: another plan would end epochs elsewhere.
+    An engine counts iterations; with another number of batches it would end epochs elsewhere.
     """
 
     def __init__(self, engine: Engine, loader: DataLoader[Any]) -> None:
         self._of_engine, self._loader = (engine.state_dict, engine.load_state_dict), loader
 
     def _plan(self) -> dict[str, Any]:
-        """Return how many batches an epoch has, or what that follows from."""
+        """Return how many batches an epoch has, or what this number depends on."""
         length = length_of(self._loader, [])
         if length is not None:
             return {"batches": length}
@@ -94,13 +94,13 @@ class _Place:
         return {"ranks": ranks, "batch_size": self._loader.batch_size}
 
     def state_dict(self) -> "OrderedDict[str, Any]":
-        """Return the engine's state with the loader's, or with why that is not known: it may never be loaded."""
+        """Return the engine's state with the loader's, or with the reason why there is none: it may never be loaded."""
         place = None
         if isinstance(self._loader.sampler, EpochSampler):
             try:
                 place = loader_state(self._loader)
             except DDPPatchError as error:
-                place = no_state(str(error))
+                place = no_state(message_of(error))
         return OrderedDict([*self._of_engine[0]().items(), (_KEY, place), (_PLAN, self._plan())])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ class _Place:
         is_shared = isinstance(self._loader.sampler, EpochSampler)
         if is_shared and state_dict.get(_KEY) is None:
             raise StateError(
-                f"The engine's state has no {_KEY!r}, so where its loader stood is not known: it was saved without "
+                f"The engine's state has no {_KEY!r}, so its loader's position is not known: it was saved without "
                 f"attach_loader, or by one process. {_INSTEAD}"
             )
         kept = state_dict.get(_PLAN, self._plan())
@@ -117,8 +117,8 @@ class _Place:
         if (kept != self._plan() and not is_own) or (not is_shared and state_dict.get(_KEY) is not None):
             raise StateError(
                 f"The engine's state was saved with {_in_words(kept)}, and the loader here has "
-                f"{_in_words(self._plan())}. The engine would count by what it was, and repeat or leave out samples. "
-                f"Use the number of ranks and the batch size of before. {_INSTEAD}"
+                f"{_in_words(self._plan())}. The engine would count with the old numbers, and repeat or leave out "
+                f"samples. Use the number of ranks and the batch size of before. {_INSTEAD}"
             )
         if is_shared:
             go_on(self._loader, state_dict[_KEY], tells_rest=False)

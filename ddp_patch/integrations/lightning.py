@@ -1,4 +1,4 @@
-"""Have Lightning's Trainer share its loaders by this package, by one callback."""
+"""Let this package shard the loaders of Lightning's Trainer, by one callback."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from ddp_patch.wrappers import with_mesh
 __all__ = ["PatchDataLoaders"]
 
 _KEEPER, _METHOD = LIGHTNING_TAKES_LOADERS
-# These are about training: evaluation takes each sample, in batches as they are.
+# These change training only: evaluation takes each sample, in batches as they are.
 _OF_TRAINING = {"cost", "cost_of", "cost_window", "scalable_shuffle", "share", "uneven"}
 # What was given for each loader that was taken: the Trainer puts that into a CombinedLoader of the user's.
 _GIVEN: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
@@ -31,7 +31,7 @@ _INSTEAD = "or resume from a checkpoint that was taken at the end of an epoch."
 
 
 class _Resumed(NamedTuple):
-    """What a checkpoint within an epoch says: batches that were done, of how many, and whether it has states."""
+    """What a mid-epoch checkpoint says: how many batches were done, of how many, and whether it has states."""
 
     done: int
     planned: float | None
@@ -39,24 +39,24 @@ class _Resumed(NamedTuple):
 
 
 class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not there where types are checked
-    """A callback that patches each loader which the Trainer trains, validates, tests or predicts with.
+    """Patch every loader with which the Trainer trains, validates, tests or predicts: a callback.
 
-    It takes the loaders that ``trainer.fit`` and the like are given, and those of the hooks of a module or a data
-    module; also in lists, dicts and a ``CombinedLoader``. The Trainer adds no sampler of its own to them, whatever
-    ``use_distributed_sampler`` says, and keeps their place in its checkpoints. What is no ``DataLoader`` of torch's
-    stays as it is. So does everything where there is one process. With ``DDPStrategy``, ``predict`` pads nothing: ranks
-    may take different numbers of steps.
+    It patches the loaders that you pass to ``trainer.fit`` and the like, and those that a module or data module
+    returns; also in lists, dicts and a ``CombinedLoader``. The Trainer does not shard them again, whatever
+    ``use_distributed_sampler`` says, and saves their position in its checkpoints. Anything but torch's ``DataLoader``
+    stays as it is, and so does everything in a single process. With ``DDPStrategy``, ``predict`` does not pad: ranks
+    may make different numbers of steps.
 
     Args:
         options: The keywords of ``patch_dataloader_to_ddp``. ``cost``, ``cost_of``, ``cost_window``, ``share``,
-            ``scalable_shuffle`` and ``uneven`` are for training loaders alone; others have the defaults of those.
-            Default of ``device_mesh``: the module's, which ``ModelParallelStrategy`` makes.
+            ``scalable_shuffle`` and ``uneven`` apply to training loaders only. Default of ``device_mesh``: the
+            module's, which ``ModelParallelStrategy`` makes.
 
     Raises:
-        InvalidOptionError: From ``trainer.fit`` and the like: the Trainer has another of these callbacks.
-        DDPPatchError: From there, as in ``patch_dataloader_to_ddp``.
-        StateError: From ``trainer.fit``: the checkpoint was taken within an epoch, and has no position of the loaders,
-            or the Trainer would take another number of batches for an epoch than it did.
+        InvalidOptionError: From ``trainer.fit`` and the like: the Trainer has two of these callbacks.
+        DDPPatchError: From ``trainer.fit`` and the like: whatever ``patch_dataloader_to_ddp`` raises.
+        StateError: From ``trainer.fit``: the checkpoint was taken mid-epoch and has no position of the loaders, or
+            an epoch now has another number of batches.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -77,10 +77,10 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         self._training: list[DataLoader[Any]] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Have the Trainer hand its loaders over, from before it asks for them."""
+        """Make the Trainer pass its loaders through this callback, before it asks for them."""
         if sum(isinstance(callback, PatchDataLoaders) for callback in trainer.callbacks) > 1:
             raise InvalidOptionError(
-                "The Trainer has several PatchDataLoaders, and each loader is patched by one. Pass a single one."
+                "The Trainer has several PatchDataLoaders, and a loader can be patched only once. Pass a single one."
             )
         keeper = getattr(trainer, _KEEPER)
         take = partial(getattr(type(keeper), _METHOD), keeper)
@@ -88,33 +88,33 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         self._resumed, self._training = None, []
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep by which plan the Trainer counts the batches of an epoch."""
+        """Save how the Trainer counts the batches of an epoch."""
         checkpoint[_PLAN] = {"batches": trainer.num_training_batches, "ranks": trainer.world_size}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
-        """Note where a checkpoint resumes, before the Trainer looks for what one process or several have saved."""
+        """Record where a checkpoint resumes, before the Trainer looks for what one process or several have saved."""
         done, states = lightning_place(checkpoint)
         if not done or trainer.state.fn != TrainerFn.FITTING:
             return
         plan = checkpoint.get(_PLAN, {})
         if plan and (plan["ranks"] == 1) != (trainer.world_size == 1):
             raise StateError(
-                f"The checkpoint was taken {done} batches into an epoch by {plan['ranks']} ranks, and here is a number "
-                f"of {trainer.world_size}: the batches that Lightning counts are others, so samples would be lost or "
+                f"The checkpoint was taken {done} batches into an epoch by {plan['ranks']} ranks, and here are "
+                f"{trainer.world_size}: Lightning counts batches, which are others now, so samples would be lost or "
                 f"repeated. Use {plan['ranks']} ranks, {_INSTEAD}"
             )
         self._resumed = _Resumed(done, plan.get("batches"), bool(states))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse to resume within an epoch where the Trainer counts other batches, or the loaders don't know where."""
+        """Refuse to resume mid-epoch if an epoch has other batches now, or a loader's position is not known."""
         resumed, self._resumed = self._resumed, None
         if resumed is None:
             return
         if self._training and not (resumed.has_states and all(hasattr(one, "state_dict") for one in self._training)):
             raise StateError(
-                f"The checkpoint was taken {resumed.done} batches into an epoch, and does not tell where each training "
-                "loader stood: it was taken without PatchDataLoaders or by one process, or a loader has no state. The "
-                "epoch's first batches would come again in the place of its last ones. Take checkpoints with "
+                f"The checkpoint was taken {resumed.done} batches into an epoch, without the position of each training "
+                "loader: it was taken without PatchDataLoaders or by one process, or a loader has no state. The "
+                "epoch's first batches would come again instead of its last ones. Take checkpoints with "
                 f"PatchDataLoaders and loaders that have a state_dict, {_INSTEAD}"
             )
         if resumed.planned not in (None, trainer.num_training_batches):
@@ -125,11 +125,11 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
             )
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let the Trainer be as it was: it calls no ``teardown`` then."""
+        """Undo the changes to the Trainer, which does not call ``teardown`` after an exception."""
         self.teardown(trainer, pl_module, "")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let the Trainer be as it was."""
+        """Undo the changes to the Trainer."""
         vars(getattr(trainer, _KEEPER)).pop(_METHOD, None)
 
     def _take(self, take: Callable[..., Any], trainer: Any, loader: object, *args: Any, **how: Any) -> Any:
@@ -139,7 +139,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         patched = self._patched(given, trainer, how["mode"])
         if how["mode"] == RunningStage.TRAINING and sharded_by(patched) is not None:
             self._training.append(patched)
-        # An iterable dataset has no indices to track; to predict, the Trainer would make the loader anew, without its
+        # An iterable dataset has no indices to track; to predict, the Trainer would rebuild the loader without its
         # sampler.
         taken = patched if isinstance(patched.dataset, IterableDataset) else take(patched, *args, **how)
         if taken is not given:
@@ -162,5 +162,5 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
 
 
 def _may_end_apart(trainer: Any, loader: DataLoader[Any]) -> bool:
-    """Tell whether ranks may predict in unequal numbers of steps: DDP waits for no rank there, sharded models do."""
+    """Return whether ranks may predict in unequal numbers of steps: DDP waits for no rank there, sharded models do."""
     return type(trainer.strategy) is DDPStrategy and not isinstance(loader.dataset, IterableDataset)

@@ -1,4 +1,4 @@
-"""Have Hugging Face's Trainer train on a patched loader and resume it within an epoch, by one base class."""
+"""Let Hugging Face's Trainer train on a patched loader and resume it mid-epoch, by one base class."""
 
 import json
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
 from ddp_patch.compat.frameworks import TRAINER_SHARES_ITSELF, TRAINER_SKIPS
-from ddp_patch.errors import DDPPatchError, StateError
+from ddp_patch.errors import DDPPatchError, StateError, message_of
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.resume import go_on, loader_state
 from ddp_patch.several import PatchOptions
@@ -23,21 +23,21 @@ __all__ = ["PatchedLoadersMixin"]
 
 
 class PatchedLoadersMixin:
-    """A base class that patches a Trainer's training loader, and resumes it from checkpoints with the very next batch.
+    """Patch a Trainer's training loader, and resume it mid-epoch from checkpoints: a base class.
 
-    Name it before ``Trainer``, or before a class that is derived from it. What that class's ``get_train_dataloader``
-    makes is patched where there are several processes, and accelerate does not shard it. Its place is kept in the
-    checkpoints' ``trainer_state.json``. Loaders of evaluations and predictions stay the Trainer's: it puts all ranks'
-    outputs into order and takes the padding away, but of loaders that accelerate shards alone.
+    Name it before ``Trainer``, or before a class that is derived from ``Trainer``. If there are several processes, it
+    patches what ``get_train_dataloader`` of that class returns, and accelerate won't shard it again. Checkpoints keep
+    the position in ``trainer_state.json``. Loaders for evaluation and prediction stay the Trainer's own: it can order
+    outputs and remove padding only for loaders that accelerate shards.
 
     Attributes:
         patch_options: The keywords of ``patch_dataloader_to_ddp``, for derived classes to set. Default of
             ``device_mesh``: the accelerator's, if it has one.
 
     Raises:
-        DDPPatchError: From ``train``, as in ``patch_dataloader_to_ddp``.
-        StateError: From ``train``: the checkpoint holds no place of this loader, or the Trainer would take another
-            number of steps for an epoch than it did.
+        DDPPatchError: From ``train``: whatever ``patch_dataloader_to_ddp`` raises.
+        StateError: From ``train``: the checkpoint has no position of this loader, or an epoch now has another number
+            of steps.
 
     Examples:
         >>> from transformers import Trainer
@@ -57,7 +57,7 @@ class PatchedLoadersMixin:
         self.add_callback(_LoaderPlace)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the next class, patched where there are several processes."""
+        """Return the loader of the next class, patched if there are several processes."""
         trainer: Any = super()
         if self.accelerator.num_processes == 1 or TRAINER_SHARES_ITSELF.items() <= vars(self.args).items():
             loader: DataLoader[Any] = trainer.get_train_dataloader()
@@ -68,7 +68,7 @@ class PatchedLoadersMixin:
         return patch_dataloader_to_ddp(loader, **options)
 
     def train(self, *args: Any, **options: Any) -> Any:
-        """Train as the next class does; from a checkpoint, go on with the batches that were left."""
+        """Train as the next class does; from a checkpoint, continue with the batches that were left."""
         with patch(TRAINER_SKIPS, _skipped):
             trainer: Any = super()
             return trainer.train(*args, **options)
@@ -79,12 +79,12 @@ def _is_ours(loader: DataLoader[Any] | None) -> bool:
 
 
 def _skipped(loader: Any, num_batches: int = 0) -> Any:
-    """Return what a Trainer iterates after a checkpoint: a restored loader itself, of which nothing is left to skip."""
+    """Return what a Trainer iterates after a checkpoint: the restored loader itself, which has nothing to skip."""
     if not _is_ours(loader):
         return skip_first_batches(loader, num_batches)
     if loader.sampler.place is None:
         raise StateError(
-            f"The checkpoint does not tell where the training loader stood, {num_batches} batches into its epoch: it "
+            f"The checkpoint was taken {num_batches} batches into an epoch, without the training loader's position: it "
             "was taken without PatchedLoadersMixin, or by one process. Pass ignore_data_skip=True in the "
             "TrainingArguments to begin with the whole epoch."
         )
@@ -92,14 +92,14 @@ def _skipped(loader: Any, num_batches: int = 0) -> Any:
 
 
 class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers is not there where types are checked
-    """Keeps the place of a Trainer's training loader in its checkpoints."""
+    """Saves the position of a Trainer's training loader in its checkpoints."""
 
     def __init__(self) -> None:
         self.loader: Any = None
         self.plan: list[int | None] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **others: Any) -> None:
-        """Restore the place if the training comes from a checkpoint."""
+        """Restore the position if the training comes from a checkpoint."""
         self.loader = train_dataloader if _is_ours(train_dataloader) else None
         self.plan = [len(train_dataloader) if has_length(train_dataloader) else None, args.gradient_accumulation_steps]
         # A checkpoint of another class has no entry, without which the Trainer would raise when it saves.
@@ -108,9 +108,9 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
             return
         if kept["plan"] != self.plan:
             raise StateError(
-                f"The Trainer would make {self.plan[0]} batches an epoch, {self.plan[1]} for each step, and before the "
-                f"checkpoint these were {kept['plan'][0]} and {kept['plan'][1]}. So the steps that it counts would end "
-                "in another place than the samples. Use the number of processes, the batch size and the "
+                f"An epoch has {self.plan[0]} batches now, {self.plan[1]} for each step, and had {kept['plan'][0]} and "
+                f"{kept['plan'][1]} when the checkpoint was taken. The Trainer counts steps, so its epoch would not "
+                "end where the samples do. Use the number of processes, the batch size and the "
                 "gradient_accumulation_steps of before, or pass ignore_data_skip=True in the TrainingArguments to "
                 "begin with a whole epoch."
             )
@@ -124,7 +124,7 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
             return  # one process took it, which `_skipped` refuses where there are several
         go_on(self.loader, kept["place"], tells_rest=False)
         if self.plan[0] is None:
-            # Then the Trainer takes all that was done for epoch 0, and tells epochs from there; the loader counts.
+            # Then the Trainer takes everything done for epoch 0 and counts epochs from there; the loader counts itself.
             vars(self.loader).pop("set_epoch", None)
 
     def state(self) -> dict[str, Any]:
@@ -133,11 +133,11 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
         return {"args": {}, "attributes": {"place": place, "plan": self.plan}}
 
     def _place(self) -> dict[str, Any]:
-        """Return where the loader stands, or why a checkpoint cannot tell, which may never be restored."""
+        """Return the loader's position, or why there is none: the checkpoint may never be restored."""
         try:
             place = loader_state(self.loader)
             if json.loads(json.dumps(place)) != place:
                 return no_state("A sampler's state_dict() has keys that are no strings, or tuples: JSON changes them.")
         except (DDPPatchError, TypeError, ValueError) as error:
-            return no_state(f"{type(error).__name__}: {error}")
+            return no_state(f"{type(error).__name__}: {message_of(error)}")
         return place

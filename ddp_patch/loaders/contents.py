@@ -1,4 +1,4 @@
-"""Which samples a dataset holds: fingerprints that tell one rank's from another's, with nothing loaded or decoded."""
+"""Fingerprints of a dataset's samples, which show that ranks have different data; nothing is loaded or decoded."""
 
 import copy
 import os
@@ -78,12 +78,12 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
 
 
 def _identifies(told: list[Any]) -> bool:
-    """Tell whether no two elements are alike; but positions are the same for any data."""
+    """Return whether no two elements are alike; but positions are the same for any data."""
     return len({fingerprint([value]) for value in told}) == len(told) and told != _positions(told)
 
 
 def _positions(told: list[Any]) -> list[int]:
-    """Return what would be told if each element were its own position."""
+    """Return the result if each element were its own position."""
     return _spread(told[-1] + 1) if isinstance(told[-1], int) else []
 
 
@@ -134,13 +134,13 @@ def _length(values: Any) -> int | None:
 
 
 def _looked_at(values: Any) -> list[Any]:
-    """Return what is told of some elements, evenly spread; nothing of a cache that fills up."""
+    """Return the descriptions of some elements, evenly spread; none of a cache that fills up."""
     elements = [values[position] for position in _spread(len(values))]
     return [] if any(element is None for element in elements) else [_told(element) for element in elements]
 
 
 def _told(value: Any) -> Any:
-    """Return what is told of an element: enough to tell two samples apart, and nothing that ranks may differ in."""
+    """Describe an element: enough to distinguish two samples, and nothing in which ranks may differ."""
     match value:
         case os.PathLike():
             return _told(os.fspath(value))

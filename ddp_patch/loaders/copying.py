@@ -1,4 +1,4 @@
-"""A loader copied with other samplers in it, and the arguments that it was made from."""
+"""Copy a loader with other samplers in it, and read the arguments that it was made from."""
 
 import copy
 import inspect
@@ -18,31 +18,31 @@ __all__ = ["OWN_METHODS", "change_loader", "copies_plainly", "copy_loader", "ext
 
 L = TypeVar("L", bound=DataLoader[Any])
 
-# The attributes by which a patched loader has methods that its class has not; and what these are methods of.
+# A patched loader has methods that its class lacks: the attributes that hold them, and the object they belong to.
 OWN_METHODS: Final = frozenset({MAKE_ITERATOR, "state_dict", "load_state_dict", "__getstate__", "_ddp_patch_methods"})
 
-# By these a class copies its loaders in a way of its own.
+# A class that defines one of these copies its loaders in its own way.
 _COPYING = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 
 _DATA_RELATED = frozenset({"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"})
 
 
 def extract_loader_parameters(loader: DataLoader[Any], ignore_data_related_parameters: bool = False) -> dict[str, Any]:
-    """Return every argument of the loader's own signature that the loader still knows.
+    """Return the arguments that a loader was made with, by name.
 
-    The signature is read, not listed here, so an argument that a newer torch or a subclass adds comes along by
-    itself. ``shuffle`` is not kept by a DataLoader (it became a sampler) and so is not among them.
+    The names are read from the signature of the loader's class, so those of a newer torch or a subclass are included.
+    ``shuffle`` is missing: a DataLoader makes a sampler of it and forgets it.
 
     Args:
         loader: Any DataLoader or subclass.
         ignore_data_related_parameters: Leave out ``dataset``, ``batch_size``, ``shuffle``, ``sampler``,
-            ``batch_sampler`` and ``drop_last``: what is left can be passed on to a loader of other data.
+            ``batch_sampler`` and ``drop_last``. Pass the rest to a loader of other data.
 
     Returns:
         Names and values, in the order of the signature.
 
     Raises:
-        NotALoaderError: ``loader`` is no DataLoader.
+        NotALoaderError: ``loader`` is not a DataLoader.
         InvalidOptionError: ``ignore_data_related_parameters`` is neither True nor False.
 
     Examples:
@@ -61,7 +61,7 @@ def extract_loader_parameters(loader: DataLoader[Any], ignore_data_related_param
 
 
 def _signature(loader_type: type) -> list[str]:
-    """Return the names of the constructor's arguments, with those that ``*args`` or ``**kwargs`` pass on."""
+    """Return the names of the constructor's arguments, also those that ``*args`` or ``**kwargs`` pass on."""
     names: dict[str, None] = {}
     for base in loader_type.__mro__:
         if "__init__" not in vars(base):
@@ -75,15 +75,15 @@ def _signature(loader_type: type) -> list[str]:
 
 
 def copies_plainly(kind: type) -> bool:
-    """Tell whether loaders of a class are copied and pickled as torch's are."""
+    """Return whether loaders of a class are copied and pickled as torch's are."""
     return all(getattr(kind, name, None) is getattr(DataLoader, name, None) for name in _COPYING)
 
 
 def copy_loader(loader: L, **replaced: Any) -> L:
-    """Return a shallow copy of the loader, with the same class and attributes but for those replaced.
+    """Return a shallow copy of the loader, with some attributes replaced.
 
-    Dataset, samplers and functions are the given loader's own. Its running iterators (``persistent_workers`` keeps one,
-    and so may a user who looked at a batch) stay with the given loader; the copy has None in their places.
+    Dataset, samplers and functions are those of the given loader. Its running iterators (``persistent_workers`` keeps
+    one, and so may a user who looked at a batch) stay there; the copy has None instead.
 
     Raises:
         UnsupportedLoaderError: The loader's class forbids copying, or does not let an attribute be replaced.
@@ -122,7 +122,6 @@ def _replace(loader: DataLoader[Any], replaced: Mapping[str, Any]) -> None:
     for attribute, value in replaced.items():
         if getattr(loader, attribute) is not value:
             raise UnsupportedLoaderError(
-                f"{name} cannot be patched: its attribute {attribute!r} is computed by the class, so a sharded one "
-                "cannot take its place. Store it as DataLoader does, or build the loader with a DDPSamplerWrapper as "
-                "its sampler."
+                f"{name} cannot be patched: its class computes the attribute {attribute!r}, so no sharded one can "
+                "replace it. Store it as DataLoader does, or build the loader with a DDPSamplerWrapper as its sampler."
             )

@@ -1,4 +1,4 @@
-"""One look at a loader, or at a sampler by itself: everything that sharing it depends on, as one frozen value."""
+"""Look at a loader or sampler once: everything that sharding depends on, as one frozen value."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -37,15 +37,15 @@ logger: logging.Logger = logging.getLogger("ddp_patch")
 
 L = TypeVar("L", bound=DataLoader[Any])
 
-# What cannot be begun anew: a loader that keeps one goes on yielding what it began.
+# What cannot be started again: a loader that keeps one continues yielding what it began.
 _RUNNING = (RunningLoader, GeneratorType, map, filter, zip, chain, islice, cycle)
-# Attributes in which an iterator does no harm: torch begins its own anew for each epoch, and samplers and datasets are
+# Attributes in which an iterator does no harm: torch begins its own for each epoch, and samplers and datasets are
 # looked at elsewhere.
 _LOOKED_AT_ELSEWHERE = frozenset({RUNNING_ITERATOR, "dataset", "sampler", "batch_sampler"}) | ITERATORS_KEPT_FOR_STATES
 
 
 class Level(Enum):
-    """What of a loader is sharded."""
+    """What is sharded in a loader."""
 
     SAMPLE = "sample"  # indices, which torch's own BatchSampler puts into batches on each rank
     BATCH = "batch"  # whole batches: of any other batch sampler, or of torch's own where the user says so
@@ -55,9 +55,9 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class StreamFacts:
-    """What can be told of a stream without using it up.
+    """What is known about a stream without using it up.
 
-    What runs the user's code (lengths, the first items of a copy) is asked at most once, and only where it is needed.
+    The user's code (lengths, the first items of a copy) runs at most once, and only if it is needed.
 
     Attributes:
         source: What the stream comes from: a sampler, a batch sampler or an iterable dataset.
@@ -84,7 +84,7 @@ class StreamFacts:
 
     @cached_property
     def length(self) -> int | None:
-        """How many items the stream has, as the source says; None where it does not say."""
+        """How many items the stream has, as the source says; None if it does not say."""
         return length_of(self.source, self.samplers)
 
     @property
@@ -102,7 +102,7 @@ class StreamFacts:
 
     @property
     def why_not_scalable(self) -> str | None:
-        """Why no scalable shuffle can stand in for it; None where one can."""
+        """Why no scalable shuffle can replace it; None if one can."""
         return why_not_scalable(self.source)
 
     @cached_property
@@ -112,7 +112,7 @@ class StreamFacts:
 
     @cached_property
     def order(self) -> str | None:
-        """A fingerprint of the stream's first items; None where that cannot be told."""
+        """A fingerprint of the stream's first items; None if that is not known."""
         if self.is_one_shot:
             logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
             return None
@@ -124,7 +124,7 @@ class StreamFacts:
         return chosen_samples(self.dataset)
 
     def first_samples(self, ranks: int) -> tuple[int, FirstSamples] | None:
-        """Return the dataset's length, and which samples the stream begins with; None where that cannot be told."""
+        """Return the dataset's length, and which samples the stream begins with; None if that is not known."""
         n = length_of(self.dataset, nested_samplers(self.dataset))
         found = first_samples(self.source, self.dataset, n, ranks)
         return None if n is None or found is None else (n, found)
@@ -137,7 +137,7 @@ class StreamFacts:
 
 @dataclass(frozen=True)
 class LoaderFacts(Generic[L]):
-    """Everything that one look at a loader tells.
+    """Everything that is known about a loader.
 
     Lengths run the user's code, so they are asked for at most once, and only where somebody needs them.
 
@@ -146,7 +146,7 @@ class LoaderFacts(Generic[L]):
         level: What of it is sharded.
         stream: What is sharded.
         sharded_by: What shards it already, or None.
-        batch_size: How many samples a batch has; None where torch does not make the batches.
+        batch_size: How many samples a batch has; None if torch does not make the batches.
         drop_last: Whether torch leaves out a last, incomplete batch.
         num_workers: How many workers it has.
         batches_ahead: How many batches its workers fetch ahead.
@@ -154,8 +154,8 @@ class LoaderFacts(Generic[L]):
         repeater: What repeats the sampler or batch sampler, in a loader with one iterator for all epochs; or None.
         running: The attributes that hold an iterator over this loader: torch's, or the one for all epochs.
         other_loader_in: The attribute that holds another loader which it may iterate instead of its own data, or None.
-        iterator_in: The attribute that holds an iterator which was begun already, and from which the loader may go on;
-            or None. torch's own iteration begins anew, and so does a copy of a loader with a repeater.
+        iterator_in: The attribute that holds a running iterator with which the loader may continue, or None. torch's
+            own iteration starts again, and so does a copy of a loader with a repeater.
     """
 
     loader: L
@@ -199,12 +199,12 @@ class LoaderFacts(Generic[L]):
 
     @property
     def made_for(self) -> HeldWorld | None:
-        """The rank and the number of ranks that what shards it already was made for; None where that is not told."""
+        """For which rank of how many it is sharded already; None if that is not known."""
         return None if self.sharded_by is None else world_of(self.sharded_by)
 
     @cached_property
     def dataset_length(self) -> int | None:
-        """How many samples the dataset has, as it says; None where it does not say."""
+        """How many samples the dataset has, as it says; None if it does not say."""
         return length_of(self.dataset, nested_samplers(self.dataset))
 
     @property
@@ -226,10 +226,10 @@ class LoaderFacts(Generic[L]):
         name = type(self.loader).__qualname__
         if self.sharded_by is not None:
             # Its ranks' lengths and generators may differ, rightly. That it is so on all of them is what counts.
-            return {"loader": name, "shared already by": type(self.sharded_by).__qualname__}
+            return {"loader": name, "sharded already by": type(self.sharded_by).__qualname__}
         return {
             "loader": name,
-            "shared already by": "nothing",
+            "sharded already by": "nothing",
             "dataset": type(self.dataset).__qualname__,
             "dataset length": or_unknown(self.dataset_length),
             "batch_size": self.batch_size,

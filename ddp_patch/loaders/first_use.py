@@ -1,4 +1,4 @@
-"""A loader's first use: who wants to see a loader before it is iterated, measured or asked about is told here."""
+"""Hooks for a loader's first use: before it is iterated, measured by ``len()`` or passed to this package."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def about_to_use(loader: object, use: Use = Use.ASKED) -> None:
 
 @contextmanager
 def told_of_uses(tell: Told) -> Iterator[None]:
-    """Have ``tell(loader, use)`` called, while entered, before a loader is used."""
+    """Call ``tell(loader, use)``, while entered, before a loader is used."""
     _told.append(tell)
     try:
         yield

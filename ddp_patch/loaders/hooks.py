@@ -1,4 +1,4 @@
-"""Code that runs, for a while, before a method of every class of loaders: it changes no class for good."""
+"""Run code before a method of every loader class, for a while: the classes are restored afterwards."""
 
 import functools
 import os

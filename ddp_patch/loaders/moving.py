@@ -1,4 +1,4 @@
-"""Batches on a device: copied when they are asked for, or one ahead, in a stream of its own."""
+"""Copy batches to a device: when they are asked for, or one ahead in a separate stream."""
 
 import copy
 from collections import UserString, deque
@@ -26,12 +26,12 @@ class Streams(Protocol):
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """Return what makes streams in which copies to a device run beside what it computes; None where it has none."""
+    """Return what makes streams in which copies to a device run beside what it computes; None if it has none."""
     return torch.cuda if device.type == "cuda" else None
 
 
 def moved(value: Any, move: Callable[[Any], Any]) -> Any:
-    """Return a batch with ``move`` applied to all that has a ``.to()``, in nests as ``pin_memory`` knows them.
+    """Return a batch with ``move`` applied to all that has a ``.to()``, also in lists, dicts and the like.
 
     Examples:
         >>> moved({"x": (torch.zeros(2), "name")}, lambda tensor: tensor + 1)
@@ -43,7 +43,7 @@ def moved(value: Any, move: Callable[[Any], Any]) -> Any:
 
 
 def _each(nest: Any, act: Callable[[Any], Any]) -> Any:
-    """Return a nest of the same kind with ``act`` applied to what it holds; itself if that changes nothing in it."""
+    """Return a container of the same kind with ``act`` applied to its elements; itself if that changes none."""
     if isinstance(nest, Mapping):
         held = dict(nest.items())
     elif isinstance(nest, Sequence) and not isinstance(nest, _TEXT):
@@ -57,14 +57,14 @@ def _each(nest: Any, act: Callable[[Any], Any]) -> Any:
         return _rebuilt(nest, values)
     except Exception as error:
         raise UnsupportedLoaderError(
-            f"device= cannot hold for a batch with a {type(nest).__name__}: another, with its tensors on the device, "
-            f"could not be made of it ({type(error).__name__}: {error}). Give that class a .to(device), have the "
-            "collate_fn return a dict, list or tuple, or leave device= out and call .to(device) in the loop."
+            f"device= does not work with a batch with a {type(nest).__name__}: making a copy with its tensors on the "
+            f"device raised {type(error).__name__}: {error}. Give that class a .to(device), let the collate_fn return "
+            "a dict, list or tuple, or leave device= out and call .to(device) in the loop."
         ) from error
 
 
 def _rebuilt(nest: Any, values: dict[Any, Any]) -> Any:
-    """Return a nest of the same kind with other values, by their keys or places."""
+    """Return a container of the same kind with other values, by their keys or indices."""
     kind = type(nest)
     if isinstance(nest, MutableMapping | MutableSequence):
         clone = copy.copy(nest)  # which may have more than its items
@@ -81,7 +81,7 @@ class Mover:
 
     Args:
         device: Which one.
-        copies_ahead: Whether to read the next batch, and begin to copy it, before one is handed out. Only a device with
+        copies_ahead: Whether to read the next batch, and begin to copy it, before one is given. Only a device with
             streams gains by it.
     """
 

@@ -1,4 +1,4 @@
-"""Samplers that hold other samplers: found, copied together, and told their epochs."""
+"""Samplers inside other samplers: find them, copy them together, and set their epochs."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 
 def iterated_by(loader: Any) -> Any:
-    """Return what a loader iterates: its batch sampler, or its sampler where it has none.
+    """Return what a loader iterates: its batch sampler, or its sampler if it has none.
 
     Beside a batch sampler of the user's, ``loader.sampler`` is a default that torch never draws from.
     """
@@ -38,7 +38,7 @@ def deep_copy(value: V, sharing: Iterable[object]) -> V:
 def _epoch_holders(sampler: object) -> Iterator[Any]:
     """Yield those of the nested samplers that have a ``set_epoch``, down to one that goes through epochs by itself.
 
-    Such a sampler says ``sets_nested_epochs = True``: what it tells the samplers that it holds is not the user's word.
+    Such a sampler says ``sets_nested_epochs = True``: the epochs of the samplers in it are not the user's choice.
     """
     for nested in nested_samplers(sampler):
         if callable(getattr(nested, "set_epoch", None)):
@@ -66,13 +66,13 @@ class NestedEpochs:
         self._told = self._now()
 
     def set_by_user(self) -> int | None:
-        """Return the epoch that somebody has set since all were told, if any."""
+        """Return the epoch that somebody has set since, if any."""
         changed = (now for now, told in zip(self._now(), self._told, strict=False) if now != told)
         return next(changed, None)
 
     @contextmanager
     def told(self, epoch: int, otherwise: int) -> Iterator[None]:
-        """While entered, have all in an epoch; put each back afterwards, or into ``otherwise`` if it names none."""
+        """Set all to an epoch while entered; restore each afterwards, or set ``otherwise`` if it had none."""
         before = [(holder, getattr(holder, "epoch", None)) for holder in _epoch_holders(self._sampler)]
         tell_epoch(self._sampler, epoch)
         try:

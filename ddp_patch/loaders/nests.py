@@ -1,4 +1,4 @@
-"""Nests of loaders: dicts, lists and tuples of any depth, walked, copied, and named in errors."""
+"""Walk and copy lists, tuples and dicts of loaders, and name the loaders in errors."""
 
 import copy
 import re
@@ -10,13 +10,13 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import DDPPatchError, NotALoaderError
+from ddp_patch.errors import DDPPatchError, NotALoaderError, message_of
 
 __all__ = ["Keys", "copied", "is_empty", "nested", "place_of", "told_at"]
 
 N = TypeVar("N")
 
-# Where an object is in memory, which differs between ranks.
+# An object's address in memory, which differs between ranks.
 _ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 
 # The keys that lead to a loader.
@@ -24,7 +24,7 @@ Keys: TypeAlias = tuple[Any, ...]
 
 
 def nested(found: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Yield what a nest of dicts, lists and tuples holds, each with the keys that lead to it; what is empty, too.
+    """Yield everything in nested dicts, lists and tuples with the keys that lead to it, also what is empty.
 
     Examples:
         >>> list(nested({"train": 1, "val": [2, ()]}))
@@ -38,7 +38,7 @@ def nested(found: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 
 
 def is_empty(found: object) -> bool:
-    """Tell whether it is a dict, list or tuple that holds nothing."""
+    """Return whether it is an empty dict, list or tuple."""
     return _is_container(found) and not found
 
 
@@ -47,7 +47,7 @@ def _is_container(found: object) -> bool:
 
 
 def place_of(path: Keys, root: str = "loaders") -> str:
-    """Return a place in a nest, as the code that gets what stands there.
+    """Return the code that gets the element at these keys.
 
     Examples:
         >>> place_of(("val", 1))
@@ -58,22 +58,22 @@ def place_of(path: Keys, root: str = "loaders") -> str:
 
 @contextmanager
 def told_at(place: str) -> Iterator[None]:
-    """Have errors say which loader of several they are about; ``place`` is empty where there is one alone."""
+    """Make errors name the loader that they are about; ``place`` is empty for a single one."""
     try:
         yield
     except DDPPatchError as error:
         if place:
-            error.args = (f"{place}: {error}",)
+            error.args = (f"{place}: {message_of(error)}",)
         raise
 
 
 def copied(nest: N, leaves: Sequence[tuple[Keys, Any]], new: Mapping[int, Any]) -> N:
-    """Return a copy of a nest, of the same classes, with other objects in the places of some that it holds.
+    """Return a copy of nested lists, tuples and dicts, of the same classes, with some elements replaced.
 
     Args:
-        nest: The nest.
-        leaves: What ``nested`` found in it.
-        new: What takes the place of an object, by that object's id.
+        nest: The lists, tuples and dicts.
+        leaves: What ``nested`` found in them.
+        new: What replaces an element, by that element's id.
 
     Raises:
         NotALoaderError: One of its dicts, lists or tuples cannot be copied so.
@@ -87,7 +87,7 @@ def copied(nest: N, leaves: Sequence[tuple[Keys, Any]], new: Mapping[int, Any]) 
     except Exception as error:
         raise _not_copied(nest, f"copying it raised {type(error).__name__}: {error}") from error
     if any(found.get(path) is not new[id(leaf)] for path, leaf in leaves if id(leaf) in new):
-        raise _not_copied(nest, "a copy of it does not hold what it was made with")
+        raise _not_copied(nest, "a copy of it has other elements")
     return made
 
 
@@ -96,7 +96,7 @@ def _at(nest: Any, path: Keys) -> Any:
 
 
 def _mirror(given: Any, made: Any) -> None:
-    """Have a copy of a dict whose attributes are its items be such a dict, which copying alone does not do."""
+    """Make the copy of a dict whose attributes are its items such a dict again; copying alone does not."""
     if getattr(given, "__dict__", None) is given:
         made.__dict__ = made
 

@@ -1,4 +1,4 @@
-"""Loaders whose batches come on a device: which can, and whether one batch is copied ahead of the loop."""
+"""Loaders that put batches on a device: which ones can, and whether the next batch is copied ahead."""
 
 from typing import Any, Final, TypeVar
 
@@ -21,7 +21,7 @@ ON_DEVICE: Final = "_ddp_patch_device"
 
 
 def device_of(loader: DataLoader[Any]) -> torch.device | None:
-    """Return the device on which a loader's batches come by ``device=``; None where they come as they are."""
+    """Return the device on which a loader's batches come by ``device=``; None if they come as they are."""
     found: torch.device | None = getattr(loader, ON_DEVICE, None)
     return found
 
@@ -45,7 +45,7 @@ def without_device(loader: L, **replaced: Any) -> L:
 
 
 def copies_ahead(facts: LoaderFacts[Any], options: Options) -> bool:
-    """Tell whether a batch is copied to the device while the training loop works on the one before.
+    """Return whether a batch is copied to the device while the training loop works on the one before.
 
     The random numbers of the main process stay those that they are without a device. So it takes workers, which make
     the batch elsewhere; and another agreement than ``"ambient"``, with which samplers draw between the loop's steps. It
@@ -69,18 +69,18 @@ def require_movable(facts: LoaderFacts[Any], device: torch.device) -> None:
     """Refuse a loader whose batches cannot be put on a device before its user gets them.
 
     Raises:
-        InvalidOptionError: Its class iterates or copies in a way of its own, or is none of torch's.
+        InvalidOptionError: Its class iterates or copies in its own way, or is not torch's.
     """
     kind = type(facts.loader)
-    # isinstance() believes accelerate's wrappers, which say that they are one.
+    # accelerate's wrappers pass isinstance() without being DataLoaders.
     is_torchs = issubclass(kind, DataLoader) and not has_own_iteration(kind)
     if not is_torchs and (facts.repeater is None or facts.sharded_by is not None):
         raise InvalidOptionError(
-            f"device='{device}' cannot hold for a {kind.__name__}: it iterates in a way of its own, so its batches are "
-            "not seen before they come to the loop. Leave device= out, and call .to(device) there."
+            f"device='{device}' does not work with a {kind.__name__}: it iterates in its own way, so batches cannot "
+            "be moved before they come to the loop. Leave device= out, and call .to(device) there."
         )
     if not copies_plainly(kind):
         raise InvalidOptionError(
-            f"device='{device}' cannot hold for a {kind.__name__}: it is copied in a way of its own, so a copy would "
-            "iterate the loader that it was copied from. Leave device= out, and call .to(device) in the loop."
+            f"device='{device}' does not work with a {kind.__name__}: it is copied in its own way, so a copy would "
+            "iterate the original loader. Leave device= out, and call .to(device) in the loop."
         )

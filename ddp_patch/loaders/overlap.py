@@ -1,4 +1,4 @@
-"""Whether the ranks' streams hold the same samples in other orders, or a part of them each."""
+"""Decide whether the ranks' streams have the same samples in other orders, or a part of them each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from ddp_patch.loaders.samples import copy_to_draw
 from ddp_patch.streams.fingerprint import fingerprint
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray  # which takes long to import
+    from numpy.typing import NDArray  # slow to import
 
 __all__ = ["FirstSamples", "Relation", "first_samples", "relation_of"]
 
@@ -31,7 +31,7 @@ Relation: TypeAlias = Literal["parts", "overlapping", "unclear"]
 
 @dataclass(frozen=True, slots=True)
 class FirstSamples:
-    """Which samples come first in a rank's stream, whatever their order.
+    """The first samples of a rank's stream, in no order.
 
     Attributes:
         hashes: The smallest hashes of their indices or names, each once, in ascending order.
@@ -49,7 +49,7 @@ class FirstSamples:
 def first_samples(sampler: Any, dataset: object, n: int | None, ranks: int) -> FirstSamples | None:
     """Return which samples a stream begins with: as many as one rank's share of the dataset.
 
-    Nothing is told of a dataset without a length, or of items other than its indices or names, and lists of them.
+    Nothing is known of a dataset without a length, or of items other than its indices or names, and lists of them.
 
     Args:
         sampler: What the stream comes from. A copy of it is drawn from.
@@ -98,7 +98,7 @@ def _hashed(samples: Sequence[Any]) -> "NDArray[np.uint64]":
 
 
 def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Relation:
-    """Tell how the streams of several parties of ranks relate; each party has an order of its own.
+    """Return how the streams of several groups of ranks relate; each group has its own order.
 
     They are parts if they share no more than padding and either hold all samples between them, or would share many if
     they were drawn independently of each other. Two ranks that shuffle a million samples with a generator each have

@@ -1,4 +1,4 @@
-"""Recognise a loader, and what shards it already."""
+"""Recognise a loader, and find what shards it already."""
 
 import logging
 import warnings
@@ -29,7 +29,7 @@ logger: logging.Logger = logging.getLogger("ddp_patch")
 
 
 def is_loader(value: object) -> bool:
-    """Tell whether it is a DataLoader, or a framework's wrapper around one that has the same attributes."""
+    """Return whether it is a DataLoader, or a framework's wrapper around one that has the same attributes."""
     names = ("dataset", "sampler", "batch_sampler")
     return isinstance(value, DataLoader) or all(hasattr(value, name) for name in names)
 
@@ -41,11 +41,11 @@ def require_loader(operation: str, loader: object, wrappers: bool = True) -> Non
     name = type(loader).__name__
     if is_fastai_loader(type(loader)):
         raise NotALoaderError(
-            f"{operation} needs a torch.utils.data.DataLoader, and fastai's {name} is none, though it is called so: it "
-            "has no sampler, and draws indices in a way of its own. Use fastai's learn.distrib_ctx(), which shards it; "
-            "or build torch's over the same data: torch.utils.data.DataLoader(loader.dataset, batch_size=loader.bs, "
-            "shuffle=loader.shuffle, drop_last=loader.drop_last, collate_fn=loader.create_batch). That one does "
-            "without fastai's after_item and after_batch."
+            f"{operation} needs a torch.utils.data.DataLoader, and fastai's {name} is another class: it has no "
+            "sampler, and draws indices in its own way. Use fastai's learn.distrib_ctx(), which shards it; or "
+            "build torch's over the same data: torch.utils.data.DataLoader(loader.dataset, batch_size=loader.bs, "
+            "shuffle=loader.shuffle, drop_last=loader.drop_last, collate_fn=loader.create_batch). That one skips "
+            "fastai's after_item and after_batch."
         )
     if (line := line_for_inner(operation, loader)) is not None:
         raise NotALoaderError(
@@ -59,7 +59,7 @@ def require_loader(operation: str, loader: object, wrappers: bool = True) -> Non
 
 
 def line_for_inner(operation: str, wrapper: object) -> str | None:
-    """Return the line of code that hands the loader inside a wrapper to an operation; None if there is none."""
+    """Return the line of code that passes the loader inside a wrapper to an operation; None if there is none."""
     inner: object = wrapper
     place = "outer"
     while (found := held_loaders(inner)) is not None:
@@ -81,7 +81,7 @@ def samplers_in_use(loader: DataLoader[Any]) -> Iterator[object]:
 def sharded_by(loader: DataLoader[Any]) -> object | None:
     """Return what shards the loader already (one of its samplers, its dataset or itself), or None."""
     found = next(filter(shards_itself, _holders(loader)), None)
-    # Numbers in a loader prove nothing: it draws from its sampler, which would hold them too.
+    # Numbers in a loader prove nothing: it draws from its sampler, which would have them too.
     return loader if found is None and _says(loader) else found
 
 
@@ -97,7 +97,7 @@ def _holders(loader: DataLoader[Any]) -> Iterator[object]:
 
 
 def shards_itself(holder: object) -> bool:
-    """Tell whether a sampler or dataset shards by itself.
+    """Return whether a sampler or dataset shards by itself.
 
     It does if it says ``is_ddp_aware = True``, and does not if it says False. If it says nothing, these do: a
     ``DistributedSampler``, what accelerate shards with, a Hugging Face stream that was split by node, and whatever was
@@ -108,7 +108,7 @@ def shards_itself(holder: object) -> bool:
 
 
 def _says(holder: object) -> bool | None:
-    """Return what it says itself, or True if its kind is known to shard; None where that leaves it open."""
+    """Return what it says itself, or True if its kind is known to shard; None if that leaves it open."""
     said = getattr(holder, "is_ddp_aware", None)
     if isinstance(said, bool):
         return said
@@ -117,16 +117,16 @@ def _says(holder: object) -> bool | None:
 
 
 def tell_if_assumed(holder: object, stacklevel: int = 3) -> None:
-    """Tell that the numbers alone which it holds make it count as sharded, so that a mistake shows.
+    """Report that it counts as sharded only because it stores a rank and a number of ranks.
 
-    A map-style dataset is worth a warning: its sampler chooses what is read, so it may hold them for another reason.
+    For a map-style dataset it is a warning: its sampler chooses what is read, so it may store them for another reason.
     """
     if _says(holder) is not None or (world := world_of(holder)) is None:
         return
     rank, size = world
     text = (
-        f"{type(holder).__name__} holds the numbers of rank {rank} of {size}, so it counts as sharded, and its loader "
-        "comes back as it is. Say is_ddp_aware = False in its class if it gives every rank the same, or True if it "
+        f"{type(holder).__name__} stores that it is for rank {rank} of {size}, so it counts as sharded, and its loader "
+        "is returned unchanged. Say is_ddp_aware = False in its class if it gives every rank the same, or True if it "
         "shards."
     )
     if isinstance(holder, Dataset) and not isinstance(holder, IterableDataset):
@@ -136,7 +136,7 @@ def tell_if_assumed(holder: object, stacklevel: int = 3) -> None:
 
 
 def samplers_within(sampler: object) -> Iterator[object]:
-    """Yield a sampler and all that it holds, from the outside in: also in lists, as those that mix samplers do."""
+    """Yield a sampler and all samplers in it, from the outside in, also those in lists."""
     waiting, seen = [sampler], set[int]()
     while waiting:
         for found in nested_samplers(waiting.pop(0)):
@@ -147,7 +147,7 @@ def samplers_within(sampler: object) -> Iterator[object]:
 
 
 def nested_datasets(dataset: object) -> Iterator[object]:
-    """Yield a dataset and those that it stores, by themselves or in lists: ``Subset`` and ``ConcatDataset`` do."""
+    """Yield a dataset and those in it, also in lists, as in ``Subset`` and ``ConcatDataset``."""
     waiting, seen = [dataset], set[int]()
     while waiting:
         found = waiting.pop(0)

@@ -1,4 +1,4 @@
-"""Loaders with one iterator for all epochs: their batch sampler is wrapped in one that repeats it for ever."""
+"""Loaders with one iterator for all epochs: their batch sampler is wrapped in one that repeats it forever."""
 
 import copy
 import weakref
@@ -18,7 +18,7 @@ _HOLD = frozenset({"sampler", "batch_sampler"})
 
 
 def repeater_in(loader: Any) -> object | None:
-    """Return what repeats a loader's sampler or batch sampler for ever; None in ordinary loaders.
+    """Return what repeats a loader's sampler or batch sampler forever; None in ordinary loaders.
 
     Elsewhere than in a loader with an iteration of its own, such a sampler is one endless stream; and an iterable
     dataset is read once, whatever repeats its indices.
@@ -78,7 +78,7 @@ class OneIterator(KeptIterator, Iterator[Any]):
 
 
 def _repeats(sampler: object) -> bool:
-    """Tell whether it holds one sampler and nothing else, has no length, and a copy repeats what it holds."""
+    """Return whether it holds one sampler and nothing else, has no length, and a copy repeats what it holds."""
     held = getattr(sampler, "__dict__", {})
     if len(held) != 1 or not held.keys() <= _HOLD or hasattr(type(sampler), "__len__") or None in held.values():
         return False

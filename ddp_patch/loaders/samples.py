@@ -1,4 +1,4 @@
-"""How many samples a stream has, and in which order: told with nothing used up."""
+"""Find how many samples a stream has, and in which order, without using it up."""
 
 import logging
 import pickle
@@ -22,15 +22,15 @@ __all__ = ["copy_to_draw", "is_one_shot", "length_of", "or_unknown", "sample_ord
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
 
-# How many items of an iterator are drawn twice to see that it begins anew. A prime: a stream that repeats itself hardly
-# has such a period.
+# How many items of an iterator are drawn twice to see whether it starts again. A prime: streams hardly repeat with such
+# a period.
 _TRIED = 17
 
 
 def length_of(source: Any, samplers: Iterable[object]) -> int | None:
-    """Return the length of a sampler or dataset, as it says; None where it does not say."""
+    """Return the length of a sampler or dataset, as it says; None if it does not say."""
     try:
-        # Some samplers draw to tell it.
+        # Some samplers draw to compute it.
         with PrivateRNG(seed=0, epoch=0), unmoved(random_generators(samplers)):
             return len(source)
     except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
@@ -43,10 +43,11 @@ def or_unknown(length: int | None) -> int | str:
 
 
 def sample_order(sampler: object, dataset: object = None) -> str | None:
-    """Return a fingerprint of the first items that a sampler would give, or None where that cannot be told.
+    """Return a fingerprint of the first items that a sampler would give, or None if it is not known.
 
-    It must be one that can be begun anew. The items are drawn from a copy, which shares datasets and modules with the
-    original, under the same random states on every rank. torch's own samplers count by their parameters.
+    The sampler must be one that can be started again. The items are drawn from a copy, which shares datasets and
+    modules with the original, under the same random states on every rank. torch's own samplers count by their
+    parameters.
     """
     if isinstance(sampler, IterableDataset):
         logger.info("The order of an iterable dataset is not compared between ranks: reading it would use it up.")
@@ -82,9 +83,9 @@ def copy_to_draw(sampler: object, dataset: object) -> Iterator[Any]:
 
 
 def is_one_shot(sampler: object, dataset: object = None) -> bool:
-    """Tell whether a sampler is an iterator that gives its items once, as a generator does.
+    """Return whether a sampler is an iterator that gives its items once, as a generator does.
 
-    An iterator's own ``__iter__`` may begin anew, as lhotse's samplers do. A copy shows it: begun twice, it gives the
+    An iterator's own ``__iter__`` may start again, as lhotse's samplers do. A copy shows it: begun twice, it gives the
     same items twice. Where that cannot be seen, the iterator counts as one-shot. torch's ``BatchSampler`` counts
     as what it makes batches of.
     """

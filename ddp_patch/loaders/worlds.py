@@ -1,4 +1,4 @@
-"""The world that a sampler or dataset was made for, as the numbers tell that it holds."""
+"""Find for which rank of how many a sampler or dataset was made, by the numbers that it stores."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -80,7 +80,7 @@ def _worlds(attributes: Mapping[str, Any]) -> Iterator[HeldWorld]:
 
 
 def _is_world(value: object, inner: Mapping[str, Any]) -> bool:
-    """Tell whether it holds numbers of a world alone, and is neither a dataset nor a sampler: those are asked."""
+    """Return whether it holds numbers of a world alone, and is neither a dataset nor a sampler: those are asked."""
     if not all(any(word in name for word in WORLD_WORDS) for name in inner):
         return False
     gives = any(hasattr(type(value), name) for name in ("__iter__", "__getitem__", "__len__"))

@@ -1,3 +1,3 @@
-"""Find the ranks, let them meet, and make them agree."""
+"""Find the ranks, exchange records between them, and make them agree."""
 
 __all__: list[str] = []

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ONE", "Agreed", "Subject", "agree", "refusals_told"]
 
-# In words, what a call for one loader or sampler agrees on.
+# How a call for a single loader or sampler is described.
 ONE = "one"
 
 # With at most this many ranks, an error lists which rank takes which share.
@@ -104,10 +104,10 @@ class Subject:
     Attributes:
         compared: What must be the same on every rank, by name.
         stream: The stream to shard; None if it is sharded already.
-        batches_ahead: How many batches the loader's workers prefetch. If ranks meet within an epoch, this number must
-            be the same on all, or one would wait for others that never come.
-        made_for: The rank and the number of ranks that a loader which is sharded already was made for, if known.
-        place: Where among several loaders it is; empty where it is alone.
+        batches_ahead: How many batches the loader's workers prefetch. If ranks synchronise within an epoch, this number
+            must be the same on all, or one would wait for others that never come.
+        made_for: The rank and the number of ranks that an already sharded loader was made for, if known.
+        place: Its name among several loaders; empty for a single one.
     """
 
     compared: Mapping[str, object]
@@ -127,7 +127,7 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
         world: The ranks that share.
         options: What the user chose.
         subjects: What they agree on.
-        nest: Which loaders these are, in words: the same on every rank.
+        nest: A description of the loaders, the same on every rank.
 
     Raises:
         RankMismatchError: The facts or options differ, or a rank refused.
@@ -168,7 +168,7 @@ def _record(world: World, options: Options, subject: Subject, found: Sequence[to
         seed=options.seed,
         base_seed=_base_seed(world),
         generators=[generator.get_state() for generator in found],
-        meets=options.verify or options.agreement == "leader",
+        synchronises=options.verify or options.agreement == "leader",
         ahead=subject.batches_ahead,
         share=world.rank,
         made_for=subject.made_for,
@@ -178,7 +178,7 @@ def _record(world: World, options: Options, subject: Subject, found: Sequence[to
 def _why_orders_differ(
     world: World, options: Options, subjects: Sequence[Subject], verdicts: Sequence[Verdict]
 ) -> dict[str, str]:
-    """Return why the ranks' orders of some loaders differ, by their places; seldom, so only then ranks meet again."""
+    """Return why the ranks' orders of some loaders differ, by their names. Only then ranks exchange a second time."""
     differing = {
         subject.place: (verdict.orders, subject.stream)
         for subject, verdict in zip(subjects, verdicts, strict=True)
@@ -194,7 +194,7 @@ def _why_orders_differ(
 
 
 def _agreed_alone(world: World, options: Options, subject: Subject) -> Agreed:
-    """Return what holds in an explicit world, where nobody is asked."""
+    """Return the agreement in an explicit world, where no other rank is asked."""
     with told_at(subject.place):
         peers = given_peers(world.rank, world.num_replicas, subject.compared)
     return Agreed(world, replace(options, agreement=_settled(options, False)), _seed(options, 0), peers=peers)
@@ -214,14 +214,14 @@ def _seed(options: Options, default: int) -> Seed:
 def _leader(members: Sequence[int], options: Options) -> "Leader | None":
     if options.agreement != "leader":
         return None
-    from ddp_patch.ranks.leader import Leader  # most trainings do without
+    from ddp_patch.ranks.leader import Leader  # most trainings do not need it
 
     return Leader(members, options.timeout)
 
 
 @contextmanager
 def refusals_told(world: World | None, doing: str = AGREEING) -> Iterator[None]:
-    """Tell the other ranks if this one raises before they all meet, so that they don't wait for it."""
+    """Report to the other ranks if this one raises first, so that they don't wait for it."""
     try:
         yield
     except Exception as error:
@@ -250,8 +250,8 @@ def _refuse_communication(options: Options) -> None:
     asked = "agreement='leader'" if options.agreement == "leader" else "verify=True" if options.verify else None
     if asked is not None:
         raise InvalidOptionError(
-            f"{asked} has the ranks communicate, and in a world given by rank= and num_replicas= none waits for "
-            "another. Leave these out, after torch.distributed.init_process_group(), or leave that out."
+            f"{asked} needs ranks that communicate, and with rank= and num_replicas= they never do. Leave these out, "
+            "after torch.distributed.init_process_group(), or leave that out."
         )
 
 

@@ -1,7 +1,7 @@
-"""A side channel of some ranks for one pass: each says a row of numbers before each step, and may send values to one.
+"""A side channel of some ranks for one pass: each sends numbers to all before each step, and may send values to one.
 
-It is a gloo group of these ranks alone, made when the pass begins and closed when it ends. What is said is gathered in
-the background of the step, and a rank that leaves or fails is named to the others.
+It is a separate gloo group, made when the pass begins and closed when it ends. The numbers are gathered in the
+background of the step, and a rank that leaves or fails is named to the others.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_patch.compat.torch_groups import default_store, gather_in_background, gloo_group
-from ddp_patch.errors import DDPPatchError, MissingRanksError
+from ddp_patch.errors import DDPPatchError, MissingRanksError, message_of
 from ddp_patch.ranks.comparison import ranks_text, require_same
 from ddp_patch.ranks.exchange import exchange, store_reached
 from ddp_patch.ranks.last_words import Kind, LastWords
@@ -36,7 +36,7 @@ _BACKGROUND = timedelta(days=1)
 def opened(
     members: Sequence[int], doing: str, facts: Mapping[str, object], timeout: float, stale: list[str]
 ) -> Iterator["Channel"]:
-    """Meet the other members, open a channel, and close it in the end.
+    """Synchronise with the other members, open a channel, and close it in the end.
 
     Args:
         members: The global ranks that take part, this one among them; the same on each.
@@ -61,7 +61,7 @@ def opened(
         channel.leave("left", f"{channel.given} batches")
         raise
     except BaseException as error:
-        channel.leave("failed", f"{type(error).__name__}: {error}")
+        channel.leave("failed", f"{type(error).__name__}: {message_of(error)}")
         raise
     else:
         channel.close()
@@ -73,7 +73,7 @@ def _named(doing: str, records: Mapping[int, Mapping[str, object]]) -> dict[int,
 
 
 class Channel:
-    """See ``opened``. Members are told by their places among all, from 0.
+    """See ``opened``. Members are numbered from 0.
 
     Args:
         members: The global ranks that take part.
@@ -82,8 +82,8 @@ class Channel:
         timeout: How many seconds they wait for each other.
 
     Attributes:
-        place: This rank's place.
-        given: How many batches this rank has handed out, for errors.
+        place: This rank's number among the members.
+        given: How many batches this rank has given, for errors.
     """
 
     def __init__(self, members: Sequence[int], doing: str, words: LastWords, timeout: float) -> None:
@@ -101,7 +101,7 @@ class Channel:
             raise self._lost(error, []) from error
 
     def say(self, row: Sequence[int]) -> None:
-        """Begin to tell all members a row of numbers, in the background; as many on each."""
+        """Begin to send a row of numbers to all members, in the background; equally many on each."""
         self._said += 1
         self._rows = torch.empty(len(self._members), len(row), dtype=torch.int64)
         self._work = gather_in_background(self._group, torch.tensor(row), self._rows, _BACKGROUND)
@@ -167,17 +167,17 @@ class Channel:
         return into
 
     def fail(self, error: BaseException) -> None:
-        """Leave word of why this rank cannot go on, before it says so."""
+        """Write why this rank cannot continue, before it says so."""
         with store_reached(self._doing):
-            self._words.leave(self.place, "failed", f"{type(error).__name__}: {error}")
+            self._words.leave(self.place, "failed", f"{type(error).__name__}: {message_of(error)}")
 
     def require_no_failure(self) -> None:
-        """Raise RankMismatchError if a member has left word that it failed."""
+        """Raise RankMismatchError if a member has written that it failed."""
         with store_reached(self._doing):
             self._words.require_none()
 
     def leave(self, kind: Kind, said: str) -> None:
-        """Go before the end, and leave word of it."""
+        """Leave before the end, and write why."""
         with suppress(RuntimeError):  # the store may be gone
             self._words.leave(self.place, kind, said, self._said)
         # The others may need what this rank has said, and who breaks off on all ranks waits for no more than that.
@@ -197,7 +197,7 @@ class Channel:
             self._words.tidy(self.place)
 
     def _closed(self) -> list[int]:
-        """Return the places of the members whose connections are closed."""
+        """Return the numbers of the members whose connections are closed."""
         closed = []
         for other in range(len(self._members)):
             if other != self.place:
@@ -217,7 +217,7 @@ class Channel:
             raise self._lost(error, [other]) from error
 
     def _lost(self, error: RuntimeError, suspects: Sequence[int]) -> DDPPatchError:
-        """Return the error of a lost connection: what a member left word of, or else who is gone."""
+        """Return the error of a lost connection: what a member wrote, or else who is gone."""
         with store_reached(self._doing):
             self._words.require_none()
         return self._missing(f"ended, or cannot be reached ({error})", suspects)
@@ -226,8 +226,8 @@ class Channel:
         missing = [self._members[place] for place in places]
         text = (
             f"{self._doing}: {ranks_text(missing) if missing else 'another rank'} of {list(self._members)} {what}. "
-            "Look for the error of that rank, or for what it does instead. If it works on, pass a longer timeout=, and "
-            "name the network interface by which the ranks reach each other in GLOO_SOCKET_IFNAME."
+            "Look for the error of that rank, or for what it does instead. If it still works, pass a longer timeout=, "
+            "and name the network interface by which the ranks reach each other in GLOO_SOCKET_IFNAME."
         )
         with suppress(RuntimeError):  # the store may be gone
             self._words.leave(self.place, "missing", text)

@@ -33,7 +33,7 @@ def require_same(doing: str, records: Mapping[int, Mapping[str, object]]) -> Non
             )
     if rows:
         raise RankMismatchError(
-            f"{doing}: the ranks differ, so their shares would overlap or their steps would not be equal.\n"
+            f"{doing}: the ranks differ, so their shards would overlap or their steps would not be equal.\n"
             + "\n".join(rows)
             + "\nMake these the same on every rank, and call and iterate the same loaders on each."
         )

@@ -1,7 +1,7 @@
 """Collect one record from every rank and answer each, within a deadline.
 
-The ranks meet in the process group's key-value store, not in a collective. So an exchange works with any backend and
-any subset of ranks, leaves no group behind, and can name the missing ranks.
+The ranks use the process group's key-value store, not a collective. So an exchange works with any backend and any
+subset of ranks, leaves no group behind, and can name the missing ranks.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 
 from ddp_patch.compat.torch_groups import default_store
-from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError
+from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
 from ddp_patch.ranks.comparison import by_value, ranks_text
 
 __all__ = ["exchange", "refuse", "store_reached"]
@@ -68,7 +68,7 @@ def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
     They get a RankMismatchError that says so. This rank waits for nobody.
     """
     meeting = _Meeting(members, doing, timeout=0)
-    refused = _Refused(f"{type(error).__name__}: {error}")
+    refused = _Refused(f"{type(error).__name__}: {message_of(error)}")
     with suppress(MissingRanksError), store_reached(doing):  # the refusal itself says more
         meeting.bring(refused)
         if meeting.leads:
@@ -84,13 +84,13 @@ def store_reached(doing: str) -> Iterator[None]:
         raise
     except RuntimeError as error:  # from the store's operations; all others are caught where they are raised
         raise MissingRanksError(
-            f"{doing}: the store through which the ranks meet cannot be reached ({error}). The process that "
-            "holds it, mostly rank 0's, has ended. Look for its error and start all ranks again."
+            f"{doing}: the process group's store cannot be reached ({error}). The process that holds it, mostly rank "
+            "0's, has ended. Look for its error and start all ranks again."
         ) from error
 
 
 class _Refused(str):
-    """The record of a rank that does not take part: the reason why."""
+    """The record of a rank that does not take part: its error."""
 
     __slots__ = ()
 
@@ -156,14 +156,14 @@ class _Meeting:
         return answer
 
     def _decide(self, outcome: str) -> str:
-        """Set the outcome of this meeting unless a member has set one already; return the one that holds."""
+        """Set the outcome of this exchange unless a member has set one already; return the outcome."""
         return self.store.compare_set(self._key("decision"), "", outcome).decode()
 
     def refusal(self, refused: Mapping[int, _Refused]) -> RankMismatchError:
         listed = "\n".join(f"  {ranks_text([rank])}: {why}" for rank, why in refused.items())
         return RankMismatchError(
-            f"{self.doing}: not every rank could go on.\n{listed}\n"
-            "Correct what is said there and start all ranks again."
+            f"{self.doing}: not every rank could continue.\n{listed}\n"
+            "Correct the error above and start all ranks again."
         )
 
     def _key(self, what: str, rank: int | None = None, *, number: int | None = None) -> str:
@@ -196,20 +196,20 @@ class _Meeting:
         missing = [rank for rank in self.members if rank not in came]
         if not missing:
             return MissingRanksError(
-                f"{self.doing}: all ranks came, but rank {self.members[0]}, which compares them, did not answer within "
-                f"{seconds:g} s. It is gone or stuck: look for its error and start all ranks again."
+                f"{self.doing}: all ranks arrived, but rank {self.members[0]}, which compares them, did not answer "
+                f"within {seconds:g} s. It is gone or stuck: look for its error and start all ranks again."
             )
         return MissingRanksError(
-            f"{self.doing}: {ranks_text(missing)} of {len(self.members)} did not come within {seconds:g} s; "
-            f"{ranks_text(came)} did. {self._last_seen(missing)}Every rank must come here, at the same point of the "
+            f"{self.doing}: {ranks_text(missing)} of {len(self.members)} did not arrive within {seconds:g} s; "
+            f"{ranks_text(came)} did. {self._last_seen(missing)}Every rank must get here, at the same point of the "
             "script. Look for what the missing ranks do instead (an error, an if rank == 0, slow preparation), or pass "
             "a longer timeout=."
         )
 
     def _too_late(self) -> MissingRanksError:
         return MissingRanksError(
-            f"{self.doing}: rank {self.rank} came or answered too late, when another of the ranks {self.members} had "
-            "given up waiting for it. Look for what delayed it, or pass a longer timeout=."
+            f"{self.doing}: rank {self.rank} arrived or answered too late: another of the ranks {self.members} had "
+            "already stopped waiting for it. Look for what delayed it, or pass a longer timeout=."
         )
 
     def _last_seen(self, missing: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Which passes a rank made over its loader, and where two ranks' histories contradict each other. Without a store."""
+"""The passes that a rank made over its loader, and how to find contradictions between two ranks. Without a store."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 __all__ = ["Contradiction", "History", "Pace", "Record", "Run", "Standing", "State", "contradiction"]
 
-# A record holds at most so many runs, and a history at most so many passes that may still go on.
+# A record holds at most this many runs, and a history at most this many passes that may still continue.
 _MOST_RUNS = 32
 
 
 class State(IntEnum):
     """What is known of a pass."""
 
-    OPEN = 0  # it may go on
+    OPEN = 0  # it may continue
     LEFT = 1  # broken off before its end
     ENDED = 2  # it came to its end
-    UNKNOWN = 3  # how far it came cannot be told, or no longer counts
+    UNKNOWN = 3  # how far it came is not known, or no longer counts
 
 
 class Standing(NamedTuple):
@@ -37,7 +37,7 @@ class Run(NamedTuple):
         items: How many items each took.
         state: What is known of each.
         chosen: Whether ``set_epoch`` chose each pass's epoch.
-        attempt: How often the rank had begun anew before, at an epoch that it had already trained.
+        attempt: How often the rank had started again before, at an epoch that it had already trained.
     """
 
     epoch: int
@@ -53,18 +53,18 @@ class Run(NamedTuple):
         return self.epoch + self.passes - 1
 
     def followed_by(self, run: "Run") -> bool:
-        """Tell whether another run goes on where this one ends, alike in all else."""
+        """Return whether another run continues where this one ends, alike in all else."""
         return run.epoch == self.last + 1 and run[2:] == self[2:]
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a rank tells the others of its passes.
+    """What a rank reports to the others about its passes.
 
     Attributes:
         runs: Its passes, by epoch.
         since: The epoch from which on all of them are here.
-        share: Which share it takes, where the user gave it by hand.
+        share: Which share it takes, if the user gave it by rank= and num_replicas=.
     """
 
     runs: Sequence[Run] = ()
@@ -116,13 +116,13 @@ class Pace:
     readers: int = 1
 
     def taken(self, asked: int) -> int:
-        """Return how many items were surely taken when so many were asked for."""
+        """Return how many items were surely taken when this many were asked for."""
         taken = max(0, asked - self.ahead)
         return taken - taken % self.size if self.drop_last else taken
 
 
 class _Pass:
-    """A pass that may still go on."""
+    """A pass that may still continue."""
 
     def __init__(self, epoch: int, standing: Callable[[], Standing], chosen: bool, attempt: int) -> None:
         self.epoch, self.chosen, self.attempt = epoch, chosen, attempt
@@ -143,11 +143,11 @@ class _Pass:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may go on."""
+        """Whether it may continue."""
         return self.standing.state is State.OPEN
 
     def settle(self, next_state: State | None) -> None:
-        """Note that another pass begins now; keep no more than the numbers of one that is over.
+        """Record that another pass begins now; keep no more than the numbers of one that is over.
 
         So is one whose iterator lives, but which stood still while the whole next pass was made.
         """
@@ -183,7 +183,7 @@ class History:
         self._is_chosen = False
 
     def choose(self) -> None:
-        """Note that the user chose the epoch that comes next."""
+        """Record that the user chose the epoch that comes next."""
         self._is_chosen = True
 
     def begin(self, epoch: int, standing: Callable[[], Standing]) -> None:
@@ -201,12 +201,12 @@ class History:
         self._open.append(_Pass(epoch, standing, chosen, self._attempt))
 
     def doubt(self, epoch: int) -> None:
-        """Note that how far the pass over an epoch came cannot be told."""
+        """Record that it is not known how far the pass over an epoch came."""
         for one in self._open:
             one.is_doubtful |= one.epoch == epoch
 
     def record(self, share: int | None = None) -> Record:
-        """Return what there is to tell."""
+        """Return this rank's history, to be compared."""
         runs = _joined([*self._settled, *(one.run for one in self._open)])
         return Record(runs, self._since, share)
 
@@ -255,12 +255,12 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 
 
 class Contradiction(NamedTuple):
-    """One rank left an epoch and went on to a later one; another took more of it.
+    """One rank left an epoch and continued to a later one; another took more of it.
 
     Attributes:
         epoch: The epoch.
         items: How many items the one took of it.
-        following: The epoch that it went on to.
+        following: The epoch that it continued to.
         is_mine: Whether it is this rank that left.
     """
 
@@ -289,7 +289,7 @@ def contradiction(mine: Record, theirs: Record, look: int, slack: int = 0) -> Co
 
 
 def _left(behind: Record, further: Run, look: int, slack: int) -> tuple[int, int, int] | None:
-    """Return the first epoch of a run of which a rank took less although it went on, with how much and to where."""
+    """Return the first epoch of a run of which a rank took less although it continued, with how much and to where."""
     top = behind.top(look)
     for run in behind.runs:
         epoch = max(run.epoch, further.epoch)

@@ -1,4 +1,4 @@
-"""What a rank leaves in the store when it goes before the others do, so that they can say who went, and why."""
+"""What a rank writes into the store when it stops early, so that the others can name it and say why."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ Kind: TypeAlias = Literal["left", "failed", "missing"]
 
 
 class LastWords:
-    """What the members of a channel leave in the store: who left it first, and who waits.
+    """What the members of a channel write into the store: who left it first, and who waits.
 
     The first word stays until its writer opens its next channel; the rest goes with the channel.
 
@@ -35,23 +35,23 @@ class LastWords:
             self._store.delete_key(stale.pop())
 
     def leave(self, place: int, kind: Kind, said: str, steps: int = 0) -> None:
-        """Leave word of why this rank goes, unless there is word already.
+        """Write why this rank leaves, unless another has written already.
 
         Args:
-            place: This rank's place.
-            kind: Whether it asks for no more, cannot go on, or misses others.
+            place: This rank's number among the members.
+            kind: Whether it asks for no more, cannot continue, or misses others.
             said: After which batch, why, or the whole error.
-            steps: Of how many steps the others need not miss it.
+            steps: In how many steps it took part.
         """
         word = json.dumps([place, kind, said, steps])
         if self._store.compare_set(self._first, "", word).decode() == word:
             self._stale.append(self._first)
 
     def require_none(self, step: int | None = None) -> None:
-        """Raise the error that fits to the first word, if there is one.
+        """Raise the error of the member that left first, if one did.
 
         Args:
-            step: The step that this rank waits for. Who left after doing its part in that is not to blame.
+            step: The step that this rank waits for. A member that left after its part in that step is not to blame.
         """
         if not self._store.check([self._first]):
             return
@@ -65,8 +65,8 @@ class LastWords:
             return MissingRanksError(said)
         if kind == "failed":
             return RankMismatchError(
-                f"{self._doing}: {who} could not go on.\n  {who}: {said}\n"
-                "Correct what is said there and start all ranks again."
+                f"{self._doing}: {who} could not continue.\n  {who}: {said}\n"
+                "Correct the error above and start all ranks again."
             )
         return RankMismatchError(
             f"{self._doing}: {who} left this pass after {said}, and others ask for more. The ranks communicate in "
@@ -75,17 +75,17 @@ class LastWords:
         )
 
     def wait(self, place: int, step: int) -> None:
-        """Say that this rank waits for a step."""
+        """Write that this rank waits for a step."""
         self._store.set(f"{self._waits}/{place}", f"{step}")
         self._is_waiting = True
 
     def not_waiting(self, step: int) -> list[int]:
-        """Return the places of the members that do not wait for a step."""
+        """Return the numbers of the members that do not wait for a step."""
         keys = [f"{self._waits}/{place}" for place in range(len(self._members))]
         said = [int(self._store.get(key)) if self._store.check([key]) else -1 for key in keys]
         return [place for place, waits_for in enumerate(said) if waits_for != step]
 
     def tidy(self, place: int) -> None:
-        """Delete what was said of waiting."""
+        """Delete what this rank wrote about waiting."""
         if self._is_waiting:
             self._store.delete_key(f"{self._waits}/{place}")

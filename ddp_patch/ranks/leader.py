@@ -59,7 +59,7 @@ class Leader:
         Args:
             of_all: The stream in parts, each with one sequence for every member.
             turn: Which pass this is.
-            note: Returns what to tell the others with a piece; called with whether the piece is the last.
+            note: Returns the note to send with a piece; called with whether the piece is the last.
             first_piece: How many items, all ranks' together, the first message should hold.
             largest_piece: How many items a later message may hold.
 
@@ -105,8 +105,8 @@ class Leader:
             }
         except Exception as error:
             raise LeaderError(
-                f"Rank {self.members[0]}, which draws for all, could not: its sampler raised {error!r}. See its error; "
-                "no other rank can go on."
+                f"Rank {self.members[0]} draws for all ranks, and its sampler raised {error!r}, so no rank can "
+                "continue. See the error of that rank."
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""Groups that this rank has left while others may still need what it said: they go when that is over."""
+"""Groups that this rank has left while others may still need its data: they are dropped after that."""
 
 import atexit
 from contextlib import suppress

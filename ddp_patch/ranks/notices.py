@@ -1,4 +1,4 @@
-"""Where ranks leave each other records, in the process group's store: nobody waits, and nobody is waited for."""
+"""Exchange records between ranks through the process group's store, without waiting."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from ddp_patch.ranks.histories import Record
 
 __all__ = ["Letters", "Notices", "Peers", "agreed_peers", "given_peers", "unwatched"]
 
-# A rank reads so many others' records at most. One that differs from all others finds so by itself.
+# A rank reads the records of at most this many others. A rank that differs from all others notices that by itself.
 _MOST_READ = 32
 
 _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
@@ -25,14 +25,14 @@ _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Who leaves records of the same loader, and where.
+    """The ranks that exchange records about the same loader, and where.
 
     Attributes:
         key: Names the loader in the store.
         number: The number by which errors name the loader.
         rank: This process's global rank.
         others: The global ranks whose records are read.
-        share: Which share of how many this rank takes, where the user gave it by hand.
+        share: Which share of how many this rank takes, if the user gave it by rank= and num_replicas=.
         most: How many ranks may take one share, then.
     """
 
@@ -45,7 +45,7 @@ class Peers:
 
     @property
     def read_one_stream(self) -> bool:
-        """Whether all share one stream: of worlds that were given by hand, a process group may hold several."""
+        """Whether all shard one stream: a process group may contain several explicit worlds."""
         return self.share is None or self.most == 1
 
     def require_fair_shares(self, records: Mapping[int, Record]) -> None:
@@ -56,11 +56,11 @@ class Peers:
         takers = sorted([self.rank, *(rank for rank, record in records.items() if record.share == share)])
         if len(takers) > self.most:
             raise RankMismatchError(
-                f"The shares given by rank= and num_replicas= contradict the process group: {ranks_text(takers)} all "
-                f"take share {share} of {num_replicas}, and of the group's {dist.get_world_size()} ranks only "
-                f"{self.most} may, so other samples would be lost. Leave rank= and num_replicas= out, so that the "
-                "process group tells them, or pass rank=torch.distributed.get_rank() and "
-                "num_replicas=torch.distributed.get_world_size(): LOCAL_RANK repeats on every node."
+                f"rank= and num_replicas= contradict the process group: {ranks_text(takers)} all take shard {share} of "
+                f"{num_replicas}, and only {self.most} of the group's {dist.get_world_size()} ranks may, so other "
+                "samples would be lost. Leave rank= and num_replicas= out, so that they come from the process group, "
+                "or pass rank=torch.distributed.get_rank() and num_replicas=torch.distributed.get_world_size(): "
+                "LOCAL_RANK repeats on every node."
             )
 
 
@@ -71,7 +71,7 @@ def agreed_peers(members: Sequence[int], number: int) -> Peers:
 
 
 def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) -> Peers | None:
-    """Return who may share with this rank in a world that was given by hand; None if there is nothing to compare.
+    """Return who may share with this rank in an explicit world; None if there is nothing to compare.
 
     All ranks of the process group may. The n-th loader that looks like this one is the n-th on every rank.
 
@@ -89,9 +89,9 @@ def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) 
         return None
     if num_replicas > ranks:
         raise WorldError(
-            f"num_replicas={num_replicas} was given in a process group of {ranks} ranks, so nobody would take "
-            f"{num_replicas - ranks} of the {num_replicas} shares. Leave rank= and num_replicas= out, so that the "
-            "process group tells them, or simulate other worlds where there is no process group."
+            f"num_replicas={num_replicas} was given in a process group of {ranks} ranks, so no rank would take "
+            f"{num_replicas - ranks} of the {num_replicas} shards. Leave rank= and num_replicas= out, so that they "
+            "come from the process group, or simulate other worlds without a process group."
         )
     rank, store = dist.get_rank(), default_store()
     base = f"ddp_patch/given/{num_replicas}/{_digest(sorted(described.items()))}"
@@ -107,7 +107,7 @@ def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Let worlds be given by hand that only simulate ranks."""
+    """Allow explicit worlds that only simulate ranks."""
     token = _IS_WATCHED.set(False)
     try:
         yield
@@ -153,7 +153,7 @@ class Letters:
         self._seen.pop(rank, None)
 
     def _open_store(self) -> Any:
-        """Return the store, or None where it is gone."""
+        """Return the store, or None if it is gone."""
         if self._store is None or not dist.is_initialized():
             return None
         store = self._store()

@@ -1,4 +1,4 @@
-"""Watch that all ranks, and all workers of one, read an iterable dataset in one order: always, and without waiting."""
+"""Compare the orders in which ranks and workers read an iterable dataset: always on, and without waiting."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,19 +14,19 @@ __all__ = ["Noted", "OrderGuard", "compare_workers"]
 
 # What to do where no package is known to shuffle.
 _SEED = (
-    "Give what draws its order a seed that is the same on every rank and follows from the epoch, as "
-    "random.Random(epoch) with the epoch that set_epoch() tells the dataset, and list files in sorted order"
+    "Give its shuffle a seed that is the same on every rank and follows from the epoch, such as random.Random(epoch) "
+    "with the epoch that the dataset gets by set_epoch(), and list files in sorted order"
 )
 
 
 class Noted(Protocol):
-    """Where a rank's readers note the first items that they read."""
+    """Where a rank's readers record the first items that they read."""
 
     def passes(self) -> Mapping[str, Sequence[Notes]]:
-        """Return what was noted of each pass, part by part, by what all ranks call the pass."""
+        """Return what was recorded of each pass, part by part, by what all ranks call the pass."""
 
     def settle(self) -> None:
-        """Note that nobody wants to know more."""
+        """Record that no more is needed."""
 
 
 def compare_workers(parts: Sequence[Notes]) -> Finding:
@@ -42,7 +42,7 @@ class OrderGuard:
     Args:
         peers: Who they are.
         dataset: What is read.
-        noted: What this rank's readers noted.
+        noted: What this rank's readers recorded.
         workers_read_alike: Tells of a pass, by its number from 1, whether all workers of a rank read the same stream.
     """
 
@@ -62,10 +62,10 @@ class OrderGuard:
         self._has_warned = False
 
     def compare(self) -> None:
-        """Leave what was noted, and compare it with what the others have left by now.
+        """Leave what was recorded, and compare it with what the others have left by now.
 
         Warns:
-            StreamOrderWarning: Once, if the order cannot be told.
+            StreamOrderWarning: Once, if the items do not show whether the orders differ.
 
         Raises:
             RankMismatchError: The ranks, or the workers of this one, read in different orders.
@@ -103,21 +103,21 @@ class OrderGuard:
     def _judge(self, found: Finding, where: str, mine: str, theirs: str) -> None:
         seen = (
             f"Iterating the loader that was patched as number {self._number}: item {found.item} of {where} of "
-            f"{self._name} is another one on {mine} than on {theirs}"
+            f"{self._name} differs between {mine} and {theirs}"
         )
         if found.verdict is Verdict.OTHER_ORDER:
             raise RankMismatchError(
-                f"{seen}, because each draws an order of its own, so samples would be lost: each keeps its share of "
-                f"what should be one stream. {self._remedy}. Where the dataset gives each rank other samples already, "
-                "leave its loader unpatched."
+                f"{seen}, because each reads its own order. Samples would be lost: each rank keeps its share of what "
+                f"should be one order. {self._remedy}. If the dataset already gives each rank other samples, leave its "
+                "loader unpatched."
             )
         if found.verdict is Verdict.UNKNOWN and found.is_final and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{seen}. Whether each draws an order of its own, so that samples are lost, or only augmentation "
-                "differs, cannot be told: the items have nothing that tells which one it is and that augmentation "
-                f"keeps, as a string or a whole number. {self._remedy}. Or give the items such a field. If only "
-                "augmentation differs, all is well: ignore this StreamOrderWarning.",
+                f"{seen}. Either only augmentation differs, which is fine, or each reads its own order, which loses "
+                "samples. The items do not show which: they have no string or whole number that names a sample and "
+                f"that augmentation keeps. {self._remedy}. Or give the items such a field. If only augmentation "
+                "differs, ignore this StreamOrderWarning.",
                 StreamOrderWarning,
                 stacklevel=2,
             )

@@ -28,7 +28,7 @@ def unpacked(data: Any, beside: Sequence[torch.Tensor] = ()) -> Any:
 
     Args:
         data: What ``packed`` returned.
-        beside: The memory that stayed out of the pickle, in order. The value goes on living in it.
+        beside: The memory that stayed out of the pickle, in order. The value then lives in it.
     """
     return pickle.loads(data, buffers=[part.numpy() for part in beside])  # noqa: S301 - our own ranks'
 

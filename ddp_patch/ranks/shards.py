@@ -12,9 +12,9 @@ from ddp_patch.ranks.comparison import by_value, ranks_text
 
 __all__ = ["TELLING_APART", "require_all_shares", "require_same_samples", "why_each_differs", "why_orders_differ"]
 
-TELLING_APART = "Telling apart why the ranks' orders differ"
+TELLING_APART = "Finding out why the ranks' orders differ"
 
-_MARK = "say is_ddp_aware = True in {name}, and its loader comes back as it is"
+_MARK = "say is_ddp_aware = True in {name}, and its loader is returned unchanged"
 _LEADS = (
     "From now on rank 0 draws each epoch and sends every rank its share, about 1 / num_replicas of the indices, at the "
     "epoch's start. "
@@ -22,11 +22,11 @@ _LEADS = (
 
 
 def require_all_shares(doing: str, held: Mapping[int, tuple[int, HeldWorld]]) -> None:
-    """Raise unless what shards the ranks' loaders already was made for these ranks, each share equally often.
+    """Raise unless the loaders, which are sharded already, were made for these ranks, each share equally often.
 
     Args:
         doing: What the ranks are doing, for the error.
-        held: Each rank's place among those that share, and the rank and number of ranks that its loader was made for.
+        held: Which shard each rank takes, and the rank and number of ranks that its loader was made for.
     """
     by_place = dict(held.values())
     taken, ranks = Counter(by_place.values()), next(iter(by_place.values()))[1]
@@ -39,21 +39,21 @@ def require_all_shares(doing: str, held: Mapping[int, tuple[int, HeldWorld]]) ->
         for (rank, ranks), members in by_value({member: world for member, (_, world) in held.items()}).items()
     )
     raise RankMismatchError(
-        f"{doing}: the loaders are sharded already, but not for the {len(by_place)} ranks that share here. They were "
-        f"made for {listed}. So some samples would be lost or repeated. Build each rank's sampler or dataset for its "
-        "own rank, or pass the process_group= or device_mesh= that it was made for."
+        f"{doing}: the loaders are sharded already, but not for these {len(by_place)} ranks. They were made for "
+        f"{listed}, so some samples would be lost or repeated. Build each rank's sampler or dataset for its own rank, "
+        "or pass the process_group= or device_mesh= that it was made for."
     )
 
 
 def require_same_samples(doing: str, told: Mapping[int, Sequence[Content]]) -> None:
-    """Raise unless the ranks' datasets hold the same samples, as far as all ranks can tell.
+    """Raise unless the ranks' datasets hold the same samples, as far as all ranks know.
 
     Attributes of datasets may hold other things than samples, such as random numbers. So one that identifies the
     samples, and is the same on all ranks, proves that the samples are.
 
     Args:
         doing: What the ranks are doing, for the error.
-        told: What each rank tells of its dataset.
+        told: What each rank reports about its dataset.
     """
     named = {rank: {content.name: content for content in contents} for rank, contents in told.items()}
     known = [{rank: named[rank][name] for rank in named} for name in _common(named)]
@@ -67,12 +67,12 @@ def require_same_samples(doing: str, told: Mapping[int, Sequence[Content]]) -> N
     listed = " and ".join(ranks_text(ranks) for ranks in by_value(prints).values())
     names = ", ".join(next(iter(contents.values())).name for contents in differing)
     raise RankMismatchError(
-        f"{doing}: the datasets of {listed} hold different samples at the same indices, for they differ in {names}. "
-        "Each rank would take a share of its own part only, and the rest would be lost. Patch a loader of the whole "
+        f"{doing}: the datasets of {listed} have different samples at the same indices: they differ in {names}. Each "
+        "rank would take a shard of its own part only, and the rest would be lost. Patch a loader of the whole "
         "dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and with random_split(), "
-        "shuffle(), listed files and random data made alike on every rank. If each rank's part is meant, say "
-        "is_ddp_aware = True in the dataset's class, and its loader comes back as it is. If only the content differs, "
-        "agreement='seeded' does not look."
+        "shuffle(), listed files and random data made alike on every rank. If you want each rank to have its own part, "
+        "say is_ddp_aware = True in the dataset's class, and its loader is returned unchanged. If only the content "
+        "differs, agreement='seeded' does not compare it."
     )
 
 
@@ -86,12 +86,12 @@ def why_each_differs(
     ranks: int,
     told: Mapping[int, Mapping[str, tuple[int, FirstSamples] | None]],
 ) -> dict[int, dict[str, str]]:
-    """Return for each rank the warnings that ``why_orders_differ`` has, by the places of the loaders.
+    """Return for each rank the warnings that ``why_orders_differ`` has, by the names of the loaders.
 
     Args:
-        asked: The loaders whose orders differ, by their places: these orders, and the class that they come from.
+        asked: The loaders whose orders differ, by their names: these orders, and the class that they come from.
         ranks: How many ranks share.
-        told: What each rank tells of these loaders, by their places.
+        told: What each rank reports about these loaders, by their names.
 
     Raises:
         RankMismatchError: The streams of a loader are parts already.
@@ -106,7 +106,7 @@ def why_each_differs(
 def why_orders_differ(
     orders: Mapping[int, str | None], name: str, ranks: int, told: Mapping[int, tuple[int, FirstSamples] | None]
 ) -> str:
-    """Return the warning that tells why the ranks' orders differ.
+    """Return the warning that says why the ranks' orders differ.
 
     Args:
         orders: A fingerprint of each rank's order.
@@ -123,18 +123,18 @@ def why_orders_differ(
     mark = _MARK.format(name=name)
     if relation == "parts":
         raise RankMismatchError(
-            f"The samplers of {listed} are sharded already: {name} gives each of them other samples, and they share "
-            f"none but padding. Shared again, most samples would be lost. Build {name} for one process and patch that, "
-            f"or, if each rank's part is meant, {mark}."
+            f"The samplers of {listed} are sharded already: {name} gives each rank other samples, with none in common "
+            f"but padding. Sharding them again would lose most samples. Build {name} for one process and patch that; "
+            f"or, if you want each rank to have its own part, {mark}."
         )
     own = "has a random generator of its own that is seeded by rank, or follows the order of a set or of files"
     if relation == "overlapping":
         cause = f"the sampler {own}. {_LEADS}Make the sampler's order the same on every rank to do without."
     else:
         cause = (
-            f"{name} either {own}, or is sharded already, and then most samples are lost from now on. Which of both "
-            f"cannot be told from its first samples. {_LEADS}Make the sampler's order the same on every rank; or, "
-            f"if it is sharded, {mark}."
+            f"{name} either {own}, or is sharded already, and then most samples are lost from now on. Its first "
+            f"samples do not show which. {_LEADS}Make the sampler's order the same on every rank; or, if it is "
+            f"sharded, {mark}."
         )
     return f"{listed.capitalize()} would draw different orders: {cause}"
 

@@ -1,4 +1,4 @@
-"""Whether two readers read a stream in the same order, told by the first items of each. Without a store."""
+"""Decide from the first items of two readers whether they read a stream in the same order. Without a store."""
 
 import base64
 import json
@@ -14,14 +14,14 @@ from ddp_patch.streams.item_hashes import ItemHashes
 
 __all__ = ["Finding", "Notes", "Verdict", "compare", "compare_parts", "decoded", "encoded"]
 
-# So many items must be at another place in another reader's stream, before that is no chance. Items that are drawn from
-# a few again and again meet by chance too, and then as often in one stream as between two.
+# This many items must be at another position in another reader's stream before it is no coincidence. Items that are
+# drawn again and again from a few coincide by chance too, and then as often within one stream as between two.
 _SURELY_MOVED = 8
 _NO_ITEM = ItemHashes(0, 0, 0)
 
 
 class Verdict(Enum):
-    """What two readers' first items tell of their orders."""
+    """What two readers' first items say about their orders."""
 
     ALIKE = "alike"
     OTHER_ORDER = "other order"
@@ -30,11 +30,11 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """What a reader noted of the first items of a part.
+    """What a reader recorded of the first items of a part.
 
     Attributes:
         items: The items' hashes, in order.
-        is_final: Whether no more will be noted in this pass.
+        is_final: Whether no more will be recorded in this pass.
         is_all: Whether these are all items that the part has.
     """
 
@@ -51,7 +51,7 @@ class Finding:
         verdict: ``OTHER_ORDER`` if that is so of one part, else ``UNKNOWN`` if that is so of one.
         part: Which part; 0 where all are alike.
         item: The first item of it that differs.
-        is_final: Whether nothing can change it, because both noted all that they will.
+        is_final: Whether nothing can change it, because both recorded all that they will.
     """
 
     verdict: Verdict
@@ -76,16 +76,16 @@ def compare_parts(mine: Sequence[Notes], theirs: Sequence[Notes]) -> Finding:
 
 
 def compare(mine: Notes, theirs: Notes) -> Verdict:
-    """Tell whether two readers read a part in the same order.
+    """Return whether two readers read a part in the same order.
 
     Args:
-        mine: What one noted.
-        theirs: What the other noted.
+        mine: What one recorded.
+        theirs: What the other recorded.
 
     Returns:
         ``ALIKE`` if no item differs, or if those that differ do so in what augmentation changes alone.
-        ``OTHER_ORDER`` if items have other keys, or are surely at other places. Else ``UNKNOWN``: augmentation cannot
-        be told from a shuffle over a large range.
+        ``OTHER_ORDER`` if items have other keys, or are surely at other positions. Otherwise ``UNKNOWN``: augmentation
+        looks the same as a shuffle over a large range.
     """
     differing = _differing(mine, theirs)
     if not differing:
@@ -104,7 +104,7 @@ def compare(mine: Notes, theirs: Notes) -> Verdict:
 
 
 def _pooled(pairs: Sequence[tuple[Notes, Notes]]) -> tuple[Notes, Notes]:
-    """Return all parts' notes as those of one part: what has one place in a part has one place in both."""
+    """Return all parts' notes as those of one part: what appears once in a part appears once in both."""
     lengths = [max(len(one.items), len(other.items)) for one, other in pairs]
     mine, theirs = (_joined(parts, lengths) for parts in zip(*pairs, strict=True))
     return mine, theirs
@@ -124,7 +124,7 @@ def _values_of(pairs: Sequence[tuple[ItemHashes, ItemHashes]]) -> Iterator[list[
 
 
 def _is_kept(pairs: Sequence[tuple[int, int]]) -> bool:
-    """Tell whether two readers have the same values in the same places; 0 stands for no value.
+    """Return whether two readers have the same values at the same positions; 0 stands for no value.
 
     What all items have alike, such as one label, would be alike in any order, too.
     """
@@ -133,16 +133,16 @@ def _is_kept(pairs: Sequence[tuple[int, int]]) -> bool:
 
 
 def _differing(mine: Notes, theirs: Notes) -> list[int]:
-    """Return the places at which two readers have other items, as far as both have come."""
+    """Return the positions at which two readers have other items, as far as both have come."""
     both = enumerate(zip(mine.items, theirs.items, strict=False))
     return [place for place, (one, other) in both if one.whole != other.whole]
 
 
 def _is_reordered(mine: Sequence[int], theirs: Sequence[int], *, is_all: bool) -> bool:
-    """Tell whether values are surely at other places in one list than in the other; 0 stands for no value.
+    """Return whether values are surely at other positions in one list than in the other; 0 stands for no value.
 
-    A value that a list has twice has no place. And many such values show that they are drawn with repetition, so that
-    as many would be found in the other list by chance.
+    A value that a list has twice has no single position. Many such values show that they are drawn with repetition, so
+    that as many would be found in the other list by chance.
     """
     counts, others = Counter(mine), Counter(theirs)
     single = [value for value, count in counts.items() if count == others[value] == 1 and value]

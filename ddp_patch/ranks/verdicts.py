@@ -1,4 +1,4 @@
-"""What the first rank concludes from what every rank tells of its loaders."""
+"""What the first rank concludes from all ranks' reports about their loaders."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from ddp_patch.streams.seeding import loader_seed
 
 __all__ = ["AGREEING", "Record", "Told", "Verdict", "judge"]
 
-AGREEING = "Agreeing on how data is shared"
+AGREEING = "Agreeing on how data is sharded"
 _numbers = count(1)
 # How many loaders without a seed these ranks have patched that had such a stream.
 _numbers_of_like: Counter[tuple[int | str, ...]] = Counter()
@@ -28,17 +28,17 @@ class Record:
     """What each rank reports about one loader.
 
     Attributes:
-        place: Where among several loaders it is; empty where it is alone.
+        place: Its name among several loaders; empty for a single one.
         compared: What must be the same on every rank, by name.
         order: A fingerprint of the stream's first items; None if unknown.
         samples: Fingerprints of the samples that the dataset holds, as far as they are known.
-        stream: A fingerprint of what tells the loader's stream from others'.
+        stream: A fingerprint of what distinguishes the loader's stream from others.
         seed: The seed that was chosen, if one was.
         base_seed: What the seed follows from if none was chosen.
         generators: The states of the user's generators.
-        meets: Whether the ranks meet in every epoch.
+        synchronises: Whether the ranks synchronise in every epoch.
         ahead: How many batches the loader's workers prefetch.
-        share: This rank's place among those that share.
+        share: Which shard this rank takes.
         made_for: For which rank of how many the loader is sharded already; None if unknown.
     """
 
@@ -50,7 +50,7 @@ class Record:
     seed: int | None
     base_seed: int
     generators: Sequence[torch.Tensor]
-    meets: bool
+    synchronises: bool
     ahead: int
     share: int
     made_for: HeldWorld | None
@@ -61,7 +61,7 @@ class Told:
     """What each rank reports.
 
     Attributes:
-        nest: Which loaders it has, in words.
+        nest: A description of its loaders.
         common: What must be the same on every rank for all of its loaders, by name.
         records: One for each loader.
     """
@@ -92,7 +92,7 @@ _OfOneLoader: TypeAlias = Mapping[int, Record]
 
 
 def judge(told: Mapping[int, Told]) -> dict[int, tuple[Verdict, ...]]:
-    """Compare the ranks' loaders, each with its like on the other ranks, and conclude what holds on all.
+    """Compare the ranks' loaders, and decide for each what is used on all ranks.
 
     Raises:
         RankMismatchError: They differ. No seed counts as given then.
@@ -115,7 +115,7 @@ def _place(records: _OfOneLoader) -> str:
 
 
 def _facts(said: Told) -> dict[str, object]:
-    """Return all that must be the same on every rank, by names that say which loader it is about."""
+    """Return everything that must be the same on every rank, by names that include the loader's."""
     facts = {
         f"{record.place} {name}".strip(): value for record in said.records for name, value in record.compared.items()
     }
@@ -123,11 +123,11 @@ def _facts(said: Told) -> dict[str, object]:
 
 
 def _require_alike(records: _OfOneLoader) -> None:
-    """Raise RankMismatchError where what shards a loader, or what its workers do, would not go together."""
+    """Raise RankMismatchError if the ranks' loaders are sharded in ways that do not fit, or prefetch differently."""
     held = {rank: (record.share, record.made_for) for rank, record in records.items() if record.made_for is not None}
     if len(held) == len(records):
         require_all_shares(AGREEING, held)
-    if _differing_orders(records) or any(record.meets for record in records.values()):
+    if _differing_orders(records) or any(record.synchronises for record in records.values()):
         require_same(AGREEING, {rank: {"batches fetched ahead": record.ahead} for rank, record in records.items()})
 
 

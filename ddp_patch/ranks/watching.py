@@ -1,4 +1,4 @@
-"""Watch that the ranks' passes over a loader do not contradict each other: always on, and without waiting."""
+"""Compare the ranks' passes over a loader: always on, and without waiting."""
 
 from collections.abc import Callable, Mapping
 from threading import get_ident
@@ -11,8 +11,8 @@ from ddp_patch.ranks.notices import Notices, Peers
 
 __all__ = ["Watch"]
 
-# So many comparisons are made whenever they are due, which finds early mistakes at once. Later ones may take one part
-# in so many of the time: of epochs of a few steps, each would have several.
+# The first comparisons, this many, are made whenever they are due, to find early mistakes at once. All later ones may
+# take one part in this many of the time: short epochs would have several each.
 _FREE = 100
 _TIMES_THEIR_COST = 200
 
@@ -21,7 +21,7 @@ class Watch:
     """Compares this rank's passes over one loader with the other ranks'.
 
     Args:
-        peers: Who they are; None where there are none.
+        peers: Who they are; None if there are none.
         name: What errors call the loader.
         keeps: Whether one rank's share may have an item more than another's.
 
@@ -57,11 +57,11 @@ class Watch:
         return self._notices is not None
 
     def choose(self) -> None:
-        """Note that the user chose the epoch that comes next."""
+        """Record that the user chose the epoch that comes next."""
         self._history.choose()
 
     def begin(self, epoch: int, standing: Callable[[], Standing]) -> None:
-        """Note that a pass begins, and compare.
+        """Record that a pass begins, and compare.
 
         Args:
             epoch: The epoch that it is over.
@@ -76,11 +76,11 @@ class Watch:
             self.compare(epoch)
 
     def compare(self, epoch: int) -> None:
-        """Tell the others how far this rank has come, in the pass over ``epoch`` and before, and compare with them.
+        """Report to the others how far this rank has come, in this pass and before, and compare with them.
 
         Raises:
-            RankMismatchError: A rank left an epoch of which another took more, and went on to a later one; or too many
-                ranks take one share; or they read in different orders.
+            RankMismatchError: A rank left an epoch of which another took more, and continued with a later one; or too
+                many ranks take the same share; or they read in different orders.
         """
         if self._peers is None or self._is_too_soon():
             return
@@ -117,9 +117,9 @@ class Watch:
         return RankMismatchError(
             f"Iterating the {self._name} that was patched as number {peers.number}: the ranks make different passes, "
             f"so samples would be lost. {ranks_text(behind).capitalize()} took {self._told(first.items)} of epoch "
-            f"{first.epoch} and went on to epoch {first.following}; {ranks_text(further)} took more of epoch "
-            f"{first.epoch}. One rank alone has iterated the loader, as 'if rank == 0: next(iter(loader))' does, or "
-            "has set another epoch. Look at a batch on every rank alike, or iterate the unpatched loader, or call "
+            f"{first.epoch} and then began epoch {first.following}; {ranks_text(further)} took more of epoch "
+            f"{first.epoch}. Only one rank has iterated the loader, as 'if rank == 0: next(iter(loader))' does, or has "
+            "set another epoch. Look at a batch on every rank, or iterate the unpatched loader, or call "
             "loader.set_epoch(N) with the same N on every rank before the epoch."
         )
 

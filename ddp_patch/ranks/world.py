@@ -67,13 +67,13 @@ def find_world(
     device_mesh: DeviceMesh | None = None,
     data_parallel_dimensions: Sequence[str] | None = None,
 ) -> World | None:
-    """Return the world asked for, or the process group's, or None if there is only one process.
+    """Return the world that was asked for, or that of the process group, or None if there is only one process.
 
     Args:
         rank: This rank, in an explicit world.
         num_replicas: The number of ranks of an explicit world.
-        process_group: The group whose ranks share.
-        device_mesh: A mesh whose data-parallel dimensions share; ranks that differ only in others get the same data.
+        process_group: The group whose ranks shard the data.
+        device_mesh: A mesh whose data-parallel dimensions shard; ranks that differ only in others get the same data.
         data_parallel_dimensions: The names of those dimensions; default: those among ``DATA_PARALLEL_DIMENSIONS``.
 
     Raises:
@@ -86,8 +86,8 @@ def find_world(
     given = [name for name, is_given in ways.items() if is_given]
     if len(given) > 1:
         raise InvalidOptionError(
-            f"The world was given in {len(given)} ways, by {' and '.join(given)}, which may contradict each other. "
-            "Pass one of them."
+            f"The ranks were given in {len(given)} ways, by {' and '.join(given)}, which may contradict each other. "
+            "Pass only one of them."
         )
     if data_parallel_dimensions is not None and device_mesh is None:
         raise InvalidOptionError(
@@ -122,7 +122,7 @@ def _group_world(group: dist.ProcessGroup | None) -> World:
     if rank < 0:
         raise WorldError(
             f"This process (global rank {dist.get_rank()} of {dist.get_world_size()}) is not in the given "
-            "process_group, so it has no share. Call this only on the group's ranks, or pass the group that "
+            "process_group, so it has no shard. Call this only on the group's ranks, or pass the group that "
             "this rank belongs to."
         )
     known = dist.group.WORLD if group is None else group  # torch 2.4 knows None here as no group
@@ -131,11 +131,11 @@ def _group_world(group: dist.ProcessGroup | None) -> World:
 
 
 def _require_group(group: object) -> None:
-    # What new_group() returns on the ranks that it leaves out is no group.
+    # What new_group() returns on the ranks that it leaves out is not a group.
     if not (isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
         raise InvalidOptionError(
-            f"process_group={group!r} is a {type(group).__name__}, not a torch.distributed.ProcessGroup, so it names "
-            "no ranks. Pass what torch.distributed.new_group() returned, or leave it out to share among all ranks."
+            f"process_group={group!r} is a {type(group).__name__}, not a torch.distributed.ProcessGroup. Pass what "
+            "torch.distributed.new_group() returned, or leave it out to shard over all ranks."
         )
     if not dist.is_initialized():
         raise WorldError(
@@ -147,14 +147,14 @@ def _require_group(group: object) -> None:
 def _require_mesh(mesh: object, dimensions: object) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise InvalidOptionError(
-            f"device_mesh={mesh!r} is a {type(mesh).__name__}, not a torch.distributed.device_mesh.DeviceMesh, so it "
-            "names no ranks. Pass what init_device_mesh() returned."
+            f"device_mesh={mesh!r} is a {type(mesh).__name__}, not a torch.distributed.device_mesh.DeviceMesh. Pass "
+            "what init_device_mesh() returned."
         )
     is_listed = isinstance(dimensions, Iterable) and not isinstance(dimensions, str)
     if dimensions is not None and not is_listed:
         raise InvalidOptionError(
-            f"data_parallel_dimensions={dimensions!r} is a {type(dimensions).__name__}, and there may be several. Pass "
-            "a list of the names of the mesh's dimensions, such as data_parallel_dimensions=['dp']."
+            f"data_parallel_dimensions={dimensions!r} is a {type(dimensions).__name__}, not a list. Pass a list of the "
+            "names of the mesh's dimensions, such as data_parallel_dimensions=['dp']."
         )
 
 
@@ -176,7 +176,7 @@ def _mesh_world(mesh: DeviceMesh, dimensions: Sequence[str] | None) -> World:
     if mesh.get_coordinate() is None:
         raise WorldError(
             f"This process (global rank {dist.get_rank()} of {dist.get_world_size()}) is not in the given device_mesh, "
-            "so it has no share. Call this only on the mesh's ranks."
+            "so it has no shard. Call this only on the mesh's ranks."
         )
     # Move the dimensions that split the data to the front: then each row lists the ranks of one share.
     first = sorted(range(len(names)), key=lambda dimension: names[dimension] not in chosen)

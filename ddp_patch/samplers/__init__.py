@@ -1,8 +1,8 @@
-"""Samplers that many trainings need, and that a plain ``DistributedSampler`` would replace.
+"""Ready-made samplers for common cases, which ``patch_dataloader_to_ddp`` keeps intact.
 
-They know nothing of ranks: ``patch_dataloader_to_ddp`` shares what they yield. With ``seed``, an epoch's order follows
-from the seed and the epoch, and each rank looks up its share. Without it, a pass draws one number from ``generator``,
-or from torch's global generator, and its order follows from that number.
+Write them as for one process: the patch shards what they yield. With ``seed``, an epoch's order follows from the seed
+and the epoch, and each rank looks up its share. Without ``seed``, a pass draws one number from ``generator``, or from
+torch's global generator, and its order follows from that number.
 """
 
 from ddp_patch.samplers.aspect_ratios import aspect_ratio_groups

@@ -59,7 +59,7 @@ class Batches:
 
 
 def cut(sizes: npt.NDArray[np.int64], batch_sizes: npt.NDArray[np.int64] | int) -> Runs:
-    """Cut groups that stand one behind the other into batches; a group's last batch holds what is left.
+    """Cut consecutive groups into batches; a group's last batch holds what is left.
 
     Args:
         sizes: How many samples each group has.

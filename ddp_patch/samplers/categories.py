@@ -38,10 +38,10 @@ def categories_of(
     if categories is None or most is None:
         given, lacking = ("max_categories", "categories") if categories is None else ("categories", "max_categories")
         raise SamplerError(
-            f"{given} was given without {lacking}: it takes both to limit the categories in a batch. Pass "
+            f"{given} was given without {lacking}: limiting the categories in a batch needs both. Pass "
             f"{lacking} too, or neither."
         )
-    most = whole("max_categories", most, 1, "a batch has at most so many categories")
+    most = whole("max_categories", most, 1, "it limits the categories in a batch")
     found = Classes.of("categories", categories)
     category_of = _by_label(labels, found)
     if len(found.labels) <= most:
@@ -64,7 +64,7 @@ def _by_label(labels: Classes, categories: Classes) -> npt.NDArray[np.integer]:
         first, second = categories.codes[odd[0]], category_of[label]
         raise SamplerError(
             f"The label {labels.labels[label]!r} is in the categories {categories.labels[first]!r} and "
-            f"{categories.labels[second]!r}: a label belongs to one. Pass labels that are told apart by their "
+            f"{categories.labels[second]!r}: a label belongs to one. Pass labels that differ by their "
             "category, say pairs of both."
         )
     return category_of
@@ -72,7 +72,7 @@ def _by_label(labels: Classes, categories: Classes) -> npt.NDArray[np.integer]:
 
 def _require_large(categories: Classes, category_of: npt.NDArray[np.integer], most: int, p: int) -> None:
     """Raise SamplerError if a category is too small to keep batches within ``most`` categories."""
-    # Labels stand in a row, category by category. p neighbours may begin and end in the middle of a category, but must
+    # Labels are in a row, category by category. p neighbours may begin and end in the middle of a category, but must
     # hold the categories between these whole.
     least = p if most == 1 else -(-(p - 1) // (most - 1))
     sizes = np.bincount(category_of)

@@ -17,7 +17,7 @@ Integers: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
 
 
 def whole(name: str, value: object, least: int, reason: str, bits: int | None = None) -> int:
-    """Return a whole number as an int, or raise SamplerError if it is none or too small or large.
+    """Return a whole number as an int, or raise SamplerError if it is something else, too small or too large.
 
     Args:
         name: The argument's name.
@@ -30,7 +30,7 @@ def whole(name: str, value: object, least: int, reason: str, bits: int | None = 
         SamplerError: The value is not such a number.
 
     Examples:
-        >>> whole("batch_size", np.int32(8), 1, "a batch has so many samples")
+        >>> whole("batch_size", np.int32(8), 1, "it is the number of samples in a batch")
         8
     """
     is_whole = isinstance(value, SupportsIndex) and not isinstance(value, bool | np.bool_)
@@ -67,8 +67,8 @@ def sequence(name: str, values: Any, reason: str) -> npt.NDArray[Any] | list[Any
         return values
     if isinstance(values, Mapping | Set) or not isinstance(values, Iterable):
         raise SamplerError(
-            f"{name}={values!r} is no sequence (type {type(values).__name__}): {reason}. Pass a list, array or tensor "
-            "with one for each sample."
+            f"{name}={values!r} is not a sequence (type {type(values).__name__}): {reason}. Pass a list, array or "
+            "tensor with one for each sample."
         )
     return list(values)
 
@@ -149,7 +149,7 @@ def randomness(seed: object, generator: torch.Generator | None) -> int | None:
         )
     if generator is not None and not isinstance(cast(object, generator), torch.Generator):
         raise SamplerError(
-            f"generator={generator!r} is none (type {type(generator).__name__}), and orders are drawn as torch's "
-            "samplers draw them. Pass a torch.Generator."
+            f"generator={generator!r} is not a generator (type {type(generator).__name__}), and orders are drawn as "
+            "torch's samplers draw them. Pass a torch.Generator."
         )
     return None if seed is None else whole("seed", seed, 0, "every epoch's order is derived from it")

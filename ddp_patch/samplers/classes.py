@@ -128,7 +128,7 @@ def _numbered(name: str, labels: list[Any]) -> tuple[list[Hashable], npt.NDArray
         except TypeError as error:
             raise SamplerError(
                 f"{name}[{index}]={label!r} is a {type(label).__name__}, which is not hashable, so samples cannot be "
-                "told apart by it. Pass labels that are, say tuples for lists."
+                "grouped by it. Pass hashable labels, such as tuples instead of lists."
             ) from error
     codes = np.fromiter((numbers[label] for label in labels), np.int64, len(labels))
     try:

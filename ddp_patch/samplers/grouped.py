@@ -30,10 +30,10 @@ __all__ = ["GroupedBatchSampler"]
 
 
 class GroupedBatchSampler(ResumableSampler[list[int]]):
-    """Batches samples of one group each, and keeps the wrapped sampler's order as far as that goes.
+    """Make batches of one group each, from a sampler whose order is kept.
 
     The samples of a group stay in the sampler's order, and the batches come in the order of their first samples. Every
-    epoch of the sampler is drawn as a whole.
+    epoch of the sampler is drawn at once.
 
     If the sampler's epochs have different indices, as with replacement, the number of batches differs between epochs.
     ``len()`` is then that of the running pass or, between passes, of the next one, which a copy of the sampler draws.
@@ -65,7 +65,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
     def __init__(self, sampler: Iterable[int], group_ids: Labels, batch_size: int, drop_uneven: bool = False) -> None:
         self.sampler = sampler
         self._groups = Classes.of("group_ids", group_ids)
-        self.batch_size: int = whole("batch_size", batch_size, 1, "a batch has so many samples")
+        self.batch_size: int = whole("batch_size", batch_size, 1, "it is the number of samples in a batch")
         self.drop_uneven: bool = flag("drop_uneven", drop_uneven, "batches with fewer samples are left out or come")
         _require_groups_for_all(sampler, len(self._groups.codes))
         self._length = 0  # of the latest pass
@@ -129,8 +129,8 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         """
         if self._keyed is None:
             raise SamplerError(
-                f"GroupedBatchSampler.items_at() was called over a {type(self.sampler).__name__}, which is iterated "
-                "and not looked up. Give it a sampler of ddp_patch.samplers with seed=, or iterate it."
+                f"GroupedBatchSampler.items_at() was called over a {type(self.sampler).__name__}, which can only be "
+                "iterated. Give it a sampler of ddp_patch.samplers with seed=, or iterate it."
             )
         return self._epoch(self._keyed, epoch)(positions)
 
@@ -165,16 +165,16 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         return np.take(groups, indices)
 
     def _cut(self, group_of: npt.NDArray[np.integer[Any]]) -> Runs:
-        """Return where the batches begin and end once the samples stand group by group."""
+        """Return where the batches begin and end once the samples are grouped."""
         runs = cut(np.bincount(group_of, minlength=len(self._groups.labels)), self.batch_size)
         return runs.at(runs.stops - runs.starts == self.batch_size) if self.drop_uneven else runs
 
     def _state(self, *, in_pass: bool) -> dict[str, Any]:
         if in_pass and self._begun is None:
             raise SamplerError(
-                f"GroupedBatchSampler.state_dict() was called in the middle of a pass which its "
-                f"{type(self.sampler).__name__} drew from the global generators, so from no state could it be drawn "
-                "again. Give that sampler generator=, wrap one of ddp_patch.samplers, or ask between two passes."
+                f"GroupedBatchSampler.state_dict() was called in the middle of a pass that its "
+                f"{type(self.sampler).__name__} drew from the global generators, which no state can restore. Give that "
+                "sampler generator=, wrap one of ddp_patch.samplers, or ask between two passes."
             )
         if in_pass and self._begun is not None:
             return self._begun
@@ -193,9 +193,9 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         is_alike = (state["sampler"] is None) == (here["sampler"] is None)
         if not is_alike or len(state["generators"]) != len(here["generators"]):
             raise SamplerError(
-                "GroupedBatchSampler.load_state_dict() was given a state over another kind of sampler than its "
-                f"{type(self.sampler).__name__}: one has a state_dict(), or a generator, and the other not. Wrap a "
-                "sampler of the kind that was saved."
+                "GroupedBatchSampler.load_state_dict() was given the state of another kind of sampler than its "
+                f"{type(self.sampler).__name__}: one has a state_dict(), or a generator, and the other does not. Wrap "
+                "a sampler of the kind that was saved."
             )
 
     def _load_state(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""As many batches as a training has iterations."""
+"""A batch sampler for a training of a fixed number of iterations."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
@@ -14,10 +14,10 @@ __all__ = ["IterationBatchSampler"]
 
 
 class IterationBatchSampler(CountingSampler[list[int]]):
-    """Yields as many batches as a training has iterations, from one epoch of a batch sampler after the other.
+    """Yield a fixed number of batches, from as many epochs of a batch sampler as that takes.
 
-    Before each epoch, the wrapped samplers that have a ``set_epoch`` get the epoch's number. A training that stopped
-    resumes at the batch that would have come next. If the wrapped batch sampler can be looked up, as those of
+    Before each epoch, the wrapped samplers that have a ``set_epoch`` get the epoch's number. A stopped training resumes
+    at the batch that would have come next. If the wrapped batch sampler can be looked up, as those of
     ``ddp_patch.samplers`` with a seed can, the epochs before are skipped. Otherwise they are drawn again, so the
     generators they are drawn from must be in the states in which the training began.
 
@@ -52,7 +52,7 @@ class IterationBatchSampler(CountingSampler[list[int]]):
     def __init__(self, batch_sampler: Iterable[list[int]], num_iterations: int, start_iteration: int = 0) -> None:
         super().__init__()
         self.batch_sampler = batch_sampler
-        self.num_iterations: int = whole("num_iterations", num_iterations, 1, "a training has so many")
+        self.num_iterations: int = whole("num_iterations", num_iterations, 1, "a training needs at least one")
         self.start_iteration: int = whole("start_iteration", start_iteration, 0, "the training begins there")
         if self.start_iteration > self.num_iterations:
             raise SamplerError(

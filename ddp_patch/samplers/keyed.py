@@ -1,4 +1,4 @@
-"""Samplers whose every epoch follows from one key: of a seed and the epoch, or of a number that the pass draws."""
+"""Samplers whose epochs follow from a key: the seed and the epoch, or a number that the pass draws."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -104,8 +104,8 @@ class KeyedSampler(CountingSampler[T]):
         """
         if self.seed is None:
             raise SamplerError(
-                f"{type(self).__name__}.items_at() was called without a seed: epoch {epoch} then follows from what the "
-                "generators draw, and not from its number. Pass seed=, or iterate the sampler."
+                f"{type(self).__name__}.items_at() was called without a seed: the order of epoch {epoch} then follows "
+                "from what generators draw, not from its number. Pass seed=, or iterate the sampler."
             )
         return self._epoch(self.seed, epoch)(positions)
 
@@ -150,7 +150,7 @@ class KeyedSampler(CountingSampler[T]):
         if state["seed"] != self.seed:
             raise SamplerError(
                 f"{type(self).__name__}.load_state_dict() was given a state of seed={state['seed']!r} and has "
-                f"seed={self.seed!r}: the order is another. Make the sampler with the seed of the one that was saved."
+                f"seed={self.seed!r}, so the order differs. Make the sampler with the seed of the one that was saved."
             )
 
     def _load_state(self, state: Mapping[str, Any]) -> None:

@@ -19,12 +19,12 @@ __all__ = ["LengthBucketBatchSampler"]
 
 
 class LengthBucketBatchSampler(KeyedSampler[list[int]]):
-    """Batches shuffled samples of similar length, by a token budget or a fixed batch size.
+    """Make shuffled batches of samples of similar length, by a token budget or a fixed batch size.
 
-    Samples are sorted into buckets, from the longest on. The shortest sample of a bucket is at most ``max_padding``
-    shorter than the longest, so this is the largest part of a batch that can be padding. A batch comes from one bucket,
-    and its padded tokens (samples times the longest) are at most ``max_tokens``. A bucket's last batch holds what is
-    left. Every epoch shuffles the samples of each bucket, and the batches; the number of batches stays the same.
+    Samples are sorted into buckets by length. In a bucket, no sample is more than ``max_padding`` shorter than the
+    longest, so at most this part of a batch is padding. Each batch comes from one bucket, and its padded tokens
+    (samples times the longest) are at most ``max_tokens``. A bucket's last batch has the rest. Every epoch shuffles the
+    samples of each bucket, and the batches; the number of batches stays the same.
 
     Args:
         lengths: Each sample's length, in tokens: a list, array or tensor.
@@ -59,11 +59,11 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
         found = integers("lengths", lengths, 1, "batches are made by how many tokens a sample has")
         if (max_tokens is None) == (batch_size is None):
             raise SamplerError(
-                f"max_tokens={max_tokens!r} and batch_size={batch_size!r}: either says how large a batch is. Pass one "
+                f"max_tokens={max_tokens!r} and batch_size={batch_size!r}: each says how large a batch is. Pass one "
                 "of them."
             )
-        self.max_tokens: int | None = _at_least_one("max_tokens", max_tokens, "a batch has at most so many")
-        self.batch_size: int | None = _at_least_one("batch_size", batch_size, "a batch has so many samples")
+        self.max_tokens: int | None = _at_least_one("max_tokens", max_tokens, "it limits the padded tokens in a batch")
+        self.batch_size: int | None = _at_least_one("batch_size", batch_size, "it is the number of samples in a batch")
         if self.max_tokens is not None and (longest := int(found.max())) > self.max_tokens:
             raise SamplerError(
                 f"lengths[{found.argmax()}]={longest} is longer than max_tokens={self.max_tokens}, so no batch can "

@@ -1,4 +1,4 @@
-"""Passes that can be stopped and resumed: what every sampler here is built on."""
+"""Passes that can be stopped and resumed: the base of every sampler here."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -67,7 +67,7 @@ class ResumableSampler(Sampler[T]):
         self._progress, self._skip = None, self._first
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the latest pass stands, as plain values.
+        """Return the position of the latest pass, as plain values.
 
         The state counts the items taken from this sampler, and a ``DataLoader`` with workers takes them ahead of the
         training. In a patched loader, save the state of that loader's own sampler instead.
@@ -85,7 +85,7 @@ class ResumableSampler(Sampler[T]):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume, in the next pass, where a sampler with the same arguments was saved.
+        """Make the next pass resume where a sampler with the same arguments was saved.
 
         ``len()`` stays the length of a whole pass.
 
@@ -121,7 +121,7 @@ class CountingSampler(ResumableSampler[T]):
 
     @property
     def epoch(self) -> int:
-        """The epoch being drawn, or before the first pass the one that will be."""
+        """The current epoch; before the first pass, the next one."""
         return self.epochs.current
 
     def set_epoch(self, epoch: int) -> None:

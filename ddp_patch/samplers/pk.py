@@ -23,12 +23,12 @@ _MOST_COMPARED = 256
 
 
 class PKBatchSampler(KeyedSampler[list[int]]):
-    """Batches p labels with k instances each, as metric learning needs them to find positives and negatives.
+    """Make batches of p labels with k instances each, as metric learning needs them to find positives and negatives.
 
     Every label comes once in an epoch. If p does not divide the number of labels, the last batch is filled up with
     labels that have come before. With ``num_batches``, labels come round after round, in a new order each time, and
-    each as often as the others or once more. Instances are chosen uniformly, and anew for each batch, in which none
-    comes twice. If a label has fewer than k, each comes as often as the others or once more.
+    each as often as the others or once more. Instances are chosen uniformly for each batch, and none comes twice in it.
+    If a label has fewer than k, each comes as often as the others or once more.
 
     With categories, the labels of a category come together. A batch then has few categories, and negatives that are
     hard to tell from positives. Batches that are filled up then end each round, not only the last one.
@@ -76,18 +76,18 @@ class PKBatchSampler(KeyedSampler[list[int]]):
     ) -> None:
         super().__init__(seed, generator)
         self._classes = Classes.of("labels", labels)
-        self.p: int = whole("p", p, 1, "a batch has so many labels")
-        self.k: int = whole("k", k, 1, "a batch has so many instances of each label")
+        self.p: int = whole("p", p, 1, "it is the number of labels in a batch")
+        self.k: int = whole("k", k, 1, "it is the number of instances of each label in a batch")
         if self.p > len(self._classes.labels):
             raise SamplerError(
-                f"p={p} labels were asked for in a batch, and there are {len(self._classes.labels)}: no batch could be "
-                f"made. Pass p of at most {len(self._classes.labels)}."
+                f"p={p} asks for more labels in a batch than the {len(self._classes.labels)} that there are. Pass p of "
+                f"at most {len(self._classes.labels)}."
             )
         self.batch_size: int = self.p * self.k
         self._category_of = categories_of(self._classes, categories, max_categories, self.p)
         self._is_one_category = self._category_of is not None and max_categories == 1  # in each batch
         given = self._in_round if num_batches is None else num_batches
-        self.num_batches: int = whole("num_batches", given, 1, "an epoch has so many", bits=63)
+        self.num_batches: int = whole("num_batches", given, 1, "it is the number of batches in an epoch", bits=63)
 
     def __len__(self) -> int:
         return self.num_batches
@@ -135,10 +135,10 @@ def _rounds(rng: np.random.Generator, labels: int, places: int, p: int) -> npt.N
         return np.resize(rng.permutation(labels), places)  # resize() begins again where the round ends
     number = -(-places // labels)
     rounds = rng.permuted(np.tile(np.arange(labels, dtype=smallest(labels)), (number, 1)), axis=1)
-    period = p // gcd(labels, p)  # after so many rounds, one begins where a batch does
+    period = p // gcd(labels, p)  # after this many rounds, one begins where a batch does
     if period > 1:
-        # Elsewhere it begins in a batch that holds the last labels of the round before. So let a row be places in the
-        # row before, and let the first ones that are not among the last there come first.
+        # Elsewhere it begins in a batch with the last labels of the round before. So let a row be indices into the row
+        # before, and let the first ones that are not among the last there come first.
         held = (np.arange(number) * labels % p)[:, None]
         is_new = rounds < labels - held
         comes_first = is_new & (np.cumsum(is_new, axis=1) <= p - held)
@@ -174,7 +174,7 @@ def _instances(rng: np.random.Generator, sizes: npt.NDArray[np.int64], k: int) -
 
 def _floyd(rng: np.random.Generator, sizes: npt.NDArray[np.integer], k: int) -> npt.NDArray[np.integer]:
     """Draw a column of instances for each size, by Floyd's algorithm on all columns at once."""
-    # The first `fresh` places of a column are drawn; the others go through the whole range.
+    # The first `fresh` elements of a column are drawn; the others go through the whole range.
     fresh = np.where(sizes < k, k % sizes, k).astype(sizes.dtype)
     picks = np.empty((k, len(sizes)), sizes.dtype)
     few = np.flatnonzero(sizes < k)

@@ -12,7 +12,7 @@ __all__ = ["ScalableRandomSampler"]
 
 
 class ScalableRandomSampler(KeyedSampler[int]):
-    """Shuffles ``range(n)`` in constant memory, because each item is computed when it is asked for.
+    """Shuffle ``range(n)`` in constant memory: each item is computed when it is needed.
 
     Args:
         n: How many samples there are, from 0 to 2**63 - 1.
@@ -33,7 +33,7 @@ class ScalableRandomSampler(KeyedSampler[int]):
 
     def __init__(self, n: int, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
         super().__init__(seed, generator)
-        self.n: int = whole("n", n, 0, "so many samples are shuffled", bits=63)
+        self.n: int = whole("n", n, 0, "it is the number of samples to shuffle", bits=63)
 
     def __len__(self) -> int:
         return self.n

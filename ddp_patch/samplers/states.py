@@ -19,7 +19,7 @@ class Stateful(Protocol):
         """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Resume from a saved state."""
 
 
 def named_state(sampler: object, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,19 +38,19 @@ def check_names(sampler: object, state: Mapping[str, Any], names: set[str]) -> N
     if not isinstance(state, Mapping) or state.get("kind") != name:
         kind = state.get("kind", "nothing named") if isinstance(state, Mapping) else f"a {type(state).__name__}"
         raise SamplerError(
-            f"{name}.load_state_dict() was given the state of {kind}: each kind of sampler stands somewhere else. Pass "
-            f"what the state_dict() of a {name} returned."
+            f"{name}.load_state_dict() was given the state of {kind}, which another kind of sampler saved. Pass what "
+            f"the state_dict() of a {name} returned."
         )
     if state.get("version") != _VERSION:
         raise SamplerError(
-            f"{name}.load_state_dict() was given version {state.get('version')!r} and reads {_VERSION}: what an epoch "
-            "holds may differ. Go on with the version of ddp_patch that saved it, or begin an epoch anew."
+            f"{name}.load_state_dict() was given version {state.get('version')!r} and reads {_VERSION}: the order of "
+            "an epoch may differ. Use the version of ddp_patch that saved it, or begin the epoch again."
         )
     if differing := sorted(names ^ state.keys()):
         raise SamplerError(
             f"{name}.load_state_dict() was given {sorted(state)} and needs {sorted(names)}: "
-            f"{', '.join(differing)} is in one of them alone, as where one sampler was given generator= and the other "
-            "not. Make the sampler with the arguments of the one that was saved."
+            f"{', '.join(differing)} is in only one of them, as when one sampler was given generator= and the other "
+            "was not. Make the sampler with the arguments of the one that was saved."
         )
 
 
@@ -60,6 +60,6 @@ def check_number(sampler: object, name: str, value: object, least: int, most: in
     if not (is_whole and least <= value and (most is None or value <= most)):  # type: ignore[operator]  # a whole one
         bounds = f"at least {least}" if most is None else f"{least} to {most}"
         raise SamplerError(
-            f"{type(sampler).__name__} cannot go on from a state with {name}={value!r}: here that is a whole number of "
+            f"{type(sampler).__name__} cannot resume from a state with {name}={value!r}: it must be a whole number, "
             f"{bounds}. Pass what the state_dict() of a sampler with the same arguments returned."
         )

@@ -21,12 +21,12 @@ __all__ = ["WeightedClassSampler"]
 
 
 class WeightedClassSampler(KeyedSampler[int]):
-    """Draws indices with an exact proportion for each class, and uniformly within a class.
+    """Draw indices with an exact proportion for each class, and uniformly within a class.
 
     A class of weight w gets ``length * w / sum(weights)`` draws. These numbers are rounded, each by less than one, so
     that they sum to ``length``. If a class has enough samples, none comes twice. Otherwise each comes as often as the
-    others or once more, and chance decides which. ``WeightedRandomSampler`` draws each index anew: when it draws from a
-    class as often as the class has samples, it leaves out 37 % of them on average.
+    others or once more, and chance decides which. ``WeightedRandomSampler`` draws each index independently: if it draws
+    from a class as often as the class has samples, it leaves out 37 % of them on average.
 
     Args:
         labels: Each sample's label, of any hashable type: a list, array or tensor.
@@ -62,7 +62,7 @@ class WeightedClassSampler(KeyedSampler[int]):
     ) -> None:
         super().__init__(seed, generator)
         self._classes = Classes.of("labels", labels)
-        self._length = whole("length", length, 1, "so many indices are drawn in an epoch")
+        self._length = whole("length", length, 1, "it is the number of indices in an epoch")
         self._counts = _largest_remainder(_checked(weights, self._classes.labels), self._length)
 
     @classmethod
@@ -75,7 +75,7 @@ class WeightedClassSampler(KeyedSampler[int]):
             >>> WeightedClassSampler.n_per_class(["cat", "cat", "dog"], n=5).counts
             {'cat': 5, 'dog': 5}
         """
-        n = whole("n", n, 1, "so many indices of every class are drawn in an epoch")
+        n = whole("n", n, 1, "it is the number of indices of every class in an epoch")
         return cls._alike(Classes.of("labels", labels), n, seed, generator)
 
     @classmethod
@@ -139,21 +139,20 @@ def _checked(weights: Any, labels: list[Hashable]) -> list[Fraction]:
     by_label = _by_label(weights)
     if lacking := [label for label in labels if label not in by_label]:
         raise SamplerError(
-            f"weights has none for the label {lacking[0]!r}: how often that is to be drawn is unclear. Give every "
-            "label a weight; with 0 it is not drawn."
+            f"weights has none for the label {lacking[0]!r}, so it is unclear how often to draw it. Give every label a "
+            "weight; with 0 it is not drawn."
         )
     known = set(labels)
     if unknown := [label for label in by_label if label not in known]:
         raise SamplerError(
-            f"weights has one for {unknown[0]!r}, which is none of the labels, so there is nothing to draw for it. "
+            f"weights has one for {unknown[0]!r}, which is not one of the labels, so there is nothing to draw for it. "
             "Leave it out; a sequence of weights is for the labels 0, 1, 2 and so on."
         )
     exact = {label: _exact(weight) for label, weight in by_label.items()}
     for label, weight in by_label.items():
         if exact[label] is None:
             raise SamplerError(
-                f"weights[{label!r}]={weight!r} is not a finite number of at least 0, and proportions are made of "
-                "these. Pass one."
+                f"weights[{label!r}]={weight!r} is not a finite number of at least 0, as proportions need. Pass one."
             )
     if not any(exact.values()):
         raise SamplerError(

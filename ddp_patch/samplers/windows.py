@@ -19,11 +19,11 @@ __all__ = ["WindowDataset", "WindowSampler"]
 
 
 class WindowSampler(KeyedSampler[int]):
-    """Yields the starts of windows over a time series, from another random offset in each epoch.
+    """Yield the starts of windows over a time series, with another random offset in each epoch.
 
     Windows follow each other at ``stride`` and wrap round at the end of the series. With the default stride an epoch
     sees every point once, and a few points twice if the window does not divide the series. Every point is equally
-    likely to be one of these, and to stand anywhere in its window.
+    likely to be one of these, and to be anywhere in its window.
 
     Args:
         size: How many points the series has, less than 2**62.
@@ -56,7 +56,7 @@ class WindowSampler(KeyedSampler[int]):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(seed, generator)
-        self.size: int = whole("size", size, 1, "the series has so many points", bits=62)
+        self.size: int = whole("size", size, 1, "it is the number of points in the series", bits=62)
         self.window: int = _of_at_most("window", window, self.size, "would hold points twice")
         step = self.window if stride is None else stride
         self.stride: int = _of_at_most("stride", step, self.size, "would leave the series behind")
@@ -77,7 +77,7 @@ class WindowSampler(KeyedSampler[int]):
 
 
 class WindowDataset(Dataset[Any]):
-    """Returns the window of a time series that begins at an index, and wraps round at the end.
+    """A dataset of windows: an index gives the window that begins there, and wraps round at the end.
 
     A window that does not wrap is a slice of the data, and a view without a copy if the data is an array or a tensor. A
     window that wraps has the same type. The windows of a ``range`` are lists.
@@ -87,7 +87,7 @@ class WindowDataset(Dataset[Any]):
         window: How many points a window has.
 
     Raises:
-        SamplerError: ``window`` is no whole number from 1 to ``len(data)``.
+        SamplerError: ``window`` is not a whole number from 1 to ``len(data)``.
 
     Examples:
         >>> windows = WindowDataset(torch.arange(1, 11), window=3)
@@ -105,8 +105,8 @@ class WindowDataset(Dataset[Any]):
     def __getitem__(self, start: int) -> Any:
         if not 0 <= start < len(self.data):
             raise IndexError(
-                f"window {start} begins outside of the series, whose {len(self.data)} points count from 0. Take starts "
-                f"from WindowSampler(size={len(self.data)}, window={self.window})."
+                f"window {start} begins outside of the series, whose {len(self.data)} points count from 0. Take "
+                f"indices from WindowSampler(size={len(self.data)}, window={self.window})."
             )
         stop = start + self.window
         if stop <= len(self.data):

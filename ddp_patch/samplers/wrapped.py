@@ -65,7 +65,7 @@ def indices_of(sampler: object, drawn: Iterable[Any]) -> npt.NDArray[np.integer[
         return np.fromiter(map(operator.index, found), np.int64, len(found))
     except (TypeError, OverflowError) as error:
         raise SamplerError(
-            f"{type(sampler).__name__} gave something else than a whole number ({error}): group_ids is looked "
+            f"{type(sampler).__name__} gave something other than a whole number ({error}): group_ids is looked "
             "up by index. Give GroupedBatchSampler a sampler of indices."
         ) from error
 

@@ -1,4 +1,4 @@
-"""Check that the costs a user gives are those of a loader's items, and that its stream can be dealt by them."""
+"""Check that the user's costs fit a loader, and that its stream can be balanced by them."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from ddp_patch.streams.orders import order_parameters
 
 __all__ = ["costs_compared", "require_costs", "require_one_of_each"]
 
-# For at least so many samples, if there are, ranks compare what a function says that they cost.
+# For at least this many samples, if there are, ranks compare what a function says that they cost.
 _COMPARED = 32
 
 
 def require_costs(facts: LoaderFacts[Any], costs: Costs) -> None:
-    """Refuse costs that are not those of a loader's items, and a loader whose stream cannot be dealt.
+    """Refuse costs that do not fit the loader's items, and a loader whose stream cannot be balanced.
 
     Raises:
         InvalidOptionError: They are not, or it cannot.
@@ -24,25 +24,25 @@ def require_costs(facts: LoaderFacts[Any], costs: Costs) -> None:
     name = facts.stream.name
     if facts.level is Level.ITERABLE:
         raise InvalidOptionError(
-            f"cost= cannot hold for an iterable dataset: {name} gives samples, not indices, and a window of them would "
-            "have to be read, and kept, before it is dealt. Leave cost= out, or use a dataset with __getitem__."
+            f"cost= does not work with an iterable dataset: {name} gives samples, not indices, so a whole window of "
+            "them would have to be read and kept. Leave cost= out, or use a dataset with __getitem__."
         )
     if facts.stream.is_one_shot:
         raise InvalidOptionError(
-            f"cost= cannot hold for a loader over a {name}, an iterator that gives its items once: a window is drawn "
+            f"cost= does not work with a {name}, which is an iterator and can be used only once: a window is drawn "
             "ahead, and after a break the rest of it would be lost. Give the loader a sampler that can be iterated "
             "again, such as a list."
         )
     if costs.function is not None and costs.cost_of == "padded" and facts.level is not Level.SAMPLE:
         raise InvalidOptionError(
-            f"cost_of='padded' cannot hold with a function where each item of {name} is shared as a whole: the "
-            "function says what it costs. Leave cost_of out, or pass one number for each index."
+            f"cost_of='padded' does not work with a function if each item of {name} is sharded as a whole: the "
+            "function already says what it costs. Leave cost_of out, or pass one number for each index."
         )
     require_one_of_each(facts, costs)
 
 
 def require_one_of_each(facts: LoaderFacts[Any], costs: Costs) -> None:
-    """Refuse costs that are not as many as the dataset's samples.
+    """Refuse more or fewer costs than the dataset has samples.
 
     Raises:
         InvalidOptionError: They are not.
@@ -56,10 +56,10 @@ def require_one_of_each(facts: LoaderFacts[Any], costs: Costs) -> None:
 
 
 def costs_compared(facts: LoaderFacts[Any], options: Options) -> dict[str, object]:
-    """Return what of a loader's costs must be the same on every rank, by name.
+    """Return what must be the same on every rank about a loader's costs, by name.
 
     Raises:
-        InvalidOptionError: A function gives a cost that is no number of at least 0.
+        InvalidOptionError: A function gives a cost that is not a number of at least 0.
     """
     costs = options.costs
     if costs is None:
@@ -74,7 +74,7 @@ def costs_compared(facts: LoaderFacts[Any], options: Options) -> dict[str, objec
 
 
 def _of_some_samples(facts: LoaderFacts[Any], costs: Costs, *, divides: bool) -> list[float] | None:
-    """Return what the user's function says that some indices cost, or batches of one; None if it takes others."""
+    """Return the costs of some indices, or of batches of one, by the user's function; None if it takes other items."""
     n, source = facts.dataset_length or 0, facts.stream.source
     takes_batches = (facts.level is Level.BATCH or is_torch_batch_sampler(type(source))) and not divides
     some = range(0, n, max(1, n // _COMPARED))

@@ -35,13 +35,13 @@ class Batches(Batching):
         return self.sampler.latest if self.sampler.place is None else None
 
     def _given(self, one: Pass[Any] | None) -> int:
-        """Return how many batches a pass has given; where nobody counts them, those that workers fetched may count."""
+        """Return how many batches a pass has given; if nobody counts them, with those that workers fetched ahead."""
         if one is None:
             return 0
         return self.sampler.given_batches(one, self) if one.handed_out is None else one.handed_out
 
     def handed_out(self, loader: DataLoader[Any]) -> int:
-        """Return how many batches of the latest pass the loader has handed out.
+        """Return how many batches of the latest pass the loader has given.
 
         Raises:
             StateError: Nobody counted them.
@@ -53,7 +53,7 @@ class Batches(Batching):
         if is_counted or not self._given(one):
             return self._given(one)
         raise StateError(
-            f"How many batches of epoch {self.sampler.epoch} the {type(loader).__name__} has handed out is not known: "
+            f"It is not known how many batches of epoch {self.sampler.epoch} the {type(loader).__name__} has given: "
             f"{_why_not_counted(loader)}. Pass how many the training loop has finished: batches_done=step + 1 inside "
             "enumerate(loader)."
         )
@@ -80,9 +80,9 @@ class Batches(Batching):
             )
         if one is None:
             return sampler.state_dict()
-        is_over = one.is_exhausted and batches == given  # as a rank of fewer batches than others alone can know
+        is_over = one.is_exhausted and batches == given  # only a rank with fewer batches than others can know
         if is_over or batches == self._most(one, batches, as_found):
-            # This is the last batch. If more was given than it holds, the length is wrong.
+            # This is the last batch. If more were given, the length is wrong.
             taken = one.skip + batches * self.size
             unused = (self.size - 1 if self.drop_last else 0) - sampler.given_after(one, taken)
             if unused >= 0 and one.ends_within(unused):
@@ -98,9 +98,9 @@ class Batches(Batching):
 
 def _why_not_counted(loader: DataLoader[Any]) -> str:
     if has_own_iteration(type(loader)):
-        return "its class iterates in a way of its own, and may fetch batches ahead"
+        return "its class has its own __iter__, which may fetch batches ahead"
     if hasattr(type(loader), "state_dict"):
-        return "its class has a state_dict() of its own, which tells its place"
+        return "its class has a state_dict() of its own, which holds its position"
     return (
         "the pass was made by another loader over the same sampler, or by an iterator that is not torch's, or it went "
         "on after an error"
@@ -108,11 +108,11 @@ def _why_not_counted(loader: DataLoader[Any]) -> str:
 
 
 def _require_count(batches: int, sampler: EpochSampler[Any]) -> None:
-    """Refuse another count than the loader's own where a ``break`` does not end a pass."""
+    """Refuse a count other than the loader's own if a ``break`` does not end its pass."""
     if sampler.given is not None and batches != sampler.given.batches:
         raise InvalidOptionError(
             f"batches_done={batches}, and {sampler.given.batches} batches of epoch {sampler.epoch} were given: a "
-            "loader with one iterator for all epochs goes on after a break, so the loop's count may not be the "
+            "loader with one iterator for all epochs continues after a break, so the loop's count may not be the "
             "epoch's. Pass how many batches of the epoch were given, or call set_epoch() before each loop, to begin an "
             "epoch there."
         )
@@ -128,9 +128,9 @@ def patched_sampler(operation: str, loader: object) -> EpochSampler[Any]:
 def _ours(operation: str, loader: object, found: object) -> EpochSampler[Any]:
     if not isinstance(found, EpochSampler):
         raise NotPatchedError(
-            f"{operation} was given a {type(loader).__name__} that was not patched, whose place in an epoch nobody "
-            "counts. Pass what patch_dataloader_to_ddp() returned; in a single process without a process group, patch "
-            "it with rank=0, num_replicas=1."
+            f"{operation} was given a {type(loader).__name__} that was not patched, so nobody counts its batches. Pass "
+            "what patch_dataloader_to_ddp() returned; in a single process without a process group, patch it with "
+            "rank=0, num_replicas=1."
         )
     return found
 
@@ -143,13 +143,13 @@ def require_batches(operation: str, loader: DataLoader[Any]) -> Batches:
     sampler = _ours(operation, loader, facts.sharded_by)
     if facts.num_workers > 0 and not getattr(loader, "in_order", True):
         raise UnsupportedLoaderError(
-            f"{operation} was given a loader with in_order=False, which gives its batches as its {facts.num_workers} "
-            "workers finish them, so which samples a batch holds cannot be told. Use in_order=True."
+            f"{operation} was given a loader with in_order=False, which gives batches as its {facts.num_workers} "
+            "workers finish them, so nobody knows which samples a batch has. Use in_order=True."
         )
     if facts.level is not Level.ITERABLE and facts.stream.source is not sampler:
         raise UnsupportedLoaderError(
-            f"{operation} was given a loader whose {type(loader.batch_sampler).__name__} makes its batches of a "
-            "sharded sampler in a way of its own, so how many samples a batch took cannot be told. Share whole "
-            "batches: pass the loader of the original samplers to patch_dataloader_to_ddp()."
+            f"{operation} was given a loader whose {type(loader.batch_sampler).__name__} makes batches of a sharded "
+            "sampler in its own way, so nobody knows how many samples a batch took. Shard whole batches instead: pass "
+            "the loader of the original samplers to patch_dataloader_to_ddp()."
         )
     return Batches(facts.batching.size, facts.batching.drop_last, sampler, facts.level)

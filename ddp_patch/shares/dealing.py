@@ -1,4 +1,4 @@
-"""Deal a sampler's stream window by window, so that each step costs alike on all ranks, and then share it as always."""
+"""Balance a sampler's stream window by window, so that each step costs about the same on all ranks."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +20,13 @@ __all__ = ["Dealing", "dealt_stream"]
 
 T = TypeVar("T")
 
-# Items, and their places in the stream as the sampler gives it.
+# Items, and their positions in the sampler's own order.
 _Window: TypeAlias = tuple[Sequence[T], np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Dealing:
-    """How a sampler's stream is dealt.
+    """How a sampler's stream is balanced.
 
     Attributes:
         costs: What the items cost.
@@ -44,7 +44,7 @@ class Dealing:
 
     @classmethod
     def of(cls, agreed: Agreed, batching: Batching, *, are_batches: bool) -> Self | None:
-        """Return how a stream is dealt; None where it is not. A batch that is divided is dealt by itself."""
+        """Return how a stream is balanced; None if it is not. A batch that is divided is balanced by itself."""
         options = agreed.options
         if options.costs is None or options.divides_batches:
             return None
@@ -58,13 +58,13 @@ class Dealing:
         )
 
     def width(self, ranks: int) -> int:
-        """Return how many items a window has for so many ranks."""
+        """Return how many items a window has for this many ranks."""
         return min(self.steps * ranks * self.size, sys.maxsize)
 
     def dealt(
         self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, stage: int, window: int
     ) -> Dealt:
-        """Return a window as it is dealt to so many ranks.
+        """Return a window, balanced for this many ranks.
 
         Args:
             items: Its items.
@@ -88,19 +88,19 @@ def dealt_stream(
     plans: Sequence[Plan],
     note: Callable[[Sequence[np.ndarray[Any, Any]]], object],
 ) -> Iterator[T]:
-    """Return what is left of a stream, dealt for the ranks that share it now.
+    """Return the rest of a stream, balanced for the present number of ranks.
 
-    A window is drawn as soon as its first item is asked for. Where other numbers of ranks have taken a part, the stream
-    is dealt for each of them in turn, and what they took is left out. Nothing here refers to what is returned, so that
-    a stream that is left is closed at once.
+    A window is drawn as soon as its first item is asked for. If other numbers of ranks have taken a part, the stream is
+    balanced for each of them in turn, and what they took is left out. Nothing here refers to what is returned, so that
+    an abandoned stream is closed at once.
 
     Args:
         stream: The sampler's stream, begun.
-        dealing: How it is dealt.
+        dealing: How it is balanced.
         epoch: Which epoch it is.
         before: What other numbers of ranks have taken.
         plans: Whose shares will be taken.
-        note: Called for each window with the places in the sampler's stream from which the next items of each share
+        note: Called for each window with the positions in the sampler's stream from which the next items of each share
             come.
     """
     *taken, (ranks, _) = worlds = [*(stint for stint in before if stint[1]), (plans[0].num_replicas, 0)]
@@ -115,14 +115,14 @@ def dealt_stream(
 def _recorded(
     plans: Sequence[Plan], note: Callable[[Sequence[np.ndarray[Any, Any]]], object], window: _Window[T]
 ) -> Sequence[T]:
-    """Note where the items of a window come from, which has whole rounds unless it is the last one."""
+    """Record where the items of a window come from, which has whole rounds unless it is the last one."""
     items, places = window
     note([places[plan.rank :: plan.num_replicas] for plan in plans])
     return items
 
 
 def _dealt(windows: Iterator[_Window[T]], dealing: Dealing, ranks: int, epoch: int, stage: int) -> Iterator[_Window[T]]:
-    """Deal a stream's windows to so many ranks."""
+    """Balance a stream's windows for this many ranks."""
     for number, (items, places) in enumerate(windows):
         order = dealing.dealt(items, ranks, epoch, stage, number).order
         yield list(map(items.__getitem__, order.tolist())), places[order]
@@ -137,7 +137,7 @@ def _numbered(stream: Iterator[T], width: int) -> Iterator[_Window[T]]:
 
 
 def _without(windows: Iterator[_Window[T]], taken: int, width: int) -> Iterator[_Window[T]]:
-    """Leave out the first items of a dealt stream, and cut the rest into other windows."""
+    """Leave out the first items of a balanced stream, and cut the rest into other windows."""
     numbered = chain.from_iterable(zip(items, places.tolist(), strict=True) for items, places in windows)
     for window in _cut(islice(numbered, taken, None), width):
         items, places = zip(*window, strict=True)
@@ -152,7 +152,7 @@ def _cut(stream: Iterator[T], width: int) -> Iterator[list[T]]:
         window: list[T] = []
         try:
             window.extend(islice(stream, width))
-        except Exception as error:  # noqa: BLE001 - the user's own, raised in its place
+        except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
             failure = error
         is_ended = len(window) < width
         if window:

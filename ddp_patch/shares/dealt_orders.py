@@ -1,4 +1,4 @@
-"""How a pass gets its items where they are dealt, and looked up: one window of the epoch's order at a time."""
+"""How a pass gets balanced items from an order that can be looked up: one window at a time."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 class DealtOrder(LookedUp[T]):
-    """Looks up a window of the epoch's order, deals it, and takes this rank's part of it.
+    """Looks up a window of the epoch's order, balances it, and takes this rank's part of it.
 
     It begins with the window in which the pass resumes. Nobody else has taken a part of the epoch.
 
     Args:
         epoch: The epoch.
-        dealing: How its order is dealt.
+        dealing: How its order is balanced.
     """
 
     length: int | None
@@ -92,7 +92,7 @@ class _Windows:
         return self._window(number)[0]
 
     def dealt(self, number: int) -> Dealt:
-        """Return their places in the window as they are dealt."""
+        """Return their positions in the window, balanced."""
         return self._window(number)[1]
 
     def _window(self, number: int) -> tuple[Any, Dealt]:

@@ -44,7 +44,7 @@ def describe_share(loader: DataLoader[Any]) -> str | None:
 
 
 def _unit(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> str:
-    """Return what is shared."""
+    """Return what is sharded."""
     if loader.batch_sampler is sampler:
         return "whole batches"
     unit = "samples" if loader.batch_size else "items"

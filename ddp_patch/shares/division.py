@@ -33,7 +33,7 @@ class Division:
 
     def __init__(self, plan: Plan, name: str, costs: Costs | None = None) -> None:
         self._plan, self._name, self._costs = plan, name, costs
-        self._taken = array("I")  # the places of this rank's samples in their batches, where these are dealt
+        self._taken = array("I")  # the positions of this rank's samples in their batches, if these are balanced
 
     def __call__(self, batch: Any) -> Any:
         """Return this rank's part of a batch of indices.
@@ -50,7 +50,7 @@ class Division:
         if isinstance(batch, str | bytes | dict) or not isinstance(batch, Iterable) or getattr(batch, "ndim", 1) == 0:
             raise UnsupportedLoaderError(
                 f"share='within_batches' divides batches of indices, and {self._name} yields a {type(batch).__name__}, "
-                "of which it is not known what its samples are. Let it yield lists of indices, or use share='batches'."
+                "whose samples are unknown. Let it yield lists of indices, or use share='batches'."
             )
         items: Any = batch if isinstance(batch, list | tuple | torch.Tensor | np.ndarray) else list(batch)
         own, repeated = self._places(items)
@@ -72,13 +72,13 @@ class Division:
         return places, [dealt[place] for place in repeated]
 
     def origins(self, sizes: Iterable[int]) -> np.ndarray[Any, Any] | None:
-        """Return where this rank's samples that are not padding come from: their places among those of all batches.
+        """Return where this rank's samples that are not padding come from: their positions among those of all batches.
 
         Args:
             sizes: How many samples each batch has.
 
         Returns:
-            None where that follows from the plan.
+            None if that follows from the plan.
         """
         if self._costs is None:
             return None

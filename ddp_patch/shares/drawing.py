@@ -1,4 +1,4 @@
-"""A sampler's stream, drawn in chunks and cut into shares."""
+"""Draw a sampler's stream in chunks, and cut it into shares."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,23 +23,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Epoch(Generic[T]):
-    """An epoch of a wrapped sampler, of which some pass takes this rank's share.
+    """An epoch of a wrapped sampler, as a pass of this rank sees it.
 
     Attributes:
         sampler: The wrapped sampler.
-        is_one_shot: Whether it is an iterator that no pass begins anew.
+        is_one_shot: Whether it is an iterator, which cannot be started again.
         number: The epoch's number.
         plan: Which positions are this rank's.
         before: What other numbers of ranks have taken; the pass is over the rest.
         rng: Entered while the sampler draws.
-        draws_ahead: Whether more than a round may be drawn at once, if the sampler can be begun anew.
+        draws_ahead: Whether more than a round may be drawn at once, if the sampler can be started again.
         shuffle_seed: Permutes the whole epoch once more, unless None.
         length: Tells how many items the whole stream has, as the sampler says.
-        comes_late: Tells, when the first item is asked for, whether earlier passes drew from the same sampler.
+        comes_late: Returns, when the first item is asked for, whether earlier passes drew from the same sampler.
         at_end: Called with how many items the whole stream had and how many were assumed.
-        verify: Called at the end with how many items were drawn, and their fingerprint; None where nobody compares.
-        keeps_sizes: Whether somebody wants to know how many samples the items have.
-        dealing: How the stream is dealt, so that steps cost alike; None where it is shared as it comes.
+        verify: Called at the end with how many items were drawn, and their fingerprint; None if nobody compares.
+        keeps_sizes: Whether to record how many samples the items have.
+        dealing: How to balance the stream by cost; None if it is sharded as it comes.
     """
 
     sampler: Iterable[T]
@@ -64,8 +64,8 @@ class Stream(Generic[T]):
     Args:
         epoch: The epoch.
         stream: The sampler, begun.
-        sizes: Where to note how many samples each item has of what is left of the epoch; None if nobody asks.
-        note_origins: Called, where the stream is dealt, with the places in it from which the next items of each share
+        sizes: Records how many samples each item of the rest has; None if nobody needs that.
+        note_origins: Called, if the stream is balanced, with the positions from which the next items of each share
             come.
     """
 
@@ -97,7 +97,7 @@ class Stream(Generic[T]):
             stream = rest.select(stream)
         if self._sizes is not None:
             stream = self._sizes.of(stream)
-        # After a break, the next pass over an iterator goes on where this one stopped.
+        # After a break, the next pass over an iterator continues where this one stopped.
         ahead = epoch.draws_ahead and not epoch.is_one_shot
         keeps_all = epoch.verify is not None or len(plans) > 1
 
@@ -118,17 +118,17 @@ class Stream(Generic[T]):
             found(drawn)
             if skip > plan.rounds(drawn):
                 raise StateError(
-                    f"The pass cannot go on from the state: {skip} items of each rank's share were done in it, and the "
-                    f"sampler's stream ended after {drawn} items of all ranks. Restore the state of a loader with this "
+                    f"The pass cannot resume from the state: {skip} items of each rank's share were done in it, and "
+                    f"the sampler ended after {drawn} items of all ranks. Restore the state of a loader with this "
                     "sampler."
                 )
-            # What of the stream is not in the rest was drawn too.
+            # Items before the rest were drawn too.
             epoch.at_end(drawn + rest.n - len(rest), rest.n)
 
         yield from share(plans, chunks, len(rest), at_end)
 
     def ends_within(self, items: int) -> bool:
-        """Draw on, and tell whether at most so many items of the share are left."""
+        """Draw more, and return whether at most this many items of the share are left."""
         return self._chunks is not None and self._chunks.ends_within(self._epoch.plan, items)
 
 
@@ -145,7 +145,7 @@ def share(
         plans: Which positions are whose, in one world.
         chunks: The stream, in chunks of whole rounds; only the last may be shorter. The first has all its items; others
             may have those alone that are in the one plan.
-        length: The stream's length, for ``layout="contiguous"``. Interleaved, the end is found and not predicted.
+        length: The stream's length, for ``layout="contiguous"``. Otherwise the end is found, not predicted.
         at_end: Called with the number of items that came: before any padding, and before the items of an incomplete
             round, so that every rank knows the end when some come to it.
         before: The rounds that came before, if any; with those items alone that padding may repeat.
@@ -166,11 +166,11 @@ def share(
 
 
 def require_sure_length(plan: Plan, who: str, kind: str, drawn: int, assumed: int) -> None:
-    """Raise StreamLengthError where runs were cut from a wrong length."""
+    """Raise StreamLengthError if runs were cut from a wrong length."""
     if plan.needs_length and assumed != drawn:
         raise StreamLengthError(
             f"{who} yielded {drawn} items and its len() said {assumed}. With layout='contiguous' each rank's run was "
-            f"cut from that length, so this epoch's shares are wrong. Correct the {kind}'s __len__, or use "
+            f"cut from that length, so this epoch's shards are wrong. Correct the {kind}'s __len__, or use "
             "layout='interleaved', which needs none."
         )
 
@@ -189,7 +189,7 @@ class _ReadAhead(Iterator[Chunk[T]]):
         return self._read.popleft() if self._read else next(self._chunks)
 
     def ends_within(self, plan: Plan, most: int) -> bool:
-        """Read on, and tell whether at most so many rounds come; with contiguous runs, which have an end, no items.
+        """Read more, and return whether at most this many rounds come; with contiguous runs, no items.
 
         An incomplete round that is left out is none.
         """
@@ -202,7 +202,7 @@ class _ReadAhead(Iterator[Chunk[T]]):
                 self._read.append(next(self._chunks))
             except StopIteration:
                 return True
-            except Exception as error:  # noqa: BLE001 - the user's own, raised when its place comes
+            except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
                 self._failure.append(error)
         return False
 
@@ -214,8 +214,8 @@ def _not_empty(chunks: Iterator[Chunk[T]], epoch: int) -> Iterator[Chunk[T]]:
         yield chunk
     if chunk is None:
         raise ExhaustedSamplerError(
-            f"Nothing is left for epoch {epoch}: the sampler is an iterator, which gives its items once. Give the "
-            "loader something that can be iterated again (a list, or a sampler whose __iter__ begins anew)."
+            f"Nothing is left for epoch {epoch}: the sampler is an iterator, which can be used only once. Give the "
+            "loader something that can be iterated again (a list, or a sampler whose __iter__ starts again)."
         )
 
 

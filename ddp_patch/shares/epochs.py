@@ -1,4 +1,4 @@
-"""The base of all samplers that this package puts into a loader: a ``DistributedSampler`` that counts epochs."""
+"""The base class of all samplers that this package puts into a loader: a ``DistributedSampler`` that counts epochs."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -25,19 +25,19 @@ T = TypeVar("T")
 
 
 class EpochSampler(DistributedSampler[T]):
-    """The base of all samplers that this package puts into a loader: a plan, an agreement, an epoch count, a place.
+    """The base class of all samplers that this package puts into a loader: plan, agreement, epoch count, position.
 
     It is a ``DistributedSampler``, because every framework recognises a sharded loader by that class.
 
     Attributes:
         agreed: What the ranks agreed on.
-        plan: Which positions are this rank's.
+        plan: Which positions of the stream are this rank's.
         epochs: Which epoch comes next.
         latest: The latest pass, if there was one since an epoch was set.
         place: Where the next pass resumes, if a state was loaded for it.
         tells_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
         keeps_sizes: Whether passes that begin record how many samples their items have.
-        given: What a loader with one iterator for all epochs has given of its pass; None in any other loader.
+        given: What a loader with one iterator for all epochs has given of its pass; None in other loaders.
         watch: Compares its passes with the other ranks'.
     """
 
@@ -74,7 +74,7 @@ class EpochSampler(DistributedSampler[T]):
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]  # as seed
-        """How many ranks share, by ``DistributedSampler``'s name."""
+        """The number of ranks, by ``DistributedSampler``'s name."""
         return self.agreed.world.num_replicas
 
     def _begin(self, epoch: int, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
@@ -83,7 +83,7 @@ class EpochSampler(DistributedSampler[T]):
         self.epochs.begin(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A running pass cannot be copied, and a copy begins its own, of which the other ranks need know nothing.
+        # A running pass cannot be copied. The copy begins its own, which other ranks need not know about.
         return {**self.__dict__, "latest": None, "watch": Watch()}
 
     def held(self) -> Held:
@@ -91,7 +91,7 @@ class EpochSampler(DistributedSampler[T]):
         return self._holders.held()
 
     def _stream_length(self, epoch: int) -> int:
-        """Return how many items the stream has; raise TypeError, or what the user's code raises, if unknown."""
+        """Return how many items the stream has; if unknown, raise TypeError or what the user's code raises."""
         raise NotImplementedError
 
     def _length_if_any(self, epoch: int) -> int | None:
@@ -101,14 +101,14 @@ class EpochSampler(DistributedSampler[T]):
             return None
 
     def pass_length(self, one: Pass[Any]) -> int | None:
-        """Return how many items all ranks share in a pass: as found, else as the sampler says, else None."""
+        """Return how many items all ranks share in a pass: as found; or as the sampler says; or None."""
         if one.length is not None:
             return one.length
         length = self._length_if_any(one.epoch)
         return None if length is None else len(self.plan.rest(length, one.before))
 
     def left(self, place: Place) -> int | None:
-        """Return how many items of this rank's share are left at a place; None where the length is not known."""
+        """Return how many items of this rank's share are left at a position; None if the length is not known."""
         length, (before, skip) = self._length_if_any(place.epoch), place.split(self.plan.num_replicas)
         return None if length is None else len(self.plan.share(len(self.plan.rest(length, before)))) - skip
 
@@ -117,7 +117,7 @@ class EpochSampler(DistributedSampler[T]):
         return Turns(self.plan, batching, [Part(one.skip, self._length_known(one, one.source.length_found()))])
 
     def _length_known(self, one: Pass[Any], found: int | None) -> int | None:
-        """Return how many items all ranks share in a pass: as found, or as told where runs were cut from that."""
+        """Return how many items all ranks share in a pass: as found, or as ``len()`` says if runs follow from that."""
         return self.pass_length(one) if found is None and self.plan.needs_length else found
 
     def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
@@ -127,14 +127,14 @@ class EpochSampler(DistributedSampler[T]):
         return StepSamples(turn.items, turn.real, total, turns.whole_after(number))
 
     def divided_batches(self, one: Pass[Any], turns: Turns) -> DividedBatches | None:
-        """Return this rank's rows of a whole pass, of these batches, where batches are divided; else None."""
+        """Return this rank's rows of a whole pass with these batches, if batches are divided; otherwise None."""
         if self._division is None:
             return None
         sizes = [turn.items for turn in turns.all()] if one.sizes is None else one.sizes
         return DividedBatches(self._division, sizes)
 
     def knows_totals(self, one: Pass[Any]) -> bool:
-        """Tell whether this rank alone knows how many samples the steps of a pass that has begun have on all ranks."""
+        """Return whether this rank alone knows how many samples all ranks take in each step of a pass."""
         return True
 
     def left_out(self, one: Pass[Any]) -> int:
@@ -142,7 +142,7 @@ class EpochSampler(DistributedSampler[T]):
         return 0
 
     def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
-        """Return the batches of a pass if this rank has reached its end, else None."""
+        """Return the batches of a pass if this rank has reached its end, otherwise None."""
         length = one.length if one.is_ended else self.pass_length(one)
         # A loop that takes len() batches never asks for the end.
         if length is None or not (one.is_ended or one.taken >= len(self.plan.share(length))):
@@ -154,7 +154,7 @@ class EpochSampler(DistributedSampler[T]):
         return batching.count(one.taken - one.skip)
 
     def most_batches(self, one: Pass[Any], batching: Batching) -> int | None:
-        """Return how many batches the largest share has in a pass, where every rank knows that; else None."""
+        """Return how many batches the largest share has in a pass if every rank knows that; otherwise None."""
         return Turns(self.plan, batching, [Part(one.skip, self.pass_length(one))]).most
 
     def most_found(self, one: Pass[Any], batching: Batching, batches: int) -> int | None:
@@ -166,12 +166,12 @@ class EpochSampler(DistributedSampler[T]):
         return self.most_batches(one, batching)
 
     def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
-        """Return where a pass stands when so many of its batches were taken."""
+        """Return the position after this many batches of a pass."""
         return one.place(one.skip + batches * batching.size)
 
     @property
     def epoch(self) -> int:
-        """The epoch being drawn, or before the first pass the upcoming one."""
+        """The current epoch; before the first pass, the next one."""
         return self.epochs.current
 
     @epoch.setter
@@ -179,10 +179,10 @@ class EpochSampler(DistributedSampler[T]):
         self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one to be drawn.
+        """Make ``epoch`` the next one.
 
-        Calling it is optional: the epoch advances after each pass that draws anything. A place that was loaded stays
-        if ``epoch`` is already the next one.
+        Calling it is optional: the epoch advances after each pass that draws anything. If ``epoch`` is already the next
+        one, a position that was loaded stays.
         """
         try:
             number = operator.index(epoch)
@@ -202,17 +202,17 @@ class EpochSampler(DistributedSampler[T]):
             self.given.begin()
 
     def note_running(self, one: Pass[T]) -> None:
-        """Note that the training loop is in a pass, because it was given a batch of it after a ``set_epoch``.
+        """Record that the training loop is in a pass, because it was given a batch of it after a ``set_epoch``.
 
-        Lightning begins an epoch's workers, and then says which epoch it is.
+        Lightning starts an epoch's workers before it says which epoch it is.
         """
         if self.place is None:
             self.latest = one
 
     def _measured(self) -> tuple[int, Done, int]:
-        """Return what lengths count: an epoch, what other numbers of ranks took of it, and what each rank took since.
+        """Return what ``len()`` counts: an epoch, what other numbers of ranks took of it, what each rank took since.
 
-        If a place was loaded, this is about the next pass, which resumes there; else about the running one.
+        If a position was loaded, this is about the next pass, which resumes there; otherwise about the running one.
         """
         one, skip = self.latest, 0
         before: Done = ()
@@ -226,14 +226,14 @@ class EpochSampler(DistributedSampler[T]):
         return (epoch, before, skip) if self.tells_rest else (epoch, (), 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this rank stands, for packages that save and resume by torch's Stateful protocol.
+        """Return the position, for packages that save and resume by torch's Stateful protocol.
 
         The state is the same on every rank, and can be loaded with any number of ranks.
         """
         return self.state_at(self._place_now())
 
     def state_at(self, place: Place) -> dict[str, Any]:
-        """Return the state of this sampler at a place."""
+        """Return the state of this sampler at a position."""
         return write_state(place, self._facts, self.seed)
 
     def _place_now(self) -> Place:
@@ -261,7 +261,7 @@ class EpochSampler(DistributedSampler[T]):
         self.go_to(self.read(state_dict), tells_rest=False)
 
     def read(self, state: Any) -> Place:
-        """Return the place that a state describes; raise StateError unless it is a place in this loader."""
+        """Return the position that a state describes; raise StateError unless this loader has it."""
         self.require_states("restored")
         place = read_state(state, self._facts, self.agreed.seed, self._holders.holders)
         with self.agreed.seed.tried(self.seed if place.seed is None else place.seed):  # a length may follow from it
@@ -280,7 +280,7 @@ class EpochSampler(DistributedSampler[T]):
         return None
 
     def go_to(self, place: Place, *, tells_rest: bool) -> None:
-        """Make the next pass resume at a place; see the attribute ``tells_rest``."""
+        """Make the next pass resume at a position; see the attribute ``tells_rest``."""
         if place.seed is not None:
             self.agreed.seed.adopt(place.seed)
         self._holders.reinstate(place.held)
@@ -288,9 +288,9 @@ class EpochSampler(DistributedSampler[T]):
         self.place, self.tells_rest = place, tells_rest
 
     def require_states(self, what: str) -> None:
-        """Raise StateError if the order depends on something that no state holds."""
+        """Raise StateError if no state can describe the order."""
         if self.agreed.options.agreement == "ambient":
             raise StateError(
                 f"A state cannot be {what} with agreement='ambient': the order then follows from the global random "
-                "states, which training moves. Use agreement='auto' or 'seeded'."
+                "states, which training changes. Use agreement='auto' or 'seeded'."
             )

@@ -1,4 +1,4 @@
-"""What samplers hold besides (seed, epoch): generators, states of their own, counters. Read, and put back."""
+"""Read and restore what samplers hold besides (seed, epoch): generators, their own states, counters."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,13 +14,13 @@ _PLAIN = {bool, int, float, str, type(None)}
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What samplers hold besides (seed, epoch), from which their order follows.
+    """What the samplers' order follows from, besides (seed, epoch).
 
     Attributes:
         generators: The states of their random generators.
-        samplers: What those with a ``state_dict`` say of themselves.
-        attributes: The plain attributes of all others that have changed since they were wrapped: counters.
-        unknown: Why that cannot be told, if it cannot.
+        samplers: The ``state_dict()`` of those that have one.
+        attributes: Plain attributes of all others that have changed since they were wrapped: counters.
+        unknown: Why that is not known, if it is not.
     """
 
     generators: Sequence[Any] = ()
@@ -30,7 +30,7 @@ class Held:
 
 
 class Holders:
-    """The samplers of a stream, or whatever else may hold random generators or a state.
+    """The samplers of a stream, and other objects that may hold random generators or a state.
 
     Args:
         holders: Those objects. The attributes that they have now count as unchanged.
@@ -67,7 +67,7 @@ class Holders:
         for holder, first, changed in zip(self.holders, self._at_first, attributes, strict=True):
             if plain := {**first, **changed}:
                 held_now = vars(holder)
-                # A generator that it has been given since stays: its state was put back above.
+                # A generator that it was given since stays: its state was restored above.
                 held_now.update({k: v for k, v in plain.items() if not isinstance(held_now.get(k), RandomGenerator)})
 
     def reinstate_generators(self, states: Sequence[Any]) -> None:
@@ -82,7 +82,7 @@ _UNSET = object()
 
 
 def is_stateful(holder: object) -> bool:
-    """Tell whether a sampler has torch's Stateful protocol."""
+    """Return whether a sampler has torch's Stateful protocol."""
     return hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict")
 
 
@@ -99,5 +99,5 @@ def _plain_attributes(holder: object) -> dict[str, Any]:
 
 
 def _told(holder: Any) -> Any:
-    """Return what a sampler's next pass follows from, which is more than where a pass stands that was left."""
+    """Return everything that a sampler's next pass follows from, not only how far a stopped pass was."""
     return getattr(holder, "state_between_passes", holder.state_dict)()

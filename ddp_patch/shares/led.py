@@ -1,4 +1,4 @@
-"""How a pass gets its items where the ranks could not draw the same: the leader draws for all and sends them."""
+"""How a pass gets its items if the ranks would draw different orders: the leader draws for all and sends them."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ class Led(Source[T]):
         self._leader, self._turn, self._plans, self._held_now = leader, turn, plans, held_now
         self._piece_sizes = _piece_sizes(epoch, has_length)
         self._waiting: list[list[int]] = [[] for _ in plans]
-        # Begun with its first item: an error then is one that the leader can tell the others of.
+        # Begun with its first item: then the leader can report an error to the others.
         self._stream = Stream(epoch, chain(epoch.sampler), note_origins=partial(_wait, self._waiting))
         self.held_before = held_before
         self.origins = None if epoch.dealing is None else Origins()
@@ -72,7 +72,7 @@ class Led(Source[T]):
         return self._leader.receive(self._turn(), self._take_note)
 
     def _with_origins(self, shares: Iterator[list[list[T]]]) -> Iterator[list[list[tuple[int, T]]]]:
-        """Pair each item with the place that it comes from: the others do not see the stream. Padding has -1."""
+        """Pair each item with the position that it comes from: the others do not see the stream. Padding has -1."""
         for parts in shares:
             paired = []
             for part, waiting in zip(parts, self._waiting, strict=True):
@@ -86,7 +86,7 @@ class Led(Source[T]):
             yield [item for _, item in share]
 
     def _note(self, is_last: bool) -> tuple[Held | None, Held | None, int | None]:
-        """Return what the leader tells the others, so that every rank knows where the loader stands."""
+        """Return what the leader sends to the others, so that every rank knows the loader's position."""
         self.held_after = self._held_now() if is_last else None
         return self.held_before, self.held_after, self.length
 
@@ -94,7 +94,7 @@ class Led(Source[T]):
         self.held_before, self.held_after, self.length = note
 
     def ends_within(self, items: int) -> bool:
-        """Tell whether the last piece was sent: every rank learns of the end from the leader."""
+        """Return whether the last piece was sent: every rank learns of the end from the leader."""
         return self.held_after is not None
 
 

@@ -1,4 +1,4 @@
-"""Where the items of a rank's share come from, where they were dealt."""
+"""Where the items of a rank's share come from, if they were balanced by cost."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray  # which takes long to import
+    from numpy.typing import NDArray  # slow to import
 
 __all__ = ["Origins"]
 
-# So many windows, or items of two, are packed at once: a small window would take more for itself than for its items.
+# This many windows, or items of two, are packed at once: a small window would take more for itself than for its items.
 _PACKED_AT_ONCE = 256
 
 
 class Origins:
-    """The places of a rank's items in the stream as the sampler gives it, a window at a time, in few bytes each.
+    """The positions of a rank's items in the sampler's own order, a window at a time, in few bytes each.
 
     Attributes:
         skip: How many of the first ones do not count.
@@ -35,7 +35,7 @@ class Origins:
         self._latest: list[NDArray[np.int64]] = []
 
     def add(self, places: NDArray[np.int64]) -> None:
-        """Add the places of the items that come next."""
+        """Add the positions of the next items."""
         self._latest.append(places)
         if len(self._latest) >= _PACKED_AT_ONCE or sum(map(len, self._latest[-2:])) >= _PACKED_AT_ONCE:
             self._pack()
@@ -49,7 +49,7 @@ class Origins:
             self._packed.append((first, apart.astype(np.min_scalar_type(int(apart.max())))))
 
     def places(self) -> NDArray[np.int64]:
-        """Return the places of all items, but for the first ones that are skipped."""
+        """Return the positions of all items except the skipped ones."""
         self._pack()
         found = [np.empty(0, np.int64), *(first + apart.astype(np.int64) for first, apart in self._packed)]
         return np.concatenate(found)[self.skip :]

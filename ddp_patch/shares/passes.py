@@ -1,4 +1,4 @@
-"""One pass over a rank's share of an epoch: where it begins, how far it has come, where it ends."""
+"""One pass over a rank's share of an epoch: its start, its progress, its end."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from ddp_patch.streams.progress import Progress, State
 
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import NDArray  # which takes long to import
+    from numpy.typing import NDArray  # slow to import
 
 __all__ = ["Pass"]
 
@@ -34,27 +34,27 @@ _KNOWN = {
 
 
 class Pass(Progress, Generic[T]):
-    """A pass over this rank's share of an epoch, or of what is left of one. It owns its state: nobody else writes it.
+    """A pass over this rank's share of an epoch, or of the rest of one. Nobody else writes its state.
 
     Args:
         start: Where it begins.
         num_replicas: How many ranks share the epoch.
-        holders: What holds the generators that the samplers draw from.
+        holders: The objects whose generators the samplers draw from.
         source: How it gets its items.
         watch: Compares it with the other ranks' passes.
-        resumes: Whether it goes on from a place that was loaded.
-        sizes: Where to note how many samples each item has; None where nobody wants to know.
-        division: Returns this rank's part of an item; None where ranks take whole ones.
+        resumes: Whether it starts at a position that was loaded.
+        sizes: Records how many samples each item has; None if nobody needs that.
+        division: Returns this rank's part of an item; None if ranks take whole items.
         at_end: Called with how many items all ranks share in it, once that is known and before a rank is given items
-            that others have no match for.
+            of the incomplete round.
 
     Attributes:
         start: Where it began.
         before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
-        sizes: How many samples each item has that was given, as a whole; None where nobody wants to know.
-        handed_out: How many batches of it the training loop was given, without those that workers fetched ahead; None
-            where nobody counts them.
-        is_exhausted: Whether the loop was told that there are no more.
+        sizes: How many samples each item had, before division; None if nobody needs that.
+        handed_out: How many batches the training loop was given, without those that workers fetched ahead; None if
+            nobody counts them.
+        is_exhausted: Whether the loop has seen the end.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Pass(Progress, Generic[T]):
 
     @property
     def origins(self) -> "NDArray[np.int64] | None":
-        """Where this rank's items, or its samples of divided batches, come from, but for padding and for those skipped.
+        """The positions of this rank's items (or samples of divided batches), without padding and skipped ones.
 
-        They are places in the stream as one process has it, in the order in which the items are given, and where
-        batches are divided, counted from the first that this pass gives; None where they follow from the plan.
+        They are positions in the stream of one process, in the order in which the items are given. If batches are
+        divided, they count from the first that this pass gives. None if they follow from the plan.
         """
         if self._division is not None:
             return self._division.origins(self.sizes or ())
@@ -118,7 +118,7 @@ class Pass(Progress, Generic[T]):
 
     @property
     def begins_at(self) -> str:
-        """Where it begins, to be compared between ranks."""
+        """Where it begins, for the ranks to compare."""
         return " + ".join([*(f"{ranks} x {taken}" for ranks, taken in self.before), str(self.skip)])
 
     def runs(self) -> Iterator[Iterator[T]]:
@@ -139,7 +139,7 @@ class Pass(Progress, Generic[T]):
             self.leave()
 
     def _compared(self, run: Iterator[R]) -> Iterator[Iterator[R]]:
-        """Cut a run where the ranks compare how far they came: at first after every batch, then ever more rarely."""
+        """Cut a run where the ranks compare their progress: at first after every batch, then more and more rarely."""
         pace = self._watch.pace
         while (moment := self.skip + pace.ahead + self._steps * pace.size) < self.given:
             yield islice(run, moment - self.taken)
@@ -150,7 +150,7 @@ class Pass(Progress, Generic[T]):
         yield run
 
     def standing(self) -> Standing:
-        """Return how many items of the share were surely taken, and what is known of the pass."""
+        """Return how many items of the share were surely taken, and the record of the pass."""
         pace, known = self._watch.pace, _KNOWN[self.state]
         taken = self.skip + pace.taken(self.taken + self._awaited - self.skip)
         if not self.source.is_counted:
@@ -158,7 +158,7 @@ class Pass(Progress, Generic[T]):
         if not self.source.ends_elsewhere():
             self._surely_taken = taken
         elif self.handed_out is not None:
-            # When a worker finds the end is chance, and more is asked for from then on. Only the batches count.
+            # When a worker finds the end depends on chance, and then more is asked for. Only the batches count.
             self._surely_taken = max(self._surely_taken, self.skip + self.handed_out * pace.size)
             known = Known.ENDED if self.is_exhausted else known
         else:
@@ -166,7 +166,7 @@ class Pass(Progress, Generic[T]):
         return Standing(self._surely_taken, known)
 
     def _prepared(self, part: Sequence[T]) -> Sequence[T]:
-        """Note the sizes of items that come next, and divide them, where that is wanted."""
+        """Record the sizes of the next items and divide them, if asked to."""
         if self.sizes is not None:
             part = [list(item) if isinstance(item, Iterator) else item for item in part]  # type: ignore[misc]  # a batch read into a list
             for item in part:
@@ -174,15 +174,15 @@ class Pass(Progress, Generic[T]):
         return part if self._division is None else list(map(self._division, part))
 
     def note_handed_out(self, batches: int | None) -> None:
-        """Note how many of its batches the training loop has been given; None if that is not known any more."""
+        """Record how many of its batches the training loop was given; None if that is no longer known."""
         self.handed_out = batches
 
     def note_exhausted(self) -> None:
-        """Note that the training loop was told that there are no more batches."""
+        """Record that the training loop has seen the end."""
         self.is_exhausted = True
 
     def _begin_generators(self) -> None:
-        """Have the generators where they were when the first item was drawn: a loader may draw from them before."""
+        """Set the generators to their states at the first draw: a loader may draw from them before."""
         if not self.source.draws_here:
             return
         if self._snapshots.at_first is not None:
@@ -192,14 +192,14 @@ class Pass(Progress, Generic[T]):
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Once as much is drawn as when a state was taken, put the generators into their states of then."""
+        """Restore the generators once as much is drawn as when the state was taken."""
         latest = self._snapshots.latest
         if latest is not None and self.source.drawn >= latest[0]:
             self._holders.reinstate_generators(latest[1])
             self._snapshots = replace(self._snapshots, latest=None)
 
     def place(self, taken: int, *, generators: Sequence[Any] = ()) -> Place:
-        """Return where the pass stands when so many items of the share were taken.
+        """Return the position after this many items of the share were taken.
 
         Args:
             taken: How many, those before the pass included.
@@ -214,9 +214,9 @@ class Pass(Progress, Generic[T]):
         )
 
     def place_at_end(self, held: Held) -> Place:
-        """Return where the pass stands when all was taken, and the samplers hold ``held``."""
+        """Return the position after everything was taken, when the samplers hold ``held``."""
         return replace(self.place(self.taken), held=self.source.held_after or held, ended=True)
 
     def ends_within(self, items: int) -> bool:
-        """Draw on to the end if it is at most so many items away, and tell whether it is; see ``Source``."""
+        """Draw up to the end if it is at most this many items away, and return whether it is; see ``Source``."""
         return self.is_ended or self.source.ends_within(items)

@@ -1,4 +1,4 @@
-"""Where a loader stands in its epochs, as plain values that outlive the process."""
+"""A loader's position in its epochs, as plain values that can be saved."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ __all__ = ["First", "Mark", "PartsDone", "Place", "Snapshots", "split"]
 
 @dataclass(frozen=True, slots=True)
 class Snapshots:
-    """Where the samplers' generators stood within a pass, because others draw from them too.
+    """The states of the samplers' generators within a pass, because others draw from them too.
 
     A ``DataLoader`` draws its workers' seed from its generator, which a sampler may share.
 
@@ -27,7 +27,7 @@ class Snapshots:
 
 @dataclass(frozen=True, slots=True)
 class PartsDone:
-    """What was taken of an iterable dataset that each of several workers reads a part of.
+    """How much was taken of an iterable dataset that workers read in parts.
 
     Attributes:
         first: Whose turn is next.
@@ -39,7 +39,7 @@ class PartsDone:
 
 
 class First(NamedTuple):
-    """What is known of a stream's first items, by which it is known again.
+    """Hashes of a stream's first items, to recognise the stream after a restart.
 
     Attributes:
         seen: How many there are.
@@ -56,11 +56,11 @@ class First(NamedTuple):
     distinct: int
 
     def is_again(self, other: "First", is_drawn: bool) -> bool:
-        """Tell whether another stream begins with the same items, which may be augmented in another way.
+        """Return whether another stream begins with the same items, perhaps augmented differently.
 
         Args:
-            other: What is known of the other one's.
-            is_drawn: Whether that one may not stand at its beginning. Then only the very same items will do.
+            other: The hashes of the other stream.
+            is_drawn: Whether that one may have been read already. Then only exactly the same items will do.
         """
         if is_drawn:
             return self.whole == other.whole and self.distinct >= min(2, self.seen)
@@ -70,11 +70,11 @@ class First(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What is known of an iterable dataset's stream, or of one worker's part of it, besides how much was taken.
+    """What identifies an iterable dataset's stream, or one worker's part of it, besides how much was taken.
 
     Attributes:
-        first: What is known of its first items; None where nobody looked.
-        state: The dataset's own state there, as the only element; none where it has none that tells the place.
+        first: The hashes of its first items; None if nobody looked.
+        state: The dataset's own state, as the only element; empty if it has no state with a position.
     """
 
     first: First | None = None
@@ -93,17 +93,17 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a pass begins or stands.
+    """A position in the epochs: where a pass begins, or how far it is.
 
     Attributes:
         epoch: Which epoch it is over.
         done: What was taken of that epoch.
-        held: What the samplers held before it; or after it, where it has ended.
-        ended: Whether nothing of it is left, so that the pass that comes next has nothing to give.
-        snapshots: Where the generators stood meanwhile.
-        parts: What was taken of each part, where workers read parts of the stream.
-        marks: What is known of an iterable dataset's stream there, or of each of its parts.
-        seed: The seed of the state that it was read from, if it was.
+        held: What the samplers held before it; after it, if it has ended.
+        ended: Whether nothing of it is left, so that the next pass is empty.
+        snapshots: The states of the generators meanwhile.
+        parts: What was taken of each part, if workers read parts of the stream.
+        marks: What identifies an iterable dataset's stream there, or each of its parts.
+        seed: The seed of the state that it was read from, if any.
     """
 
     epoch: int
@@ -126,16 +126,16 @@ class Place:
         return not any(taken for _, taken in self.done)
 
     def split(self, num_replicas: int) -> tuple[Done, int]:
-        """Return what other numbers of ranks took, and how many items each of so many took after that."""
+        """Return what other numbers of ranks took, and how many items each of this many took after that."""
         return split(self.done, num_replicas)
 
     def following(self) -> "Place":
-        """Return where the next epoch begins, if this one has ended; else this place."""
+        """Return where the next epoch begins, if this one has ended; otherwise this position."""
         return Place(self.epoch + 1, held=self.held, seed=self.seed) if self.ended else self
 
 
 def split(done: Done, num_replicas: int) -> tuple[Done, int]:
-    """Return what other numbers of ranks took, and how many items each of so many took after that."""
+    """Return what other numbers of ranks took, and how many items each of this many took after that."""
     if done and done[-1][0] == num_replicas:
         return done[:-1], done[-1][1]
     return done, 0

@@ -1,4 +1,4 @@
-"""What cannot be shared rightly, refused before anything is changed."""
+"""Refuse what cannot be sharded correctly, before anything is changed."""
 
 from typing import Any
 
@@ -22,30 +22,30 @@ __all__ = ["require_length", "require_shareable", "require_shuffle", "require_st
 
 
 def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -> None:
-    """Refuse a loader that cannot be shared in this world with these options.
+    """Refuse a loader that cannot be sharded in this world with these options.
 
     Raises:
         AlreadyPatchedError: It was patched for another world.
-        UnsupportedLoaderError: It cannot be copied correctly, or its dataset is a share already.
-        InvalidOptionError: An option cannot hold for it.
+        UnsupportedLoaderError: It cannot be copied correctly, or its dataset is sharded already.
+        InvalidOptionError: An option does not work with it.
         NoStepsError: A rank would make no step.
     """
     found = facts.sharded_by
     if any(map(is_split_by_node, nested_datasets(facts.dataset))):
         raise UnsupportedLoaderError(
-            f"{type(facts.dataset).__name__} was split by split_dataset_by_node() already, and sharing a share again "
-            "would lose the rest of it. Patch a loader of the whole dataset, without that call."
+            f"{type(facts.dataset).__name__} was split by split_dataset_by_node() already, so sharding it again would "
+            "lose samples. Patch a loader of the whole dataset, without that call."
         )
     if isinstance(found, EpochSampler) and (found.rank, found.num_replicas) != (world.rank, world.num_replicas):
         raise AlreadyPatchedError(
             f"The loader was patched for rank {found.rank} of {found.num_replicas} and cannot be patched again for "
-            f"rank {world.rank} of {world.num_replicas}: it would share a share. Patch the original loader instead."
+            f"rank {world.rank} of {world.num_replicas}: it would lose samples. Patch the original loader instead."
         )
     if found is not None and world.members is None and facts.made_for not in {None, (world.rank, world.num_replicas)}:
         rank, ranks = facts.made_for
         raise AlreadyPatchedError(
             f"The loader is sharded already by a {type(found).__name__} that was made for rank {rank} of {ranks}, and "
-            f"cannot be shared as rank {world.rank} of {world.num_replicas}: some samples would be lost or repeated. "
+            f"cannot be sharded as rank {world.rank} of {world.num_replicas}: some samples would be lost or repeated. "
             f"Build it for rank {world.rank} of {world.num_replicas}, or for one process, and patch that."
         )
     if found is None:
@@ -64,9 +64,9 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
 
 
 def _require_copyable(facts: LoaderFacts[Any]) -> None:
-    """Raise UnsupportedLoaderError for a loader of which a copy would go on giving unsharded data."""
+    """Raise UnsupportedLoaderError if a copy of the loader would still give unsharded data."""
     name = type(facts.loader).__name__
-    # isinstance() believes accelerate's, which say that they are one.
+    # accelerate's loaders pass isinstance() without being DataLoaders.
     if not issubclass(type(facts.loader), DataLoader):
         line = line_for_inner("patch_dataloader_to_ddp", facts.loader)
         inside = "" if line is None else f" Or, where outer is the {name}: {line}."
@@ -77,23 +77,23 @@ def _require_copyable(facts: LoaderFacts[Any]) -> None:
     if asks_for_its_own_dataset(type(facts.loader)):
         dataset = type(facts.dataset).__name__
         raise UnsupportedLoaderError(
-            f"{name} cannot be patched: it iterates litdata's own classes of datasets alone, so none that shares a "
-            f"{dataset} can take its place. litdata shards by itself a {dataset} that is made when the process group "
-            f"exists: make it, and the {name}, after init_process_group(). For an explicit world, patch torch's loader "
-            "of it: torch.utils.data.DataLoader(loader.dataset, batch_size=loader.batch_size, "
+            f"{name} cannot be patched: it takes only litdata's own datasets, not one that shards a {dataset}. litdata "
+            f"shards a {dataset} by itself if the process group exists when it is made: make it, and the {name}, after "
+            "init_process_group(). For an explicit world, patch torch's loader of it: "
+            "torch.utils.data.DataLoader(loader.dataset, batch_size=loader.batch_size, "
             "num_workers=loader.num_workers, collate_fn=loader.collate_fn)."
         )
     if facts.other_loader_in is not None:
         raise UnsupportedLoaderError(
-            f"{name} cannot be patched: its __iter__ may draw from another loader (attribute "
-            f"{facts.other_loader_in!r}), which would go on giving every rank all of its data. Patch that loader "
-            f"first, and hand the patched one to {name}."
+            f"{name} cannot be patched: its __iter__ may take batches from another loader (attribute "
+            f"{facts.other_loader_in!r}), which would still give every rank all of its data. Patch that loader "
+            f"first, and pass the patched one to {name}."
         )
     if facts.iterator_in is not None:
         raise UnsupportedLoaderError(
-            f"{name} cannot be patched: you have iterated it, or its class begins an iterator when it is made. It is "
-            f"running (attribute {facts.iterator_in!r}), and the loader may go on with it, which would yield unsharded "
-            "data. Patch the loader before you iterate it, or forget the iterator: "
+            f"{name} cannot be patched: it keeps a running iterator (attribute {facts.iterator_in!r}), because you "
+            "have iterated it, or its class starts one when it is made. The loader may continue with it, which would "
+            "yield unsharded data. Patch the loader before you iterate it, or forget the iterator: "
             f"loader.{facts.iterator_in} = None. Where the class needs it, build it with a sharded sampler, "
             f"{name}(dataset, sampler=DDPSamplerWrapper(sampler, False), ...), or use a DataLoader with "
             "persistent_workers=True."
@@ -101,33 +101,33 @@ def _require_copyable(facts: LoaderFacts[Any]) -> None:
 
 
 def _require_processes(facts: LoaderFacts[Any]) -> None:
-    """Refuse workers that are threads: what they draw moves the random states from which ranks draw their orders."""
+    """Refuse workers that are threads: their draws advance the random states from which samplers draw."""
     name, threads = THREAD_WORKERS
     if facts.num_workers > 0 and getattr(facts.loader, name, None) == threads:
         raise UnsupportedLoaderError(
             f"{type(facts.loader).__name__} with {name}={threads!r} and num_workers={facts.num_workers} cannot be "
-            "patched: threads share one process's random states with the sampler, so ranks would draw different "
-            "orders, and lose samples. Use worker_method='multiprocessing', or num_workers=0."
+            "patched: threads use the same random states as the sampler, so ranks would draw different orders and "
+            "lose samples. Use worker_method='multiprocessing', or num_workers=0."
         )
 
 
 def _require_iterable_options(facts: LoaderFacts[Any], options: Options) -> None:
-    """Refuse what cannot hold for a dataset whose items come without indices."""
+    """Refuse options that do not work with an iterable dataset, which has no indices."""
     name = facts.stream.name
     if options.needs_length and options.iterable_sharding == "by_worker":
         raise InvalidOptionError(
-            f"layout='contiguous' cannot hold with iterable_sharding='by_worker': {name} itself decides what each "
+            f"layout='contiguous' does not work with iterable_sharding='by_worker': {name} itself decides what each "
             "worker reads. Use one or the other."
         )
     if options.agreement == "leader":
         raise InvalidOptionError(
-            f"agreement='leader' cannot hold for {name}: rank 0 sends indices, and an iterable dataset has none. Use "
-            "agreement='seeded'."
+            f"agreement='leader' does not work with {name}: rank 0 sends indices, and an iterable dataset has none. "
+            "Use agreement='seeded'."
         )
     if options.agreement == "ambient" and facts.num_workers > 0:
         raise InvalidOptionError(
-            f"agreement='ambient' cannot hold for {name} with num_workers={facts.num_workers}: the stream is made "
-            "inside the workers, whose random states differ by rank so that augmentations do. Use agreement='seeded'."
+            f"agreement='ambient' does not work with {name} and num_workers={facts.num_workers}: the workers read it, "
+            "and their random states differ by rank, so that augmentations do. Use agreement='seeded'."
         )
 
 
@@ -138,43 +138,43 @@ def _require_hand_over(facts: LoaderFacts[Any], options: Options, world: World) 
         return
     if world.members is None and options.uneven != "keep":
         raise InvalidOptionError(
-            f"uneven={options.uneven!r} cannot hold with iterable_sharding='by_worker' in a world given by rank= and "
-            f"num_replicas=: how many batches each rank makes is up to {name}, and ranks that hand each other none "
-            "make unequal steps. Use uneven='keep' if they may, or leave rank= and num_replicas= out, after "
+            f"uneven={options.uneven!r} does not work with iterable_sharding='by_worker' and rank= and num_replicas=: "
+            f"{name} decides how many batches each rank reads, so without a process group ranks make unequal steps. "
+            "Use uneven='keep' if they may, or leave rank= and num_replicas= out, after "
             "torch.distributed.init_process_group()."
         )
     if world.members is not None and torchdata_batch_sampler(type(facts.loader)) is not None:
         raise UnsupportedLoaderError(
-            f"{type(facts.loader).__name__} cannot be patched with iterable_sharding='by_worker': its state tells what "
-            f"this rank's workers read, and ranks hand each other batches of {name}, so a resumed run would lose some. "
+            f"{type(facts.loader).__name__} cannot be patched with iterable_sharding='by_worker': its state covers "
+            f"only this rank's workers, and ranks give each other batches of {name}, so a resumed run would lose some. "
             "Use iterable_sharding='exact', or a torch.utils.data.DataLoader."
         )
 
 
 def require_length(options: Options, world: World, stream: StreamFacts) -> None:
-    """Refuse to cut a stream of unknown length into runs."""
+    """Refuse ``layout="contiguous"`` for a stream of unknown length."""
     if options.needs_length and stream.length is None:
         raise InvalidOptionError(
-            f"layout='contiguous' cuts a stream into one run for each of {world.num_replicas} ranks, for which its "
-            f"length must be known, and {stream.name} has no len(). Give it a __len__, or use layout='interleaved', "
-            "which needs none."
+            f"layout='contiguous' gives each of {world.num_replicas} ranks one run of samples, so it must know how "
+            f"many there are, and {stream.name} has no len(). Give it a __len__, or use layout='interleaved', which "
+            "needs none."
         )
 
 
 def require_steps_known(
     options: Options, world: World, stream: StreamFacts, batching: Batching = ITEMS, *, in_batches: bool = False
 ) -> None:
-    """Refuse an epoch without steps where its length is known now; else a pass does that when it comes to the end."""
+    """Refuse an epoch without steps, if its length is known now; otherwise the pass refuses it at its end."""
     if (n := stream.length) is not None:
         plan = Plan.of_stream(options, world.rank, world.num_replicas)
         require_steps(plan, batching, stream.name, [n], in_batches=in_batches)
 
 
 def require_shuffle(stream: StreamFacts) -> None:
-    """Refuse a scalable shuffle of what torch does not shuffle."""
+    """Refuse ``scalable_shuffle`` for a loader that torch does not shuffle."""
     if stream.why_not_scalable is not None:
         raise InvalidOptionError(
-            "scalable_shuffle=True computes the order of a loader that torch shuffles, and this one's order comes from "
+            "scalable_shuffle=True replaces torch's own shuffle, and this loader's order comes from "
             f"{stream.name}, which {stream.why_not_scalable}. Build the loader with shuffle=True, or leave "
             "scalable_shuffle out; a sampler of your own can have items_at(positions, epoch) instead."
         )

@@ -23,9 +23,9 @@ _NOTHING = object()
 class RepeatedPasses(KeptIterator, Iterator[Any]):
     """One iterator for all epochs: one pass over a sharded sampler after the other, with the same workers.
 
-    It stands where the given loader keeps such an iterator, and begins when its first batch is asked for. Workers
+    It replaces such an iterator of the given loader, and begins when its first batch is asked for. Workers
     fetch ahead within an epoch, not into the next: so ``set_epoch`` chooses the epoch of the very next batch, and a
-    state tells of the pass that the training loop is in.
+    state is about the pass that the training loop is in.
 
     Args:
         loader: The patched loader. It is not kept alive, because it holds this iterator.
@@ -72,7 +72,7 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
             raise StopIteration
         self._given.count()
         if self._given.batches == self._length:
-            # Find the end now: nobody will ask for it, and len() and states are told from whether the pass has ended.
+            # Find the end now: nobody will ask for it, and len() and states depend on whether the pass has ended.
             if (following := self._draw()) is _NOTHING:
                 self._given.end()
             else:
@@ -96,8 +96,8 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
         loader = self._loader()
         if loader is None:
             raise UnsupportedLoaderError(
-                "A copy of a patched loader cannot be iterated after the loader itself is gone: it has one iterator "
-                "for all epochs, and that was the loader's. Keep what patch_dataloader_to_ddp() returned and pass that."
+                "A copy of a patched loader cannot be iterated after the loader itself is gone: its one iterator for "
+                "all epochs belonged to the loader. Keep what patch_dataloader_to_ddp() returned and pass that."
             )
         kept = {name: value for name, value in vars(loader).items() if name not in OWN_METHODS and value is not self}
         # The given loader drew its workers' seed once. Each pass would draw one, from a generator that samplers share.
@@ -107,11 +107,11 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
         return plain
 
     def _require_none(self) -> None:
-        """Raise where len() promises batches and there is none: the given loader would ask for ever."""
+        """Raise if len() promises batches and there is none: the given loader would ask forever."""
         if self._length:
             raise StreamLengthError(
                 f"A pass gave no batch and its len() said {self._length}, so a loader with one iterator for all epochs "
-                "would ask for the next for ever. Correct the sampler's __len__."
+                "would wait for a batch forever. Correct the sampler's __len__."
             )
 
     def __getstate__(self) -> dict[str, Any]:

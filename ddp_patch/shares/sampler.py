@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class ShardedSampler(EpochSampler[T]):
-    """One rank's share of the items that another sampler yields.
+    """Gives one rank its share of the items that another sampler yields.
 
     Attributes:
         sampler: The wrapped sampler.
@@ -69,7 +69,7 @@ class ShardedSampler(EpochSampler[T]):
 
     @classmethod
     def of(cls, stream: StreamFacts, agreed: Agreed, batching: Batching = ITEMS) -> Self:
-        """Wrap a sampler on whose sharing the ranks have agreed already, and of whose items a loader makes batches."""
+        """Wrap a sampler that the ranks have agreed on already, and that a loader makes batches from."""
         wrapper = cls.__new__(cls)
         ShardedSampler.__init__(wrapper, stream, shuffle=False, agreed=agreed, batching=batching)
         return wrapper
@@ -80,7 +80,7 @@ class ShardedSampler(EpochSampler[T]):
 
     @property
     def dataset(self) -> Any:  # type: ignore[override]  # torch sets it at construction
-        """The wrapped sampler, by ``DistributedSampler``'s name for what it shares."""
+        """The wrapped sampler, by ``DistributedSampler``'s name for what it shards."""
         return self.sampler
 
     @property
@@ -91,12 +91,12 @@ class ShardedSampler(EpochSampler[T]):
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # as total_size
-        """How many items this rank takes in an epoch, or in what is left of one that a loaded state began in."""
+        """How many items this rank takes in an epoch, or in the rest of a resumed one."""
         length, skip = self._length_measured()
         return max(0, len(self.plan.share(length)) - skip)
 
     def _length_measured(self) -> tuple[int, int]:
-        """Return how many items all ranks share in what lengths are told of, and how many of each share are done."""
+        """Return how many items all ranks take in a pass as ``len()`` counts, and how much of each share is done."""
         epoch, before, skip = self._measured()
         return len(self.plan.rest(self._stream_length(epoch), before)), skip
 
@@ -104,7 +104,7 @@ class ShardedSampler(EpochSampler[T]):
         return self.num_samples
 
     def _stream_length(self, epoch: int) -> int:
-        """The wrapped sampler's length, or its own TypeError; some samplers draw to tell it."""
+        """The wrapped sampler's length, or its own TypeError; some samplers draw to find it."""
         with (
             epoch_states(self.agreed.options, self.agreed.seed, epoch),
             unmoved(random_generators(self._holders.holders)),
@@ -118,19 +118,19 @@ class ShardedSampler(EpochSampler[T]):
             return self._stream_length(epoch)
 
     def held(self) -> Held:
-        """Return what the samplers hold now."""
+        """Return what the samplers hold now: generators, states and counters."""
         if self._is_one_shot and self.epochs.passes:
             why = (
-                "the sampler is an iterator, which gives its items once, and how many of them earlier epochs took is "
-                "not known. Give the loader something that can be iterated again"
+                "the sampler is an iterator, which can be used only once, and nobody knows how many items earlier "
+                "epochs took. Give the loader something that can be iterated again"
             )
             return Held(unknown=why)
         return super().held()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one to be drawn; every nested sampler that has a ``set_epoch`` is told too.
+        """Make ``epoch`` the next one; also call ``set_epoch`` of every nested sampler that has it.
 
-        Calling it is optional: each pass that draws anything is followed by the next epoch.
+        Calling it is optional: after each pass that draws anything, the next epoch follows.
         """
         super().set_epoch(epoch)
         self._nested_epochs.tell(self.epochs.upcoming)
@@ -157,8 +157,8 @@ class ShardedSampler(EpochSampler[T]):
     def _take_up_pass(self) -> Pass[T]:
         """Make a pass over the upcoming epoch the latest one, and return it.
 
-        Where nothing is left of that epoch, it counts here: the next pass is the next epoch's, even if nothing is drawn
-        from this one.
+        If nothing is left of that epoch, it is counted here: the next pass is over the next epoch, even if nothing is
+        drawn from this one.
         """
         number = self.epochs.upcoming
         self._nested_epochs.tell(number)
@@ -190,27 +190,27 @@ class ShardedSampler(EpochSampler[T]):
         return torch_generators(holder for holder in self._holders.holders if is_torch_sampler(holder))
 
     def _was_given_a_generator(self) -> bool:
-        """Tell whether a sampler of torch's has another generator than before; refuse it where ranks had agreed on it.
+        """Return whether a torch sampler has another generator than before; refuse that if ranks have agreed on it.
 
-        Others may make generators of their own at any time, alike on every rank.
+        Other samplers may make their own generators at any time, alike on every rank.
         """
         before, now = self._torchs_generators, self._generators_of_torchs()
         if list(map(id, now)) == list(map(id, before)):
             return False
         if now and self.agreed.world.members is not None and self.agreed.leader is None:
             raise InvalidOptionError(
-                f"A {type(self.sampler).__name__} was given a generator after it was patched. The ranks agreed on the "
-                "states of those that there were, and may have this one in different states. Give the sampler its "
+                f"A {type(self.sampler).__name__} was given a generator after it was patched. Its state may differ "
+                "between ranks, because they agreed only on the generators that were there. Give the sampler its "
                 "generator first and patch the loader then, or use agreement='leader'."
             )
         self._torchs_generators = now
         return True
 
     def _is_spent(self, start: Place) -> bool:
-        """Tell whether nothing is left of the epoch."""
+        """Return whether nothing is left of the epoch."""
         if start.ended or not (self.agreed.options.verify and self.plan.uneven == "keep"):
             return start.ended
-        # Where ranks meet, one with an item more must do as those do that have come to their end.
+        # Where ranks synchronise, one with an item more must do as those do that have ended.
         before, skip = start.split(self.plan.num_replicas)
         length = self._length_if_any(start.epoch)
         return bool(skip) and length is not None and skip == self.plan.rounds(len(self.plan.rest(length, before)))
@@ -236,7 +236,7 @@ class ShardedSampler(EpochSampler[T]):
             dealing=self._dealing,
         )
         if leader is not None:
-            from ddp_patch.shares.led import Led  # most trainings do without
+            from ddp_patch.shares.led import Led  # most trainings do not need it
 
             plans = [self.agreed.plan(rank) for rank in (self.agreed.world.members or {}).values()]
             has_length = leader.draws and self._length_if_any(start.epoch) is not None
@@ -246,7 +246,7 @@ class ShardedSampler(EpochSampler[T]):
             return Drawn(epoch)
         if epoch.dealing is None:
             return LookedUp(epoch)
-        from ddp_patch.shares.dealt_orders import DealtOrder, InOrder  # most trainings do without
+        from ddp_patch.shares.dealt_orders import DealtOrder, InOrder  # most trainings do not need it
 
         if any(taken for _, taken in epoch.before):
             return Drawn(replace(epoch, sampler=InOrder(epoch.sampler, epoch.number)))
@@ -269,7 +269,7 @@ class ShardedSampler(EpochSampler[T]):
         return has_computed_order(self.sampler) or not self.agreed.options.verify
 
     def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
-        """Return how many samples step ``number`` of a pass has; see ``EpochSampler``."""
+        """Return how many samples all ranks take in step ``number`` of a pass; see ``EpochSampler``."""
         if one.sizes is None:
             step = super().samples_of_step(one, batching, number)
             if one.length is not None or self.plan.needs_length:
@@ -288,7 +288,7 @@ class ShardedSampler(EpochSampler[T]):
         return StepSamples(size, real, total, alike)
 
     def knows_totals(self, one: Pass[Any]) -> bool:
-        """Tell whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``."""
+        """Return whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``."""
         return one.sizes is None or self._division is not None or one.source.sizes is not None
 
     def _compare_end(self, epoch: int, drawn: int, order: str) -> None:
@@ -299,15 +299,15 @@ class ShardedSampler(EpochSampler[T]):
             self.agreed.check("Ending an epoch", {"epoch": epoch, "drawn": drawn, "order": order})
 
     def _compare_length(self, epoch: int, drawn: int, assumed: int) -> None:
-        """Refuse runs that were cut from a wrong length; else warn, once, that a wrong one is told."""
+        """Raise if runs were cut from a wrong length; otherwise warn once about a wrong length."""
         require_sure_length(self.plan, "The sampler", "sampler", drawn, assumed)
         told = self._length_if_any(epoch)
         if told is not None and told != drawn and not self._warned_of_length:
             self._warned_of_length = True
             warnings.warn(
                 f"{type(self.sampler).__name__} yielded {drawn} items and its len() says {told}. All {drawn} were "
-                "shared, and every rank makes the same number of steps, but len() of this loader and whatever is "
-                "planned from it (schedules, progress bars) is wrong. Correct the sampler's __len__.",
+                "sharded, and every rank makes the same number of steps. But len() of this loader is wrong, and so "
+                "are schedules and progress bars that use it. Correct the sampler's __len__.",
                 StreamLengthWarning,
                 stacklevel=2,
             )

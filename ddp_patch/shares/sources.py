@@ -1,6 +1,6 @@
 """How a pass gets its items: looked up or drawn. Chosen once, when the pass begins.
 
-The third way, sent by the leader, is in ``led.py``: most trainings do without.
+The third way, sent by the leader, is in ``led.py``: most trainings do not need it.
 """
 
 import sys
@@ -30,12 +30,12 @@ class Source(Generic[T]):
         length: How many items all ranks share in the pass, once its end was found. Every rank knows it at the same
             step.
         drawn: How many items of this rank's share were drawn, those that the pass skips included.
-        held_before: What another rank said that the samplers held before the pass, where that one draws.
-        held_after: What it said that they held after it.
-        origins: Where the items come from that ``parts`` has yielded, or will next, but for padding; None where that
-            follows from the plan.
-        sizes: How many samples each item of the pass has, all ranks' items in order and as far as they were drawn; None
-            where this rank does not see them, or nobody wants to know.
+        held_before: What the samplers held before the pass, as the drawing rank reported it.
+        held_after: What they held after it.
+        origins: The positions of the items that ``parts`` has yielded, or will yield next, without padding; None if
+            they follow from the plan.
+        sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
+            None if this rank does not see them, or nobody needs that.
     """
 
     length: int | None = None
@@ -56,7 +56,7 @@ class Source(Generic[T]):
         raise NotImplementedError
 
     def ends_within(self, items: int) -> bool:
-        """Draw on to the end if it is at most so many items of the share away, and tell whether it is.
+        """Draw up to the end if it is at most this many items of the share away, and return whether it is.
 
         Then the samplers hold what the epoch leaves in them. Return False, too, where one rank would know and another
         not.
@@ -64,7 +64,7 @@ class Source(Generic[T]):
         return False
 
     def ends_elsewhere(self) -> bool:
-        """Tell whether the end was found where this source does not see it, so that what it gives says nothing."""
+        """Return whether the end was found elsewhere, so that the number of items given says nothing."""
         return False
 
     def length_found(self) -> int | None:
@@ -133,7 +133,7 @@ class LookedUp(Source[T]):
         self._finish()
 
     def _verify(self, order: Order, *, has_whole_rounds: bool, dealt: Sequence[object] = ()) -> None:
-        """Compare the order with the other ranks', and how it was dealt, after the items that every rank has."""
+        """Compare the order with the other ranks', and how it was balanced, after the items that every rank has."""
         verify = self._epoch.verify
         if verify is not None and has_whole_rounds:
             told = range(0, order.length, max(1, order.length // COMPARED))
@@ -152,7 +152,7 @@ class LookedUp(Source[T]):
         return everybodys[positions.start - first :: plan.num_replicas] if positions else []
 
     def ends_within(self, items: int) -> bool:
-        """Finish, wherever the pass stands: the order was drawn as a whole."""
+        """Finish, wherever the pass is: the order was drawn as a whole."""
         self._finish()
         return self._is_finished
 
@@ -182,14 +182,14 @@ class Drawn(Source[T]):
         self._stream = Stream(epoch, stream, self.sizes, partial(_note_first, self.origins))
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
-        """Draw on, and yield what is this rank's."""
+        """Draw, and yield this rank's items."""
         if self.origins is not None:
             self.origins.skip = skip
         shares = self._stream.shares([self._epoch.plan], skip, self._found)
         return self._skipping(skip, (part for (part,) in shares))
 
     def ends_within(self, items: int) -> bool:
-        """Draw on, and tell whether at most so many items of the share are left."""
+        """Draw more, and return whether at most this many items of the share are left."""
         # What is read ahead of an iterator would be lost to the next pass.
         return not self._epoch.is_one_shot and self._stream.ends_within(items)
 
@@ -200,7 +200,7 @@ def _note_first(origins: Origins | None, of_plans: Sequence[Any]) -> None:
 
 
 def _sizes_in(order: Order, rest: Rest) -> Sizes | None:
-    """Return how many samples each item of the rest has, where the order tells."""
+    """Return how many samples each item of the rest has, if the order shows it."""
     if order.sizes is None:
         return None
     sizes = Sizes()

@@ -22,13 +22,13 @@ _FIELDS = (
 
 
 def write_state(place: Place, facts: Mapping[str, object], seed: int) -> dict[str, Any]:
-    """Return a place as plain values, with the seed and the facts that tell of which loader it is.
+    """Return a position as plain values, with the seed and the facts that identify the loader.
 
     Raises:
-        StateError: What the samplers hold cannot be told.
+        StateError: The samplers' own states are not known.
     """
     if place.held.unknown:
-        raise StateError(f"The loader's state cannot be told: {place.held.unknown}.")
+        raise StateError(f"The loader's state cannot be saved: {place.held.unknown}.")
     at_first, latest = place.snapshots.at_first, place.snapshots.latest
     return {
         "version": _VERSION,
@@ -47,17 +47,17 @@ def write_state(place: Place, facts: Mapping[str, object], seed: int) -> dict[st
     }
 
 
-# The one field of a state that says why it is none.
+# The only field of a placeholder: why there is no state.
 _CANNOT_RESUME = "cannot_resume"
 
 
 def no_state(why: str) -> dict[str, Any]:
-    """Return what stands for a state where none can be told: a checkpoint can be taken, and not be restored."""
+    """Return a placeholder for a state that is not known: the checkpoint can be saved, but not restored."""
     return {_CANNOT_RESUME: why}
 
 
 def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Sequence[Any]) -> Place:
-    """Return the place that a state describes.
+    """Return the position that a state describes.
 
     Args:
         state: What ``write_state`` returned.
@@ -72,13 +72,13 @@ def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Seq
         raise _damaged(f"it is {state!r}, a {type(state).__name__} and not a dict")
     if _CANNOT_RESUME in state:
         raise StateError(
-            f"The state does not say where to resume, because that was not known when it was taken: "
-            f"{state[_CANNOT_RESUME]} Resume from a state that was taken between two epochs, or restore none."
+            f"The state has no position, because it was not known when the state was taken: {state[_CANNOT_RESUME]} "
+            "Resume from a state that was taken between two epochs, or restore none."
         )
     if "version" in state and not (_is_count(state["version"]) and state["version"] <= _VERSION):
         raise StateError(
-            f"The state has version {state['version']!r} and this package reads versions up to {_VERSION}, so it may "
-            "mean what is not known here. Restore it with the version of ddp_patch that wrote it."
+            f"The state has version {state['version']!r}, and this version of ddp_patch reads versions up to "
+            f"{_VERSION}, so it cannot read it. Restore it with the version of ddp_patch that wrote it."
         )
     if missing := [name for name in _FIELDS if name not in state]:
         raise _damaged(f"it has no {', '.join(missing)}")
@@ -147,7 +147,7 @@ def _read_generators(name: str, states: Any, holders: Sequence[Any]) -> Sequence
             try:
                 set_generator_state(generator, state)
             except Exception as error:
-                raise _damaged(f"its field {name} holds what is no state of a {type(generator).__name__}") from error
+                raise _damaged(f"its field {name} is not the state of a {type(generator).__name__}") from error
     return states  # type: ignore[no-any-return]  # a list: _require_number checked it
 
 
@@ -194,13 +194,13 @@ def _require_same(said: Any, facts: Mapping[str, object], seed: Seed) -> None:
     if rows:
         other_seed = facts["seed"] != said["seed"]
         raise _other(
-            rows, f" Pass seed={said['seed']} to it, or no seed: then the state's holds." if other_seed else ""
+            rows, f" Pass seed={said['seed']} to it, or no seed: then it gets the state's." if other_seed else ""
         )
 
 
 def _other(rows: Sequence[str], remedy: str = "") -> StateError:
     return StateError(
-        "The state is of another loader, and going on from it would lose or repeat samples.\n"
+        "The state is of another loader, and resuming from it would lose or repeat samples.\n"
         + "\n".join(rows)
         + "\nBuild and patch the loader as it was when the state was taken, with the same seed and options."
         + remedy

@@ -17,7 +17,7 @@ class StepSamples(NamedTuple):
     Attributes:
         items: How many samples this rank's batch has.
         real: How many of them are not padding.
-        total: How many samples are not padding on all ranks together; None where this rank alone cannot know.
+        total: How many samples are not padding on all ranks together; None if this rank alone cannot know.
         until: Up to which step the following ones surely have the same numbers.
     """
 

@@ -12,14 +12,14 @@ __all__ = ["require_steps"]
 
 
 def require_steps(plan: Plan, batching: Batching, name: str, lengths: Sequence[int], *, in_batches: bool) -> None:
-    """Refuse an epoch if a rank would make no step in it. Every rank comes to the same conclusion.
+    """Refuse an epoch if a rank would make no step in it. Every rank decides the same.
 
     Args:
         plan: A rank's share.
         batching: How the rank makes batches of it.
         name: What yields the items.
-        lengths: How many items it yields, in each of the parts that are shared.
-        in_batches: Whether the loader's whole batches can be shared instead.
+        lengths: How many items it yields, in each of the parts that are sharded.
+        in_batches: Whether the loader's whole batches can be sharded instead.
 
     Raises:
         NoStepsError: One process makes at least one step of them.
@@ -41,7 +41,7 @@ def require_steps(plan: Plan, batching: Batching, name: str, lengths: Sequence[i
 
 
 def _remedies(plan: Plan, batching: Batching, lengths: Sequence[int], in_batches: bool) -> Iterator[str]:
-    """Yield what, changed alone, gives every rank a step, or loses nothing."""
+    """Yield each change that alone gives every rank a step, or loses nothing."""
     if batching.drop_last and (most := max(map(plan.least, lengths))):
         yield f"a batch_size of at most {most}"
     if batching.drop_last and not Batching(batching.size, drop_last=False).loses_a_rank(plan, *lengths):

@@ -1,4 +1,4 @@
-"""Counts the batches that a training loop is given, which with workers are fewer than the sampler was asked for."""
+"""Count the batches that a training loop is given; with workers, the sampler is asked for more."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ __all__ = ["Tally"]
 
 
 class Tally:
-    """Counts what one iterator of a loader hands out, on the pass that the iterator makes.
+    """Counts the batches that one iterator of a loader gives, in the pass that it makes.
 
     The count stays on the pass when the iterator is gone, as it is after a ``break``.
 
@@ -24,7 +24,7 @@ class Tally:
         self.begin()
 
     def begin(self) -> None:
-        """Note that a pass begins."""
+        """Record that a pass begins."""
         self._batches = 0
         self._has_failed = self._has_pass = False
         self._pass: Pass[Any] | None = None
@@ -32,23 +32,23 @@ class Tally:
             self._find_pass()
 
     def count(self) -> None:
-        """Note that a batch is handed out. It is called for each, so it calls little itself."""
+        """Record that a batch is given. It is called for each, so it calls little itself."""
         if not self._has_pass:
             self._find_pass()
         self._batches += 1
         if (one := self._pass) is not None:
-            # The loader went on after an error, so one batch or another is passed over: nobody knows the place.
+            # The loader continued after an error, so some batch was skipped: nobody knows the position.
             one.note_handed_out(None if self._has_failed else self._batches)
             if self._sampler.latest is None:
                 self._sampler.note_running(one)
 
     def fail(self) -> None:
-        """Note that an error came in the place of a batch."""
+        """Record that an error came instead of a batch."""
         self._find_pass()
         self._has_failed = True
 
     def end(self) -> None:
-        """Note that the loop was told that there are no more batches."""
+        """Record that the loop has seen the end."""
         self._find_pass()
         if self._pass is not None and not self._has_failed:
             self._pass.note_exhausted()

@@ -1,4 +1,4 @@
-"""How batches follow each other that several workers make in turn: arithmetic, without workers.
+"""The order of batches that several workers make in turns: arithmetic, without workers.
 
 A loader without workers, or one whose workers share one stream, is the case of a single part.
 """
@@ -17,7 +17,7 @@ def made_in_turn(most: Sequence[int | None], batches: int) -> list[int]:
     """Return how many of the first batches each of some workers has made that take turns.
 
     Args:
-        most: How many each makes in all, from the one whose turn is first; None where that is not known.
+        most: How many each makes in all, from the one whose turn is first; None if that is not known.
         batches: How many batches were made.
 
     Examples:
@@ -41,7 +41,7 @@ def made_in_turn(most: Sequence[int | None], batches: int) -> list[int]:
 
 
 def turn_after(made: Sequence[int]) -> int:
-    """Return whose turn it is when some workers have made so many batches: the one after the last.
+    """Return whose turn it is when some workers have made this many batches: the one after the last.
 
     Examples:
         >>> turn_after([3, 1, 3, 2]), turn_after([2, 2])
@@ -72,7 +72,7 @@ class Turn(NamedTuple):
     """One batch.
 
     Attributes:
-        part: Whose it is: a place in ``Turns.parts``.
+        part: Whose it is: an index into ``Turns.parts``.
         first: The position of its first item in the rank's share of that part.
         items: How many items it has.
         real: How many of them are not padding.
@@ -138,14 +138,14 @@ class Turns:
         return made_in_turn(self._batches, batches)
 
     def _next(self, batches: int) -> tuple[int, int]:
-        """Return whose turn comes after so many batches, and how many it has made before."""
+        """Return whose turn comes after this many batches, and how many it has made before."""
         if len(self.parts) == 1:
             return 0, batches
         before, after = self.made(batches), self.made(batches + 1)
         return next(((place, made) for place, made in enumerate(before) if after[place] > made), (0, 0))
 
     def taken(self, batches: int) -> list[int]:
-        """Return how many items of its share of each part the rank has taken after so many batches."""
+        """Return how many items of its share of each part the rank has taken after this many batches."""
         return [
             self._end(part, part.skip + made * self.batching.size)
             for part, made in zip(self.parts, self.made(batches), strict=True)
@@ -216,7 +216,7 @@ class Turns:
         """Yield where each sample of a batch that is not padding lies in the unpatched loader's order.
 
         Yields:
-            The number of the batch among those of its worker, the worker's turn, and the sample's place in the batch.
+            Its batch's number among those of its worker, the worker's turn, and its index in the batch.
         """
         size, ranks = self.batching.size, self.plan.num_replicas
         for item in range(turn.first, turn.first + turn.real):
@@ -224,7 +224,7 @@ class Turns:
             yield number, turn.part, place
 
     def are_alike(self, batches: int) -> bool:
-        """Tell whether every rank has made the same batches of each part after so many."""
+        """Return whether every rank has made the same batches of each part after this many."""
         return self._on_rank(0).made(batches) == self._on_rank(self.plan.num_replicas - 1).made(batches)
 
 

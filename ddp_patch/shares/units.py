@@ -1,4 +1,4 @@
-"""What of a loader is shared: samples or whole batches, as the user says or its samplers ask for."""
+"""Decide what is sharded: samples or whole batches, as the user says or the samplers need."""
 
 from typing import Any, TypeVar
 
@@ -15,12 +15,12 @@ L = TypeVar("L", bound=DataLoader[Any])
 
 
 def unit_shared(facts: LoaderFacts[L], share: Share) -> LoaderFacts[L]:
-    """Return the look at a loader with the unit that is shared.
+    """Return the facts about a loader with the unit that is sharded.
 
-    Items of a loader without automatic batching are shared as they are, whatever ``share`` says: to torch each is one.
+    With ``batch_size=None``, items are sharded as they are, whatever ``share`` says: torch does not look into them.
 
     Raises:
-        InvalidOptionError: The loader cannot be shared so.
+        InvalidOptionError: The loader cannot be sharded in this way.
     """
     if facts.sharded_by is not None:
         return facts
@@ -28,14 +28,14 @@ def unit_shared(facts: LoaderFacts[L], share: Share) -> LoaderFacts[L]:
     match facts.level, share:
         case Level.BATCH, "samples":
             raise InvalidOptionError(
-                f"share='samples' cannot hold for a loader with a batch sampler of its own: it would tear the batches "
-                f"that {name} makes. Use share='batches', or leave it out."
+                f"share='samples' does not work with a batch sampler of your own: it would split the batches that "
+                f"{name} makes. Use share='batches', or leave it out."
             )
         case Level.ITERABLE, "batches" if facts.batch_size is not None:
             raise InvalidOptionError(
-                f"share='batches' cannot hold for an iterable dataset with batch_size={facts.batch_size}: workers read "
-                f"{name} item by item, and each makes batches of its own. Let the dataset yield whole batches and pass "
-                "batch_size=None, or leave share out."
+                f"share='batches' does not work with an iterable dataset and batch_size={facts.batch_size}: workers "
+                f"read {name} item by item, and each makes its own batches. Let the dataset yield whole batches and "
+                "pass batch_size=None, or leave share out."
             )
         case Level.UNBATCHED, "within_batches":
             raise _not_divisible(name)
@@ -50,6 +50,6 @@ def unit_shared(facts: LoaderFacts[L], share: Share) -> LoaderFacts[L]:
 
 def _not_divisible(name: str) -> InvalidOptionError:
     return InvalidOptionError(
-        f"share='within_batches' cannot hold for a loader with batch_size=None: to torch each item of {name} is one "
-        "whole, even if it holds several samples. Give the loader a batch_size or a batch_sampler, or leave share out."
+        f"share='within_batches' does not work with batch_size=None: torch does not look into the items of {name}, "
+        "even if each has several samples. Give the loader a batch_size or a batch_sampler, or leave share out."
     )

@@ -1,4 +1,4 @@
-"""Draw a sampler in chunks of whole rounds, never a whole epoch at once."""
+"""Draw a sampler's items in chunks of whole rounds, never a whole epoch at once."""
 
 import copy
 import sys
@@ -21,7 +21,7 @@ T = TypeVar("T")
 # About how many samples may be drawn ahead of the one in use, unless a round has more. Large chunks swap random states
 # less often, but a sampler that adapts during training must not be drawn far ahead.
 MOST_AHEAD = 8192
-# So many of a stream of indices, or of lists of them, if that is at most this part of what came before: then a chunk
+# This many of a stream of indices, or of lists of them, if that is at most this part of what came before: then a chunk
 # takes no longer than that part of the time that the stream has taken, and how far it is ahead matters as little.
 MOST_PLAIN, _PART_AHEAD = 65536, 64
 
@@ -29,7 +29,7 @@ _IMMUTABLE = (int, float, str, bytes, np.generic)
 
 
 def returns_itself(iterator: object) -> bool:
-    """Tell whether ``iter(iterator)`` surely does nothing: it is written in C, as a generator's or a list's is."""
+    """Return whether ``iter(iterator)`` surely does nothing: it is written in C, as a generator's or a list's is."""
     return isinstance(getattr(type(iterator), "__iter__", None), WrapperDescriptorType)
 
 
@@ -37,7 +37,7 @@ def begun(iterable: Iterable[T]) -> Iterator[T]:
     """Begin an iterable, and return what draws from it by ``next()`` alone.
 
     ``for``, ``islice`` and ``chain`` call ``iter()`` on what they draw from, and a sampler that is its own iterator may
-    begin anew at every such call: each of lhotse's does.
+    start again at every such call: each of lhotse's does.
     """
     iterator = iter(iterable)
     return iterator if returns_itself(iterator) else _by_next(iterator)
@@ -162,7 +162,7 @@ class _Source:
         self.is_ended = len(items) < self._round_size
 
     def take(self, kept: list[Any], size: int, part: slice) -> None:
-        """Draw so many items and keep a part of them; those that are not kept are not copied."""
+        """Draw this many items and keep a part of them; those that are not kept are not copied."""
         before = self.drawn
         first, last, step = part.indices(size)
         items = islice(self._items, first, last, step)

@@ -1,7 +1,7 @@
-"""Deal the items of a window so that each step costs alike on all ranks: arithmetic on costs.
+"""Balance the items of a window so that each step costs about the same on all ranks: arithmetic on costs.
 
-An order of n items is meant for interleaved sharing: the item at place p goes to rank ``p % ranks``, and a step takes
-the next ``size`` items of every rank.
+The order that comes out is for interleaved sharding: the item at position p goes to rank ``p % ranks``, and a step
+takes the next ``size`` items of every rank.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from ddp_patch.costs import CostOf
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray  # which takes long to import
+    from numpy.typing import NDArray  # slow to import
 
 __all__ = ["Dealt", "as_it_came", "deal", "deal_batch"]
 
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """A window as it is dealt.
+    """A balanced window.
 
     Attributes:
         steps: Which items each batch of each step has, shape (steps, ranks, items), in any order within a batch.
@@ -37,7 +37,7 @@ class Dealt:
 
     @property
     def order(self) -> NDArray[np.int64]:
-        """The order for interleaved sharing."""
+        """The order for interleaved sharding."""
         in_order = [np.sort(steps, axis=2).swapaxes(1, 2).reshape(-1) for steps in (self.steps, self.last)]
         return np.concatenate([*in_order, self.left])
 
@@ -48,7 +48,7 @@ class Dealt:
 
 
 def deal(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf, key: np.random.SeedSequence) -> Dealt:
-    """Deal the items of a window so that the batches of each step cost alike.
+    """Balance the items of a window so that the batches of each step cost about the same.
 
     The steps come in a random order, and so do the batches within each. A batch has its items in the order in which
     they came. What does not fill a step comes last, and what does not fill a round of it after all else, as it came.
@@ -62,7 +62,7 @@ def deal(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf, key
         key: What the random order follows from.
 
     Returns:
-        The items' places in the window, as they are dealt.
+        The items' positions in the window, in the new order.
 
     Examples:
         >>> key = np.random.SeedSequence(0)
@@ -77,9 +77,9 @@ def deal(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf, key
         the least there can be. Batches that cost their sum are filled by longest processing time first: Graham,
         "Bounds on Multiprocessing Timing Anomalies", SIAM Journal on Applied Mathematics 17, 1969; with as many items
         in each, one layer of items after the other: Babel, Kellerer and Kotov, "The k-partitioning problem",
-        Mathematical Methods of Operations Research 47, 1998. No two batches then differ by more than the dearest item
-        costs, and all the waiting of a window, summed over its steps, is less than that: each rank waits less than one
-        item, however many steps there are. ``tests/properties/test_dealing_properties.py`` has the proof.
+        Mathematical Methods of Operations Research 47, 1998. No two batches then differ by more than the most expensive
+        item costs, and all the waiting of a window, summed over its steps, is less than that: each rank waits less than
+        one item, however many steps there are. ``tests/properties/test_dealing_properties.py`` has the proof.
     """
     costs = _scaled(costs)
     whole = len(costs) // (ranks * size) * ranks * size
@@ -96,14 +96,14 @@ def as_it_came(items: int) -> Dealt:
 
 
 def deal_batch(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return an order of one batch's samples in which the ranks' parts of it cost alike in sum.
+    """Return an order of one batch's samples in which the ranks' parts cost about the same.
 
     Args:
         costs: What each sample costs, at least 0.
         ranks: How many ranks share the batch. The first of them get a sample more where it does not come out even.
 
     Returns:
-        The samples' places in the batch, for interleaved sharing.
+        The samples' positions in the batch, for interleaved sharding.
 
     Examples:
         >>> order = deal_batch([9.0, 5, 5, 3, 1], ranks=2)
@@ -121,13 +121,13 @@ def deal_batch(costs: Sequence[float], ranks: int) -> list[int]:
         for sample, part in zip(dearest_first[start : start + ranks], least_first, strict=False):
             parts[part].append(sample)
             sums[part] += costs[sample]
-    # Whichever part has the first sample goes to the first rank: no rank has the dearest part each time.
+    # Whichever part has the first sample goes to the first rank: no rank has the most expensive part each time.
     parts = sorted(map(sorted, parts), key=lambda part: (-len(part), part))
     return [sample for samples in zip_longest(*parts) for sample in samples if sample is not None]
 
 
 def _steps(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf) -> NDArray[np.int64]:
-    """Return which items each batch of each step has, shape (steps, ranks, size), from the dearest step on."""
+    """Return which items each batch of each step has, shape (steps, ranks, size), from the most expensive step on."""
     if not len(costs):
         return np.empty((0, ranks, size), np.int64)
     dearest_first = _ascending(costs)[::-1]
@@ -142,7 +142,7 @@ def _filled(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return batches of equally many items, shape (batches, items), and their sums.
 
-    Layer by layer, from the dearest items on, the dearest item of a layer goes to the batch with the least so far.
+    Layer by layer, from the most expensive on, the most expensive item of a layer goes to the cheapest batch.
     """
     layers, costs_of = dearest_first.reshape(-1, batches), costs[dearest_first].reshape(-1, batches)
     filled, sums = np.empty_like(layers), np.zeros(batches)
@@ -167,9 +167,9 @@ def _scaled(costs: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the places of some values in ascending order, and of equal ones as they come; faster than ``argsort``.
+    """Return the indices that sort some values, equal ones as they come; faster than ``argsort``.
 
-    It must not depend on the machine, so no two things that are sorted are equal: each has its place in it, instead of
+    It must not depend on the machine, so no two things that are sorted are equal: each contains its index, instead of
     its last bits. The bits of floats that are not negative sort as the floats do.
     """
     places = np.uint64((1 << len(values).bit_length()) - 1)

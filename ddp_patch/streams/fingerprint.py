@@ -24,7 +24,7 @@ COMPARED = 256
 
 # Named, because importing their modules takes longer than importing this package.
 _TOLD_BY_REPR = {"decimal.Decimal", "fractions.Fraction", "uuid.UUID"}
-# A list of these alone is told by its repr, which is a tenth of the work.
+# A list of only these is encoded by its repr, which is a tenth of the work.
 _PLAIN = {bool, float, int, str, type(None)}
 
 

@@ -1,4 +1,4 @@
-"""Random generators that somebody holds: found, read and put back. The global ones are in ``random_states.py``."""
+"""Find, read and restore random generators in objects. The global ones are in ``random_states.py``."""
 
 import base64
 import random

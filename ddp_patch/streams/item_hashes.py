@@ -1,4 +1,4 @@
-"""Hashes of an item, by which ranks tell whether they read the same one: all of it, and what augmentation keeps."""
+"""Hashes of an item, to compare items between ranks: of all of it, and of what augmentation keeps."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ _HAS_SOME, _IS_KEY = 2, 1
 
 
 class ItemHashes(NamedTuple):
-    """What is noted of an item: three numbers of less than 63 bits.
+    """What is recorded about an item: three numbers of less than 63 bits.
 
     Strings and whole numbers are apart, because augmentation may change one of them: it may write where it cut an
     image, or mask words of a text that keeps its label.

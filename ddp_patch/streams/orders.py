@@ -31,7 +31,7 @@ from ddp_patch.streams.random_access import RandomAccess, is_random_access
 from ddp_patch.streams.seeding import Seed, shuffle_key
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray  # which takes long to import
+    from numpy.typing import NDArray  # slow to import
 
 __all__ = [
     "Order",
@@ -47,7 +47,7 @@ __all__ = [
     "why_not_scalable",
 ]
 
-# The least size of a turn in items, for orders that are drawn turn by turn.
+# Minimum items per turn, for orders that are drawn in turns.
 _TURN = 2**17
 
 
@@ -60,10 +60,10 @@ class Order:
         at: Returns the items at some positions, all in ``range(length)``. Positions must increase, also from call to
             call.
         finish: Draws what the sampler draws after its last item.
-        array: Returns them as an array, shape (items,) or for batches of equal size (items, size); None where they are
+        array: Returns them as an array, shape (items,) or for batches of equal size (items, size); None if they are
             no such indices.
         sizes: Returns how many samples the batches at some positions have, and how many batches have that size, in
-            runs; None where only the batches themselves show it.
+            runs; None if only the batches themselves show it.
     """
 
     length: int
@@ -81,7 +81,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class _TorchSampler:
-    """What we know of one of torch's sampler types.
+    """What we know about one of torch's sampler types.
 
     Attributes:
         order: Draws an epoch's order with the same calls and random states as the sampler's ``__iter__``, but as a
@@ -156,7 +156,7 @@ def is_always_alike(sampler: object) -> bool:
 
 
 def order_parameters(sampler: object) -> list[object] | None:
-    """Return what the order of one of torch's own samplers depends on, besides the random states; else None."""
+    """Return what the order of one of torch's own samplers depends on, besides the random states; otherwise None."""
     if _is_batching(sampler):
         inner = order_parameters(sampler.sampler)
         return None if inner is None else ["batches", sampler.batch_size, sampler.drop_last, *inner]
@@ -194,7 +194,7 @@ def order_of(sampler: Any, epoch: int) -> Order:
 
 
 def _is_batching(sampler: object) -> TypeGuard[BatchSampler]:
-    """Tell whether a sampler makes batches of another one's items as torch does."""
+    """Return whether a sampler makes batches of another one's items as torch does."""
     return is_torch_batch_sampler(type(sampler))
 
 
@@ -275,8 +275,8 @@ def _looked_up(sampler: RandomAccess, epoch: int, positions: range) -> list[Any]
     items = found.tolist() if isinstance(found, np.ndarray | torch.Tensor) else list(found)
     if len(items) != len(positions):
         raise StreamLengthError(
-            f"{type(sampler).__name__}.items_at() gave {len(items)} items for {len(positions)} positions, so a rank "
-            "would take too few or too many. Let it return one item for each."
+            f"{type(sampler).__name__}.items_at() returned {len(items)} items for {len(positions)} positions, so a "
+            "rank would take too few or too many. Let it return one item for each position."
         )
     return items
 
@@ -287,7 +287,7 @@ def _as_array(positions: range) -> NDArray[np.int64]:
 
 
 class ScalableShuffle(Sampler[int]):
-    """Shuffles like one of torch's samplers, but in constant memory: it computes the item at a position.
+    """Shuffle like one of torch's samplers, but in constant memory: compute the item at a position.
 
     Args:
         sampler: A ``SubsetRandomSampler``, or a ``RandomSampler`` without replacement that takes no more samples than

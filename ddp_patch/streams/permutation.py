@@ -9,7 +9,7 @@ import numpy as np
 from ddp_patch.errors import InvalidOptionError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray  # which takes long to import
+    from numpy.typing import NDArray  # slow to import
 
 __all__ = ["Permutation"]
 
@@ -23,7 +23,7 @@ _MULTIPLY = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 class Permutation:
-    """Permutes ``range(n)`` pseudo-randomly, and computes only the positions it is asked for.
+    """Permute ``range(n)`` pseudo-randomly, and compute only the positions that are asked for.
 
     Args:
         n: How many numbers are permuted, from 0 to 2**63 - 1.
@@ -51,7 +51,7 @@ class Permutation:
     def __init__(self, n: int, key: np.random.SeedSequence) -> None:
         if not 0 <= n < 2**63:
             raise InvalidOptionError(
-                f"A permutation of range({n}) was asked for: positions are 64-bit integers. Pass n from 0 to 2**63 - 1."
+                f"range({n}) cannot be permuted: positions are 64-bit integers. Pass n from 0 to 2**63 - 1."
             )
         self.n = n
         self._table: NDArray[np.int64] | None = None

@@ -22,9 +22,9 @@ class State(Enum):
 
 @dataclass
 class Given:
-    """How many batches of its current pass a loader has given that has one iterator for all epochs.
+    """How many batches of its current pass a loader with one iterator for all epochs has given.
 
-    After a ``break`` such a loader goes on in the same pass, so a training loop's own count may be another.
+    After a ``break`` such a loader continues in the same pass, so a training loop's own count may be another.
 
     Attributes:
         batches: How many, since the pass began.
@@ -35,15 +35,15 @@ class Given:
     is_within: bool = False
 
     def begin(self) -> None:
-        """Note that a pass begins with the next batch."""
+        """Record that a pass begins with the next batch."""
         self.batches, self.is_within = 0, False
 
     def count(self) -> None:
-        """Note that a batch was given."""
+        """Record that a batch was given."""
         self.batches, self.is_within = self.batches + 1, True
 
     def end(self) -> None:
-        """Note that there are no more batches."""
+        """Record that there are no more batches."""
         self.is_within = False
 
 
@@ -51,7 +51,7 @@ class Progress:
     """How far a pass has come. It changes by its methods alone.
 
     Args:
-        skip: How many items were taken before the pass, which goes on after these.
+        skip: How many items were taken before the pass, which continues after these.
 
     Attributes:
         given: How many items were given, those before the pass included.
@@ -80,7 +80,7 @@ class Progress:
         return self.state in {State.ENDED, State.LEFT}
 
     def begin(self) -> None:
-        """Note that the first item was asked for."""
+        """Record that the first item was asked for."""
         self.state = State.RUNNING
 
     def give(self, part: Sequence[T]) -> Iterator[T]:
@@ -90,10 +90,10 @@ class Progress:
         return run
 
     def end(self) -> None:
-        """Note that there are no more items."""
+        """Record that there are no more items."""
         self.state = State.ENDED
 
     def leave(self) -> None:
-        """Note that nobody will ask for more; a pass that has ended stays so."""
+        """Record that nobody will ask for more; a pass that has ended stays so."""
         if self.state is not State.ENDED:
             self.state = State.LEFT

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 import numpy as np
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray  # which takes long to import
+    from numpy.typing import NDArray  # slow to import
 
 __all__ = ["RandomAccess", "is_random_access"]
 
@@ -17,10 +17,10 @@ __all__ = ["RandomAccess", "is_random_access"]
 class RandomAccess(Protocol):
     """A sampler that can look up the items at any positions of any epoch.
 
-    A sampler with these methods is not iterated. Each rank looks up the items of its own share, so the cost does not
-    grow with the number of ranks. The items must follow from position and epoch alone, and be those that iterating
-    gives. A subclass that overrides ``__iter__`` and not ``items_at`` is iterated. If only some samplers of a class can
-    be looked up, set the attribute ``has_random_access`` to False on the others, and they are iterated too.
+    Give your sampler these methods, and each rank looks up only its own items, so the cost does not grow with the
+    number of ranks. The items must depend on position and epoch only, and be those that iterating gives. A subclass
+    that overrides ``__iter__`` but not ``items_at`` is iterated. If some samplers of a class cannot be looked up, set
+    their attribute ``has_random_access`` to False.
 
     Examples:
         >>> class Strided:
@@ -52,7 +52,7 @@ class RandomAccess(Protocol):
 
 
 def is_random_access(sampler: object) -> TypeGuard[RandomAccess]:
-    """Tell whether a sampler can be looked up.
+    """Return whether a sampler can be looked up.
 
     Its class or a base must define ``items_at``, and no class below that base may override ``__iter__`` alone. A
     sampler whose ``has_random_access`` is False cannot be looked up, whatever its class has.

@@ -1,4 +1,4 @@
-"""The global random states: swapped for private ones, read and put back.
+"""Swap the global random states for private ones, read and restore them.
 
 We call the three *global* generators (torch's on the CPU, numpy's, Python's) ambient. Samplers and training both draw
 from them. ``PrivateRNG`` keeps one from disturbing the other.
@@ -39,7 +39,7 @@ class _GlobalState:
         return cls(torch.get_rng_state(), bit_generator, gauss, random.getstate())
 
     def is_same(self, other: "_GlobalState") -> bool:
-        """Tell whether the same numbers would be drawn from another one."""
+        """Return whether the same numbers would be drawn from another one."""
         mine, others = self.numpy.state, other.numpy.state
         return (
             torch.equal(self.torch, other.torch)
@@ -58,7 +58,7 @@ class _GlobalState:
 
 
 class PrivateRNG:
-    """Makes the global generators draw from a private stream of (seed, epoch) while entered.
+    """Let the global generators draw from a private stream of (seed, epoch) while entered.
 
     Enter it as often as you like: the private stream continues where it stopped.
 
@@ -120,7 +120,7 @@ def epoch_states(options: Options, seed: Seed, epoch: int, reader: int | None = 
 
 
 def ambient_state() -> tuple[object, ...]:
-    """Return a value that changes whenever one of the global generators is drawn from."""
+    """Return a value that changes whenever somebody draws from one of the global generators."""
     state = _GlobalState.capture()
     numpy = np.random.get_state(legacy=False)
     return state.torch.numpy().tobytes(), repr(plain(numpy)), state.python

@@ -82,9 +82,9 @@ def order_seeds(seed: int, epoch: int, reader: int | None = None) -> tuple[int, 
 
 
 def reader_seed(seed: int, epoch: int) -> int:
-    """Return what worker 0 of a loader is told as its seed while it reads a dataset; worker j is told j more.
+    """Return the seed in ``get_worker_info()`` of worker 0 while it reads a dataset; that of worker j is j more.
 
-    So torch numbers the seeds of a loader's workers, and datasets subtract the number to get one that all have.
+    torch numbers the seeds of a loader's workers in this way, and datasets subtract j to get a common seed.
     """
     return _torch_seed(_derive(seed, _READER, epoch)) >> 1
 
@@ -95,7 +95,7 @@ def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:
 
 
 def dealing_key(seed: int, epoch: int, stage: int, window: int) -> np.random.SeedSequence:
-    """Return the key of the random order in which a window of an epoch is dealt.
+    """Return the key of the random order of a balanced window of an epoch.
 
     Args:
         seed: The seed in force.
@@ -198,8 +198,8 @@ class WorkerSeeding:
         """
         if threading.current_thread() is not threading.main_thread():
             raise UnsupportedLoaderError(
-                f"Worker {worker_id} of the loader is a thread, and cannot be seeded by rank: threads share one "
-                "process's random states with the sampler, so ranks would draw different orders, and lose samples. "
+                f"Worker {worker_id} of the loader is a thread, and cannot be seeded by rank: threads use the same "
+                "random states as the sampler, so ranks would draw different orders and lose samples. "
                 "Use a loader whose workers are processes, or num_workers=0."
             )
         sequence = _derive(self.seed.value, _WORKER, self.epochs.upcoming, self.rank, worker_id)

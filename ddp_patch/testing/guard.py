@@ -1,4 +1,4 @@
-"""A guard for tests: makes an unpatched loader raise when one of several ranks iterates it."""
+"""A guard for tests: an unpatched loader raises when one of several ranks iterates it."""
 
 import os
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ _for_good = ExitStack()  # guards this process as long as it is open
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Make an unpatched loader raise, while entered, when it is iterated in a process group of several ranks.
+    """Raise when an unpatched loader is iterated in a process group of several ranks: a context manager.
 
-    Ranks that are started meanwhile are guarded too, once they import ``ddp_patch``.
+    Ranks that are started inside are guarded too, once they import ``ddp_patch``.
 
     Raises:
         NotPatchedError: From ``iter(loader)``, with the file and line that made the loader.
@@ -57,10 +57,10 @@ def _require_sharded(loader: DataLoader[Any]) -> None:
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1 and sharded_by(loader) is None:
         where = made(loader)
-        unknown = "a place that is not known, because it was made before the guard was on"
+        unknown = "an unknown line, before the guard was on"
         place = unknown if where is None else where.place
         raise NotPatchedError(
             f"Rank {dist.get_rank()} of {ranks} iterates a {type(loader).__name__} that is not sharded, so every rank "
-            f"gets all of its data. It was made at {place}. Pass it through patch_dataloader_to_ddp() there; a sampler "
-            "or dataset that shares by itself says so by an attribute is_ddp_aware = True."
+            f"gets all of its data. It was made at {place}. Pass it through patch_dataloader_to_ddp() there. If its "
+            "sampler or dataset shards by itself, set is_ddp_aware = True in that class."
         )

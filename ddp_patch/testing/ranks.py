@@ -43,18 +43,18 @@ def run_ranks(
 ) -> list[R]:
     """Call ``fn(rank, world_size, *args)`` on every rank of a new gloo group, and return what each rank returned.
 
-    Every rank is a process of its own with one torch thread, an initialised default process group, and the environment
-    variables ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``. The ranks meet through a temporary file
-    and need no port, so any number of groups may run at the same time. When this returns or raises, no process of any
-    rank is left, ``DataLoader`` workers included. It works on Linux and macOS.
+    Every rank is a process with one torch thread, an initialised default process group, and the environment variables
+    ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``. The ranks connect through a temporary file, not a
+    port, so any number of groups may run at the same time. When this returns or raises, all processes of all ranks have
+    ended, ``DataLoader`` workers included. It works on Linux and macOS.
 
     Args:
         fn: A function that other processes can import from its module.
         world_size: The number of ranks, at least 1.
         args: Further arguments, picklable.
         timeout: The seconds within which every rank must return; also the time-out of collectives.
-        grace: The seconds that other ranks get after one has failed, because their errors help to find the cause.
-        start_method: How processes start. With ``"spawn"`` each one imports everything anew, as ranks of a launcher do.
+        grace: How many seconds the other ranks may still run after one has failed: their errors help to find the cause.
+        start_method: How processes start. With ``"spawn"``, each imports everything again, as ranks of a launcher do.
             ``"forkserver"`` takes a fraction of that time, if
             ``multiprocessing.set_forkserver_preload(["ddp_patch.testing"])`` was called before the first launch; all
             ranks then have the same hash seed.
@@ -65,8 +65,8 @@ def run_ranks(
     Raises:
         InvalidOptionError: ``world_size`` or ``timeout`` is not positive, ``fn`` or an argument cannot be sent to
             another process, or there is no such ``start_method``.
-        RanksFailedError: A rank raised, died or did not return in time. The message has each rank's traceback, or where
-            a rank hung.
+        RanksFailedError: A rank raised, died or did not return in time. The message shows each rank's traceback, or
+            where it hung.
 
     Examples:
         >>> import operator
@@ -77,8 +77,8 @@ def run_ranks(
     world_size = whole_number("world_size", world_size)
     if world_size < 1 or not (is_seconds(timeout) and timeout > 0):
         raise InvalidOptionError(
-            f"run_ranks with world_size={world_size} and timeout={timeout} can start nothing: pass at least 1 rank and "
-            "a positive number of seconds."
+            f"run_ranks was called with world_size={world_size} and timeout={timeout}. Pass at least 1 rank and a "
+            "positive number of seconds."
         )
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder, contextlib.ExitStack() as processes:
@@ -91,7 +91,7 @@ def run_ranks(
 
 
 def _check_how(fn: Callable[..., Any], grace: float, start_method: str) -> None:
-    """Refuse what no process can be started with."""
+    """Refuse arguments with which no process can be started."""
     if not callable(cast(object, fn)):
         raise InvalidOptionError(f"run_ranks was given {fn!r} ({type(fn).__name__}). Pass a function of a module.")
     if not (is_seconds(grace) and grace >= 0):
@@ -128,7 +128,7 @@ class _Rank:
             self.report = content
 
     def ask_where(self) -> None:
-        """Have a rank that hangs write its stack down."""
+        """Make a rank that hangs write its stack."""
         if self.process.pid is not None and self.stack.exists():
             with contextlib.suppress(ProcessLookupError):  # it has ended just now
                 os.kill(self.process.pid, signal.SIGUSR1)
@@ -150,8 +150,8 @@ def _started(task: "_Task", start_method: Literal["spawn", "forkserver"]) -> Ite
         sender.close()
         raise InvalidOptionError(
             f"run_ranks sends {task.fn!r} and its arguments to other processes, and pickling them raised "
-            f"{type(error).__name__}: {error}. Pass a function that stands in a module, by its name, and arguments "
-            "that can be pickled."
+            f"{type(error).__name__}: {error}. Pass a function of a module, by its name, and arguments that can be "
+            "pickled."
         ) from error
     sender.close()  # so that the pipe ends when the rank does
     try:
@@ -183,7 +183,7 @@ def _let_interrupts_through() -> None:
 
 
 def _kill(process: BaseProcess) -> None:
-    """End a rank and all that it started; one that has ended is told from a stranger who has its number now."""
+    """End a rank and all that it started, but never another process that got its number since."""
     if process.pid is not None and (process.is_alive() or not _exists(process.pid)):
         with contextlib.suppress(ProcessLookupError):  # it and all that it started have ended
             os.killpg(process.pid, signal.SIGKILL)
@@ -231,7 +231,7 @@ def _describe(name: str, ranks: Sequence[_Rank], timeout: float) -> str:
     return "\n".join(
         [
             f"{name} did not return on every one of {len(ranks)} ranks within {timeout:g} s: {fates}. All were ended. "
-            "Mend what the ranks say below, or pass a longer timeout= if they were only slow.",
+            "Correct what the ranks report below, or pass a longer timeout= if they were only slow.",
             *reports,
         ]
     )

@@ -295,7 +295,7 @@ def test_a_dataset_that_would_go_on_where_it_was_read_is_refused() -> None:
     stopped = run.start(1)
     list(islice(stopped, 2))
     resumed = run.start(2, stopped.state_dict())
-    with raises(StateError, ("Once", "begin"), "anew"):
+    with raises(StateError, ("Once", "items differ"), "rebuild"):
         list(resumed)
 
 

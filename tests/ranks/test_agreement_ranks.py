@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 from zoo import KINDS, STEPS, Forever, Indices, N, Own, as_it_is, loader, seed_ambient, units
 
 from ddp_patch import DDPPatchError, DDPSamplerWrapper, LeaderWarning, patch_dataloader_to_ddp, testing
+from ddp_patch.errors import message_of
 from ddp_patch.plan import Plan
 from ddp_patch.ranks import exchange
 
@@ -31,7 +32,7 @@ def said(act: Callable[[], Any]) -> tuple[str, str]:
     try:
         return "nothing", repr(act())
     except DDPPatchError as error:
-        return type(error).__name__, str(error)
+        return type(error).__name__, message_of(error)
 
 
 # Ranks that differ.
@@ -65,7 +66,7 @@ def test_ranks_that_differ_are_told_so_on_every_rank_at_once() -> None:
         ["  stream length: 10 on ranks 0, 2; 9 on rank 1"],
     ]
     for _, message in differing_facts:
-        assert_tells(message, "Agreeing on how data is shared", "same on every rank")
+        assert_tells(message, "Agreeing on how data is sharded", "same on every rank")
     functions = ("split_dataset_by_node()", "shard()", "random_split()", "shuffle()", "agreement='seeded'")
     assert_tells(
         differing_samples, ("datasets of ranks 0, 2 and rank 1", "differ in the indices of a Subset"), functions
@@ -327,7 +328,7 @@ def test_what_one_rank_refuses_all_are_told_at_once(odd: int) -> None:
     for rank, told in enumerate(ranks):
         assert told[-1] == ("nothing", "2")
         assert told[3][0] == "RankMismatchError"
-        assert "  shared already by: " in told[3][1]
+        assert "  sharded already by: " in told[3][1]
         for place, name in enumerate([*names, "NotALoaderError"]):
             if place == 3:
                 continue
@@ -336,7 +337,7 @@ def test_what_one_rank_refuses_all_are_told_at_once(odd: int) -> None:
             else:
                 said_name, message = told[place]
                 assert said_name == "RankMismatchError"
-                assert_tells(message, ("Agreeing on how data is shared", f"rank {odd}: {name}"), "all ranks again")
+                assert_tells(message, ("Agreeing on how data is sharded", f"rank {odd}: {name}"), "all ranks again")
 
 
 def first_comes_late(rank: int, world_size: int) -> tuple[str, str]:
@@ -351,7 +352,7 @@ def first_comes_late(rank: int, world_size: int) -> tuple[str, str]:
 def test_a_first_rank_that_comes_when_others_have_given_up_does_not_go_on_alone() -> None:
     first, *others = run_ranks(first_comes_late, 3)
     assert [name for name, _ in (first, *others)] == ["MissingRanksError"] * 3
-    assert_tells(first[1], ("Agreeing on how data is shared", "rank 0", "too late", "[0, 1, 2]"), "timeout=")
+    assert_tells(first[1], ("Agreeing on how data is sharded", "rank 0", "too late", "[0, 1, 2]"), "timeout=")
 
 
 # Ranks that do not come.
@@ -368,7 +369,7 @@ def test_the_ranks_that_never_patch_are_named() -> None:
     for rank in (0, 2):
         name, message = ranks[rank]
         assert name == "MissingRanksError"
-        facts = ("Agreeing on how data is shared", "rank 1 of 3", "6 s", "ranks 0, 2 did")
+        facts = ("Agreeing on how data is sharded", "rank 1 of 3", "6 s", "ranks 0, 2 did")
         assert_tells(message, facts, ("missing ranks", "if rank == 0", "timeout="))
 
 

@@ -127,11 +127,11 @@ def die() -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-RANK_0 = "MissingRanksError: rank 0 of 3; did not come"
+RANK_0 = "MissingRanksError: rank 0 of 3; did not arrive"
 RANK_1 = f"MissingRanksError: rank 1 of 3; {TIMEOUT:g} s"
 GONE = "MissingRanksError: rank 0; did not answer"
 RAISED, LED = (f"{error}: shard 900 is missing" for error in ("LookupError", "LeaderError"))
-MISMATCH = "RankMismatchError: took 1 batch of epoch 0 and went on to epoch 1"
+MISMATCH = "RankMismatchError: took 1 batch of epoch 0 and then began epoch 1"
 # What every rank says: "killed", an error with facts that its message tells, or nothing.
 CASES: list[tuple[Callable[[int], None], list[str]]] = [
     (killed_before_the_patch, [RANK_1, "killed", RANK_1]),

@@ -29,6 +29,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.errors import message_of
 from ddp_patch.evaluation import transfer
 from ddp_patch.plan import Plan
 
@@ -348,7 +349,7 @@ def in_time(rank: int, world_size: int) -> dict[str, str]:
     for name, call in calls.items():
         with pytest.raises(DDPPatchError) as caught:
             call()
-        said[name] = f"{type(caught.value).__name__}: {caught.value}"
+        said[name] = f"{type(caught.value).__name__}: {message_of(caught.value)}"
         assert gather_in_order(own, given) == list(range(N))  # all are still in step
     return said
 

@@ -63,14 +63,14 @@ def looks_after_the_epoch_is_set(train: Any, rank: int) -> None:
 # depends on whose records have come by then.
 FOUND: dict[str, tuple[Callable[[], Any], Callable[[Any, int], None], tuple[str, ...]]] = {
     "looks": (four_batches, looks, ("DataLoader", "number", "Rank 0 took 1 batch of epoch 0", "took more")),
-    "workers": (lambda: given(1, 60), looks, ("Rank 0 took 1 batch of epoch 0", "went on to epoch 1")),
-    "set after": (four_batches, looks_after_the_epoch_is_set, ("Rank 0 took 1 batch of epoch 2", "went on to epoch 3")),
-    "stream": (lambda: stream(n=48), looks, ("Rank 0 took 1 batch of epoch 0", "went on to epoch 1")),
+    "workers": (lambda: given(1, 60), looks, ("Rank 0 took 1 batch of epoch 0", "then began epoch 1")),
+    "set after": (four_batches, looks_after_the_epoch_is_set, ("Rank 0 took 1 batch of epoch 2", "then began epoch 3")),
+    "stream": (lambda: stream(n=48), looks, ("Rank 0 took 1 batch of epoch 0", "then began epoch 1")),
     "rank": (four_batches, sets_its_rank, ("took 0 batches of epoch 0", "more of epoch 0")),
-    "alone": (four_batches, sets_an_epoch_alone, ("Rank 0 took 0 batches of epoch 0", "went on to epoch 5")),
-    "kept": (four_batches, keeps_its_iterator, ("Rank 0 took 1 batch of epoch 0", "went on to epoch 1")),
+    "alone": (four_batches, sets_an_epoch_alone, ("Rank 0 took 0 batches of epoch 0", "then began epoch 5")),
+    "kept": (four_batches, keeps_its_iterator, ("Rank 0 took 1 batch of epoch 0", "then began epoch 1")),
 }
-REMEDY = ("Look at a batch on every rank alike", "iterate the unpatched loader", "loader.set_epoch(N)")
+REMEDY = ("Look at a batch on every rank", "iterate the unpatched loader", "loader.set_epoch(N)")
 
 
 def in_step(train: Any, steps: int) -> tuple[str, int]:
@@ -264,8 +264,8 @@ def patched(told: list[str], make: Callable[[], Any]) -> Any:
 
 # Shares and their number, by rank, in a group of four; and what is told, with its remedy.
 BY_HAND: list[tuple[Callable[[int], tuple[int, int]], tuple[str, ...]]] = [
-    (lambda rank: (0, 2), ("RankMismatchError", "share 0 of 2", "4 ranks only 2 may")),
-    (lambda rank: (rank % 2, 4), ("RankMismatchError", "of 4", "only 1 may")),
+    (lambda rank: (0, 2), ("RankMismatchError", "shard 0 of 2", "only 2 of the group's 4 ranks may")),
+    (lambda rank: (rank % 2, 4), ("RankMismatchError", "of 4", "only 1 of the group's 4 ranks may")),
     (lambda rank: (rank, 8), ("WorldError", "num_replicas=8", "group of 4 ranks")),
     (lambda rank: (rank % 2, 2), ()),
     (lambda rank: (rank, 4), ()),

@@ -77,7 +77,7 @@ def refused(rank: int, world_size: int) -> list[str]:
 def test_ranks_that_restore_different_states_are_all_told() -> None:
     for rank, (epochs, done, versions) in enumerate(run_ranks(refused, 3)):
         mismatch = ("RankMismatchError", "Restoring a loader's state")
-        table = "epoch to go on in: 0 on rank 0; 1 on rank 1; 2 on rank 2"
+        table = "epoch to resume in: 0 on rank 0; 1 on rank 1; 2 on rank 2"
         assert_tells(epochs, (*mismatch, table), "same on every rank")
         assert_tells(done, (*mismatch, "done: [[2, 1]] on ranks 0, 1; [[2, 2]] on rank 2"), "same on every rank")
         if rank == 2:

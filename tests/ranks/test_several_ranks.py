@@ -21,6 +21,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     patch_dataloaders_to_ddp,
 )
+from ddp_patch.errors import message_of
 from ddp_patch.ranks.exchange import _Meeting
 
 
@@ -116,7 +117,7 @@ def said(act: Callable[[], Any]) -> tuple[str, str]:
     try:
         act()
     except DDPPatchError as error:
-        return type(error).__name__, str(error)
+        return type(error).__name__, message_of(error)
     return "nothing", ""
 
 

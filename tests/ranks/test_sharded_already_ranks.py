@@ -136,7 +136,7 @@ def test_what_is_sharded_already_is_known_or_told() -> None:
         remedy = (f"Build {sampler} for one process", f"is_ddp_aware = True in {sampler}")
         assert_tells(raised[name], ("rank 0 and rank 1", "sharded already"), remedy)
         assert "generator" not in raised[name]
-    larger = ("not for the 2 ranks", "rank 0 of 4 on rank 0", "rank 1 of 4 on rank 1")
+    larger = ("not for these 2 ranks", "rank 0 of 4 on rank 0", "rank 1 of 4 on rank 1")
     assert_tells(raised["made for a larger one"], larger, ("own rank", "process_group="))
     assert_tells(raised["made for rank 0 everywhere"], "rank 0 of 2 on ranks 0, 1", "own rank")
     assert_tells(raised["a list"], ("rank 0 and rank 1", "the elements of a list"), "data[rank::world_size]")

@@ -35,6 +35,7 @@ from zoo import (
 )
 
 from ddp_patch import RankMismatchError, patch_dataloader_to_ddp
+from ddp_patch.errors import message_of
 from ddp_patch.loaders.contents import chosen_samples
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import sample_order
@@ -158,7 +159,7 @@ def test_a_table_of_who_has_what() -> None:
     }
     with raises(RankMismatchError, "Doing something", "same on every rank") as caught:
         require_same("Doing something", records)
-    assert str(caught.value).splitlines()[1:-1] == [
+    assert message_of(caught.value).splitlines()[1:-1] == [
         "  stream length: 100 on ranks 0, 2; 96 on rank 1",
         "  batch_size: 4 on ranks 0, 1; nothing on rank 2",
     ]

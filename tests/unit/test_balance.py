@@ -437,7 +437,7 @@ def test_in_a_single_process_nothing_changes() -> None:
         (loader, {"cost": [[1], [1, 2]]}, "read as numbers", ()),
         (loader, {"cost": {1.0, 2.0}}, "set", "sequence"),
         (loader, {"cost": lambda index: "3"}, "'3'", ()),
-        (loader, {"cost": lambda index: 10**400}, "no number", ()),
+        (loader, {"cost": lambda index: 10**400}, "not a number", ()),
         (loader, {"cost": True}, "bool", ()),
         (loader, {"cost": lambda index: -index}, "-1.0", ()),
         (loader, {"cost": lambda index: "much"}, "'much'", ()),

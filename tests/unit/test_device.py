@@ -538,7 +538,7 @@ NO_DEVICES: Mapping[str, Any] = {
 
 @pytest.mark.parametrize("given", NO_DEVICES.values(), ids=NO_DEVICES)
 def test_what_names_no_device_is_refused(given: Any) -> None:
-    with raises(InvalidOptionError, (f"device={given!r}", "no device"), ("'auto'", "'cuda:1'", "torch.device")):
+    with raises(InvalidOptionError, (f"device={given!r}", "not a device"), ("'auto'", "'cuda:1'", "torch.device")):
         Options(device=given)
 
 

@@ -224,7 +224,7 @@ class OwnWay(IterableDataset[int]):
 
 
 def test_a_dataset_that_gives_workers_unequally_much_without_asking_is_refused() -> None:
-    with raises(UnsupportedLoaderError, ("OwnWay", "never asked", "4 and 5"), ("get_worker_info()", "num_workers=0")):
+    with raises(UnsupportedLoaderError, ("OwnWay", "never called", "4 and 5"), ("get_worker_info()", "num_workers=0")):
         batches(OwnWay(), 0, 2)
 
 

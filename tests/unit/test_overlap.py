@@ -115,7 +115,7 @@ def said(make: Callable[[int], Any], n: int, ranks: int = 2) -> str:
 
 
 def test_parts_are_an_error_that_names_both_remedies() -> None:
-    facts = ("rank 0 and rank 1", "sharded already", "Mine", "none but padding")
+    facts = ("rank 0 and rank 1", "sharded already", "Mine", "none in common but padding")
     with raises(RankMismatchError, facts, ("is_ddp_aware = True in Mine", "one process")):
         said(lambda rank: range(rank, 21, 2), 21)
 
@@ -126,7 +126,7 @@ def test_orders_alone_blame_a_generator_and_what_is_unclear_blames_nobody() -> N
     assert_tells(orders, own, "same on every rank")
     assert "sharded" not in orders
     unclear = said(UNCLEAR["pairs"][0], 100)
-    assert_tells(unclear, (*own, "sharded already", "cannot be told"), ("same on every rank", "is_ddp_aware = True"))
+    assert_tells(unclear, (*own, "sharded already", "do not show which"), ("same on every rank", "is_ddp_aware = True"))
 
 
 # Loaders that are sharded already, by what each rank's was made for: its place here, and (rank, ranks) there.

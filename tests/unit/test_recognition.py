@@ -352,7 +352,7 @@ def test_a_map_style_dataset_that_holds_a_world_counts_and_is_warned_of(caplog: 
     with pytest.warns(AssumedShardedWarning) as warned:
         assert patch_dataloader_to_ddp(given, rank=1, num_replicas=4) is given
     assert warned[0].filename == __file__
-    said = ("Logging", "rank 1 of 4", "as it is", "is_ddp_aware = False", "True")
+    said = ("Logging", "rank 1 of 4", "returned unchanged", "is_ddp_aware = False", "True")
     assert not missing(str(warned[0].message), said)
     with caplog.at_level(logging.INFO, logger="ddp_patch"):
         assert patch_dataloader_to_ddp(over(OfMMEngine(1, 4)), rank=1, num_replicas=4) is not None
@@ -422,7 +422,7 @@ def test_samples_in_memory_are_not_searched_for_datasets() -> None:
 def test_wrappers_refuse_what_shards_itself(wrapper: Any, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for sampler in (kind(1, 4), Zipped(OfMMEngine(1, 4))):
         remedy = ("original sampler", "is_ddp_aware = False")
-        with raises(AlreadyPatchedError, (wrapper.__name__, type(sampler).__name__, "shards already"), remedy):
+        with raises(AlreadyPatchedError, (wrapper.__name__, type(sampler).__name__, "sharded already"), remedy):
             wrapper(sampler, False, rank=0, num_replicas=2)
     assert len(list(wrapper(SequentialSampler(Indices()), False, rank=0, num_replicas=2))) == 12
     monkeypatch.setattr(kind, "is_ddp_aware", False, raising=False)

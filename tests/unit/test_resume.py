@@ -846,7 +846,7 @@ def test_what_cannot_be_a_generators_state_is_refused_before_anything_is_changed
         again = start(loader(shuffle=True, generator=generator()))
         whole = list(start(loader(shuffle=True, generator=generator())))
         state = state_of(loader(shuffle=True, generator=generator()), 2) | {"generators": [other]}
-        with raises(StateError, ("damaged", "generators", "no state of a Generator"), SAVED):
+        with raises(StateError, ("damaged", "generators", "not the state of a Generator"), SAVED):
             restore_loader(again, state)
         assert list(again) == whole
 

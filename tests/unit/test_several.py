@@ -197,7 +197,7 @@ class Alike:
     [
         (Locked({"train": loader()}), "cannot pickle"),
         ([MappingProxyType({"train": loader()})], "cannot pickle"),
-        (MadeAnew(), "does not hold"),
+        (MadeAnew(), "other elements"),
     ],
 )
 def test_a_nest_that_cannot_be_returned_with_others_is_refused(nest: Any, why: str) -> None:
@@ -213,7 +213,7 @@ def test_places_that_cannot_be_told_apart_are_refused() -> None:
 def test_all_keywords_of_one_loader_hold_for_several() -> None:
     keywords = [*inspect.signature(patch_dataloader_to_ddp).parameters][1:]
     assert sorted(PatchOptions.__annotations__) == sorted(keywords)
-    with pytest.raises(TypeError, match=r"patch_dataloaders_to_ddp\(\) has no option unevn\. Pass some of these: "):
+    with pytest.raises(TypeError, match=r"patch_dataloaders_to_ddp\(\) has no option unevn\. Use these: "):
         patch_dataloaders_to_ddp([loader()], unevn="drop")  # type: ignore[call-overload]  # on purpose
 
 

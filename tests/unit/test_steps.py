@@ -18,6 +18,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.errors import message_of
 from ddp_patch.options import Layout, Uneven
 from ddp_patch.plan import Batching, Plan
 
@@ -74,7 +75,7 @@ HIDDEN = [case for case in CASES if "share" not in case[3]]
 
 
 def told(error: BaseException) -> list[str]:
-    return str(error).rpartition("Use one of these: ")[2].rstrip().removesuffix(".").split(", ")
+    return message_of(error).rpartition("Use one of these: ")[2].rstrip().removesuffix(".").split(", ")
 
 
 def changed(remedy: str, made: dict[str, Any], ranks: int, options: dict[str, Any]) -> tuple[Any, int, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ddp_patch.errors import InvalidOptionError, NotALoaderError
+from ddp_patch.errors import InvalidOptionError, NotALoaderError, message_of
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
 from ddp_patch.loaders.nesting import nested_samplers
@@ -177,7 +177,7 @@ def _copied(facts: LoaderFacts[Any]) -> DataLoader[Any]:
         except Exception as error:
             raise InvalidOptionError(
                 f"audit copies a loader's {name} for every rank, and copying {type(value).__name__} raised "
-                f"{type(error).__name__}: {error}. Pass a function make(rank, world_size) that builds each rank's "
+                f"{type(error).__name__}: {message_of(error)}. Pass a function make(rank, world_size) that builds each rank's "
                 "loader."
             ) from error
     return copy_loader(facts.loader, **new)

@@ -1,4 +1,4 @@
-"""Who takes which batch, round by round, where ranks read unequally much: arithmetic, without torch."""
+"""Decide who takes which batch in each round, if ranks read different amounts: arithmetic, without torch."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -55,7 +55,7 @@ class Round:
         return tuple(given[rank] for rank in range(len(self.gets)))
 
     def handed_by(self, rank: int) -> list[tuple[int, int]]:
-        """Return which batches a rank hands to others, as (place, the rank that gets it)."""
+        """Return which batches a rank hands to others, as (index, the rank that gets it)."""
         return [
             (source.place, target)
             for target, source in enumerate(self.gets)
@@ -134,7 +134,7 @@ class Consumed:
         self._runs: list[_Run] = []
 
     def add(self, taken: tuple[int, ...]) -> None:
-        """Note another round."""
+        """Record another round."""
         self.rounds += 1
         before = self._runs.pop() if self._runs and self._runs[-1][0] == taken else (taken, 0)
         self._runs.append((taken, before[1] + 1))
@@ -158,7 +158,7 @@ class Consumed:
 
 
 class Balance:
-    """What a pass has handed out, by which it can be resumed.
+    """What a pass has given, by which it can be resumed.
 
     Attributes:
         consumed: How many of each rank's own batches the rounds took.

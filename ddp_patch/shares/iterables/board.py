@@ -1,4 +1,4 @@
-"""What the main process and the workers tell each other, in memory that they share."""
+"""What the main process and the workers report to each other, in shared memory."""
 
 import math
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ from ddp_patch.streams.fingerprint import fingerprint
 
 __all__ = ["FIRST", "Board", "Ends", "shared"]
 
-# By how many of its first items a stream is known again.
+# By how many of its first items a stream is recognised.
 FIRST = 8
 
-# Remember the epochs of so many passes: iterators may live side by side.
+# Remember the epochs of this many passes: iterators may live side by side.
 _LATEST = 64
 _UNKNOWN, _ONE_STREAM = -1, -2
 
 
 class Board:
-    """What the main process and its workers tell each other, in memory that they share.
+    """What the main process and its workers report to each other, in shared memory.
 
     The main process writes which epoch each of the latest passes is over, and how many states were loaded. A worker
-    writes whose part of the dataset it reads, how that begins, what the dataset says of where it stands, and at the end
-    how many items that had, and their fingerprint.
+    writes whose part of the dataset it reads, how that begins, the dataset's own states, and at the end how many items
+    the part had, and their fingerprint.
 
     Args:
         readers: How many workers read the dataset; 1 where the main process does.
-        ahead: How many batches each may be ahead, where the dataset says where it stands; else None.
+        ahead: How many batches each may be ahead, if the dataset has a state; otherwise None.
     """
 
     def __init__(self, readers: int = 1, ahead: int | None = None) -> None:
@@ -68,7 +68,7 @@ class Board:
         return epoch if epoch >= 0 else None
 
     def note_role(self, number: int, reader: int, role: int | None) -> None:
-        """Write which worker's part a reader reads in pass ``number``; None where all read one stream."""
+        """Write which worker's part a reader reads in pass ``number``; None if all read one stream."""
         self._roles[number % _LATEST, reader] = _ONE_STREAM if role is None else role
 
     def ways(self, number: int) -> set[Literal["stream", "parts"]]:
@@ -86,7 +86,7 @@ class Board:
         self._firsts[number % _LATEST, reader, first.seen - 1] = torch.tensor(first)
 
     def note_offset(self, number: int, reader: int, items: int) -> None:
-        """Write that a reader leaves out so many items in pass ``number`` because another package's loader resumed.
+        """Write that a reader leaves out this many items in pass ``number`` because another package's loader resumed.
 
         A worker may write it before the pass has begun.
         """
@@ -97,20 +97,20 @@ class Board:
         return max((items for noted, items in self._offsets[number % _LATEST].tolist() if noted == number), default=0)
 
     def leave(self, number: int, reader: int, batches: int, state: bytes) -> bool:
-        """Leave, pickled, what the dataset says of where it stands after so many batches of pass ``number``.
+        """Write the dataset's own state, pickled, after this many batches of pass ``number``.
 
         Return False where there is no room for it.
         """
         return self._ring is not None and self._ring.write(number, reader, batches, state)
 
     def snapshot(self, number: int, reader: int, batches: int) -> tuple[Any, ...]:
-        """Return what the dataset said of where it stands after so many batches of pass ``number``, if it did."""
+        """Return the dataset's own state after this many batches of pass ``number``, if there is one."""
         return () if self._ring is None else self._ring.read(number, reader, batches)
 
     def first(self, number: int, reader: int, items: int) -> First | None:
-        """Return what is known of the first items, of so many, that a reader read in pass ``number``.
+        """Return the hashes of the first items, this many, that a reader read in pass ``number``.
 
-        None where it did not read the beginning.
+        None if it did not read the beginning.
         """
         if not items:
             return None
@@ -148,7 +148,7 @@ class Ends:
         (self._ends,) = shared((readers, 2))
 
     def write(self, worker: int, number: int, batches: int) -> None:
-        """Write that a worker made so many batches in pass ``number``."""
+        """Write that a worker made this many batches in pass ``number``."""
         self._ends[worker] = torch.tensor([number, batches])
 
     def of(self, number: int) -> list[int]:

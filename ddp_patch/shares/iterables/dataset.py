@@ -1,4 +1,4 @@
-"""One rank's share of an iterable dataset, whose stream is made inside the loader's workers."""
+"""One rank's share of an iterable dataset, which the loader's workers read."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,12 +31,12 @@ T = TypeVar("T")
 class ShardedIterable(IterableDataset[T]):
     """One rank's share of another iterable dataset's stream.
 
-    ``iterable_sharding="exact"``: worker j of every rank is told what torch tells worker j of the unpatched loader. If
-    the dataset asks which worker it is in, worker j reads a part of the stream, and keeps this rank's share of that
-    part. If it does not ask, every worker reads the same stream, and worker j of k gives every k-th batch of this
-    rank's share, from the j-th on.
+    ``iterable_sharding="exact"``: in worker j of every rank, ``get_worker_info()`` returns what it would in worker j of
+    the unpatched loader. If the dataset asks for it, worker j reads a part of the stream, and keeps this rank's share
+    of that part. If it does not ask, every worker reads the same stream, and worker j of k gives every k-th batch of
+    this rank's share, from the j-th on.
 
-    ``iterable_sharding="by_worker"``: the dataset is told that all ranks' workers are workers of one loader, and
+    ``iterable_sharding="by_worker"``: ``get_worker_info()`` counts all ranks' workers as one loader's, and the dataset
     splits itself.
 
     Args:
@@ -51,9 +51,9 @@ class ShardedIterable(IterableDataset[T]):
 
     Attributes:
         dataset: The dataset that the user gave.
-        board: What the main process and the workers tell each other.
+        board: What the main process and the workers report to each other.
         ends: How many batches the workers made, with ``iterable_sharding="by_worker"``.
-        first_items: Where readers note what they read first, for the ranks to compare; None where nobody does.
+        first_items: Where readers record what they read first, for the ranks to compare; None if nobody does.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ShardedIterable(IterableDataset[T]):
         self._reader = Reader()
         self._first_pass: int | None = None  # that a worker was started for
         self._made_for: int | None = None  # for which worker a worker_init_fn prepared the dataset
-        self._resumed: tuple[int, Place] | None = None  # which pass goes on, and from where
+        self._resumed: tuple[int, Place] | None = None  # which pass continues, and from where
         self._tells_rest = True
         self._loads: int = self.board.loads  # how many loaded states this copy knows of
 
@@ -96,7 +96,7 @@ class ShardedIterable(IterableDataset[T]):
         return len(cast(Any, self.dataset))
 
     def resume(self, number: int, place: Place, *, tells_rest: bool) -> None:
-        """Let pass ``number`` begin at a place, in workers that are started from now on.
+        """Let pass ``number`` begin at a position, in workers that are started from now on.
 
         Args:
             number: The pass.
@@ -107,7 +107,7 @@ class ShardedIterable(IterableDataset[T]):
         self._loads = self.board.load()
 
     def forget(self, number: int | None = None) -> None:
-        """Let lengths be told of whole epochs again: if pass ``number`` was resumed, or whichever was."""
+        """Let ``len()`` count whole epochs again: if pass ``number`` was resumed, or whichever was."""
         if self._resumed is not None and number in {None, self._resumed[0]}:
             self._resumed = None
 
@@ -120,7 +120,7 @@ class ShardedIterable(IterableDataset[T]):
         done, skip = place.split(self._plan.num_replicas)
         if self._options.iterable_sharding == "by_worker":
             batches = self._batches_done(place, workers)
-            # Batches go on with the one whose turn it was.
+            # Batches continue with the one whose turn it was.
             role = (worker + turn_after(batches)) % workers
             return Start(number, epoch, role, skip=batches[role] * self._batching.size)
         if place.parts is None:
@@ -133,7 +133,7 @@ class ShardedIterable(IterableDataset[T]):
 
     def _batches_done(self, place: Place, workers: int) -> Sequence[int]:
         """Return how many batches each of this rank's workers has made where the dataset splits itself."""
-        if place.parts is None:  # in a world given by hand ranks cannot tell each other which workers have ended
+        if place.parts is None:  # in an explicit world ranks cannot report which workers have ended
             return made_in_turn([None] * workers, place.split(self._plan.num_replicas)[1] // self._batching.size)
         own = place.parts.done[self._plan.rank * workers :][:workers]
         return [sum(items for _, items in done) // self._batching.size for done in own]
@@ -174,10 +174,10 @@ class ShardedIterable(IterableDataset[T]):
         epoch = self.board.epoch_of(number)
         if epoch is None or this_worker()[1] != self.board.readers:
             raise UnsupportedLoaderError(
-                f"{type(self.dataset).__name__} cannot be shared here: the patched loader was made anew without its "
-                "sampler, which begins each epoch, or with another number of workers; Lightning's predict and "
-                "overfit_batches and accelerate's skip_first_batches do so. Iterate the one that "
-                "patch_dataloader_to_ddp() returned; restore_loader() lets that go on in an epoch."
+                f"{type(self.dataset).__name__} cannot be sharded here: the patched loader was rebuilt without its "
+                "sampler, which begins each epoch, or with another number of workers. Lightning's predict and "
+                "overfit_batches and accelerate's skip_first_batches do this. Iterate the one that "
+                "patch_dataloader_to_ddp() returned; restore_loader() resumes it mid-epoch."
             )
         if self._resumed is not None and self._resumed[1].epoch != epoch:
             self.forget(number)
@@ -219,20 +219,20 @@ class ShardedIterable(IterableDataset[T]):
         start = replace(loaded.start, number=number, epoch=epoch)
         if loaded.start.epoch not in {-1, epoch} or self._made_for not in {None, start.role}:
             raise StateError(
-                f"{type(self.dataset).__name__} cannot go on from the state of its iterator, which is of worker "
+                f"{type(self.dataset).__name__} cannot resume from the state of its iterator, which is that of worker "
                 f"{start.role} in epoch {loaded.start.epoch}: this is worker {this_worker()[0]} in epoch {epoch}. Load "
-                "the state of the whole loader, and set no other epoch before it goes on."
+                "the state of the whole loader, and do not set another epoch before it resumes."
             )
         self.board.note_offset(number, this_worker()[0], start.offset)
         set_generator_states([random_holder(self.dataset)], loaded.generators)
         return start
 
     def _require_all_loads(self) -> None:
-        """Refuse to go on in a worker that was started before a state was loaded: it has neither place nor seed."""
+        """Refuse to continue in a worker that was started before a state was loaded: it lacks position and seed."""
         if self._loads != self.board.loads:
             raise StateError(
-                f"{type(self.dataset).__name__} cannot go on from the state: it was loaded by load_state_dict() while "
-                "the loader's persistent workers ran, which know nothing of it. Call restore_loader(loader, state), "
+                f"{type(self.dataset).__name__} cannot resume from the state: it was loaded by load_state_dict() while "
+                "the loader's persistent workers ran, and they did not get it. Call restore_loader(loader, state), "
                 "which starts new workers, or load the state before the first pass."
             )
 
@@ -257,8 +257,8 @@ def random_holder(dataset: object) -> SimpleNamespace:
 class IterableWorkerInit:
     """A ``worker_init_fn`` that prepares the sharded dataset in a worker, then calls the user's.
 
-    The user's may split the dataset by ``get_worker_info()``, as torch's documentation shows. So it is told of the
-    dataset that the user gave, and of the worker that this dataset is read by.
+    The user's may split the dataset by ``get_worker_info()``, as torch's documentation shows. So that has the user's
+    dataset in it, and the worker that reads it.
     """
 
     worker_init_fn: Callable[[int], object] | None

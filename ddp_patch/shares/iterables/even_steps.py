@@ -1,4 +1,4 @@
-"""Equal steps where a dataset splits itself: ranks that still have batches hand some to those that have none."""
+"""Equal steps if a dataset splits itself: ranks with batches left give some to those that have none."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -69,7 +69,7 @@ class EvenSteps(WrappedIterator, Iterator[Any]):
 
 @dataclass(frozen=True)
 class _Terms:
-    """On what terms the ranks meet in each pass.
+    """What the ranks agree on for each pass.
 
     Attributes:
         sampler: What begins the loader's epochs.
@@ -94,14 +94,14 @@ class _Terms:
         return self.sampler.dataset.ends.of(self.sampler.epochs.passes)
 
     def opened(self, own: "_Own") -> AbstractContextManager[Channel]:
-        """Meet the other ranks where a pass begins; raise what this rank failed with, and tell it to the others."""
+        """Synchronise with the other ranks when a pass begins; raise this rank's failure, and report it to them."""
         agreed, epoch = self.sampler.agreed, self.sampler.epochs.current
         doing = f"Iterating the {self.name} over epoch {epoch}"
         if not dist.is_initialized():
             raise WorldError(
-                f"{doing}: the process group is gone, and with iterable_sharding='by_worker' ranks hand batches to "
-                "each other. Call torch.distributed.init_process_group() again and patch the unpatched loader, or "
-                "iterate that."
+                f"{doing}: the process group is gone, and with iterable_sharding='by_worker' ranks send each other "
+                "batches. Call torch.distributed.init_process_group() again and patch the unpatched loader, or iterate "
+                "the unpatched loader."
             )
         members = agreed.world.column()
         if own.failure is not None:
@@ -119,7 +119,7 @@ class _Own:
 
     Args:
         wrapped: The loader's own iterator.
-        terms: On what terms the ranks meet.
+        terms: What the ranks agree on.
 
     Attributes:
         failure: What reading them raised.
@@ -132,7 +132,7 @@ class _Own:
         self.failure: Exception | None = None
 
     def read_up_to(self, batches: int) -> None:
-        """Read until so many are held, or there are no more."""
+        """Read until this many are held, or there are no more."""
         while len(self._held) < batches and not self._ran_out and self.failure is None:
             try:
                 self._held.append(next(self._wrapped))
@@ -151,7 +151,7 @@ class _Own:
             del failure  # or it would hold its own traceback, and that the loader with its workers
 
     def say(self, channel: Channel) -> None:
-        """Begin to tell the other ranks what is held."""
+        """Begin to report to the other ranks what this one holds."""
         if self.failure is not None:
             channel.fail(self.failure)
         state = _FAILED if self.failure is not None else _RAN_OUT if self._ran_out else _READS
@@ -174,8 +174,8 @@ class _Own:
 def _handed_out(own: _Own, terms: _Terms) -> Generator[Any]:
     """Yield a rank's batches of one pass, in rounds of all ranks.
 
-    What it holds is told before a batch is handed out, in the background of the step, and heard when the next is asked
-    for.
+    It reports what it holds before it gives a batch, in the background of the step, and receives the reports of others
+    when the next batch is asked for.
     """
     own.read_up_to(1)  # which begins the pass
     terms.sampler.balance = balance = Balance()
@@ -214,7 +214,7 @@ def _require_steps(terms: _Terms, balance: Balance, ranks: Sequence[Holding]) ->
         return
     if (left := sum(rank.held for rank in ranks)) and not balance.consumed.rounds:
         raise NoStepsError(
-            f"A rank would make no step in an epoch: a step takes a batch for each of {len(ranks)} ranks, all workers "
-            f"together made {left}, and uneven={terms.uneven!r} leaves out a step that is not complete. Use one of "
+            f"A rank would make no step in an epoch: a step needs a batch for each of {len(ranks)} ranks, all workers "
+            f"together made {left}, and uneven={terms.uneven!r} leaves out an incomplete step. Use one of "
             f"these: uneven='pad', uneven='keep', a number of ranks of at most {left}."
         )

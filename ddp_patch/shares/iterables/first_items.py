@@ -1,4 +1,4 @@
-"""The first items that each reader of an iterable dataset read, noted in memory that workers share."""
+"""Record the first items that each reader of an iterable dataset reads, in shared memory."""
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
@@ -16,13 +16,13 @@ __all__ = ["FirstItems"]
 
 T = TypeVar("T")
 
-# The first pass may be a mere look at a batch, so some more are noted. Which ones follows from their numbers, and not
-# from how far workers have read ahead, so that it is the same on all ranks.
+# The first pass may be a mere look at a batch, so some more are recorded. Which ones depends on their numbers, not on
+# how far workers have read ahead, so that it is the same on all ranks.
 _PASSES = 3
-# All parts together have so many notes of a pass, if that leaves each enough: ranks send them to each other.
+# All parts together have this many notes of a pass, if that leaves each enough: ranks send them to each other.
 _OF_ALL_PARTS = 2048
 _FEWEST = 16
-# Taking hashes may cost a reader so many seconds of a pass, and what one more item takes: items may be large.
+# Taking hashes may cost a reader this many seconds of a pass, and what one more item takes: items may be large.
 _MOST_S = 1.0
 
 
@@ -67,11 +67,11 @@ class FirstItems:
             self._names.append(f"{name} ({again + 1})")
 
     def settle(self) -> None:
-        """Note that nobody wants to know more."""
+        """Record that no more is needed."""
         self._is_settled[0] = 1
 
     def watching(self, part: int, number: int, items: Iterator[T]) -> Iterator[T]:
-        """Return a part's items; the first ones are noted as they are read.
+        """Return a part's items; the first ones are recorded as they are read.
 
         Args:
             part: The part.
@@ -101,7 +101,7 @@ class FirstItems:
         yield from items
 
     def note(self, part: int, number: int, item: Any) -> bool:
-        """Note the next item of a part; return whether there is no room for another."""
+        """Record the next item of a part; return whether there is no room for another."""
         count = self._count(part, number)
         self._hashes[number - 1, part, count] = torch.tensor(hashes_if_any(item))
         self._counts[number - 1, part] = count + 1
@@ -111,13 +111,13 @@ class FirstItems:
         return max(0, int(self._counts[number - 1, part]))
 
     def of(self, part: int, number: int) -> Notes:
-        """Return what was noted of a part in a pass."""
+        """Return what was recorded of a part in a pass."""
         status = self._statuses[number - 1, part]  # read first: what is final stays so
         is_final, is_all = bool(status >= _Status.FULL), bool(status == _Status.ENDED)
         hashes = self._hashes[number - 1, part, : self._count(part, number)].tolist()
         return Notes([ItemHashes(*item) for item in hashes], is_final, is_all)
 
     def passes(self) -> dict[str, Sequence[Notes]]:
-        """Return what was noted of each pass, part by part, by what the ranks call the pass."""
+        """Return what was recorded of each pass, part by part, by what the ranks call the pass."""
         numbered = enumerate(self._names, 1)
         return {name: [self.of(part, number) for part in range(self.parts)] for number, name in numbered}

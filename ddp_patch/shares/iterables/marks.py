@@ -1,4 +1,4 @@
-"""What a worker notes of the stream that it reads, for states: how it begins, where the dataset says it stands."""
+"""What a worker records for states: the stream's first items, and the dataset's own state."""
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -23,15 +23,15 @@ __all__ = ["Marker", "can_snapshot"]
 
 T = TypeVar("T")
 
-# The latest iterator of each dataset in this process: a dataset may give the same one again, which goes on.
+# The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
 _LATEST: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
 
 
 def can_snapshot(dataset: object, options: Options) -> bool:
-    """Tell whether a dataset's own state says where a stream stands that is shared in this way."""
+    """Return whether a dataset's own state is the position of a stream that is sharded in this way."""
     return (
         options.iterable_sharding == "exact"
-        and not options.needs_length  # else every rank stands elsewhere
+        and not options.needs_length  # otherwise every rank is elsewhere
         and options.agreement != "ambient"
         and is_stateful(dataset)
         and not loses_items_when_loaded(dataset)
@@ -39,14 +39,14 @@ def can_snapshot(dataset: object, options: Options) -> bool:
 
 
 class Marker:
-    """Notes how the stream begins that a worker reads, and tells what the dataset says of where it stands.
+    """Records how a worker's stream begins, and the dataset's own state.
 
     Args:
         dataset: The dataset that the user gave.
-        board: Where to note it.
+        board: Where to record it.
         number: The pass.
         reader: Which worker this is.
-        states: The random states that the dataset draws from, if its own state may be taken; else None.
+        states: The random states that the dataset draws from, if its own state may be taken; otherwise None.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Marker:
         self._is_over = self._is_drawn = False
 
     def begin(self) -> Iterator[Any]:
-        """Begin to iterate the dataset; take no states of it if its iterator has one, which then tells the place."""
+        """Begin to iterate the dataset; take no states of it if its iterator has one, which is the position then."""
         dataset = cast(Any, self._dataset)
         iterator: Iterator[Any] = iter(dataset)
         self._is_drawn = iterator is dataset or _is_again(dataset, iterator)
@@ -82,8 +82,8 @@ class Marker:
             dataset.load_state_dict(state)
             if not self._stands_at(state):
                 raise StateError(
-                    f"{type(dataset).__name__} cannot go on from the state: after load_state_dict() and iter(), its "
-                    "state_dict() is another one than was loaded. Correct these methods, or leave them out: then its "
+                    f"{type(dataset).__name__} cannot resume from the state: after load_state_dict() and iter(), its "
+                    "state_dict() differs from the loaded one. Correct these methods, or leave them out: then its "
                     "stream is read again."
                 )
         return cast(Iterator[Any], iterator)
@@ -111,7 +111,7 @@ class Marker:
         yield from self.follow(items)
 
     def first(self, items: Iterator[T], mark: Mark, count: int) -> list[T]:
-        """Return so many of the first items of a stream; as ``watch``, raise StateError if it begins otherwise."""
+        """Return this many of the first items of a stream; as ``watch``, raise StateError if it begins otherwise."""
         first = list(islice(self.watch(items, mark), count))
         if len(first) < count:
             raise self._other_stream(mark)
@@ -120,9 +120,9 @@ class Marker:
     def _other_stream(self, mark: Mark) -> StateError:
         count = mark.first.seen if mark.first else 0
         return StateError(
-            f"{type(self._dataset).__name__} cannot go on from the state: its stream does not begin with the {count} "
-            "items that it began with when the state was taken, so what was done of it cannot be left out. Restore "
-            "the state with the same samples in the same order; make a dataset anew that is its own iterator."
+            f"{type(self._dataset).__name__} cannot resume from the state: its first {count} items differ from those "
+            "when the state was taken, so the finished ones cannot be skipped. Restore the state with the same "
+            "samples in the same order; rebuild a dataset that is its own iterator."
         )
 
     def follow(self, items: Iterator[T]) -> Iterator[T]:
@@ -135,10 +135,10 @@ class Marker:
         self._is_over = True
 
     def snapshot(self) -> bytes | None:
-        """Return the dataset's own state, pickled; None where that does not tell where the stream stands.
+        """Return the dataset's own state, pickled; None if that does not contain the stream's position.
 
-        A dataset that drew from random states may have to draw the same again when it begins, or to go on with what
-        comes next: its own state does not say which, so its stream is read again. At the end many begin anew.
+        A dataset that drew from random states may have to draw the same again when it begins, or to continue with what
+        comes next: its own state does not say which, so its stream is read again. At the end many start again.
         """
         if self._states is None or self._is_over or not self._states.are_unmoved:
             return None
@@ -151,7 +151,7 @@ class Marker:
 
 
 def _is_again(dataset: Any, iterator: Any) -> bool:
-    """Tell whether a dataset gave the same iterator before; remember it, and keep it alive only where that must be."""
+    """Return whether a dataset gave the same iterator before; remember it, without keeping it alive if possible."""
     try:
         before = _LATEST.get(dataset)
         try:

@@ -1,4 +1,4 @@
-"""How a worker reads the user's dataset: which worker it is told to be in, and which random states it draws from."""
+"""How a worker reads the user's dataset: what get_worker_info() returns, and which random states it uses."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -25,7 +25,7 @@ def this_worker() -> tuple[int, int]:
 
 
 class Reader:
-    """Reads a dataset, tells it which worker it is in, and notes whether it asked.
+    """Reads a dataset, answers its ``get_worker_info()``, and records whether it asked.
 
     Attributes:
         has_asked: Whether it has. It may remember the answer, so this stays true in later passes.
@@ -38,7 +38,7 @@ class Reader:
         self._has_dataset = False  # whether somebody reached for the dataset through the worker info
 
     def info(self, worker: int, workers: int, seed: int, dataset: Any) -> WorkerInfo | None:
-        """Return what ``get_worker_info()`` shall tell the dataset; in the main process torch tells nothing."""
+        """Return what ``get_worker_info()`` returns to the dataset; in the main process torch returns None."""
         if get_worker_info() is None and workers == 1:
             return None
         return noted_worker_info(worker, workers, seed, dataset, self._note)
@@ -56,7 +56,7 @@ class Reader:
         self.has_asked = asked or self._has_dataset or is_changed
 
     def read(self, begin: Callable[[], Iterator[Any]], info: WorkerInfo | None) -> Iterator[Any]:
-        """Iterate a dataset, which ``begin()`` begins, by ``next()``; tell it ``info`` whenever its code runs."""
+        """Iterate a dataset, which ``begin()`` begins; ``get_worker_info()`` returns ``info`` while its code runs."""
         with worker_info_told(info):
             iterator = begin()
         while True:

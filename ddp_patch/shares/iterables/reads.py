@@ -1,4 +1,4 @@
-"""The source of a pass over an iterable dataset: indices for the workers that read it, and what they write of it."""
+"""The source of a pass over an iterable dataset: indices for the workers, and what the workers report."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -15,7 +15,7 @@ _INDICES = [None] * 1024
 
 
 class ReadByWorkers(Source[None]):
-    """Gives an index for every item that workers read: None, for ever. Workers find the end, if there is one.
+    """Gives an index for every item that workers read: None, forever. Workers find the end, if there is one.
 
     Args:
         board: Where they write it.
@@ -40,7 +40,7 @@ class ReadByWorkers(Source[None]):
         return True
 
     def ends_elsewhere(self) -> bool:
-        """Tell whether a worker has come to the end: from then on more is asked for than there is."""
+        """Return whether a worker has come to the end: from then on more is asked for than there is."""
         return any(length is not None for length in self._board.lengths(self._number))
 
     @property
@@ -54,7 +54,7 @@ class ReadByWorkers(Source[None]):
         return self._board.first_role(self._number)
 
     def lengths_found(self) -> Sequence[int | None]:
-        """Return how many items the stream had, or each part of it; None where no worker came to the end."""
+        """Return how many items the stream had, or each part of it; None if no worker came to the end."""
         lengths = self._board.lengths(self._number)
         return lengths if self.is_in_parts else [next((length for length in lengths if length is not None), None)]
 

@@ -1,4 +1,4 @@
-"""Snapshots of where datasets stand, in memory that the workers share with the main process."""
+"""Snapshots of the datasets' own states, in memory that workers share with the main process."""
 
 import pickle
 from typing import Any
@@ -28,7 +28,7 @@ class Ring:
             shared.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
 
     def write(self, number: int, reader: int, batches: int, data: bytes) -> bool:
-        """Leave the pickled snapshot that a worker took after so many batches of a pass; return False if too large."""
+        """Write the pickled snapshot that a worker took after this many batches; return False if it is too large."""
         if len(data) > _LARGEST:
             return False
         self._next = (self._next + 1) % self._slots
@@ -39,7 +39,7 @@ class Ring:
         return True
 
     def read(self, number: int, reader: int, batches: int) -> tuple[Any, ...]:
-        """Return the snapshot that a worker took after so many batches of a pass; an empty tuple if there is none."""
+        """Return the snapshot that a worker took after this many batches of a pass; an empty tuple if there is none."""
         for head, place in zip(self._heads[reader], self._bytes[reader], strict=True):
             found, made, size = head.tolist()
             if (found, made) == (number, batches) and size:

@@ -39,7 +39,7 @@ class StreamSampler(EpochSampler[None]):
     its first batch, and has the ``set_epoch`` that training loops and frameworks call.
 
     Attributes:
-        balance: What the latest pass has handed out, where ranks hand batches to each other.
+        balance: What the latest pass has given, if ranks send each other batches.
     """
 
     latest: Pass[None] | None
@@ -71,11 +71,11 @@ class StreamSampler(EpochSampler[None]):
 
     def _stream_length(self, epoch: int) -> int:
         if self.agreed.options.iterable_sharding == "by_worker":
-            raise TypeError("how many items each worker reads is up to the dataset")
+            raise TypeError("the dataset decides how many items each worker reads")
         return self.dataset.stream_length()
 
     def _read_one_stream(self, number: int) -> bool:
-        """Tell whether all workers read the same stream in a pass; False while that is unknown."""
+        """Return whether all workers read the same stream in a pass; False while that is unknown."""
         return self.dataset.board.ways(number) == {"stream"}
 
     def __iter__(self) -> Iterator[None]:
@@ -107,7 +107,7 @@ class StreamSampler(EpochSampler[None]):
         one = Pass(start, self.plan.num_replicas, self._holders, source, self.watch)
         if start.is_begun:
             self._holders.reinstate_generators(start.held.generators)  # a loader may have drawn from them since
-        # Workers cannot meet. What they have drawn is compared here, in the main process, when the next pass begins.
+        # Workers cannot communicate. What they drew is compared here, in the main process, when the next pass begins.
         self._begin(epoch, {"position": one.begins_at}, self.dataset.board.facts(self.epochs.passes))
         self.dataset.board.begin(number, epoch)
         if self.dataset.first_items is not None:
@@ -128,7 +128,7 @@ class StreamSampler(EpochSampler[None]):
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
 
     def go_to(self, place: Place, *, tells_rest: bool) -> None:
-        """Make the next pass go on at a place; see the attribute ``tells_rest``."""
+        """Make the next pass resume at a position; see the attribute ``tells_rest``."""
         super().go_to(place, tells_rest=tells_rest)
         self.dataset.resume(self.epochs.passes + 1, place, tells_rest=tells_rest)
 
@@ -162,7 +162,7 @@ class StreamSampler(EpochSampler[None]):
         return step if self.knows_totals(one) else step._replace(total=None)
 
     def knows_totals(self, one: Pass[Any]) -> bool:
-        """Tell whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``.
+        """Return whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``.
 
         A worker whose part has ended is passed over. Where ranks come to that end at different steps, from then on a
         step is another worker's on each.
@@ -174,12 +174,12 @@ class StreamSampler(EpochSampler[None]):
         return source_of(one).left_out
 
     def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
-        """Return the batches of a pass if this rank's workers have come to its end, else None."""
+        """Return the batches of a pass if this rank's workers have come to its end, otherwise None."""
         turns = self.turns(one, batching)
         return None if turns.count is None else turns
 
     def most_batches(self, one: Pass[Any], batching: Batching) -> int | None:
-        """Return how many batches the largest share has in a pass, where every rank knows that; else None."""
+        """Return how many batches the largest share has in a pass, where every rank knows that; otherwise None."""
         if self.balance is not None:
             return self.balance.given if self.balance.is_over else None
         if not source_of(one).is_in_parts:
@@ -199,14 +199,14 @@ class StreamSampler(EpochSampler[None]):
             sleep(0.005)
         if most is None and may_end:
             raise StateError(
-                f"{type(self.dataset.dataset).__name__} may have come to its end after {batches} batches, and "
-                f"{self.dataset.board.readers} workers that read a part each have not all said so within {_ENDS_S} s. "
+                f"{type(self.dataset.dataset).__name__} may have ended after {batches} batches, but not all of its "
+                f"{self.dataset.board.readers} workers, which read a part each, have reported that within {_ENDS_S} s. "
                 "Take the state a step earlier, or after the pass."
             )
         return most
 
     def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
-        """Return where a pass stands when so many of its batches were taken."""
+        """Return the position after this many batches of a pass."""
         place, source = super().place_after(one, batching, batches), source_of(one)
         if not batches:
             return replace(place, parts=one.start.parts, marks=one.start.marks)
@@ -220,9 +220,10 @@ class StreamSampler(EpochSampler[None]):
             return replace(place, marks=[source.mark((batches - 1) % readers, batches, place.done, marks[0])])
         if not turns.are_alike(batches):
             raise StateError(
-                f"The state of {type(self.dataset.dataset).__name__} cannot be told after {batches} batches: with "
+                f"The state of {type(self.dataset.dataset).__name__} cannot be saved after {batches} batches: with "
                 "uneven='keep' a worker has come to its end on some ranks and not on others, so the ranks' workers no "
-                "longer take turns alike. Use uneven='pad' or 'drop', or take the state earlier, or at the epoch's end."
+                "longer take the same turns. Use uneven='pad' or 'drop', or take the state earlier, or at the epoch's "
+                "end."
             )
         first, taken, made = source.first_part, turns.taken(batches), turns.made(batches)
         done, known = [], []
@@ -239,7 +240,7 @@ class StreamSampler(EpochSampler[None]):
         return super().given_batches(one, batching) if self.balance is None else self.balance.given
 
     def _place_of_all(self, one: Pass[Any], place: Place, balance: Balance, batches: int) -> Place:
-        """Return where all ranks' workers stand that hand batches to each other."""
+        """Return the position of all ranks' workers, if ranks send each other batches."""
         size, readers = self._batching.size, self.dataset.board.readers
         done = [()] * (readers * self.num_replicas) if one.start.parts is None else one.start.parts.done
         before = [sum(items for _, items in of_reader) // size for of_reader in done]
@@ -251,19 +252,19 @@ class StreamSampler(EpochSampler[None]):
         """Refuse to count batches of a pass that another package's loader resumed in the workers."""
         if source.left_out:
             raise StateError(
-                f"The state of {type(self.dataset.dataset).__name__} cannot be told by batches: the loader's own "
-                "load_state_dict() went on within this pass, so its first batches were counted elsewhere. Take the "
-                "loader's own state_dict(), or resume by restore_loader()."
+                f"The state of {type(self.dataset.dataset).__name__} cannot be saved by a number of batches: the "
+                "loader's own load_state_dict() resumed within this pass, and its first batches were not counted here. "
+                "Use the loader's own state_dict(), or resume by restore_loader()."
             )
 
     def read(self, state: Any) -> Place:
-        """Return the place that a state describes; raise StateError unless it is a place in this loader."""
+        """Return the position that a state describes; raise StateError unless this loader has it."""
         place, readers = super().read(state), self.dataset.board.readers
         if self.agreed.options.iterable_sharding == "by_worker":
             return place
         if place.parts is not None and len(place.parts.done) != readers:
             raise StateError(
-                f"{type(self.dataset.dataset).__name__} cannot go on from the state, which counts the items of "
+                f"{type(self.dataset.dataset).__name__} cannot resume from the state, which counts the items of "
                 f"{len(place.parts.done)} workers that each read a part: this loader has num_workers={self._workers}. "
                 f"Use num_workers={len(place.parts.done)}; the number of ranks may change."
             )
@@ -274,7 +275,7 @@ class StreamSampler(EpochSampler[None]):
         return 0
 
     def _place_now(self) -> Place:
-        # Other packages' loaders find the place in an epoch by reading it again.
+        # Other packages' loaders find the position in an epoch by reading it again.
         if self.place is not None:
             return self.place
         one = self.latest
@@ -285,7 +286,7 @@ class StreamSampler(EpochSampler[None]):
         return replace(one.place(one.skip), parts=one.start.parts, marks=one.start.marks)
 
     def _is_done(self, one: Pass[Any]) -> bool:
-        """Tell whether a loader without workers has found the end of a pass: it asked for more than there is."""
+        """Return whether a loader without workers has found the end of a pass: it asked for more than there is."""
         if self._workers:
             return False
         if self.dataset.loaded_at_end == one.epoch:

@@ -1,4 +1,4 @@
-"""Where a worker's pass begins, and the iterator over it, which says where it stands in torch's Stateful protocol."""
+"""Where a worker's pass begins, and its iterator, which saves its position by torch's Stateful protocol."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +17,12 @@ _KEY = "ddp_patch"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a worker's pass begins, and which worker the dataset is told that it is in.
+    """Where a worker's pass begins, and which worker the dataset thinks it is in.
 
     Attributes:
         number: The pass.
         epoch: Which epoch it is over; -1 before that is known.
-        role: Which worker of this rank's loader it stands for; another than it is where a pass resumes.
+        role: Which worker of this rank's loader it replaces; another than it is where a pass resumes.
         before: What other numbers of ranks took.
         skip: How many items of this rank's share were done when the pass began.
         counts: What the state that is resumed counts: one stream, parts, or nothing.
@@ -52,12 +52,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the iterator of a worker said of itself, and shall go on from.
+    """What the iterator of a worker said of itself, and shall resume from.
 
     Attributes:
         start: Where its pass begins now; its number is that of the pass in which it was said.
         seed: The seed then in force.
-        generators: Where the dataset's random generators stood when the pass began.
+        generators: The states of the dataset's random generators when the pass began.
         is_over: Whether nothing was left.
     """
 
@@ -80,7 +80,7 @@ class Items(Iterator[T]):
 
     Attributes:
         loaded: What was loaded, if anything was.
-        standing: Tells where it stands.
+        standing: Returns its position.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Items(Iterator[T]):
         return next(self._items)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it stands, as the only value."""
+        """Return its position, as the only value."""
         loaded = self.loaded if self._items is None and self.loaded is not None else self.standing()
         start = loaded.start
         done = [list(stint) for stint in start.before]
@@ -121,8 +121,8 @@ class Items(Iterator[T]):
         """
         if _KEY not in state_dict:
             raise StateError(
-                f"The state of a worker's iterator has no {_KEY!r}, so the loader that told it was not patched. "
-                "Restore it with the loader that it was taken of, or take one of the patched loader."
+                f"The state of a worker's iterator has no {_KEY!r}, so it was taken from an unpatched loader. Restore "
+                "it with that loader, or take one from the patched loader."
             )
         epoch, role, done, skip, counts, offset, first, state, seed, generators, is_over = state_dict[_KEY]
         mark = Mark.of((first, state))

@@ -1,4 +1,4 @@
-"""Whether workers read one stream, or a part each: refuse what is neither, and what a state does not fit."""
+"""Check that workers read either one stream or a part each, and that a state fits."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ __all__ = ["require_one_way", "require_same_ends"]
 
 
 def require_one_way(name: str, board: Board, start: Start, plan: Plan) -> None:
-    """Refuse what can be shared neither as one stream nor in parts.
+    """Refuse a dataset that can be sharded neither as one stream nor in parts.
 
     Args:
         name: What errors call the dataset.
@@ -28,20 +28,20 @@ def require_one_way(name: str, board: Board, start: Start, plan: Plan) -> None:
         return
     if len(ways := board.ways(start.number)) > 1:
         raise UnsupportedLoaderError(
-            f"{name} cannot be shared with {board.readers} workers: it asked get_worker_info() which worker it is in "
-            "in some of them, and not in others, so it is neither one stream nor split into parts. Call it in every "
-            "worker, first in __iter__, or use num_workers=0."
+            f"{name} cannot be sharded with {board.readers} workers: it called get_worker_info() in some workers and "
+            "not in others, so it is neither one stream nor split into parts. Call it in every worker, first in "
+            "__iter__, or use num_workers=0."
         )
     if ways == {"parts"} and plan.needs_length:
         raise InvalidOptionError(
-            f"layout='contiguous' cannot hold for {name} with num_workers={board.readers}: it splits itself over its "
-            "workers, and how long each one's part is shows only at its end. Use layout='interleaved', or "
-            "num_workers=0 or 1."
+            f"layout='contiguous' does not work with {name} and num_workers={board.readers}: it splits itself over its "
+            "workers, and the length of each part is known only at its end. Use layout='interleaved', or num_workers=0 "
+            "or 1."
         )
     if start.counts != "nothing" and {start.counts} != ways:
         counts = {"stream": "one stream, as 0 or 1 workers read it", "parts": f"the parts of {board.readers} workers"}
         raise StateError(
-            f"{name} cannot go on from the state, which counts items of {counts[start.counts]}: with "
+            f"{name} cannot resume from the state, which counts items of {counts[start.counts]}: with "
             f"num_workers={board.readers} it is read as {counts[next(iter(ways))]}. Use the num_workers that the state "
             "was taken with."
         )
@@ -59,8 +59,8 @@ def require_same_ends(name: str, board: Board, number: int) -> Sequence[int | No
     found = list({length for length in lengths if length is not None})
     if len(found) > 1:
         raise UnsupportedLoaderError(
-            f"{name} cannot be shared with {board.readers} workers: it never asked get_worker_info() which worker it "
-            f"is in, and yet gave {' and '.join(map(str, found))} items in two of them. Use get_worker_info() to split "
-            "it, in __iter__, or use num_workers=0."
+            f"{name} cannot be sharded with {board.readers} workers: it never called get_worker_info(), but gave "
+            f"{' and '.join(map(str, found))} items in two of them. Split it by get_worker_info() in __iter__, or use "
+            "num_workers=0."
         )
     return found

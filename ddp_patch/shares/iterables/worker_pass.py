@@ -39,7 +39,7 @@ class Terms(Generic[T]):
     """What all passes of a worker have in common; ``ShardedIterable`` describes it.
 
     Attributes:
-        division: The rank's share of each batch, where batches are divided; else None.
+        division: The rank's share of each batch, where batches are divided; otherwise None.
         reader: Tells the dataset which worker it is in.
     """
 
@@ -67,9 +67,9 @@ class WorkerPass(Generic[T]):
 
     Attributes:
         start: As given.
-        reader: Which worker the dataset is told that it is in.
-        readers: How many workers it is told that there are.
-        info: What ``get_worker_info()`` tells it.
+        reader: Which worker the dataset thinks it is in.
+        readers: How many workers it thinks there are.
+        info: What ``get_worker_info()`` returns to it.
     """
 
     def __init__(self, terms: Terms[T], start: Start) -> None:
@@ -104,9 +104,9 @@ class WorkerPass(Generic[T]):
         skipped = sum(1 for _ in islice(items, start.skip))
         if skipped < start.skip if terms.batching.drop_last else skipped <= start.skip - size:
             raise StateError(
-                f"{terms.name} cannot go on from the state: worker {start.role} of {self._workers} had only {skipped} "
-                "items before its end, so the workers no longer took turns and which batches were done cannot be told. "
-                "Begin the epoch anew, or use iterable_sharding='exact'."
+                f"{terms.name} cannot resume from the state: worker {start.role} of {self._workers} had only {skipped} "
+                "items before its end, so the workers no longer took turns, and nobody knows which batches were done. "
+                "Begin the epoch again, or use iterable_sharding='exact'."
             )
         made = skipped
         for made, item in enumerate(items, skipped + 1):  # noqa: B007 - told after the loop
@@ -117,9 +117,9 @@ class WorkerPass(Generic[T]):
         """Yield this rank's items of the stream, or of this worker's part of it.
 
         Args:
-            items: The iterator over them, which says where it stands.
-            generators: Where the dataset's random generators stood when the pass began.
-            first_items: Where to note what is read first; None where nobody compares it.
+            items: The iterator over them, which has a position.
+            generators: The states of the dataset's random generators when the pass began.
+            first_items: Where to record what is read first; None if nobody compares it.
         """
         terms, start, plan = self._terms, self.start, self._terms.plan
         rest = plan.rest_of_stream(lambda: len(cast(Any, terms.dataset)), start.before)
@@ -152,7 +152,7 @@ class WorkerPass(Generic[T]):
         items.standing = partial(self._standing, generators, is_over=True)
 
     def _of_worker(self, of_rank: Iterator[T]) -> Iterator[T]:
-        """Yield those of the rank's items that this worker gives, and leave word of where the dataset stands."""
+        """Yield those of the rank's items that this worker gives, and record the dataset's own states."""
         terms, size, leaves = self._terms, self._terms.batching.size, self._takes_snapshots
         for item in of_rank:
             # Readers of one stream take turns.
@@ -191,9 +191,9 @@ class WorkerPass(Generic[T]):
         for item in read:
             if reader.has_split and not asked and self.readers > 1:
                 raise UnsupportedLoaderError(
-                    f"{self._terms.name} cannot be shared with {self._workers} workers: it asked get_worker_info() "
-                    "which worker it is in after it had given items without asking, so these came from every worker "
-                    "and later ones from one. Call get_worker_info() first in __iter__, or use num_workers=0."
+                    f"{self._terms.name} cannot be sharded with {self._workers} workers: it asked get_worker_info() "
+                    "which worker it is in only after its first items, so these came from every worker and later ones "
+                    "from one. Call get_worker_info() first in __iter__, or use num_workers=0."
                 )
             yield item
 
@@ -202,7 +202,7 @@ class WorkerPass(Generic[T]):
         self._states.replace(epoch_states(terms.options, terms.seed, self.start.epoch, self.reader))
 
     def _drawn(self, stream: Iterator[T], plan: Plan, length: int, skip: int) -> Iterator[Chunk[T]]:
-        """Yield the stream in whole batches: no batch can come without, and a state is told between two."""
+        """Yield the stream in whole batches: no batch can come without, and states are taken between two."""
         size = self._terms.batching.size
 
         def kept(at: int, items: int) -> slice:
@@ -214,7 +214,7 @@ class WorkerPass(Generic[T]):
         return draw(stream, self._states, round_size=plan.num_replicas, rounds=rounds, copies=False, kept=kept)
 
     def _before(self) -> Chunk[T] | None:
-        """Return the rounds that need not be read again because the dataset says where it stood; None to read them.
+        """Return the rounds that need not be read again because the dataset has a state; None to read them.
 
         Padding repeats items of the first round, so these are read where there may be padding.
         """
@@ -230,7 +230,7 @@ class WorkerPass(Generic[T]):
         return Chunk(start.done * plan.num_replicas, first)
 
     def _mark(self, place: int) -> Mark:
-        """Return what is known of the stream after so many items of this rank's share, counted as ``Start.offset``."""
+        """Return what is known about the stream after this many items of this rank's share (see ``Start.offset``)."""
         start = self.start
         taken = sum(ranks * each for ranks, each in start.before)
         taken += self._terms.plan.num_replicas * (start.skip + place)
@@ -255,9 +255,9 @@ class WorkerPass(Generic[T]):
         require_sure_length(terms.plan, terms.name, "dataset", drawn, assumed)
         if start.done > terms.plan.rounds(drawn):
             raise StateError(
-                f"{terms.name} cannot go on from the state: {start.done} items of each rank's share were done in it, "
+                f"{terms.name} cannot resume from the state: {start.done} items of each rank's share were done in it, "
                 f"and the stream ended after {drawn} items of all ranks. Restore it with the dataset that it was taken "
-                "of; one that is its own iterator must be made anew."
+                "of; one that is its own iterator must be rebuilt."
             )
 
 

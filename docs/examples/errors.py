@@ -1,0 +1,97 @@
+"""Let two ranks raise and warn of what takes several ranks, and print each message with the ranks that got it."""
+
+import random
+import textwrap
+import warnings
+from collections.abc import Iterator
+
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ddp_patch import DDPPatchError, patch_dataloader_to_ddp
+from ddp_patch.testing import run_ranks
+
+
+class Numbers(Dataset[int]):
+    """0, 1, 2 and so on."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class OwnOrder(Sampler[int]):
+    """Draws with a generator that is seeded by rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.random = random.Random(rank)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.sample(range(8), 8))
+
+
+class Faulty(Sampler[int]):
+    """Raises in every epoch."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        raise LookupError("no weights for class 3")
+
+
+def ranks_have_other_data(rank: int) -> None:
+    """Rank 1 has four samples less."""
+    patch_dataloader_to_ddp(DataLoader(Numbers(100 - 4 * rank)))
+
+
+def ranks_draw_other_orders(rank: int) -> None:
+    """The orders are found to differ."""
+    patch_dataloader_to_ddp(DataLoader(Numbers(8), sampler=OwnOrder(rank)))
+
+
+def leader_fails(rank: int) -> None:
+    """Rank 0 draws for both."""
+    list(patch_dataloader_to_ddp(DataLoader(Numbers(8), sampler=Faulty()), agreement="leader"))
+
+
+def one_rank_is_missing(rank: int) -> None:
+    """Rank 1 does something else."""
+    if rank == 0:
+        patch_dataloader_to_ddp(DataLoader(Numbers(8)), timeout=0.5)
+
+
+CASES = [ranks_have_other_data, ranks_draw_other_orders, leader_fails, one_rank_is_missing]
+
+
+def messages(rank: int, world_size: int) -> list[str]:
+    """Return what this rank raises or warns of in each case."""
+    found = []
+    for case in CASES:
+        text = "nothing"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                case(rank)
+            except (DDPPatchError, LookupError) as error:
+                text = f"{type(error).__name__}: {error}"
+        for one in caught:
+            text = f"{one.category.__name__}: {one.message}"
+        found.append(text)
+    return found
+
+
+if __name__ == "__main__":
+    for case, found in zip(CASES, zip(*run_ranks(messages, 2), strict=True), strict=True):
+        print(f"{case.__name__}:")
+        for text in dict.fromkeys(found):
+            who = " and ".join(f"rank {rank}" for rank, other in enumerate(found) if other == text)
+            for line in f"{who}: {text}".splitlines():
+                print(textwrap.fill(line, 90, initial_indent="  ", subsequent_indent="    "))
