@@ -177,8 +177,8 @@ def _copied(facts: LoaderFacts[Any]) -> DataLoader[Any]:
         except Exception as error:
             raise InvalidOptionError(
                 f"audit copies a loader's {name} for every rank, and copying {type(value).__name__} raised "
-                f"{type(error).__name__}: {message_of(error)}. Pass a function make(rank, world_size) that builds each rank's "
-                "loader."
+                f"{type(error).__name__}: {message_of(error)}. Pass a function make(rank, world_size) that builds each "
+                "rank's loader."
             ) from error
     return copy_loader(facts.loader, **new)
 
