@@ -1,6 +1,6 @@
 """Start the command line: ``ddp-patch run`` and ``ddp-patch audit``.
 
-The audit needs click and rich, which ``pip install 'ddp-patch[audit]'`` installs.
+The audit needs click and rich, which the extra ``audit`` installs.
 """
 
 import sys
@@ -34,7 +34,7 @@ def main() -> None:
             raise
         sys.stderr.write(
             f"ddp-patch audit needs the package {package}, which is not installed. The library itself works without "
-            "it. Run: pip install 'ddp-patch[audit]'\n"
+            "it. Run: pip install click rich\n"
         )
         sys.exit(2)
     return None
