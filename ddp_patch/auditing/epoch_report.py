@@ -80,7 +80,8 @@ def _coverage_text(epoch: EpochReport) -> list[str]:
     missing = "missing ones are not known" if epoch.missing is None else f"{epoch.missing} missing"
     return [
         missing + (f" ({epoch.dropped} as the loader asks)" if epoch.dropped else ""),
-        f"{epoch.repeated} repeat{'s' * (epoch.repeated != 1)}" + (f" ({epoch.padding} to fill the last round)" if epoch.padding else ""),
+        f"{epoch.repeated} repeat{'s' * (epoch.repeated != 1)}"
+        + (f" ({epoch.padding} to fill the last round)" if epoch.padding else ""),
         *([f"{epoch.foreign} that one process never gets"] if epoch.foreign else []),
     ]
 

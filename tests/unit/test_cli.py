@@ -221,7 +221,7 @@ PATCHS = {*inspect.signature(patch_dataloader_to_ddp).parameters}
 
 
 @pytest.mark.parametrize(
-    "how", [["-m", "ddp_patch"], ["-P", "-c", "from ddp_patch.cli import main; main()"]], ids=["module", "script"]
+    "how", [["-m", "ddp_patch"], ["-P", "-c", "from _ddp_patch_command import main; main()"]], ids=["module", "script"]
 )
 def test_it_runs_where_the_target_is(path: str, how: list[str]) -> None:
     """As the installed script does, which has not the working folder on its path."""
@@ -234,9 +234,7 @@ def test_it_runs_where_the_target_is(path: str, how: list[str]) -> None:
 @pytest.mark.parametrize("missing", ["click", "rich"])
 def test_without_its_libraries_it_says_what_to_install(path: str, missing: str) -> None:
     arguments = ["ddp-patch", "audit", f"{path}:train", "-w", "2", "--html", str(Path(path).with_suffix(".html"))]
-    script = (
-        f"import sys; sys.modules[{missing!r}] = None; sys.argv = {arguments}; from ddp_patch.cli import main; main()"
-    )
+    script = f"import sys; sys.modules[{missing!r}] = None; sys.argv = {arguments}; from _ddp_patch_command import main; main()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)  # noqa: S603 - ours
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
