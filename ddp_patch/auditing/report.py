@@ -41,8 +41,8 @@ class Report:
         balanced: The report of the same loader patched with ``cost=``, too. Its problems are among this
             report's problems. None without ``cost``, and where it cannot be balanced.
         why_not_balanced: Why it cannot; None where it can, and without ``cost``.
-        code: The file and line where the function is defined, or where the loader was made. None if that is not known: of a loader, the
-            command line alone knows.
+        code: The file and line where the function is defined, or where the loader was made. None if that is not known:
+            where a loader was made, the command line alone knows.
         patched: The report of the same loader patched, with ``patched=True``; otherwise None.
 
     Examples:

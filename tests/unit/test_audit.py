@@ -210,7 +210,7 @@ def test_samples_are_missing_or_repeated_for_no_known_reason() -> None:
         return setups.loader(range(N) if world_size == 1 else [*range(rank, N - 1, world_size), 0, 1, 2, 3, 4])
 
     assert kinds(audit(half, 4)) == ["missing"]
-    assert not missing(audit(both, 4).problems[0].what, "20 of 103 samples")
+    assert not missing(audit(both, 4).problems[0].what, ("5 of 103 samples", "20 times"))
     assert kinds(audit(both, 4, allow=["uneven_steps"])) == ["missing"]  # always the same, but there is more to tell
     assert kinds(audit(twice, 4, allow=["uneven_steps"])) == ["repeated"]
 
@@ -694,7 +694,7 @@ def test_samples_that_are_seen_too_often_are_counted_once_each() -> None:
 
     def make(rank: int, world_size: int) -> DataLoader[Any]:
         own = range(300) if world_size == 1 else random.Random(rank).choices(range(300), k=280)
-        return DataLoader(Untouchable(300), 4, sampler=own)  # type: ignore[arg-type]  # a range is a sampler
+        return DataLoader(Untouchable(300), 4, sampler=own)
 
     report = audit(make, 4, epochs=1)
     drawn = [Counter(random.Random(rank).choices(range(300), k=280)) for rank in range(4)]
