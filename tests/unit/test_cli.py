@@ -306,7 +306,7 @@ def test_before_and_after_the_patch_are_shown(path: str, tmp_path: Path) -> None
     html = tmp_path / "page.html"
     done = run("audit", f"{path}:train", "-w", "4", "--patched", "--html", str(html))
     assert "train, before the patch on 4 ranks: ✘ FAIL" in done.output
-    assert "train, patched on 4 ranks: ✔ PASS" in done.output
+    assert "train, after the patch on 4 ranks: ✔ PASS" in done.output
     assert done.exit_code == 0
     assert html.read_text().count('<div class="ddp-beside">') == 1
     told = json.loads(run("audit", f"{path}:train", "-w", "4", "--patched", "--format", "json").stdout)["train"]
