@@ -313,7 +313,7 @@ def test_before_and_after_the_patch_are_shown(path: str, tmp_path: Path) -> None
     assert (told["ok"], told["patched"]["ok"]) == (False, True)
     markdown = run("audit", f"{path}:train", "-w", "4", "--patched", "--format", "markdown").stdout
     assert "### ✘ DataLoader, before the patch: FAIL" in markdown
-    assert "### ✔ DataLoader, patched: PASS" in markdown
+    assert "### ✔ DataLoader, after the patch: PASS" in markdown
     fails = run("audit", f"{path}:train", "-w", "4", "--patched", "--no-padding")
     assert fails.exit_code == 1
     assert "Leave one of the two out." in run("audit", f"{path}:train", "-w", "4", "--patched", "--no-patch").output
