@@ -105,7 +105,7 @@ def who_gets_what(shares: ShareMap, epoch: int) -> Figure:
     )
 
 
-def _scaled(got: Sequence[int], again: Sequence[int], fair: Sequence[int]) -> list[tuple[float, float]]:
+def _scaled(got: Sequence[int], again: Sequence[int], fair: Sequence[float]) -> list[tuple[float, float]]:
     """Return how much of each column a rank gets alone, and how much is seen more often, in fair shares."""
     return [((all_ - both) / share, both / share) for all_, both, share in zip(got, again, fair, strict=True)]
 
