@@ -441,6 +441,17 @@ def test_names_are_no_markup() -> None:
     assert {"'$x$'", "'<a>'", "'a&b'", "'a l…"} <= set(names)
 
 
+def test_facts_and_json_say_what_was_counted() -> None:
+    report, again = (audited(loader(), 4, patch=False) for _ in range(2))
+    facts = dict(report.facts())
+    assert facts["ranks"] == "4"
+    assert facts["counted in"] == "samples"  # whether or not the ranks shard them
+    assert facts["same order whatever the seed"] == "yes"
+    assert re.fullmatch(r"\d+\.\d{3} s(; memory grew by -?\d+ MiB)?", facts["rank 0's sampling"])
+    differs = {name for name, value in report.to_dict().items() if value != again.to_dict()[name]}
+    assert differs <= {"seconds", "memory", "code"}
+
+
 def test_the_command_line_writes_it(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("from torch.utils.data import DataLoader\nx = DataLoader(range(9))\n")
