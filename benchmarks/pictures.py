@@ -105,7 +105,7 @@ def draw_audits() -> None:
     for name, found in audited().items():
         print(*(figure.alt for figure in found))
         for scheme, ink in INK.items():
-            (DOCS / f"{name}-{scheme}.svg").write_text(figures_svg(found, ink))
+            (DOCS / f"{name}-{scheme}.svg").write_text(figures_svg(found, ink), encoding="utf-8")
 
 
 def main() -> None:

@@ -24,7 +24,10 @@ from ddp_patch.auditing.provenance import Provenance
 ROOT = Path(__file__).parents[1]
 SITE, OUT = ROOT / "site", ROOT / "screenshots"
 WIDTHS, SCHEMES = (390, 1280), ("light", "dark")
-OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+# The width that is lacking: to the page in its window, or to any part of it that does not scroll by itself.
+OVERFLOW = """Math.max(...[...document.querySelectorAll("html, body, .ddp-report, .ddp-report *")]
+    .filter(part => part.clientWidth > 0 && !part.closest("svg, .ddp-ticks"))
+    .map(part => part.scrollWidth - part.clientWidth))"""
 
 
 def audits() -> dict[str, str]:
@@ -62,7 +65,7 @@ def pages() -> dict[str, str]:
     folder = SITE / "audits"
     folder.mkdir(exist_ok=True)
     for name, html in audits().items():
-        (folder / f"{name}.html").write_text(html)
+        (folder / f"{name}.html").write_text(html, encoding="utf-8")
     found = [path.relative_to(SITE) for path in sorted(SITE.rglob("*.html")) if path.name != "404.html"]
     return {"-".join(path.with_suffix("").parts).removesuffix("-index"): str(path) for path in found}
 

@@ -72,7 +72,9 @@ class _HasSection:
 
     def __str__(self) -> str:
         shown, line = super().__str__(), self._section()
-        return shown if line in shown else f"{shown}\n{line}".lstrip()
+        if shown.rstrip().endswith(line):
+            return shown
+        return f"{shown}\n{line}" if shown else line
 
     @classmethod
     def _section(cls) -> str:

@@ -18,7 +18,11 @@ class _TypeOfPatched(type):
     if not TYPE_CHECKING:  # type checkers narrow types by the usual ``isinstance`` alone
 
         def __instancecheck__(cls, instance):
-            return isinstance(instance, DataLoader) and isinstance(sharded_by(instance), EpochSampler)
+            if cls is not PatchedLoader:
+                return super().__instancecheck__(instance)
+            # A loader around a wrapper that somebody made by hand cannot be told its epoch.
+            is_loader = isinstance(instance, DataLoader) and callable(getattr(instance, "set_epoch", None))
+            return is_loader and isinstance(sharded_by(instance), EpochSampler)
 
 
 class PatchedLoader(DataLoader[T_co], metaclass=_TypeOfPatched):

@@ -76,8 +76,8 @@ def epoch_text(epoch: EpochReport) -> str:
 
 def _coverage_text(epoch: EpochReport) -> list[str]:
     if epoch.repeated is None:
-        return ["missing and repeated ones are not known"]
-    missing = "missing ones are not known" if epoch.missing is None else f"{epoch.missing} missing"
+        return ["missing and repeated: not known"]
+    missing = "missing: not known" if epoch.missing is None else f"{epoch.missing} missing"
     return [
         missing + (f" ({epoch.dropped} as the loader asks)" if epoch.dropped else ""),
         f"{epoch.repeated} repeat{'s' * (epoch.repeated != 1)}"
@@ -92,7 +92,8 @@ def batches_text(batches: Sequence[tuple[int, int]]) -> str:
         steps = sum(steps for _, steps in batches)
         mean = sum(size * steps for size, steps in batches) / steps
         return f"{_range([size for size, _ in batches])} samples, {mean:.4g} on average, in {steps} steps"
-    return ", then ".join(f"{size} in {steps} step{'s' if steps > 1 else ''}" for size, steps in batches) or "none"
+    runs = [(str(size), f"in each of {steps} steps" if steps > 1 else "in 1 step") for size, steps in batches]
+    return ", then ".join(f"{size}{'' if at else ' samples'} {when}" for at, (size, when) in enumerate(runs)) or "none"
 
 
 def _range(values: Sequence[int]) -> str:

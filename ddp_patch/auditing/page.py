@@ -17,7 +17,7 @@ body { margin: 0 auto; padding: 1.25rem 1rem 3rem; max-width: 72rem; font: 1rem/
   color: var(--ink); background: var(--paper); }
 body:has(.ddp-beside) { max-width: 96rem; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .25rem; }
-main > * { margin-top: 2rem; border-top: 2px solid var(--line); padding-top: 1.25rem; }
+main > *, footer { margin-top: 2rem; border-top: 2px solid var(--line); padding-top: 1.25rem; }
 """
 
 
@@ -38,11 +38,13 @@ def page(reports: Mapping[str, Report], provenance: Provenance) -> str:
     """
     failed = sum(not report.verdict for report in reports.values())
     verdict = f"✘ {failed} of {len(reports)} FAIL" if failed else f"✔ {len(reports)} of {len(reports)} PASS"
+    if any(report.patched is not None for report in reports.values()):
+        verdict += " once patched"
     sections = "".join(report.html(place) for place, report in reports.items())
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>DDP audit: {verdict}</title><style>{_PAGE}{STYLE}</style></head><body>{PATTERNS}<header>"
-        f'<h1>DDP audit: <span class="{"ddp-bad" if failed else "ddp-good"}">{verdict}</span></h1>'
-        f"{facts_html(provenance.lines())}</header><main>{sections}</main></body></html>\n"
+        f'<h1>DDP audit: <span class="{"ddp-bad" if failed else "ddp-good"}">{verdict}</span></h1></header>'
+        f"<main>{sections}</main><footer>{facts_html(provenance.lines())}</footer></body></html>\n"
     )

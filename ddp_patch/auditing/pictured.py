@@ -13,27 +13,25 @@ class ShareMap:
     """Map the samples that a single process draws to the ranks that get them.
 
     The order of the single process is cut into columns. Its k-th draw of a sample goes to the rank that gets this
-    sample for the k-th time, counted over all ranks in the order of their steps. A rank that gets the sample more often
-    than the single process draws it gets one of these positions again.
+    sample for the k-th time, counted over all ranks in the order of their steps. Where ranks get
+    the sample more often than the single process draws it, these positions are got again from the first one on.
 
     Attributes:
         positions: How many samples the single process draws.
         width: How many positions a column holds; the last one may hold fewer.
-        batch: How many positions a rank takes in its turn, where columns hold whole turns of batches; otherwise 1.
         names: The sample at each position; empty where there are many.
         seen: How often ranks get a position, each with how many positions they get so often. Without those that no rank
             got where only a part of the epoch was drawn.
         times: How often ranks get each position; empty where there are many.
         levels: How many positions no rank got, ranks got once, and more often, shape (columns, 3).
         got: How many positions each rank got, shape (ranks, columns).
-        again: How many of them some rank had got before, shape (ranks, columns).
+        again: How many of them another rank gets, too, or the same rank again, shape (ranks, columns).
         foreign: How many samples each rank got that the single process does not draw, shape (ranks,).
         reason: Why positions are got again: to fill the last round (padding), or otherwise.
     """
 
     positions: int = 0
     width: int = 1
-    batch: int = 1
     names: tuple[str, ...] = ()
     seen: tuple[tuple[int, int], ...] = ()
     times: tuple[int, ...] = ()

@@ -56,7 +56,7 @@ class Problem:
         >>> from ddp_patch import audit
         >>> (problem,) = audit(DataLoader(range(8)), world_size=2, patch=False).problems
         >>> problem.kind, problem.where, problem.what
-        ('not_sharded', 'epoch 0, 2 ranks', 'Every one of 2 ranks gets the whole stream, 8 samples.')
+        ('not_sharded', 'epoch 0, 2 ranks', 'Each of 2 ranks gets all of the data, 8 samples.')
     """
 
     kind: Kind

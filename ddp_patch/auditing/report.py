@@ -106,7 +106,7 @@ class Report:
     def facts(self) -> list[tuple[str, str]]:
         """Return what was found as pairs of a name and a text, to show to people."""
         how = self.how + (" (a sample: the first items of each rank)" if self.is_sample else "")
-        found = [("sharded", f"{self.units}, over {self.world_size} ranks"), ("how", how)]
+        found = [("ranks", str(self.world_size)), ("counted in", self.units), ("how", how)]
         found += [("code", self.code)] if self.code is not None else []
         found += [(f"epoch {epoch.epoch}", epoch_text(epoch)) for epoch in self.epochs]
         batches = [batches_text(epoch.global_batches) for epoch in self.epochs]
@@ -115,10 +115,10 @@ class Report:
         else:
             found += [(f"global batch {epoch.epoch}", text) for epoch, text in zip(self.epochs, batches, strict=True)]
         found += self._balance()
-        found += [("epochs differ", _yes(self.epochs_differ)), ("seeds agree", _yes(self.seeds_agree))]
-        memory = "" if self.memory is None else f", {self.memory / 2**20:.0f} MiB more"
+        found += [("epochs differ", _yes(self.epochs_differ)), ("same order whatever the seed", _yes(self.seeds_agree))]
+        memory = "" if self.memory is None else f"; memory grew by {self.memory / 2**20:.0f} MiB"
         found += [("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed]
-        return [*found, ("one rank's epoch", f"{self.seconds:.3f} s{memory}")]
+        return [*found, ("rank 0's sampling", f"{self.seconds:.3f} s{memory}")]
 
     def _balance(self) -> list[tuple[str, str]]:
         """Say how long ranks wait in each epoch, and whether the loader passes with ``cost=``, too."""
@@ -135,7 +135,7 @@ class Report:
         """Return this report by its name, and with ``patched=True`` the two reports of before and after the patch."""
         if self.patched is None:
             return {name: self}
-        return {f"{name}, before the patch": replace(self, patched=None), f"{name}, patched": self.patched}
+        return {f"{name}, before the patch": replace(self, patched=None), f"{name}, after the patch": self.patched}
 
     def html(self, name: str) -> str:
         """Return the report as a part of an HTML page; with ``patched=True``, before and after side by side."""
@@ -154,7 +154,10 @@ class Report:
         return notebook(self.html(f"{self.name} on {self.world_size} ranks"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values: numbers, strings, lists and dicts; without ``pictured``, with versions."""
+        """Return the report as JSON values: numbers, strings, lists and dicts; without ``pictured``, with versions.
+
+        They are the same in every run but for ``seconds`` and ``memory``.
+        """
         found = asdict(replace(self, balanced=None, patched=None))
         del found["pictured"]
         plain: dict[str, Any] = json.loads(json.dumps(found))

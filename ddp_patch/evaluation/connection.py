@@ -67,7 +67,7 @@ class Connection:
         """
         rank, ranks, dst = self.members.rank, self.members.ranks, self.members.dst
         is_source = rank == source
-        takes_part = dst is None or (source != dst and rank in {source, dst})
+        takes_part = dst is None or (source != dst and dst in ranks and rank in {source, dst})
         if self.group is None or not size or not takes_part:
             return None
         buffer = data() if is_source else torch.empty(size, dtype=torch.uint8)

@@ -13,6 +13,7 @@ from ddp_patch.evaluation.report import Got
 from ddp_patch.loaders.facts import Level
 from ddp_patch.plan import Plan
 from ddp_patch.shares.batches import Batches
+from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.step_samples import DividedBatches
 from ddp_patch.shares.turns import Part, Turn, Turns
@@ -28,13 +29,14 @@ def got_in_pass(batches: Batches) -> Got:
     """
     sampler, one = batches.sampler, batches.sampler.latest
     if one is None:
-        raise Misfit("has made no pass over the loader")
+        raise Misfit("made no pass over the loader")
+    _require_one_pass(sampler, one)
     turns = sampler.turns_of_whole(one, batches)
     if turns is None or (sampler.given is not None and sampler.given.is_within):
-        raise Misfit(f"is in the middle of epoch {one.epoch}; gather_step() gathers a step")
+        raise Misfit(f"stopped in the middle of epoch {one.epoch}; gather_step() gathers a step")
     divided = sampler.divided_batches(one, turns)
     length = turns.length if divided is None else divided.length
-    at = f"gather_in_order() after epoch {_pass_text(one)}, of {length} items"
+    at = f"gather_in_order() of patched loader {sampler.agreed.number} after epoch {_pass_text(one)}, of {length} items"
     if divided is not None:
         return Got(at, _share_of_divided(divided), WholeStand(turns, divided.rows, [*divided.sizes], divided.plan))
     if batches.level is Level.BATCH:
@@ -78,17 +80,18 @@ def got_in_step(loader: DataLoader[Any], batches: Batches) -> Got:
     try:
         number = batches.handed_out(loader) - 1
     except DDPPatchError as error:
-        raise Misfit(f"does not know its step: {message_of(error)}") from error
+        raise Misfit(f"cannot know the step: {message_of(error)}") from error
     if one is None or number < 0:
-        raise Misfit("has got no batch of the loader yet")
+        raise Misfit("got no batch of the loader yet")
     if one.is_exhausted:
-        raise Misfit(f"is not in the loop any more: epoch {one.epoch} is over")
+        raise Misfit(f"called it after the loop: epoch {one.epoch} is over")
+    _require_one_pass(sampler, one)
     turns = ends = sampler.turns(one, batches)
     if len(turns.parts) == 1 and turns.count is None:
         ends = replace(turns, parts=[Part(one.skip, sampler.pass_length(one))])
     division = sampler.agreed.division
     if division is None:
-        _require_equal_steps(ends)
+        _require_equal_steps(ends, knows_length=len(turns.parts) == 1 and sampler.left(one.start) is not None)
     turn, step = turns.turn(number), sampler.samples_of_step(one, batches, number)
     is_batch, has_sizes = batches.level is Level.BATCH and division is None, one.sizes is not None
     keys = _keys(one, turns, turn) if division is None else _keys_in_batch(one, division, turn, number)
@@ -97,16 +100,34 @@ def got_in_step(loader: DataLoader[Any], batches: Batches) -> Got:
         samples = step.items if has_sizes else None
         share = Share(samples, range(step.real), 1, None, range(turn.real))
     stand = StepStand(keys, step.items if is_batch else None, is_last=ends.count == number + 1)
-    return Got(f"gather_step() in step {number + 1} of epoch {_pass_text(one)}", share, stand)
+    at = f"gather_step() of patched loader {sampler.agreed.number} in step {number + 1} of epoch {_pass_text(one)}"
+    return Got(at, share, stand)
 
 
-def _require_equal_steps(turns: Turns) -> None:
-    """Refuse a pass in which some ranks may come to a step that others do not."""
+def _require_one_pass(sampler: EpochSampler[Any], one: Pass[Any]) -> None:
+    """Refuse a pass whose batches cannot be told from those of another one, or were counted elsewhere."""
+    if one.is_interleaved:
+        raise Misfit(
+            "used two iterators of the loader at once, so it is unknown which of them the outputs belong to; finish "
+            "one before the next begins"
+        )
+    if sampler.left_out(one):
+        raise Misfit(
+            f"resumed within epoch {one.epoch} by the loader's own load_state_dict(), so its first batches were "
+            "counted elsewhere; take the state with loader_state(), and resume with restore_loader()"
+        )
+
+
+def _require_equal_steps(turns: Turns, *, knows_length: bool) -> None:
+    """Refuse a pass in which some ranks may come to a step that others do not.
+
+    Whether a rank has found the end already depends on chance, so only a length that was known before counts.
+    """
     plan = turns.plan
     if plan.uneven != "keep" or plan.num_replicas == 1:
         return
     fewest = replace(turns, plan=replace(plan, rank=plan.num_replicas - 1)).count
-    if fewest is None or fewest != turns.most:
+    if not knows_length or fewest is None or fewest != turns.most:
         raise Misfit(
             "cannot gather step by step with uneven='keep', by which some ranks may have a step less and would not "
             "come; use gather_in_order() after the loop, or uneven='pad'"

@@ -91,8 +91,7 @@ def filled(nest: Nest, leaves: Mapping[str, Any]) -> Any:
         return nest.kind(**parts)
     made = nest.kind(**{one.name: parts[one.name] for one in fields(nest.kind) if one.init})
     for one in fields(nest.kind):
-        if not one.init:
-            object.__setattr__(made, one.name, parts[one.name])
+        object.__setattr__(made, one.name, parts[one.name])  # a __post_init__ may have changed it
     return made
 
 

@@ -6,6 +6,7 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any
 
+from ddp_patch.errors import InvalidOptionError
 from ddp_patch.evaluation.nests import Nest, at, filled, leaves_of, nest_of, nest_text
 from ddp_patch.evaluation.rows import Form, Leaf, form_of, joined_rows, rows_at, widest, wrong_leaf
 
@@ -182,6 +183,12 @@ def _padded(leaf: Any, pad: Any) -> Any:
     except (Misfit, StopIteration, TypeError):  # no list of batches
         return leaf
     ragged = [form for form in reading.forms.values() if form.narrowest is not None]
-    if not ragged or not all(form.holds(pad) for form in ragged):
+    if not ragged:
         return leaf
+    for form in ragged:
+        if not form.holds(pad):
+            raise InvalidOptionError(
+                f"pad={pad!r} cannot fill up the rows, which are {form}: it is no value of that dtype. "
+                "Pass another number, or make the rows equally wide."
+            )
     return cut(reading.nest, {path: joined_rows(leaves, pad) for path, leaves in reading.leaves.items()}, sizes)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddp_patch.errors import message_of
 from ddp_patch.evaluation.nests import Nest, filled, leaves_of, nest_of
 from ddp_patch.evaluation.places import StepStand, WholeStand
 from ddp_patch.evaluation.readings import Kind, Misfit, Reading, Share, readings_of
@@ -115,6 +116,11 @@ def report(outputs: Any, got: Callable[[], Got], dst: int | None, pad: Any, kept
     """
     try:
         mine = got()
+    except Misfit as misfit:
+        return Said("", dst, pad, problem=str(misfit)), Own()
+    except Exception as error:  # noqa: BLE001 - of the loader; all ranks get the error
+        return Said("", dst, pad, problem=f"cannot know what it got: {message_of(error)}"), Own()
+    try:
         readings = _read(outputs, mine.share, pad)
         own = Own(mine.share, mine.stand, readings, _pickled(readings, mine.share, pad))
         said = {
@@ -151,8 +157,9 @@ def _read(outputs: Any, share: Share, pad: Any) -> dict[str, dict[Kind, Reading]
         except Misfit as misfit:
             misfits.append(str(misfit))
             continue
-        if pad is not None and Kind.LIST in ways:
-            ways = {Kind.LIST: ways[Kind.LIST]} | ways  # only its rows can be padded
+        if Kind.LIST in ways and (pad is not None or Kind.BATCHES not in ways):
+            # Of these alone rows can be padded; and a rank whose batches have one sample each means batches, as others.
+            ways = {Kind.LIST: ways[Kind.LIST]} | ways
         found[path] = ways
     if misfits:
         raise Misfit("; ".join(misfits))

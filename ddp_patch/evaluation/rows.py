@@ -64,7 +64,7 @@ class Form:
         return self.kind == "list" or self.is_string or (self.kind == "array" and self.dtype.hasobject)
 
     def holds(self, pad: Any) -> bool:
-        """Tell whether a number can stand in these rows as it is.
+        """Tell whether a number can stand in these rows: as it is, or rounded where they are of floats.
 
         Examples:
             >>> [Form("tensor", torch.uint8).holds(pad) for pad in (0, -100, 0.5)]
@@ -75,7 +75,7 @@ class Form:
         try:
             found = torch.full((), pad, dtype=self.dtype) if self.kind == "tensor" else np.full((), pad, self.dtype)
             is_exact = self.dtype.is_floating_point if self.kind == "tensor" else self.dtype.kind in "fcO"
-            return bool(is_exact or found.item() == pad)
+            return bool(np.isfinite(found.item()) == np.isfinite(pad)) if is_exact else bool(found.item() == pad)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             return False
 

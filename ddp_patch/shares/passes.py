@@ -55,6 +55,7 @@ class Pass(Progress, Generic[T]):
         handed_out: How many batches the training loop was given, without those that workers fetched ahead; None if
             nobody counts them.
         is_exhausted: Whether the loop has seen the end.
+        is_interleaved: Whether an iterator of an earlier pass gave batches while this was the latest one.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Pass(Progress, Generic[T]):
         self.before: Done = before
         self.handed_out: int | None = None
         self.is_exhausted: bool = False
+        self.is_interleaved: bool = False
         self.source: Source[T] = source
         self._resumes, self._at_end = resumes, at_end
         self.sizes: Sizes | None = sizes
@@ -180,6 +182,10 @@ class Pass(Progress, Generic[T]):
     def note_exhausted(self) -> None:
         """Record that the training loop has seen the end."""
         self.is_exhausted = True
+
+    def note_interleaved(self) -> None:
+        """Record that an iterator of an earlier pass gave a batch."""
+        self.is_interleaved = True
 
     def _begin_generators(self) -> None:
         """Set the generators to their states at the first draw: a loader may draw from them before."""

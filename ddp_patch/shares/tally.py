@@ -39,8 +39,10 @@ class Tally:
         if (one := self._pass) is not None:
             # The loader continued after an error, so some batch was skipped: nobody knows the position.
             one.note_handed_out(None if self._has_failed else self._batches)
-            if self._sampler.latest is None:
+            if (latest := self._sampler.latest) is None:
                 self._sampler.note_running(one)
+            elif latest is not one:
+                latest.note_interleaved()
 
     def fail(self) -> None:
         """Record that an error came instead of a batch."""

@@ -58,10 +58,12 @@ class Part:
     Attributes:
         skip: How many items of each rank's share were taken before.
         length: How many items all ranks share, those before included; None while nobody has found the end.
+        worker: Whose it is, by the number of the worker. A pass that resumes may begin with another one's turn.
     """
 
     skip: int = 0
     length: int | None = None
+    worker: int = 0
 
     def batches(self, plan: Plan, batching: Batching) -> int | None:
         """Return how many batches a rank still makes of it; None while the end is unknown."""
@@ -216,12 +218,12 @@ class Turns:
         """Yield where each sample of a batch that is not padding lies in the unpatched loader's order.
 
         Yields:
-            Its batch's number among those of its worker, the worker's turn, and its index in the batch.
+            Its batch's number among those of its worker, the worker's number, and its index in the batch.
         """
         size, ranks = self.batching.size, self.plan.num_replicas
         for item in range(turn.first, turn.first + turn.real):
             number, place = divmod(item * ranks + self.plan.rank, size)
-            yield number, turn.part, place
+            yield number, self.parts[turn.part].worker, place
 
     def are_alike(self, batches: int) -> bool:
         """Return whether every rank has made the same batches of each part after this many."""
@@ -235,7 +237,7 @@ def places_of_parts(ranks: Sequence[Turns]) -> list[list[range]]:
         ranks: The batches of each rank, of parts whose ends are known.
 
     Examples:
-        >>> parts = (Part(length=3), Part(length=2))
+        >>> parts = (Part(length=3), Part(length=2, worker=1))
         >>> ranks = [Turns(Plan(rank, 2), Batching(2, drop_last=False), parts) for rank in range(2)]
         >>> [[place for run in runs for place in run] for runs in places_of_parts(ranks)]
         [[0, 4, 2], [1, 3]]

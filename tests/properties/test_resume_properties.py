@@ -133,7 +133,7 @@ class Resuming(RuleBasedStateMachine):
         if kind in WITHOUT_LENGTH:
             layout = "interleaved"
         self.n, self.make = n, (SAMPLES | BATCHES)[kind]
-        self.is_batches = kind in BATCHES
+        self.is_batches, self.has_length = kind in BATCHES, kind not in WITHOUT_LENGTH
         self.options: Any = {"uneven": uneven, "layout": layout, "seed": 11}
         self.reference = patch_dataloader_to_ddp(self.make(n, 1), rank=0, num_replicas=1, seed=11)
         self.epoch = 0
@@ -193,8 +193,9 @@ class Resuming(RuleBasedStateMachine):
         missing, repeated = self.stream - self.taken, self.taken - self.stream
         most = len(self.loaders) - 1
         assert missing.total() <= most if self.options["uneven"] == "drop" else not missing
-        if self.options["layout"] == "contiguous":
-            most = self.padded  # the last rank's run ends in padding, which it may reach before the others end theirs
+        if self.options["layout"] == "contiguous" or not self.has_length:
+            # Each number of ranks may come to its padding, in the last rank's run or before the end is known.
+            most = self.padded
         assert repeated.total() <= most if self.options["uneven"] == "pad" else not repeated
         if self.state["epoch"] == self.epoch:  # whose end was not known: nothing of it is left
             self.state = loader_state(self.loaders[0], batches_done=self.done[0])

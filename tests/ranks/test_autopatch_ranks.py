@@ -63,7 +63,10 @@ def communicating(rank: int, world_size: int) -> dict[str, Any]:
     seed_ambient(rank)
     with autopatch():
         loader = made(shuffle=True)
-        outputs = [batch.reshape(-1, 1) for batch in loader]
+        outputs = []
+        for batch in loader:
+            outputs.append(batch.reshape(-1, 1))
+            assert len(ddp_patch.gather_step(batch, loader)) <= 8
         gathered = ddp_patch.gather_in_order(torch.cat(outputs), loader)
         weights = sum(float(weight.sum()) for _, weight in ddp_patch.iter_with_weights(made()))
         with guarded():  # begun later, so asked first

@@ -95,8 +95,7 @@ def every_kind(rank: int, world_size: int) -> None:
             if dst not in {None, rank}:
                 assert whole is None
                 continue
-            size = 1 if all(len(plan.share(len(rows))) <= 1 for plan in plans) else given.batch_size or 1
-            alone = in_all_forms(name, batches_of_one_process(name, rows, epochs, given, size), given)
+            alone = in_all_forms(name, batches_of_one_process(name, rows, epochs, given, given.batch_size or 1), given)
             assert whole == alone, (name, uneven, layout, epochs)
         if uneven != "keep" or world_size == 1:
             rows = expected(stream_of(name, 3), plans, given)
@@ -283,6 +282,10 @@ def in_groups(rank: int, world_size: int) -> list[Any]:
     to = gather_in_order(own, given, dst=1 if rank == 1 else 2)
     assert (to == found[0]) == (rank in {1, 2})
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    stepped = patched("shuffle=True", rank, device_mesh=mesh)
+    for step, batch in enumerate(stepped):
+        to = gather_step(batch, stepped, dst=0 if step == 1 else None)
+        assert (to is None) == (step == 1 and rank != 0)
     given = patched("shuffle=True", rank, device_mesh=mesh)
     own = outputs_of("shuffle=True", given)
     found.append(gather_in_order(np.array(own), given).tolist())
@@ -317,6 +320,8 @@ def in_time(rank: int, world_size: int) -> dict[str, str]:
     ahead = patched("sequential", rank)
     for _ in range(1 + (rank == 1)):
         list(ahead)
+    other = patched("sequential", rank)
+    list(other)
     odd = rank == 1
     in_batches = [own[at : at + 4] for at in range(0, len(own), 4)]
 
@@ -339,6 +344,7 @@ def in_time(rank: int, world_size: int) -> dict[str, str]:
         "a class of its own": lambda: gather_in_order(Local(own) if odd else own, given),
         "what raises": lambda: gather_in_order(Unmeasured(own) if odd else own, given),
         "another pad": lambda: gather_in_order(own, given, pad=None if odd else 0),
+        "another loader": lambda: gather_in_order(own, other if odd else given),
         "another call": lambda: (gather_step if odd else gather_in_order)(own, given),
         "an array": lambda: gather_in_order(np.array(own, "f4") if odd else torch.zeros(len(own)), given),
         "no pickle": lambda: gather_in_order([lambda: 0] * len(own) if odd else own, given),
@@ -371,7 +377,8 @@ SAID: dict[str, list[tuple[str, ...]]] = {
     "what raises": [("rank 1", "RuntimeError", "no length")],
     "another dst": [("ranks 0, 2", "dst=0"), ("rank 1", "dst=1")],
     "another pad": [("ranks 0, 2", "pad=0"), ("rank 1", "pad=None")],
-    "another call": [("rank 1", "not in the loop", "epoch 0 is over")],
+    "another call": [("rank 1", "after the loop", "epoch 0 is over")],
+    "another loader": [("ranks 0, 2", "patched loader 1 "), ("rank 1", "patched loader 4 ")],
 }
 
 

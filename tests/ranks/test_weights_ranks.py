@@ -118,7 +118,7 @@ def test_a_rank_whose_samples_count_nothing_valid_is_named_to_the_others() -> No
     (first, heard), (second, said) = run_ranks(telling, 2)
     assert (first, second) == ("RankMismatchError", "InvalidOptionError")
     assert "rank 1" in heard
-    assert "weight_of gave 3 numbers for a batch of 4 samples" in said
+    assert "weight_of returned 3 numbers for a batch of 4 samples" in said
 
 
 def leaving_alone(rank: int, world_size: int) -> tuple[str, str]:

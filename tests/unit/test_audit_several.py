@@ -79,7 +79,7 @@ def test_before_and_after_the_patch() -> None:
     assert [problem.kind for problem in report.problems] == ["not_sharded"]
     assert (report.ok, report.patched.ok, report.verdict) == (False, True, True)
     assert report.patched.epochs == audit(given, 4).epochs
-    assert list(report.before_and_after("x")) == ["x, before the patch", "x, patched"]
+    assert list(report.before_and_after("x")) == ["x, before the patch", "x, after the patch"]
     assert audit(given, 4).patched is None
     assert "PASS" in str(report)
     assert "1 problem" in str(report)

@@ -307,7 +307,9 @@ def test_an_error_of_the_users_code_says_where_it_was_raised(tmp_path: Path) -> 
 
 def test_an_error_in_the_arguments_shows_no_code(path: str) -> None:
     done = run("audit", f"{path}:absent", "-w", "2")
-    assert done.output.count("\n") == 2  # the last one says where to look it up
+    said, section = done.output.splitlines()
+    assert "absent" in said
+    assert "InvalidOptionError" in section
     assert "--traceback" not in done.output
 
 
@@ -315,14 +317,14 @@ def test_before_and_after_the_patch_are_shown(path: str, tmp_path: Path) -> None
     html = tmp_path / "page.html"
     done = run("audit", f"{path}:train", "-w", "4", "--patched", "--html", str(html))
     assert "train, before the patch on 4 ranks: ✘ FAIL" in done.output
-    assert "train, patched on 4 ranks: ✔ PASS" in done.output
+    assert "train, after the patch on 4 ranks: ✔ PASS" in done.output
     assert done.exit_code == 0
     assert html.read_text().count('<div class="ddp-beside">') == 1
     told = json.loads(run("audit", f"{path}:train", "-w", "4", "--patched", "--format", "json").stdout)["train"]
     assert (told["ok"], told["patched"]["ok"]) == (False, True)
     markdown = run("audit", f"{path}:train", "-w", "4", "--patched", "--format", "markdown").stdout
     assert "### ✘ DataLoader, before the patch: FAIL" in markdown
-    assert "### ✔ DataLoader, patched: PASS" in markdown
+    assert "### ✔ DataLoader, after the patch: PASS" in markdown
     fails = run("audit", f"{path}:train", "-w", "4", "--patched", "--no-padding")
     assert fails.exit_code == 1
     assert "Leave one of the two out." in run("audit", f"{path}:train", "-w", "4", "--patched", "--no-patch").output

@@ -395,7 +395,7 @@ def test_a_loader_that_is_shared_already_is_moved_and_nothing_else() -> None:
 
 def test_in_a_single_process_batches_come_there_too() -> None:
     loader = DataLoader(Indices(4), 2)
-    with pytest.warns(NotDistributedWarning, match="nothing but that batches come on meta"):
+    with pytest.warns(NotDistributedWarning, match=r"changed only the device of batches \(meta\)"):
         moved = patch_dataloader_to_ddp(loader, device="meta")
     assert [batch.device for batch in moved] == [META, META]
     with pytest.warns(NotDistributedWarning):

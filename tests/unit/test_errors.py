@@ -97,3 +97,9 @@ def test_a_warning_is_filtered_by_its_own_words(kind: type[Warning]) -> None:
     (shown,) = caught
     assert str(shown.message) == f"{TEXT}\n{section(kind)}"
     assert section(kind) in warnings.formatwarning(shown.message, kind, "a.py", 1)
+
+
+def test_a_text_that_quotes_an_error_of_its_kind_ends_with_the_section_too() -> None:
+    inner = str(StateError("Inner."))
+    assert str(StateError(f"Loading failed: {inner} Try another.")).endswith(f"Try another.\n{section(StateError)}")
+    assert str(StateError("  indented")).startswith("  indented\n")

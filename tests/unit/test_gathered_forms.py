@@ -1,8 +1,8 @@
 """What outputs may look like, of several ranks, judged without sending anything."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +10,18 @@ import pytest
 import torch
 from gathered import shares, together
 from messages import raises
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import loader
 
-from ddp_patch import InvalidOptionError, OutputsError, gather_in_order, patch_dataloader_to_ddp
+from ddp_patch import (
+    InvalidOptionError,
+    OutputsError,
+    gather_in_order,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
+from ddp_patch.evaluation.rows import form_of
 
 N = 23
 
@@ -74,8 +83,7 @@ def test_every_form_comes_as_one_process_has_it(name: str) -> None:
             continue
         assert same(rows, make(list(range(n)))), (n, world_size, uneven)
         lists = together([[make(batch) for batch in of_rank] or None for of_rank in batches], loaders)
-        size = 3 if any(len(items) > len(of_rank) for items, of_rank in zip(flat, batches, strict=True)) else 1
-        alone = [make(list(range(n))[at : at + size]) for at in range(0, n, size)]
+        alone = [make(list(range(n))[at : at + 3]) for at in range(0, n, 3)]
         assert len(lists) == len(alone)
         if name != "strings":  # as wide as the widest of all
             assert same(lists, alone), (n, world_size, uneven)
@@ -175,3 +183,59 @@ def test_a_single_process_pads_its_lists_of_batches_too() -> None:
     assert {name: found[name] for name in ("texts", "rows", "nothing")} == {
         name: outputs[name] for name in ("texts", "rows", "nothing")
     }
+
+
+@dataclass
+class Scaled:
+    """Outputs whose making changes them."""
+
+    logits: Any
+
+    def __post_init__(self) -> None:
+        self.logits = self.logits * 10
+
+
+def test_a_dataclass_keeps_what_it_holds_whatever_its_making_does() -> None:
+    loaders = shares(2, batch_size=2, sampler=list(range(7)))
+    found = together([[Scaled(torch.tensor(batch)) for batch in given] for given in loaders], loaders)
+    assert torch.cat([one.logits for one in found]).tolist() == [10 * item for item in range(7)]
+
+
+def test_outputs_of_two_iterators_at_once_are_refused() -> None:
+    loaders = shares(2)
+    outputs = [[[*one] for one, _ in zip(given, given, strict=False)] for given in loaders]
+    with raises(OutputsError, ("two iterators", "finish one"), "every rank"):
+        together(outputs, loaders)
+
+
+class Parts(IterableDataset[int]):
+    """Twelve items for each worker."""
+
+    def __iter__(self) -> Iterator[int]:
+        info: Any = get_worker_info()
+        return iter(range(100 * info.id, 100 * info.id + 12))
+
+
+@pytest.mark.parametrize("done", [1, 2])
+def test_after_a_restore_workers_come_in_the_order_of_one_process(done: int) -> None:
+    def make(rank: int, ranks: int) -> Any:
+        given = DataLoader(Parts(), 2, num_workers=2, collate_fn=list)
+        return patch_dataloader_to_ddp(given, rank=rank, num_replicas=ranks, seed=1)
+
+    alone = [item for batch in DataLoader(Parts(), 2, num_workers=2, collate_fn=list) for item in batch]
+    taken, rests = [], []
+    for rank in range(2):
+        stopped = make(rank, 2)
+        taken += [item for batch in islice(stopped, done) for item in batch]
+        rests.append(make(rank, 2))
+        restore_loader(rests[-1], loader_state(stopped, batches_done=done))
+    found = together([[item for batch in rest for item in batch] for rest in rests], rests)
+    assert found == [item for item in alone if item not in taken]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_float_that_overflows_the_rows_dtype_is_none_of_it(dtype: torch.dtype) -> None:
+    form = form_of(torch.zeros(1, 1, dtype=dtype))
+    assert form.holds(1e300) is False
+    assert form.holds(float("-inf"))
+    assert form.holds(0.1)

@@ -53,7 +53,7 @@ def test_outputs_that_are_none_of_a_step() -> None:
     for _ in given:
         with raises(OutputsError, ("rank 0 passed 1 rows", "one per sample"), remedy):
             gather_step([1], given)
-    with raises(OutputsError, ("rank 0", "not in the loop", "epoch 0 is over"), remedy):
+    with raises(OutputsError, ("rank 0", "after the loop", "epoch 0 is over"), remedy):
         gather_step([1], given)
     pair = shares(3, uneven="keep", sampler=list(range(13)))
     steps = [next(iter(one)) for one in pair]

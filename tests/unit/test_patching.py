@@ -21,6 +21,7 @@ from ddp_patch import (
     DDPBatchSamplerWrapper,
     DDPSamplerWrapper,
     NotPatchedError,
+    PatchedLoader,
     UnsupportedLoaderError,
     assert_loaders_patched,
     check_loaders_is_patched,
@@ -567,3 +568,11 @@ def test_the_guard_looks_into_what_holds_loaders() -> None:
     place = "loaders['train'].iterables['b'][1].loader"
     with raises(NotPatchedError, f"1 of 3 loaders: {place}.", "patch_dataloader_to_ddp()"):
         assert_loaders_patched({"train": holding})
+
+
+def test_a_loader_with_a_wrapper_made_by_hand_is_no_patched_loader() -> None:
+    """It cannot be told its epoch, which type checkers would allow."""
+    data: Any = range(6)
+    by_hand: Any = DataLoader(data, sampler=DDPSamplerWrapper(SequentialSampler(data), rank=0, num_replicas=2))
+    assert not isinstance(by_hand, PatchedLoader)
+    assert isinstance(patch_dataloader_to_ddp(DataLoader(data), rank=0, num_replicas=2), PatchedLoader)

@@ -22,7 +22,7 @@ from ddp_patch.auditing.commands import commands
 from ddp_patch.auditing.page import page
 from ddp_patch.auditing.pictured import ShareMap
 from ddp_patch.auditing.provenance import Provenance
-from ddp_patch.auditing.show.drawing import PATTERNS, figure_html, figures_svg
+from ddp_patch.auditing.show.drawing import PATTERNS, STYLE, figure_html, figures_svg
 from ddp_patch.auditing.show.figure import Figure
 from ddp_patch.auditing.show.figures import figures_of
 
@@ -70,7 +70,7 @@ def test_the_share_map_is_of_the_stream_of_one_process() -> None:
     found = shares(plain(5), 2)
     assert found.names == ("0", "1", "2", "3", "4")
     assert found.got == ((1, 0, 1, 0, 1), (1, 1, 0, 1, 0))
-    assert found.again == ((0, 0, 0, 0, 0), (1, 0, 0, 0, 0))
+    assert found.again == ((1, 0, 0, 0, 0), (1, 0, 0, 0, 0))  # no rank is the one too many
     assert found.reason == "padding"
     assert found.times == (2, 1, 1, 1, 1)
     assert found.seen == ((1, 4), (2, 1))
@@ -86,7 +86,7 @@ def test_the_kth_time_that_a_sample_is_got_is_its_kth_position() -> None:
 
     found = shares(make, 2)
     assert found.got == ((1, 0, 1, 0), (1, 1, 0, 0))
-    assert found.again == ((0, 0, 0, 0), (1, 0, 0, 0))  # the third 7 is the first one again
+    assert found.again == ((1, 0, 0, 0), (1, 0, 0, 0))  # the third 7 is the first one again
     assert found.times == (2, 1, 1, 0)
     assert found.seen == ((0, 1), (1, 2), (2, 1))
     assert found.foreign == (0, 1)
@@ -106,8 +106,9 @@ def test_a_long_epoch_is_counted_in_columns_and_nothing_is_left_out(n: int, worl
     assert got.shape == again.shape == (world_size, len(levels)) == (world_size, -(-n // found.width))
     assert got.shape[1] <= 120
     assert got.size <= 12_000
-    assert (got - again).sum() == found.positions == levels.sum() == n
-    assert again.sum() == -n % world_size
+    assert got.sum() == n + -n % world_size
+    assert found.positions == levels.sum() == n
+    assert again.sum() == 2 * (-n % world_size)  # at the rank that has it anyway, and at the one that needs it
     assert dict(found.seen).get(2, 0) == -n % world_size
     assert (levels.sum(axis=1)[:-1] == found.width).all()
 
@@ -115,17 +116,45 @@ def test_a_long_epoch_is_counted_in_columns_and_nothing_is_left_out(n: int, worl
 @pytest.mark.parametrize(("n", "world_size"), [(1000, 8), (10007, 8), (5000, 3), (3000, 300), (2000, 12)])
 def test_a_right_loader_is_shown_even(n: int, world_size: int) -> None:
     """Each rank's row is full, but for the last column: rounding makes no stripes."""
-    _, who, *_ = figures(plain(n, shuffle=True), world_size, epochs=1)
-    for row in who.rows:
-        before_the_last = [bar for bar in row.bars if bar.left == 0 and bar.fill == "once"]
-        assert [bar.height for bar in before_the_last] == [1]
-        assert before_the_last[0].width > 0.88
+    report = audited(plain(n, shuffle=True), world_size, epochs=1)
+    who, map_ = shown_of(report)[1], report.pictured.shares
+    columns, whole = n / map_.width, n // map_.width
+    for rank in range(world_size):
+        middles = [(at + 0.5) / columns for at in range(whole)]
+        assert all(
+            max(bar.bottom + bar.height for bar in who.rows[rank].bars if bar.left <= x < bar.left + bar.width)
+            == pytest.approx(1)
+            for x in middles
+        )
+    assert "A full column means that the rank gets its fair share of it." in who.caption
+
+
+@pytest.mark.parametrize("uneven", ["pad", "keep"])
+def test_the_last_column_is_as_full_as_it_is(uneven: str) -> None:
+    """Its 20 positions are 2.5 for each of 8 ranks: four get 3, four get 2."""
+    report = audited(plain(24 * 83 + 20, shuffle=True), 8, epochs=1, uneven=uneven, allow=["uneven_steps"])
+    assert report.pictured.shares.width == 24
+    who = shown_of(report)[1]
+    last = [max(bar.height for bar in row.bars if bar.left + bar.width > 1 - 1e-6) for row in who.rows]
+    assert last == pytest.approx([1] * 4 + [0.8] * 4)
+
+
+def test_bars_leave_no_line_between_them() -> None:
+    for n, world_size in ((10007, 7), (5003, 3), (103, 4)):
+        for figure in figures(plain(n, batch_size=3, shuffle=True), world_size, epochs=1):
+            html = figure_html(figure)
+            pairs = re.findall(r'<rect x="([^%]+)%" y="[^"]+" width="([^%]+)%"', html)
+            begins = [float(left) for left, _ in pairs]
+            for left, width in pairs:
+                end = float(left) + float(width)
+                assert not [begin for begin in begins if 5e-6 < abs(begin - end) < 1e-2]
 
 
 def test_whole_batches_are_shown_even_too() -> None:
     given: DataLoader[Any] = plain(30_000, batch_size=32, shuffle=True)
     _, who, *_ = figures(given, 8, epochs=1, share="batches")
-    assert all([bar.height for bar in row.bars if bar.left == 0 and bar.fill == "once"] == [1] for row in who.rows)
+    for row in who.rows:
+        assert all(bar.bottom + bar.height == pytest.approx(1) for bar in row.bars if bar.left + bar.width < 1)
 
 
 def thirty_percent_lost(rank: int, world_size: int) -> DataLoader[Any]:
@@ -142,9 +171,9 @@ def test_what_is_shown_is_the_fraction() -> None:
     strip, who, *_ = figures(plain(2000), 4, epochs=1, patch=False, allow=["not_sharded"])
     assert [text for _, text in strip.legend] == ["4 times: 2000 (100 %)"]
     assert full(strip) == {"again": 1}
-    assert full(who) == {"once": 1}
-    assert full(who, 3) == {"again": 1}
-    assert "4 times its fair share" in who.caption
+    assert [full(who, rank) for rank in range(4)] == [{"again": 1}] * 4
+    assert "gets as many samples as the column has" in who.caption
+    assert [fill for fill, _ in who.legend] == ["again"]
 
 
 def test_how_often_samples_are_seen_comes_first_with_counts() -> None:
@@ -247,13 +276,16 @@ def test_the_first_epoch_that_fails_is_pictured() -> None:
 
 def test_names_and_marks_are_text_and_patterns() -> None:
     strip, padded, *_ = figures(loader(), 4)
-    assert {"0", "22", "rank 3", "gets", "gets again, to fill the last round"} <= set(texts(padded))
+    alone, ground = "got by this rank alone", "not got by this rank"
+    assert {"0", "22", "rank 3", alone, "also got by another rank, to fill the last round", ground} <= set(
+        texts(padded)
+    )
     assert {bar.text for bar in strip.rows[0].bars} == {"1", "2"}
-    assert len(figures(plain(8), 4)[1].legend) == 1
+    assert [text for _, text in figures(plain(8), 4)[1].legend] == [alone, ground]
     repeated = figures(setups.not_sharded_in_order, 2)[1]
-    assert {"gets", "gets again"} <= set(texts(repeated))
+    assert [text for _, text in repeated.legend] == ["also got by another rank, or twice by this one"]
     assert "103 of them another rank, or this one, had already (repeated)" in repeated.alt
-    assert all(f'id="ddp-{fill}"' in PATTERNS for fill in ("once", "again", "never", "wait"))
+    assert all(f'id="ddp-{fill}"' in PATTERNS for fill in ("again", "never", "wait"))
     patterns = {
         fill: re.findall(f'id="ddp-{fill}".*?(<path d="[^"]+")', PATTERNS) for fill in ("again", "never", "wait")
     }
@@ -263,7 +295,7 @@ def test_names_and_marks_are_text_and_patterns() -> None:
 
 def test_steps_that_a_rank_does_not_make_are_marked() -> None:
     steps = figures(setups.uneven, 4)[2]
-    assert "no such step" in texts(steps)
+    assert "no step" in texts(steps)
     assert figures(plain(7), 64, uneven="keep")[2].alt.startswith("Each of 64 ranks makes 0 to 1 steps; ")
     assert "Rank 0 makes 7 steps; Rank 1 makes 6 steps" in steps.alt
     assert [bar.text for bar in steps.rows[0].bars] == ["4"] * 6 + ["1"]
@@ -315,11 +347,18 @@ def test_the_page_holds_all_that_it_shows() -> None:
     assert "✔ 1 of 1 PASS" in html
     assert html.count('class="ddp-figure') == html.count('role="img"') == html.count("aria-label=") == 5
     assert not re.findall(r'(?:src|srcset|href|url)[=(]"?(?!#)', html.replace("url(#", ""))
-    assert html.index("How often samples are seen") < html.index("<dt>sharded") < html.index("Who gets what")
+    order = ["How often samples are seen", "Who gets what", "<dt>ranks</dt><dd>4", "Batch sizes", "<dt>command"]
+    assert [*map(html.index, order)] == sorted(map(html.index, order))
     headings = [int(level) for level in re.findall(r"<h(\d)", html)]
     assert all(after - before <= 1 for before, after in pairwise(headings))
     failed = page({"a": audited(loader(), 4, patch=False), "b": audited(loader(), 4)}, HERE)
-    assert "✘ 1 of 2 FAIL" in failed
+    assert "✘ 1 of 2 FAIL<" in failed
+    assert failed.index("Who gets what") < failed.index("✘ not_sharded") < failed.index("<dt>ranks")
+    patched = page({"make": audited(setups.ambient_order, 4, patched=True)}, HERE)
+    verdict = "PASS" if audited(setups.ambient_order, 4, patched=True).verdict else "FAIL"
+    assert f"1 of 1 {verdict} once patched<" in patched
+    assert "make, before the patch" in patched
+    assert "make, after the patch" in patched
 
 
 def test_the_page_says_when_how_and_with_what_it_was_made() -> None:
@@ -336,7 +375,8 @@ def test_a_page_fits_any_width_and_ground() -> None:
     report = audited(loader(), 4, cost=range(23))
     part = report.html("train")
     assert all(int(width) <= 22 for width in re.findall(r'width="(\d+)"', part))
-    assert set(re.findall(r"#[0-9a-f]{3,6}\b", part)) <= {"#000", "#fff"}
+    in_bars = {"#3b8bd0", "#b87a00", "#d55e00", "#808a99"}
+    assert set(re.findall(r"#[0-9a-f]{3,6}\b", part)) <= {"#000", "#fff", *in_bars}
     assert part.count('width="100%"') == sum(len(figure.rows) for figure in shown_of(report))
 
 
@@ -344,12 +384,46 @@ def test_a_notebook_shows_a_report() -> None:
     report = audited(loader(), 4)
     shown = report._repr_html_()
     assert shown.startswith("<div><style>")
-    assert shown.count("<pattern") == 4
+    assert shown.count("<pattern") == 3
     assert "NONE on 4 ranks".replace("NONE", report.name) in shown
     several = audit({"a": loader(), "<b>": loader()}, 2)._repr_html_()
     assert several.count("<style>") == 1
     assert several.count("<section") == 2
     assert "&lt;b&gt;" in several
+
+
+def test_a_notebook_can_hide_one_report_and_show_another() -> None:
+    """The patterns of each have names of their own, and each has its colour without them."""
+    one, other = (audited(loader(), ranks)._repr_html_() for ranks in (2, 4))
+    names = [set(re.findall(r'id="(.*?)"', shown)) for shown in (one, other)]
+    assert not names[0] & names[1]
+    for shown, known in zip((one, other), names, strict=True):
+        filled = re.findall(r'fill="url\(#(.*?)\)(.*?)"', shown)
+        assert filled
+        assert {name for name, _ in filled} <= known
+        assert all(re.fullmatch(" #[0-9a-f]{6}", colour) for _, colour in filled)
+        assert 'class="ddp-once" fill="#' in shown
+
+
+def test_the_strip_lies_above_the_rows() -> None:
+    """Both have a column of names, of one width."""
+    strip, who, *_ = map(figure_html, figures(loader(), 4))
+    assert ">all ranks</span>" in strip
+    assert strip.count("ddp-name") == 1
+    assert who.count("ddp-name") == 4
+    assert re.search(r"\.ddp-name \{[^}]*[^-]width: [\d.]+em", STYLE)
+
+
+@pytest.mark.parametrize("ranks", [8, 24, 48, 96, 600])
+def test_names_of_rows_have_room(ranks: int) -> None:
+    report = audited(plain(2000), ranks, epochs=1)
+    who = shown_of(report)[1]
+    html = figure_html(who)
+    names = re.findall(r'class="ddp-name"[^>]*>(.*?)<', html)
+    gap = 0 if "ddp-low" in html else 2
+    named = [at for at, name in enumerate(names) if name]
+    assert len(names) == ranks
+    assert all((after - before) * (who.height + gap) >= 14 for before, after in pairwise(named))
 
 
 @pytest.mark.parametrize("name", ["no item", "one item", "string keys", "iterable, empty", "P x K batches", "iterable"])
@@ -366,6 +440,17 @@ def test_names_are_no_markup() -> None:
     given: DataLoader[Any] = DataLoader(keys, sampler=[*keys])  # type: ignore[arg-type]  # keys
     names = texts(figures(given, 2)[1])
     assert {"'$x$'", "'<a>'", "'a&b'", "'a l…"} <= set(names)
+
+
+def test_facts_and_json_say_what_was_counted() -> None:
+    report, again = (audited(loader(), 4, patch=False) for _ in range(2))
+    facts = dict(report.facts())
+    assert facts["ranks"] == "4"
+    assert facts["counted in"] == "samples"  # whether or not the ranks shard them
+    assert dict(audited(loader(), 4).facts())["same order whatever the seed"] == "yes"
+    assert re.fullmatch(r"\d+\.\d{3} s(; memory grew by -?\d+ MiB)?", facts["rank 0's sampling"])
+    differs = {name for name, value in report.to_dict().items() if value != again.to_dict()[name]}
+    assert differs <= {"seconds", "memory", "code"}
 
 
 def test_the_command_line_writes_it(tmp_path: Path, monkeypatch: Any) -> None:

@@ -109,7 +109,7 @@ def test_of_a_loader_that_was_made_before_the_place_is_not_known(monkeypatch: py
         monkeypatch.setattr(dist, name, lambda value=value: value)
     with guarded():
         remedy = ("patch_dataloader_to_ddp()", "is_ddp_aware = True")
-        with raises(NotPatchedError, ("Rank 1 of 2", "DataLoader", "not known", "made before"), remedy):
+        with raises(NotPatchedError, ("Rank 1 of 2", "DataLoader", "unknown line", "before the guard was on"), remedy):
             iter(before)
         with raises(NotPatchedError, ("Rank 1 of 2", "DataLoader", f"{__file__}:"), remedy):
             iter(DataLoader(range(8)))  # type: ignore[arg-type]  # as above

@@ -72,17 +72,16 @@ def _share_map(epoch: Epoch, coding: Coding, reason: Literal["padding", "repeate
     batch = max(1, round(positions / max(1, epoch.expected))) if epoch.units == "batches" else 1
     width = width_of_columns(positions, ranks, batch)
     columns = -(-positions // width)
-    first, again = np.zeros((2, ranks, columns), np.int64)
+    got, again = np.zeros((2, ranks, columns), np.int64)
     foreign = np.zeros(ranks, np.int64)
     seen = np.zeros(positions, np.int32)
     names, (expected, *shards) = dense([epoch.alone.items, *(drawn.items for drawn in epoch.ranks)])
     for rank, position, is_again in _places_in_stream(expected, shards, len(names)):
         foreign += np.bincount(rank[position < 0], minlength=ranks)
-        for counts, chosen in ((first, ~is_again), (again, is_again)):
-            here = chosen & (position >= 0)
+        np.add.at(seen, position[position >= 0], 1)
+        for counts, here in ((got, position >= 0), (again, (position >= 0) & is_again)):
             cells = rank[here] * columns + position[here] // width
             counts += np.bincount(cells, minlength=counts.size).reshape(counts.shape)
-        np.add.at(seen, position[position >= 0], 1)
     how_often = counts_of(seen, int(seen.max(initial=0)) + 1)
     levels = _levels(seen, width)
     if epoch.is_sample:  # what nobody has may come later
@@ -90,12 +89,11 @@ def _share_map(epoch: Epoch, coding: Coding, reason: Literal["padding", "repeate
     return ShareMap(
         positions,
         width,
-        batch if width % (ranks * batch) == 0 else 1,
         tuple(coding.name(int(code)) for code in epoch.alone.items) if positions <= _NAMED else (),
         tuple((times, int(how_often[times])) for times in np.flatnonzero(how_often).tolist()),
         tuple(seen.tolist()) if positions <= _NAMED else (),
         _counts(levels),
-        _counts(first + again),
+        _counts(got),
         _counts(again),
         tuple(foreign.tolist()) if not epoch.is_sample else (0,) * ranks,
         reason,
@@ -122,11 +120,12 @@ def _places_in_stream(
 
     Yields:
         For each sample got, in no particular order, three arrays of one shape (samples,): its rank; its position, -1
-        where the single process does not draw it; and whether some rank had got this position before.
+        where the single process does not draw it; and whether this position is got more than once in all.
     """
     positions = np.argsort(expected, kind="stable")  # sample by sample: all its positions, in order
     count = np.bincount(expected, minlength=span)
     start = np.cumsum(count) - count  # where a sample's positions begin in ``positions``
+    total = sum((np.bincount(shard, minlength=span) for shard in shards), np.zeros(span, np.int64))
     seen = np.zeros(span, np.int64)  # how often each sample was got in earlier blocks
     block = max(1, _BLOCK // len(shards))
     for begin in range(0, max(map(len, shards)), block):
@@ -143,7 +142,9 @@ def _places_in_stream(
         known = count[codes] > 0
         position = np.full(len(codes), -1, np.int64)
         position[known] = positions[start[codes[known]] + times[known] % count[codes[known]]]
-        yield ranks, position, times >= count[codes]
+        # The first position of a sample is got as often as any, and those before it come round first.
+        which = times % np.maximum(1, count[codes])
+        yield ranks, position, total[codes] > count[codes] + which
 
 
 def _step_map(epoch: Epoch) -> StepMap:

@@ -1,11 +1,12 @@
 """Draw figures: in HTML, as wide as there is room, or as SVG files of one width."""
 
 from collections.abc import Mapping
+from hashlib import sha256
 from html import escape
 
 from ddp_patch.auditing.show.figure import Bar, Figure, Fill, Row
 
-__all__ = ["PATTERNS", "STYLE", "figure_html", "figures_svg"]
+__all__ = ["PATTERNS", "STYLE", "figure_html", "figures_svg", "with_own_patterns"]
 
 # Each colour has a contrast of 3 at least to white and to dark pages alike; black numbers on it can be read.
 _COLOURS: Mapping[Fill, str] = {"once": "#3b8bd0", "again": "#b87a00", "never": "#d55e00", "wait": "#808a99"}
@@ -13,6 +14,12 @@ _PATTERNS: Mapping[Fill, str] = {
     "again": '<path d="M-2 2 2 -2 M0 8 8 0 M6 10 10 6" stroke="#000" stroke-opacity=".55" stroke-width="1.6"/>',
     "never": '<path d="M0 4 H8" stroke="#fff" stroke-opacity=".75" stroke-width="1.6"/>',
 }
+
+
+# The fill that is its colour alone.
+_PLAIN: Fill = "once"
+# Behind the bars of a row: what there is none of.
+_GROUND = f'fill="{_COLOURS["wait"]}" fill-opacity=".16"'
 
 
 def _pattern(fill: Fill) -> str:
@@ -26,7 +33,7 @@ def _pattern(fill: Fill) -> str:
 # Stands once in each document: what its figures are filled with. It is no picture, and takes no room.
 PATTERNS = (
     '<svg width="0" height="0" style="position:absolute" aria-hidden="true"><defs>'
-    + "".join(map(_pattern, _COLOURS))
+    + "".join(_pattern(fill) for fill in _COLOURS if fill != _PLAIN)
     + "</defs></svg>"
 )
 
@@ -43,8 +50,7 @@ STYLE = """
 .ddp-rows { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 2px .5rem; align-items: center; }
 .ddp-rows > svg { background: rgba(128, 138, 153, .16); }
 .ddp-low { row-gap: 0; }
-.ddp-single { grid-template-columns: minmax(0, 1fr); }
-.ddp-name { font-size: 12px; white-space: nowrap; }
+.ddp-name { font-size: 12px; white-space: nowrap; width: 4.75em; }
 .ddp-ticks { position: relative; height: 1.3em; font-size: 12px; }
 .ddp-ticks span { position: absolute; transform: translateX(-50%); white-space: nowrap; }
 .ddp-ticks span:first-child { transform: none; } .ddp-ticks span:last-child { transform: translateX(-100%); }
@@ -68,28 +74,35 @@ _LOW = 6
 def figure_html(figure: Figure) -> str:
     """Return a figure as HTML; its page must have ``STYLE`` and ``PATTERNS``."""
     legend = "".join(f"<li>{_swatch(fill)}<span>{escape(text)}</span></li>" for fill, text in figure.legend)
-    names = _names(figure)
-    has_names = any(names)
-    kind = "ddp-rows" + (" ddp-low" if figure.height < _LOW else "") + ("" if has_names else " ddp-single")
+    kind = "ddp-rows" + (" ddp-low" if figure.height < _LOW else "")
     named = f'<span class="ddp-name" style="height:{figure.height}px;line-height:{figure.height}px">'
     rows = "".join(
-        (f"{named}{escape(name)}</span>" if has_names else "")
-        + f'<svg width="100%" height="{figure.height}">{_bars(row)}</svg>'
-        for name, row in zip(names, figure.rows, strict=True)
+        f'{named}{escape(name)}</span><svg width="100%" height="{figure.height}">{_bars(row)}</svg>'
+        for name, row in zip(_names(figure), figure.rows, strict=True)
     )
     ticks = "".join(f'<span style="left:{_percent(at)}">{escape(text)}</span>' for at, text in figure.ticks)
     return (
         f'<div class="ddp-figure{" ddp-dense" if figure.is_dense else ""}">'
         f'<p class="ddp-title">{escape(figure.title)}</p><ul class="ddp-legend">{legend}</ul>'
         f'<div class="{kind}" role="img" aria-label="{escape(figure.alt)}">{rows}'
-        f'{"<span></span>" if has_names else ""}<div class="ddp-ticks">{ticks}</div></div>'
+        f'<span></span><div class="ddp-ticks">{ticks}</div></div>'
         f'<p class="ddp-caption">{escape(figure.caption)}</p></div>'
     )
 
 
+def with_own_patterns(html: str) -> str:
+    """Return figures and their ``PATTERNS`` with names that no other output of a notebook has.
+
+    Of several patterns with one name a browser takes the first one, and shows nothing where that one is hidden.
+    """
+    name = f"ddp-{sha256(html.encode()).hexdigest()[:8]}-"
+    return html.replace('<pattern id="ddp-', f'<pattern id="{name}').replace('fill="url(#ddp-', f'fill="url(#{name}')
+
+
 def _names(figure: Figure) -> list[str]:
     """Return the rows' names, with gaps where rows are too low for all of them."""
-    every = -(-_NAMED_ROW // (figure.height + 2))
+    gap = 2 if figure.height >= _LOW else 0
+    every = -(-_NAMED_ROW // (figure.height + gap))
     return [row.name if at % every == 0 else "" for at, row in enumerate(figure.rows)]
 
 
@@ -98,7 +111,11 @@ def _swatch(fill: Fill) -> str:
 
 
 def _paint(fill: Fill) -> str:
-    return f'class="ddp-{fill}" fill="url(#ddp-{fill})"'
+    if fill == "none":
+        return f'class="ddp-{fill}" {_GROUND}'
+    # The colour after the pattern is shown where a page has lost the pattern.
+    paint = _COLOURS[fill] if fill == _PLAIN else f"url(#ddp-{fill}) {_COLOURS[fill]}"
+    return f'class="ddp-{fill}" fill="{paint}"'
 
 
 def _bars(row: Row) -> str:
@@ -117,7 +134,8 @@ def _bar(bar: Bar) -> str:
 
 
 def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.4g}%"
+    # So many digits that a bar ends where the next one begins: at fewer, light lines show between them.
+    return f"{100 * fraction:.8g}%"
 
 
 def figures_svg(figures: list[Figure], ink: str, width: int = 560) -> str:
@@ -143,7 +161,7 @@ def figures_svg(figures: list[Figure], ink: str, width: int = 560) -> str:
         for name, row in zip(_names(figure), figure.rows, strict=True):
             parts.append(_text(0, top + figure.height / 2 + 4, name))
             shape = f'x="{names}" y="{top}" width="{width - names}" height="{figure.height}"'
-            parts.append(f'<rect {shape} fill="{_COLOURS["wait"]}" fill-opacity=".16"/><svg {shape}>{_bars(row)}</svg>')
+            parts.append(f"<rect {shape} {_GROUND}/><svg {shape}>{_bars(row)}</svg>")
             top += figure.height + 2
         for at, text in figure.ticks:
             where = "start" if at < 0.02 else "end" if at > 0.95 else "middle"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ddp_patch.auditing.problems import Problem
-from ddp_patch.auditing.show.drawing import PATTERNS, figure_html
+from ddp_patch.auditing.show.drawing import PATTERNS, figure_html, with_own_patterns
 from ddp_patch.auditing.show.drawing import STYLE as FIGURES
 from ddp_patch.auditing.show.figure import Figure
 
@@ -34,7 +34,7 @@ STYLE = (
 def section(
     heading: str, ok: bool, problems: Sequence[Problem], facts: Sequence[tuple[str, str]], figures: Sequence[Figure]
 ) -> str:
-    """Return a report as HTML: its verdict, the strip of how often samples are seen, problems, facts, more figures.
+    """Return a report as HTML: its verdict, the two most important figures, problems, facts, more figures.
 
     Args:
         heading: The name of the loader, and what was done with it.
@@ -46,8 +46,8 @@ def section(
     mark = '<span class="ddp-good">✔ PASS</span>' if ok else '<span class="ddp-bad">✘ FAIL</span>'
     shown = [figure_html(figure) for figure in figures] or ["<p>No sample was seen, so there is nothing to show.</p>"]
     return (
-        f'<section class="ddp-report"><h2>{escape(heading)} {mark}</h2>{shown[0]}'
-        f"{''.join(map(_problem, problems))}{facts_html(facts)}{''.join(shown[1:])}</section>"
+        f'<section class="ddp-report"><h2>{escape(heading)} {mark}</h2>'
+        f"{''.join(shown[:2])}{''.join(map(_problem, problems))}{facts_html(facts)}{''.join(shown[2:])}</section>"
     )
 
 
@@ -58,7 +58,7 @@ def beside(sections: Sequence[str]) -> str:
 
 def notebook(sections: str) -> str:
     """Return sections with all that they need, to show in a notebook."""
-    return f"<div><style>{STYLE}</style>{PATTERNS}{sections}</div>"
+    return f"<div><style>{STYLE}</style>{with_own_patterns(PATTERNS + sections)}</div>"
 
 
 def facts_html(facts: Sequence[tuple[str, str]]) -> str:

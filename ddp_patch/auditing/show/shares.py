@@ -27,7 +27,7 @@ def how_often_seen(shares: ShareMap, epoch: int) -> Figure:
         bars += columns_of(heights, fill, shares.width, shares.positions, texts)
     caption = f"Left to right: the samples in the order in which one process would draw them. {_in_cell(shares)}"
     if shares.width > 1:
-        caption += " It shows which fraction of them is seen never, once or more often."
+        caption += " Its colours show what fraction is seen never, once or more than once."
     if foreign := sum(shares.foreign):
         caption += f" Ranks also get {foreign} samples that one process would not get."
     return Figure(
@@ -35,7 +35,7 @@ def how_often_seen(shares: ShareMap, epoch: int) -> Figure:
         caption,
         "; ".join(text for _, text in legend) + ".",
         legend,
-        (Row("", tuple(bars)),),
+        (Row("all ranks", tuple(bars)),),
         ticks_of(shares.positions, shares.width),
         height=44,
     )
@@ -75,17 +75,15 @@ def _stacked(column: Sequence[int], level: int) -> tuple[float, float]:
 
 def who_gets_what(shares: ShareMap, epoch: int) -> Figure:
     """Return a row of columns for each rank, filled by the fraction of each column that the rank gets."""
-    ranks, repeats = len(shares.got), sum(map(sum, shares.again))
+    ranks, repeats = len(shares.got), sum((times - 1) * count for times, count in shares.seen if times > 1)
     begins = range(0, shares.positions, shares.width)
-    turn = ranks * shares.batch
-    fair = [-(-min(shares.width, shares.positions - begin) // turn) * shares.batch for begin in begins]
+    fair = [min(shares.width, shares.positions - begin) / (ranks if shares.width > 1 else 1) for begin in begins]
     scaled = [_scaled(got, again, fair) for got, again in zip(shares.got, shares.again, strict=True)]
-    # What fills the last round is shown on top of the first columns; it does not make all others look empty.
-    most = max(1.0, *(new + (shares.reason == "repeated") * over for row in scaled for new, over in row))
+    most = _most(scaled, shares)
     rows = []
     for rank, row in enumerate(scaled):
-        new = [(0.0, first / most) for first, _ in row]
-        over = [(max(0.0, min(first, most - twice)) / most, min(twice / most, 1.0)) for first, twice in row]
+        new = [(0.0, min(alone / most, 1.0)) for alone, _ in row]
+        over = [(max(0.0, min(alone, most - both)) / most, min(both / most, 1.0)) for alone, both in row]
         texts = [_short(name) for name in shares.names]
         bars = [
             *columns_of(new, "once", shares.width, shares.positions, texts),
@@ -94,8 +92,7 @@ def who_gets_what(shares: ShareMap, epoch: int) -> Figure:
         rows.append(Row(f"rank {rank}", tuple(bars)))
     told = by_rank("gets", [sum(row) for row in shares.got], f"of {shares.positions}")
     told += [f"{repeats} of them another rank, or this one, had already ({shares.reason})"] if repeats else []
-    why = "gets again, to fill the last round" if shares.reason == "padding" else "gets again"
-    legend: tuple[tuple[Fill, str], ...] = (("once", "gets"), *((("again", why),) if repeats else ()))
+    legend = _legend(shares, any(alone + both < most - 1e-9 for row in scaled for alone, both in row))
     return Figure(
         f"Who gets what in epoch {epoch}",
         f"Left to right as above; each row is a rank. {_in_column(shares, most)}",
@@ -108,9 +105,29 @@ def who_gets_what(shares: ShareMap, epoch: int) -> Figure:
     )
 
 
-def _scaled(got: Sequence[int], again: Sequence[int], fair: Sequence[int]) -> list[tuple[float, float]]:
-    """Return what a rank gets of each column for the first time, and again, in fair shares."""
-    return [((all_ - twice) / share, twice / share) for all_, twice, share in zip(got, again, fair, strict=True)]
+def _scaled(got: Sequence[int], again: Sequence[int], fair: Sequence[float]) -> list[tuple[float, float]]:
+    """Return how much of each column a rank gets alone, and how much is seen more often, in fair shares."""
+    return [((all_ - both) / share, both / share) for all_, both, share in zip(got, again, fair, strict=True)]
+
+
+def _most(scaled: Sequence[Sequence[tuple[float, float]]], shares: ShareMap) -> float:
+    """Return how many fair shares a full column stands for."""
+    if shares.reason == "padding":  # what fills the last round does not make all other columns look empty
+        return 1.0
+    # A rank may get a whole batch or nothing of the last column, which is a part of one.
+    whole = shares.positions // shares.width or 1
+    return max(1.0, *(alone + both for row in scaled for alone, both in row[:whole]))
+
+
+def _legend(shares: ShareMap, has_ground: bool) -> tuple[tuple[Fill, str], ...]:
+    """Say what the fills of who gets what mean, of those that can be seen."""
+    again = "also got by another rank"
+    again += ", to fill the last round" if shares.reason == "padding" else ", or twice by this one"
+    return (
+        *((("once", "got by this rank alone"),) if any(times == 1 for times, _ in shares.seen) else ()),
+        *((("again", again),) if any(times > 1 for times, _ in shares.seen) else ()),
+        *((("none", "not got by this rank"),) if has_ground else ()),
+    )
 
 
 def _in_cell(shares: ShareMap) -> str:
@@ -122,8 +139,10 @@ def _in_cell(shares: ShareMap) -> str:
 def _in_column(shares: ShareMap, most: float) -> str:
     if shares.names:
         return "Each cell is a sample."
-    fair = "its fair share" if most == 1 else f"{most:.3g} times its fair share"
-    full = f" A full column means that the rank gets {fair} of it." if shares.width > 1 else ""
+    fair = "its fair share of it" if most == 1 else f"{most:.3g} times its fair share of it"
+    if round(most, 9) == len(shares.got) > 1:
+        fair = "as many samples as the column has"
+    full = f" A full column means that the rank gets {fair}." if shares.width > 1 else ""
     return width_text(shares.width, "sample") + full
 
 

@@ -29,10 +29,10 @@ def batch_sizes(steps: StepMap, epoch: int) -> Figure:
         rows.append(Row(f"rank {rank}", tuple(bars)))
     told = by_rank("makes", [steps.steps - sum(lacking) for lacking in steps.lacking], "steps")
     told.append(f"the largest batch has {steps.largest} samples")
-    missing: tuple[tuple[Fill, str], ...] = (("never", "no such step"),) if is_short else ()
+    missing: tuple[tuple[Fill, str], ...] = (("never", "no step"),) if is_short else ()
     return Figure(
         f"Batch sizes in epoch {epoch}",
-        f"Left to right: the steps. {width_text(steps.width, 'step')} The fuller it is, the larger the rank's batches.",
+        f"Left to right: the steps. {width_text(steps.width, 'step')} The taller the bar, the larger the batch.",
         "; ".join(told) + ".",
         (("once", f"a batch; full: {steps.largest} samples"), *missing),
         tuple(rows),

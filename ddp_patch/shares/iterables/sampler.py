@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, compress, cycle
+from itertools import chain, compress, count, cycle
 from time import monotonic, sleep
 from typing import Any
 
@@ -151,7 +151,7 @@ class StreamSampler(EpochSampler[None]):
         if not source.is_in_parts:
             return Turns(self.plan, batching, [Part(one.skip, self._length_known(one, lengths[0]))])
         skips = [split(done, self.plan.num_replicas)[1] for done in _done_of_parts(one, len(lengths))]
-        parts, first = list(map(Part, skips, lengths)), source.first_part
+        parts, first = list(map(Part, skips, lengths, count())), source.first_part
         return Turns(self.plan, batching, parts[first:] + parts[:first])
 
     def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
