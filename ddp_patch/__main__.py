@@ -1,6 +1,9 @@
-"""``python -m ddp_patch``."""
+"""``python -m ddp_patch``.
 
-from ddp_patch.cli import main
+Ctrl-C while Python imports the package for it prints a traceback: no code of this package can run before that.
+"""
+
+from _ddp_patch_command import main
 
 __all__: list[str] = []
 

@@ -17,12 +17,13 @@ from rich.padding import Padding
 from rich.progress import Progress
 from rich.table import Table
 
+from _ddp_patch_command import INTERRUPTED
 from ddp_patch.auditing.auditing import audit
 from ddp_patch.auditing.finding import find, look_up
 from ddp_patch.auditing.page import page
 from ddp_patch.auditing.problems import Kind
 from ddp_patch.auditing.provenance import Provenance
-from ddp_patch.auditing.refusals import told
+from ddp_patch.auditing.refusals import refusal_text
 from ddp_patch.auditing.report import Report
 from ddp_patch.auditing.reports import Reports
 from ddp_patch.autopatching.command import DESCRIPTION, run
@@ -34,8 +35,9 @@ __all__ = ["commands"]
 
 _PASS, _FAIL = 0, 1
 _COULD_NOT = 2  # click exits with this for wrong usage, too
-_INTERRUPTED = 130  # as shells say of a program that Ctrl-C ended: 128 and the signal's number
 _STDOUT, _STDERR = 1, 2
+_PASSED_ON = "Passed on to patch_dataloader_to_ddp; see docs/options.md."
+_PADDING = "Whether samples may be repeated to fill the last round; use --no-padding for an evaluation."
 
 
 @contextmanager
@@ -48,18 +50,19 @@ def _refusing(shows_traceback: bool) -> Iterator[None]:
     except KeyboardInterrupt as error:
         raise _InterruptedError("Interrupted") from error
     except (Exception, SystemExit) as error:
-        raise _CouldNotRunError(told(error, shows_traceback)) from error
+        raise _CouldNotRunError(refusal_text(error, shows_traceback)) from error
 
 
 class _CouldNotRunError(click.ClickException):
     exit_code = _COULD_NOT
 
     def show(self, file: Any = None) -> None:
-        click.echo(f"Could not run: {self.message}", file=file or sys.stderr)
+        between = "" if self.message.startswith("\n") else " "  # a traceback
+        click.echo(f"Could not run:{between}{self.message}", file=file or sys.stderr)
 
 
 class _InterruptedError(click.ClickException):
-    exit_code = _INTERRUPTED
+    exit_code = INTERRUPTED
 
     def show(self, file: Any = None) -> None:
         click.echo(f"\n{self.message}", file=file or sys.stderr)
@@ -88,7 +91,7 @@ def commands() -> None:
 @commands.command("run", help=DESCRIPTION, context_settings={"ignore_unknown_options": True, "help_option_names": []})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run_command(arguments: tuple[str, ...]) -> None:
-    """Run a script; the door does so itself, without click."""
+    """Run a script; the start of the command does so without click."""
     run(arguments)
 
 
@@ -105,8 +108,8 @@ def _one_of(values: Any) -> click.Choice[str]:
 )
 @click.option("--patch/--no-patch", default=True, help="Patch loaders first (the default), or audit them as they are.")
 @click.option("--patched", is_flag=True, help="Show each loader before and after the patch, side by side.")
-@click.option("--set-epoch", is_flag=True, help="Say that the training calls set_epoch(epoch) before each epoch.")
-@click.option("--padding/--no-padding", default=True, help="Whether samples may be repeated. Not in an evaluation.")
+@click.option("--set-epoch", is_flag=True, help="The training calls set_epoch(epoch) before each epoch.")
+@click.option("--padding/--no-padding", default=True, help=_PADDING)
 @click.option("--epochs-differ", is_flag=True, help="Fail unless every epoch has another order.")
 @click.option("--allow", multiple=True, type=_one_of(Kind), help="Problem kinds to ignore; give it several times.")
 @click.option("--cost", metavar="TARGET", help="What samples cost: a sequence, or a function of an index.")
@@ -115,13 +118,13 @@ def _one_of(values: Any) -> click.Choice[str]:
 @click.option("--max-items", type=click.IntRange(1), help="Items per rank; else 16 million of all ranks together.")
 @click.option("--processes", is_flag=True, help="Use real ranks, processes of a gloo group.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds that real ranks may take.")
-@click.option("--uneven", type=_one_of(Uneven), help="The patch's option.")
-@click.option("--layout", type=_one_of(Layout), help="The patch's option.")
-@click.option("--agreement", type=_one_of(Agreement), help="The patch's option; 'leader' needs --processes.")
-@click.option("--seed", type=click.IntRange(0), help="The patch's option.")
-@click.option("--iterable-sharding", type=_one_of(IterableSharding), help="The patch's option.")
-@click.option("--share", type=_one_of(Share), help="The patch's option.")
-@click.option("--scalable-shuffle", is_flag=True, default=None, help="The patch's option.")
+@click.option("--uneven", type=_one_of(Uneven), help=_PASSED_ON)
+@click.option("--layout", type=_one_of(Layout), help=_PASSED_ON)
+@click.option("--agreement", type=_one_of(Agreement), help=f"{_PASSED_ON} 'leader' needs --processes.")
+@click.option("--seed", type=click.IntRange(0), help=_PASSED_ON)
+@click.option("--iterable-sharding", type=_one_of(IterableSharding), help=_PASSED_ON)
+@click.option("--share", type=_one_of(Share), help=_PASSED_ON)
+@click.option("--scalable-shuffle", is_flag=True, default=None, help=_PASSED_ON)
 @click.option(
     "--format",
     "form",
@@ -154,11 +157,11 @@ def audit_command(
                 chosen["cost"] = look_up(cost)[1]
             found = find(target)
         reports = _audited(found, world_size, chosen)
-        if html is not None:
-            html.write_text(page(reports, Provenance(_command_line())), encoding="utf-8")
     with _refusing(traceback):
-        _print(reports, form)
-    sys.exit(_PASS if all(report.verdict for report in reports.values()) else _FAIL)
+        _print_if_read(reports, form)
+        if html is not None:  # last, so that the report is there if the page cannot be written
+            html.write_text(page(reports, Provenance(_command_line())), encoding="utf-8")
+    sys.exit(_PASS if Reports(reports).verdict else _FAIL)
 
 
 def _command_line() -> str:
@@ -180,13 +183,29 @@ def _audited(found: Mapping[str, Any], world_size: int, options: dict[str, Any])
     return reports
 
 
+def _print_if_read(reports: dict[str, Report], form: str) -> None:
+    """Print reports; if what reads them has gone, as ``head`` does, leave the rest out."""
+    try:
+        _print(reports, form)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), _STDOUT)  # Python flushes stdout at its end, too
+
+
+class _Report(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise what rich would end the process for."""
+        raise BrokenPipeError
+
+
 def _print(reports: dict[str, Report], form: str) -> None:
     if form == "json":
         click.echo(json.dumps(Reports(reports).to_dict(), indent=2))
     elif form == "markdown":
         click.echo(Reports(reports).to_markdown())
     else:
-        console = Console(soft_wrap=False)
+        console = _Report(soft_wrap=False)
         for place, report in reports.items():
             for name, each in report.before_and_after(place).items():
                 console.print(_shown(name, each))

@@ -25,10 +25,10 @@ class EpochReport:
         missing: How many no rank got. None where only a part was looked at, or where samples cannot be compared: all
             are equal, or an iterable dataset makes new ones in each pass.
         missing_examples: The names of some samples that no rank got.
-        repeated: How many ranks got more often than a single process would, padding included and foreign ones not. None
-            where it is not known.
+        repeated: How many times ranks got one more often than a single process would, padding included and foreign ones
+            not. None where it is not known.
         repeated_examples: The names of some samples that are seen more than once, each with the ranks that got it.
-        padding: How many of the repeated ones fill the last round.
+        padding: How many of these repeats fill the last round.
         dropped: How many of the missing ones the loader was asked to leave out.
         global_batches: Sizes of global batches, in samples, each with how many steps in a row have it. So
             ``((64, 3), (40, 1))`` means 64 samples in each of the first 3 steps, then 40 in one.
@@ -80,7 +80,8 @@ def _coverage_text(epoch: EpochReport) -> list[str]:
     missing = "missing: not known" if epoch.missing is None else f"{epoch.missing} missing"
     return [
         missing + (f" ({epoch.dropped} as the loader asks)" if epoch.dropped else ""),
-        f"{epoch.repeated} repeated" + (f" ({epoch.padding} to fill the last round)" if epoch.padding else ""),
+        f"{epoch.repeated} repeat{'s' * (epoch.repeated != 1)}"
+        + (f" ({epoch.padding} to fill the last round)" if epoch.padding else ""),
         *([f"{epoch.foreign} that one process never gets"] if epoch.foreign else []),
     ]
 

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -67,8 +67,13 @@ def leaves_of(found: Any, name: str = "") -> dict[str, DataLoader[Any] | Factory
             raise InvalidOptionError(f"Two loaders have one place, {place}. Give the keys of the dicts other names.")
         leaves[place] = leaf
     if not leaves:
-        raise NotALoaderError(f"{name or 'What audit was given'} holds no loader: it is {found!r}. Pass at least one.")
+        raise NotALoaderError(f"{name or 'What audit was given'} {_empty(found)}. Pass at least one.")
     return leaves
+
+
+def _empty(found: Any) -> str:
+    """Say that nothing is there, of a dict or list, or of a function that returned it."""
+    return f"holds no loader: it is {found!r}" if isinstance(found, Mapping | Sequence) else "returned no loader"
 
 
 def look_up(target: str) -> tuple[str, Any]:
@@ -89,18 +94,23 @@ def look_up(target: str) -> tuple[str, Any]:
         raise InvalidOptionError(
             f"{target!r} does not say where to look. Pass package.module:name or path/to/file.py:name."
         )
-    module = _module(place)
-    found: Any = module
+    found: Any = _module(place)
+    here = place
     for part in name.split("."):
         if isinstance(found, Mapping) and part in found:
             found = found[part]
         elif hasattr(found, part):
             found = getattr(found, part)
         else:
-            raise InvalidOptionError(
-                f"{place} has no {name!r}. It has: {', '.join(n for n in vars(module) if n[0] != '_') or 'nothing'}."
-            )
+            raise InvalidOptionError(f"{here} has no {part!r}. It has: {', '.join(_names(found)) or 'nothing'}.")
+        here += f"{'.' if ':' in here else ':'}{part}"
     return name, found
+
+
+def _names(found: Any) -> list[str]:
+    """Return what a name may go on with."""
+    names = found if isinstance(found, Mapping) else getattr(found, "__dict__", {})
+    return [str(name) for name in names if not str(name).startswith("_")]
 
 
 def _module(place: str) -> ModuleType:

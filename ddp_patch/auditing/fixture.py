@@ -36,6 +36,6 @@ def audit_or_fail(loader: Any, world_size: int = 2, **expect: Any) -> Report | R
         The report, or the reports of several loaders.
     """
     report: Report | Reports = audit(loader, world_size, **expect)
-    if not report.ok:
+    if not report.verdict:
         pytest.fail(str(report), pytrace=False)
     return report

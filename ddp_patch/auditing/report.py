@@ -41,7 +41,8 @@ class Report:
         balanced: The report of the same loader patched with ``cost=``, too. Its problems are among this
             report's problems. None without ``cost``, and where it cannot be balanced.
         why_not_balanced: Why it cannot; None where it can, and without ``cost``.
-        code: The file and line where the function is defined, or where the loader was made. None if it is not known.
+        code: The file and line where the function is defined, or where the loader was made. None if that is not known:
+            where a loader was made, the command line alone knows.
         patched: The report of the same loader patched, with ``patched=True``; otherwise None.
 
     Examples:
@@ -83,12 +84,12 @@ class Report:
         return self.ok if self.patched is None else self.patched.ok
 
     def raise_for_problems(self) -> None:
-        """Raise an error that lists the problems, if there are any.
+        """Raise an error that lists the problems, unless the loader passes; with ``patched=True``, once it is patched.
 
         Raises:
-            AuditError: There are problems.
+            AuditError: The verdict is False.
         """
-        if self.problems:
+        if not self.verdict:
             raise AuditError(str(self))
 
     def beside(self, balanced: "Report") -> "Report":
@@ -161,7 +162,7 @@ class Report:
         del found["pictured"]
         plain: dict[str, Any] = json.loads(json.dumps(found))
         others = {name: other and other.to_dict() for name, other in self._others().items()}
-        return {"ok": self.ok, **plain, **others, "versions": versions()}
+        return {"ok": self.ok, "verdict": self.verdict, **plain, **others, "versions": versions()}
 
     def _others(self) -> dict[str, "Report | None"]:
         return {"balanced": self.balanced, "patched": self.patched}

@@ -33,13 +33,18 @@ class Reports(Mapping[str, Report]):
         """Whether all loaders pass."""
         return all(report.ok for report in self.by_place.values())
 
+    @property
+    def verdict(self) -> bool:
+        """Whether all loaders pass once they are patched, with ``patched=True``; otherwise whether they pass."""
+        return all(report.verdict for report in self.by_place.values())
+
     def raise_for_problems(self) -> None:
-        """Raise an error that lists the problems, if there are any.
+        """Raise an error that lists the problems, unless all pass; with ``patched=True``, once they are patched.
 
         Raises:
-            AuditError: There are problems.
+            AuditError: The verdict is False.
         """
-        if not self.ok:
+        if not self.verdict:
             raise AuditError(str(self))
 
     def to_dict(self) -> dict[str, Any]:

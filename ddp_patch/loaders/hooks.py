@@ -14,10 +14,10 @@ from unittest.mock import patch
 import torch
 from torch.utils.data import DataLoader
 
-__all__ = ["Made", "called_before", "made", "places_recorded"]
+__all__ = ["OURS", "Made", "called_before", "made", "places_recorded"]
 
-# Frames in these folders did not make a loader: torch and this package.
-_NO_PLACES = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (torch, sys.modules["ddp_patch"]))
+# Files in these folders are not the user's: torch's and this package's.
+OURS = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (torch, sys.modules["ddp_patch"]))
 _MADE = "_ddp_patch_made"  # the loader's attribute for where it was made
 
 
@@ -108,7 +108,7 @@ def _kinds(kind: type[DataLoader[Any]]) -> Iterator[type[DataLoader[Any]]]:
 def _place_and_caller() -> tuple[str, str]:
     """Return the first two lines of the call stack that are outside torch and this package."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_NO_PLACES):
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
     return _line(frame), _line(frame and frame.f_back)
 

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import pickle
+import random
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -208,7 +210,7 @@ def test_samples_are_missing_or_repeated_for_no_known_reason() -> None:
         return setups.loader(range(N) if world_size == 1 else [*range(rank, N - 1, world_size), 0, 1, 2, 3, 4])
 
     assert kinds(audit(half, 4)) == ["missing"]
-    assert not missing(audit(both, 4).problems[0].what, "20 of 103 samples")
+    assert not missing(audit(both, 4).problems[0].what, ("5 of 103 samples", "20 times"))
     assert kinds(audit(both, 4, allow=["uneven_steps"])) == ["missing"]  # always the same, but there is more to tell
     assert kinds(audit(twice, 4, allow=["uneven_steps"])) == ["repeated"]
 
@@ -685,6 +687,31 @@ def test_repeats_where_no_round_is_to_be_filled_are_no_padding() -> None:
     report = audit(make, 4)
     assert report.epochs[0].padding == 0
     assert kinds(report) == ["uneven_steps", "padding"]
+
+
+def test_samples_that_are_seen_too_often_are_counted_once_each() -> None:
+    """Their repeats may be more than there are samples."""
+
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        own = range(300) if world_size == 1 else random.Random(rank).choices(range(300), k=280)
+        return DataLoader(Untouchable(300), 4, sampler=own)
+
+    report = audit(make, 4, epochs=1)
+    drawn = [Counter(random.Random(rank).choices(range(300), k=280)) for rank in range(4)]
+    seen = sum(drawn, Counter[int]())
+    often, extra = sum(times > 1 for times in seen.values()), 4 * 280 - len(seen)
+    assert extra > 300
+    (what,) = [problem.what for problem in report.problems if "missing" in problem.what]
+    assert not missing(what, (f"{300 - len(seen)} of 300 samples are missing", f"{often} of 300 samples are seen"))
+    assert not missing(what, f"{extra} times")
+    assert report.epochs[0].repeated == extra
+    assert f"{extra} repeats" in str(report)
+
+
+def test_what_is_never_trained_on_is_said_of_the_missing_samples() -> None:
+    """Where repeated ones are named between."""
+    (problem,) = audit(parts.WRONG["overlapping slices that leave some out"][0], 4, epochs=1).problems
+    assert not missing(problem.why, "The missing samples")
 
 
 def test_a_process_alone_that_raises_is_told() -> None:

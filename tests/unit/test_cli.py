@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -9,15 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from messages import Words, raises
 from torch.utils.data import DataLoader
 
+import ddp_patch
 from ddp_patch import audit, patch_dataloader_to_ddp
 from ddp_patch.auditing.commands import commands
 from ddp_patch.auditing.finding import find
+from ddp_patch.auditing.fixture import audit_or_fail
+from ddp_patch.auditing.refusals import refusal_text
 from ddp_patch.auditing.report import Report
-from ddp_patch.errors import InvalidOptionError, NotALoaderError
+from ddp_patch.errors import AuditError, InvalidOptionError, NotALoaderError
+from ddp_patch.loaders.hooks import OURS
 
 LOADERS = """
     from torch.utils.data import DataLoader, DistributedSampler
@@ -221,7 +227,7 @@ PATCHS = {*inspect.signature(patch_dataloader_to_ddp).parameters}
 
 
 @pytest.mark.parametrize(
-    "how", [["-m", "ddp_patch"], ["-P", "-c", "from ddp_patch.cli import main; main()"]], ids=["module", "script"]
+    "how", [["-m", "ddp_patch"], ["-P", "-c", "from _ddp_patch_command import main; main()"]], ids=["module", "script"]
 )
 def test_it_runs_where_the_target_is(path: str, how: list[str]) -> None:
     """As the installed script does, which has not the working folder on its path."""
@@ -235,7 +241,8 @@ def test_it_runs_where_the_target_is(path: str, how: list[str]) -> None:
 def test_without_its_libraries_it_says_what_to_install(path: str, missing: str) -> None:
     arguments = ["ddp-patch", "audit", f"{path}:train", "-w", "2", "--html", str(Path(path).with_suffix(".html"))]
     script = (
-        f"import sys; sys.modules[{missing!r}] = None; sys.argv = {arguments}; from ddp_patch.cli import main; main()"
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = {arguments}\n"
+        "from _ddp_patch_command import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)  # noqa: S603 - ours
     assert done.returncode == 2
@@ -291,7 +298,9 @@ def test_an_error_of_the_users_code_says_where_it_was_raised(tmp_path: Path) -> 
     whole = run("audit", f"{file}:make", "-w", "2", "--traceback")
     assert "Traceback (most recent call last)" in whole.output
     assert f'File "{file}", line 6, in make' in whole.output
-    assert whole.output.rstrip().endswith('raise LookupError(f"no shard for rank {rank}")')
+    assert whole.output.startswith("Could not run:\nTraceback (most recent call last):\n")
+    assert str(Path(ddp_patch.__file__).parent) not in whole.output.partition("LookupError")[0].partition("inner")[0]
+    assert whole.output.count("LookupError: no shard for rank 0") == 1
     # Of an error that is raised in a library, the user's own line is shown.
     assert f'  {file}:10, in loads: return json.loads("{{")' in run("audit", f"{file}:loads", "-w", "2").output
 
@@ -328,3 +337,123 @@ def test_json_says_where_the_loader_is_and_with_what_it_was_audited(path: str) -
     assert (
         json.loads(run("audit", f"{path}:make", "-w", "2", "--format", "json").stdout)["make"]["code"] == f"{path}:16"
     )
+
+
+RAISING_BESIDE = "def make(rank, world_size):\n    raise LookupError('here')\n"
+
+
+@pytest.mark.parametrize("of", [ddp_patch, torch], ids=["ours", "torch"])
+def test_a_folder_whose_name_begins_like_ours_is_the_users(tmp_path: Path, of: Any, monkeypatch: Any) -> None:
+    ours = tmp_path / of.__name__
+    monkeypatch.setattr("ddp_patch.auditing.refusals.OURS", (f"{ours}{os.sep}",))
+    file = ours.with_name(of.__name__ + "_runs") / "beside.py"
+    file.parent.mkdir()
+    file.write_text(RAISING_BESIDE)
+    assert f"  {file}:2, in make: raise LookupError('here')" in run("audit", f"{file}:make", "-w", "2").output
+    assert [path for path in OURS if not path.endswith(os.sep)] == []
+
+
+def test_an_error_of_an_installed_package_says_where(tmp_path: Path) -> None:
+    file = tmp_path / "site-packages" / "package.py"
+    file.parent.mkdir()
+    file.write_text(RAISING_BESIDE)
+    assert f"  {file}:2, in make: raise LookupError('here')" in run("audit", f"{file}:make", "-w", "2").output
+
+
+def test_a_target_that_does_not_compile_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text("train = 1\ndef (:\n")
+    output = run("audit", f"{file}:train", "-w", "2").output
+    assert f"  {file}:2: def (:\n" in output
+    assert output.endswith("Pass --traceback to see all of it.\n")
+
+
+def test_the_users_line_is_shown_of_the_error_that_another_came_from() -> None:
+    try:
+        raise LookupError("the user's")
+    except LookupError as cause:
+        error = ValueError("a library's")
+        error.__cause__ = cause
+    assert ", in test_the_users_line_is_shown_of_the_error" in refusal_text(error)
+
+
+def test_an_error_whose_message_cannot_be_made_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mute.py"
+    text = "class Mute(Exception):\n    def __str__(self):\n        raise LookupError\ndef make():\n    raise Mute\n"
+    file.write_text(text)
+    done = run("audit", f"{file}:make", "-w", "2")
+    assert done.exit_code == 2
+    assert "Could not run: Mute: " in done.output
+    assert f"{file}:5, in make" in done.output
+
+
+def test_where_to_look_it_up_is_said_last(tmp_path: Path) -> None:
+    file = tmp_path / "refused.py"
+    file.write_text("import ddp_patch\ndef make():\n    ddp_patch.patch_dataloader_to_ddp(3)\n")
+    lines = run("audit", f"{file}:make", "-w", "2").output.splitlines()
+    assert f"{file}:3, in make" in lines[-3]
+    assert lines[-1].startswith('See "')
+
+
+def test_what_ranks_raise_is_shown_in_a_few_lines(tmp_path: Path) -> None:
+    file = tmp_path / "raising_on_ranks.py"
+    text = "from torch.utils.data import DataLoader\n" + RAISING
+    file.write_text(text.replace("return inner", "return DataLoader(range(9)) if world_size == 1 else inner"))
+    done = run("audit", f"{file}:make", "-w", "2", "--processes")
+    assert done.exit_code == 2
+    assert "Traceback" not in done.output
+    assert "_draw" not in done.output
+    for rank in range(2):
+        assert f"rank {rank}: LookupError: no shard for rank {rank}" in done.output
+    assert done.output.count(f"  {file}:4, in inner: raise LookupError") == 2
+    assert "Traceback" in run("audit", f"{file}:make", "-w", "2", "--processes", "--traceback").output
+
+
+@pytest.mark.parametrize("form", ["text", "json", "markdown"])
+def test_a_reader_that_goes_away_changes_no_verdict(path: str, form: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "ddp_patch", "audit", f"{path}:train", "-w", "2", "--format", form]
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=-1, text=True, check=False)  # noqa: S603 - ours
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_report_is_there_if_the_page_cannot_be_written(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **options: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", fails)
+    done = run("audit", f"{path}:train", "-w", "2", "--html", str(Path(path).with_suffix(".html")))
+    assert "✔ PASS" in done.stdout
+    assert "Could not run: OSError: no space left" in done.stderr
+    assert done.exit_code == 2
+
+
+def test_the_verdict_is_that_of_after_the_patch_everywhere() -> None:
+    loader: DataLoader[Any] = DataLoader(range(103), batch_size=8)  # type: ignore[arg-type]  # a sequence is a dataset
+    reports = audit({"train": loader}, 4, patched=True)
+    assert (reports.ok, reports.verdict, reports["train"].verdict) == (False, True, True)
+    reports.raise_for_problems()
+    reports["train"].raise_for_problems()
+    told = reports["train"].to_dict()
+    assert (told["verdict"], told["patched"]["verdict"], told["ok"]) == (True, True, False)
+    assert audit_or_fail(loader, 4, patched=True).verdict
+    fails = audit({"train": loader}, 4, patched=True, padding=False)
+    assert not fails.verdict
+    with pytest.raises(AuditError):
+        fails.raise_for_problems()
+
+
+def test_names_that_a_part_has_are_listed(path: str) -> None:
+    with raises(InvalidOptionError, (":loaders has no 'zz'", "train, val"), None):
+        find(f"{path}:loaders.zz")
+
+
+def test_a_function_that_returns_nothing_is_said_to(tmp_path: Path) -> None:
+    file = tmp_path / "nothing_made.py"
+    file.write_text("def empty():\n    return []\n")
+    with raises(NotALoaderError, "empty returned no loader", "at least"):
+        find(f"{file}:empty")

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,31 @@ def test_an_interrupt_is_one_word(tmp_path: Path, arguments: list[str]) -> None:
         started.kill()
         started.wait()
     assert (started.returncode, [*map(str.strip, shown)]) == (130, ["", "Interrupted"])
+
+
+# Stands for torch: the interrupt comes while the package imports it, and what imports it may catch that.
+INTERRUPTING = """
+import os, signal, time
+
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(300)
+except BaseException:
+    raise ImportError("half done")
+"""
+
+
+@pytest.mark.parametrize("command", ["audit", "run"])
+def test_an_interrupt_while_the_command_imports_is_one_word(tmp_path: Path, command: str) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(INTERRUPTING)
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["ddp-patch"].partition(":")
+    script = (
+        f"import sys; sys.argv[1:] = [{command!r}, 'x:y', '-w', '2']; from {module} import {function}; {function}()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(  # noqa: S603 - ours
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "Interrupted")

@@ -185,7 +185,7 @@ class Refusing:
             raise ModuleNotFoundError(name=name)
 sys.meta_path.insert(0, Refusing())
 sys.argv = ["ddp-patch", "run", "script.py"]
-from ddp_patch.cli import main
+from _ddp_patch_command import main
 main()
 """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}

@@ -66,10 +66,11 @@ def real_ranks_of(subject: Subject, seeds: Sequence[int], numbers: Sequence[int]
             f"audit with processes=True sends what it audits to other processes, and pickling {subject.name} raised "
             f"{type(error).__name__}: {error}. Pass a factory that is a function of a module."
         ) from error
-    return run_ranks(_draw, len(seeds), pickled, numbers, seeds, timeout=timeout)
+    return run_ranks(sampling, len(seeds), pickled, numbers, seeds, timeout=timeout)
 
 
-def _draw(rank: int, world_size: int, pickled: bytes, numbers: Sequence[int], seeds: Sequence[int]) -> RealRank:
+def sampling(rank: int, world_size: int, pickled: bytes, numbers: Sequence[int], seeds: Sequence[int]) -> RealRank:
+    """Draw epochs on one rank; errors call it by this name."""
     subject: Subject = pickle.loads(pickled)  # noqa: S301 - the parent's own
     coding = Coding()
     one = Rank(lambda: subject.made_for(rank, world_size, is_real=True), subject, seeds[rank])

@@ -43,12 +43,22 @@ class About:
         if found.lacking:
             parts.append(f"{found.lacking} {of} are missing{self._such(self.missing())}.")
         if found.extra:
-            such = self._such(_placed(self.repeated()))
-            parts.append(f"{found.extra} {of} are seen more often than in one process{such}.")
+            parts.append(self._extra())
         if found.unexpected:
             such = self._such(_placed(self.foreign()))
             parts.append(f"Ranks get {found.unexpected} {self.epoch.units} that one process never gets{such}.")
         return " ".join(parts)
+
+    def _extra(self) -> str:
+        """Say how many different ones are seen too often, and where it is not once each, how often in all."""
+        found, units = self.judged.found, self.epoch.units
+        different, such = len(found.repeated), self._such(_placed(self.repeated()))
+        if not different:  # how many there are is all that is known of a world of one rank
+            return f"Ranks get {found.extra} {units} too many."
+        # Those of a part of an epoch, of which only the beginning was read, are not counted against its length.
+        of = f" of {self.epoch.expected}" * (not self.epoch.is_sample)
+        in_all = f", {found.extra} times too often in all" * (found.extra > different)
+        return f"{different}{of} {units} are seen more often than in one process{in_all}{such}."
 
     def missing(self) -> tuple[str, ...]:
         """Return the names of some samples that ranks got too seldom."""

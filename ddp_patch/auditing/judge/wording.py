@@ -189,7 +189,7 @@ def missing(about: About) -> Problem:
     return about.problem(
         "missing",
         about.counts(),
-        "These samples are never trained on, and metrics leave them out.",
+        "The missing samples are never trained on, and metrics leave them out.",
         f"{_PATCH}, whose shares are complete; or use uneven='pad' and drop_last=False.",
     )
 
