@@ -139,7 +139,7 @@ class Resuming(RuleBasedStateMachine):
         self.epoch = 0
         self.stream = self.next_stream()
         self.taken: Counter[Any] = Counter()
-        self.padded = 0
+        self.padded = self.most_padding = 0
         self.state: Any = None
         self.start(2, batch_size)
 
@@ -171,6 +171,7 @@ class Resuming(RuleBasedStateMachine):
         if not self.iterators:
             self.iterators = [iter(loader) for loader in self.loaders]
             self.padded += len(self.loaders) - 1
+            self.most_padding = max(self.most_padding, len(self.loaders) - 1)
         has_ended = True
         for rank, iterator in enumerate(self.iterators):
             batches = list(islice(iterator, steps))
@@ -193,15 +194,16 @@ class Resuming(RuleBasedStateMachine):
         missing, repeated = self.stream - self.taken, self.taken - self.stream
         most = len(self.loaders) - 1
         assert missing.total() <= most if self.options["uneven"] == "drop" else not missing
-        if self.options["layout"] == "contiguous" or not self.has_length:
-            # Each number of ranks may come to its padding, in the last rank's run or before the end is known.
-            most = self.padded
+        if self.options["layout"] == "contiguous":
+            most = self.padded  # the last rank's run ends in padding, which it may reach before the others end theirs
+        elif not self.has_length:
+            most = self.most_padding  # of those that reached the end: nobody knew it before, and others may follow
         assert repeated.total() <= most if self.options["uneven"] == "pad" else not repeated
         if self.state["epoch"] == self.epoch:  # whose end was not known: nothing of it is left
             self.state = loader_state(self.loaders[0], batches_done=self.done[0])
         self.epoch += 1
         assert self.state["epoch"] == self.epoch
-        self.stream, self.taken, self.padded = self.next_stream(), Counter(), 0
+        self.stream, self.taken, self.padded, self.most_padding = self.next_stream(), Counter(), 0, 0
         self.start(len(self.loaders), 2)
 
 
