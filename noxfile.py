@@ -259,7 +259,8 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
     # PYTHONSAFEPATH: the folder in which a process starts is not where it imports from.
     environment = {"PYTHONSAFEPATH": "1", "DDP_PATCH_DIST": str(DIST.resolve())}
     # Huge pages, where there are any: tests fork thousands of workers, and each fork copies what maps the memory.
-    environment |= {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTHONMALLOC": "malloc"}  # Python's objects, too
+    environment |= {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    environment |= {"OMP_NUM_THREADS": "1"}  # more threads only wait for each other: the processes use all cores
     # More processes than cores: on real ranks a test mostly waits.
     # And they take tests from each other: some take a hundred times as long as others.
     workers = ["-n", str((os.cpu_count() or 1) + 2), "--dist", "worksteal"]

@@ -15,7 +15,6 @@ from unittest.mock import patch
 import nccl
 import torch
 import torch.distributed as dist
-from quick import fork_workers_elsewhere
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
@@ -73,7 +72,6 @@ def in_setting(rank: int, world_size: int, setting: Setting, do: Callable[..., A
     limit = timedelta(seconds=100)
     dist.init_process_group(setting.backend, init_method, limit, rank=rank, world_size=world_size)
     torch.manual_seed(100 + rank)
-    fork_workers_elsewhere()
     return do(rank, world_size, setting)
 
 

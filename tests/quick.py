@@ -1,9 +1,8 @@
 """Real ranks, started quickly: forked from a process that has imported what they need."""
 
 import multiprocessing
-import os
-import sys
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
 from typing import Any, TypeVar
 
 import pytest
@@ -17,25 +16,29 @@ OF_LOADERS = [f"ddp_patch.{room}" for room in ("evaluation.gather", "shares.iter
 OF_DATASETS = ["zoo", "ddp_patch.shares.iterables.dataset"]
 # The two of torch are what DistributedDataParallel imports when it is first used; scikit-learn has what is trained on.
 OF_TRAINING = ["torch._dynamo", "torch.nn.parallel", "sklearn.datasets"]
-OF_RANKS = ["ddp_patch.testing", *OF_TRAINING, "pytest", *OF_LOADERS, *OF_DATASETS]
+OF_RANKS = ["ddp_patch.testing", *OF_TRAINING, "pytest", *OF_LOADERS, *OF_DATASETS, "frozen"]
 multiprocessing.set_forkserver_preload(OF_RANKS)
 
 
 def run_ranks(fn: Callable[..., R], world_size: int, *args: Any, **options: Any) -> list[R]:
     """As ``ddp_patch.testing.run_ranks`` does."""
-    return testing.run_ranks(fn, world_size, *args, start_method="forkserver", **options)
+    forkserver.ensure_running()
+    address = vars(forkserver)["_forkserver"]._forkserver_address
+    return testing.run_ranks(_on_rank, world_size, fn, address, *args, start_method="forkserver", **options)
+
+
+def _on_rank(rank: int, world_size: int, fn: Callable[..., R], address: str, *args: Any) -> R:
+    """Call ``fn`` on a rank whose workers are forked from the process that the rank was forked from itself.
+
+    They are forked elsewhere because a rank may fork while a thread of gloo's holds a lock. By itself multiprocessing
+    would start a process for each rank's, which would import torch once more.
+    """
+    server: Any = vars(forkserver)["_forkserver"]
+    server._forkserver_address = address
+    server.ensure_running = resource_tracker.ensure_running
+    return fn(rank, world_size, *args)
 
 
 def soaked(*values: Any) -> Any:
     """Return a case that takes long and that others are like, so that the session ``soak`` alone tries it."""
     return pytest.param(*values, marks=pytest.mark.soak)
-
-
-def fork_workers_elsewhere() -> None:
-    """Have this rank's workers forked from a process of its own, which imports what they need once.
-
-    Workers forked from a rank right after a collective may inherit a lock that a thread of gloo's holds.
-    """
-    multiprocessing.set_start_method("forkserver", force=True)
-    multiprocessing.set_forkserver_preload(OF_DATASETS)
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)

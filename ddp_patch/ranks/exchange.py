@@ -5,7 +5,6 @@ subset of ranks, leaves no group behind, and can name the missing ranks.
 """
 
 import hashlib
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from ddp_patch.compat.torch_groups import default_store
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
 from ddp_patch.ranks.comparison import by_value, ranks_text
+from ddp_patch.ranks.packing import packed, unpacked
 
 __all__ = ["exchange", "refuse", "store_reached"]
 
@@ -170,7 +170,7 @@ class _Meeting:
         return f"{self.base}/{self.number if number is None else number}/{what}" + ("" if rank is None else f"/{rank}")
 
     def _put(self, key: str, value: Any) -> None:
-        data = pickle.dumps(value)
+        data = packed(value)
         slices = [data[start : start + _LARGEST_VALUE] for start in range(0, len(data), _LARGEST_VALUE)]
         for place, part in enumerate(slices):
             self.store.set(f"{key}/{place}", part)  # type: ignore[arg-type]  # bytes are taken; the stubs say str
@@ -178,7 +178,7 @@ class _Meeting:
 
     def _take(self, key: str) -> Any:
         slices = [f"{key}/{place}" for place in range(int(self.store.get(key)))]
-        value = pickle.loads(b"".join(self.store.get(part) for part in slices))  # noqa: S301 - our own ranks'
+        value = unpacked(b"".join(self.store.get(part) for part in slices))
         for used in (*slices, key):
             self.store.delete_key(used)
         return value

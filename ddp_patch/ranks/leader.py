@@ -1,6 +1,5 @@
 """Let the first rank draw for all and send every rank its share."""
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from ddp_patch.errors import LeaderError
 from ddp_patch.ranks.comparison import require_same
 from ddp_patch.ranks.exchange import exchange
+from ddp_patch.ranks.packing import packed, unpacked
 
 __all__ = ["FIRST_PIECE", "LARGEST_PIECE", "Leader"]
 
@@ -91,7 +91,7 @@ class Leader:
         is_last = False
         while not is_last:
             share, note, is_last = exchange(self.members, _SENDING, turn, partial(self._next, pieces), self.timeout)
-            yield pickle.loads(share), note  # noqa: S301 - our own first rank's
+            yield unpacked(share), note
 
     def _next(
         self, pieces: Iterator[_Piece], turns: Mapping[int, Mapping[str, object]]
@@ -100,9 +100,7 @@ class Leader:
         require_same(_SENDING, turns)
         try:
             shares, note, is_last = next(pieces)
-            return {
-                rank: (pickle.dumps(share), note, is_last) for rank, share in zip(self.members, shares, strict=True)
-            }
+            return {rank: (packed(share), note, is_last) for rank, share in zip(self.members, shares, strict=True)}
         except Exception as error:
             raise LeaderError(
                 f"Rank {self.members[0]} draws for all ranks, and its sampler raised {error!r}, so no rank can "

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from frameworks.kinds import Pairs
 from messages import raises
-from quick import fork_workers_elsewhere, run_ranks
+from quick import run_ranks
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from zoo import seed_ambient
 
@@ -59,7 +59,6 @@ def engine_over(name: str) -> tuple[Engine, Any, list[Any]]:
 
 def stopped_and_resumed(rank: int, world_size: int, shared: str) -> dict[str, list[Any]]:
     """What the steps see, never stopped and after each of some checkpoints."""
-    fork_workers_elsewhere()
     found = {}
     for name, steps in STEPS.items():
         seed_ambient(100 + rank)

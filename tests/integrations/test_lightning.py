@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
-from quick import fork_workers_elsewhere, run_ranks
+from quick import run_ranks
 from repeaters import MultiEpochs
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -307,7 +307,6 @@ def stopped_and_resumed(rank: int, world_size: int, folder: str) -> list[tuple[l
     """What one rank's steps see of three epochs, never stopped and after checkpoints."""
     logging.disable()
     os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # as above
-    fork_workers_elsewhere()
     found = []
     for workers, dataset in ((0, range(16)), (2, range(16)), (2, SizedShards((8, 8)))):
         options = {"dataset": dataset, "shuffle": not isinstance(dataset, IterableDataset), "num_workers": workers}

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from messages import assert_tells, raises
-from quick import fork_workers_elsewhere, run_ranks
+from quick import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from zoo import seed_ambient
@@ -224,7 +224,6 @@ def nest(workers: int) -> Any:
 
 def stopped_and_resumed(rank: int, world_size: int, folder: str) -> list[tuple[list[Any], list[Any]]]:
     """What one rank's steps see of two epochs, never stopped and after checkpoints."""
-    fork_workers_elsewhere()
     found = []
     for workers in (0, 1):
         kept = Path(folder, str(workers))

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import assert_tells, missing
-from quick import fork_workers_elsewhere, run_ranks, soaked
+from quick import run_ranks, soaked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.utils.data import DataLoader
@@ -73,7 +73,6 @@ def expected(stream: list[Any], plans: list[Plan], given: DataLoader[Any]) -> li
 
 def every_kind(rank: int, world_size: int) -> None:
     warnings.simplefilter("ignore")  # a length that changes
-    fork_workers_elsewhere()
     ways = [
         (name, uneven, layout)
         for name in SIZED

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import assert_tells
-from quick import fork_workers_elsewhere, run_ranks, soaked
+from quick import run_ranks, soaked
 from torch.utils.data import DataLoader, DistributedSampler
 from zoo import (
     ALL_KINDS,
@@ -68,7 +68,6 @@ def meet() -> None:
 
 def every_kind(rank: int, world_size: int) -> dict[str, tuple[int, list[list[Any]]]]:
     warnings.simplefilter("ignore")  # what is warned of is tested in process
-    fork_workers_elsewhere()
     shares = {kind.name: epochs_on_rank(kind, rank) for kind in IN_WORLD[world_size]}
     for batch in InStep(patch_dataloader_to_ddp(loader(drop_last=True)), rank):
         assert len(batch) == 4

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from iterables import ShardPerWorker
 from messages import assert_tells
-from quick import fork_workers_elsewhere, run_ranks
+from quick import run_ranks
 from torch.utils.data import DataLoader, Sampler
 from zoo import Source, as_it_is, loader, seed_ambient
 
@@ -48,7 +48,6 @@ def steps(one: Any, **options: Any) -> list[tuple[list[int], list[float]]]:
 
 
 def weighing(rank: int, world_size: int) -> dict[str, Any]:
-    fork_workers_elsewhere()
     seed_ambient(rank)
 
     def patched(given: DataLoader[Any], **options: Any) -> Any:
@@ -149,7 +148,6 @@ def test_ranks_that_all_break_off_begin_the_next_pass() -> None:
 
 
 def gathering(rank: int, world_size: int) -> list[Any]:
-    fork_workers_elsewhere()
     seed_ambient(rank)
     found: list[Any] = []
     for uneven in ("pad", "keep"):
