@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections.abc import Generator
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,6 @@ from sybil.integration.pytest import SybilItem
 if "DDP_PATCH_DIST" in os.environ:
     # nox has installed the package that it built, and pytest has put this folder, which holds its source, before it.
     sys.path.remove(str(Path(__file__).parent))
-
-gc.disable()  # until all is imported and collected, which makes much that stays
 
 settings.register_profile("untimed", deadline=None)  # the machine may be busy with something else
 settings.load_profile("untimed")
@@ -59,7 +58,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chain.from_iterable(runs)
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
     """Leave out what is there before the first test from all garbage collections: they took a quarter of the time."""
-    gc.freeze()
-    gc.enable()
+    gc.disable()  # all that is imported now stays
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -40,7 +40,7 @@ def exchange(
     Args:
         members: The global ranks that take part. Each must call this, with the same members in the same order.
         doing: What the ranks are doing, for the error.
-        record: Anything that can be pickled.
+        record: Anything that can be pickled; tensors arrive detached.
         judge: Called on the first member with every rank's record. Returns an answer for each rank; a
             ``DDPPatchError`` that it raises is raised on every rank.
         timeout: How many seconds the first member waits for the others.
