@@ -108,20 +108,26 @@ NESTS: dict[str, Callable[[], Any]] = {
     "nothing": lambda: None,
     "text": lambda: "text",
 }
+OF_TUPLES = {  # which torch 2.4's pin_memory makes lists of
+    "tuple": (Leaf("there"), b"bytes"),
+    "named tuple": Pair(Leaf("there"), (Leaf("there"), 2)),
+    "size": torch.Size([2, 3]),
+}
 
 
 def there(value: Any) -> Any:
     return moved(value, lambda leaf: leaf.to(META))
 
 
-@pytest.mark.parametrize("make", NESTS.values(), ids=NESTS)
-def test_nests_are_walked_as_pin_memory_walks_them(make: Callable[[], Any]) -> None:
-    given = make()
+@pytest.mark.parametrize("name", NESTS)
+def test_nests_are_walked_as_pin_memory_walks_them(name: str) -> None:
+    given = NESTS[name]()
     pinned, found = pin_memory(given), there(given)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    pinned = OF_TUPLES.get(name, pinned)
     assert type(found) is type(pinned)
     assert found == pinned
     assert getattr(found, "name", None) == getattr(pinned, "name", None)
-    assert given == make()  # and what was given is as it was
+    assert given == NESTS[name]()  # and what was given is as it was
 
 
 def test_a_mapping_takes_one_item_after_the_other() -> None:
