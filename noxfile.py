@@ -79,15 +79,17 @@ def newest(session: nox.Session) -> None:
     test_with(session, "torch", "numpy")
 
 
-# pip takes the wheel that fits best of any index, uv one of the first index that has the version. That may be one of
-# soundfile without its library.
-@nox.session(requires=["package"], allow_parallel=True, venv_backend="virtualenv")
+@nox.session(requires=["package"], allow_parallel=True)
 def integrations(session: nox.Session) -> None:
     """Test the wheel and pages with other packages, and write ``docs/frameworks.md``; arguments go to pytest.
 
     With ``-m "not ray"`` Ray is not installed either.
     """
     leaves_out_ray = "not ray" in session.posargs
+    # pip takes the wheel that fits best of any index, uv one of the first index that has the version. That may be one
+    # of soundfile without its library.
+    install(session, "pip")
+    session.run("python", "-m", "pip", "install", "-c", "constraints.txt", "soundfile")
     install_wheel(session, "integrations" if leaves_out_ray else "integrations,ray")
     # What the pages use of these needs no other packages; and newer pips refuse the metadata of catalyst.
     install(session, "--no-deps", "open-metric-learning")
