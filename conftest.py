@@ -1,7 +1,6 @@
 """What holds for all tests, of which the code blocks of the Markdown pages are some (see tests/documented.py)."""
 
 import gc
-import importlib
 import os
 import sys
 from collections.abc import Generator
@@ -61,10 +60,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Collect no garbage while all is imported that stays; see ``tests/frozen.py``."""
-    gc.disable()
+    """Leave out what is there before the first test from all garbage collections: they took a quarter of the time."""
+    gc.disable()  # all that is imported now stays
     try:
         return (yield)
     finally:
-        importlib.import_module("frozen")
+        gc.freeze()
         gc.enable()
