@@ -66,7 +66,7 @@ def world_of(holder: object) -> HeldWorld | None:
     found = [*_worlds(kept)]
     for name, value in kept.items():
         inner = stored(value)
-        if name in READERS or _is_world(value, inner):
+        if inner and (name in READERS or _is_world(value, inner)):
             found += _worlds(inner)
     return min(found, key=lambda world: (world[1] == 1, world[1]), default=None)
 
