@@ -4,7 +4,6 @@ Prints a table for 2 to 8 gloo ranks on this machine. Run it with ``nox -s agree
 table.
 """
 
-import pickle
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader, Sampler
 import ddp_patch.ranks.exchange
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.ranks import watching
+from ddp_patch.ranks.packing import packed
 from ddp_patch.testing import run_ranks
 
 ITEMS = 100_000
@@ -56,7 +56,7 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     original = ddp_patch.ranks.exchange._Meeting.bring
 
     def bring(meeting: Any, record: Any) -> None:
-        records.append(len(pickle.dumps(record)))
+        records.append(len(packed(record)))
         original(meeting, record)
 
     ddp_patch.ranks.exchange._Meeting.bring = bring  # type: ignore[method-assign]
@@ -71,7 +71,7 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     compared_ms = timed(lambda: [plain.sampler.watch.compare(0) for _ in range(MOMENTS)]) / MOMENTS  # type: ignore[attr-defined]  # ours
     share = [index for batch in led.batch_sampler or () for index in batch]
     compared = compared_ms, 100 * compared_ms * MOMENTS / (STEPS * STEP_MS)
-    return records[0], patch_ms, *compared, len(pickle.dumps(share)), led_ms, verified_ms - plain_ms
+    return records[0], patch_ms, *compared, len(packed(share)), led_ms, verified_ms - plain_ms
 
 
 def meet_as_torchrun_does(rank: int, world_size: int) -> None:

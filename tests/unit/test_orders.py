@@ -335,6 +335,19 @@ def test_random_states_are_swapped_per_chunk(monkeypatch: pytest.MonkeyPatch) ->
     assert len(entered) <= 2
 
 
+@pytest.mark.parametrize("share", ["samples", "batches", "within_batches"])
+@pytest.mark.parametrize("name", ["sequential", "random", "with replacement", "subset", "weighted"])
+def test_len_of_torchs_samplers_swaps_no_random_states(name: str, share: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops ask for it in each step."""
+    loader: DataLoader[int] = DataLoader(Indices(103), 4, sampler=SAMPLERS[name](None))
+    patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2, share=share)
+    iterator = iter(patched)
+    next(iterator)
+    entered = swaps(monkeypatch)
+    assert len(patched) > 0
+    assert entered == []
+
+
 @pytest.mark.parametrize(("agreement", "most"), [("seeded", 2 * 8 * 64), ("ambient", 8 * 64)])
 def test_the_first_batch_comes_after_about_as_many_items_as_it_needs(agreement: Any, most: int) -> None:
     sampler = Counting(1_000_000)
