@@ -2,6 +2,9 @@
 
 The garbage collector no longer looks at these objects. That saves the time, and the copies that looking makes of
 memory which processes share.
+
+A fork also copies what maps the memory. So modules of tests import what is large where they use it, not when they are
+collected: each process that runs tests collects all of them, and forks thousands of workers.
 """
 
 import gc

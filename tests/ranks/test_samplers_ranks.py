@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from quick import run_ranks, soaked
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
@@ -21,6 +20,8 @@ RARE, KEPT, LENGTH, BATCH, SEED = 8, 15, 1200, 40, 7
 @cache
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """Digits to train on, with few of the rare one, and to evaluate on, with all that are left of it."""
+    from sklearn.datasets import load_digits  # which imports much: see tests/frozen.py
+
     images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
     images = images.float() / 16
     is_rare = (labels == RARE).nonzero()[:, 0]

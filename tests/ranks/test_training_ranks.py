@@ -3,7 +3,6 @@
 from typing import Any
 from unittest import mock
 
-import digits
 import pytest
 from quick import run_ranks
 from torch import Tensor
@@ -18,6 +17,8 @@ OPTIONS: list[dict[str, Any]] = [{"uneven": "keep"}, {"layout": "contiguous"}, {
 def test_ranks_train_what_one_process_trains_also_after_a_kill_and_not_without_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    import digits  # which imports much: see tests/frozen.py
+
     monkeypatch.setattr(digits, "WORLDS", (3,))
     with mock.patch("multiprocessing.set_forkserver_preload"):  # tests/quick.py has told what all ranks need
         found = digits.differences()
@@ -39,6 +40,8 @@ def test_ranks_train_what_one_process_trains_also_after_a_kill_and_not_without_w
 
 
 def with_options(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+    import digits
+
     seed_ambient(rank)
     return [
         {
@@ -53,6 +56,8 @@ def with_options(rank: int, world_size: int) -> list[dict[str, Tensor]]:
 
 
 def test_other_options_train_the_same() -> None:
+    import digits
+
     alone = digits.train_alone(1)
     for trained in run_ranks(with_options, 3):
         for by_loader in trained:

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ import pytest
 import ddp_patch
 
 ROOT = Path(ddp_patch.__path__[0])
-MODULES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
-COMPAT = {name: tree for name, tree in MODULES.items() if name.startswith("compat/")}
-OTHERS = {name: tree for name, tree in MODULES.items() if name not in COMPAT}
+MODULES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py"))]
+COMPAT = [name for name in MODULES if name.startswith("compat/")]
+OTHERS = [name for name in MODULES if name not in COMPAT]
 
 # torch has these in no __all__.
 UNEXPORTED = {"ProcessGroupGloo", "WorkerInfo"}
@@ -22,6 +23,10 @@ PACKAGES = (
     *("torch", "torch_geometric", "torchdata", "torchreid", "transformers", "trl"),
 )
 FULL_NAME = re.compile(rf"({'|'.join(PACKAGES)})(\.\w+)+")
+
+
+def tree_of(module: str) -> ast.Module:
+    return ast.parse((ROOT / module).read_text())
 
 
 def docstrings(tree: ast.AST) -> set[int]:
@@ -54,19 +59,22 @@ def defined(tree: ast.AST) -> Iterator[str]:
                 yield asname or name
 
 
+@cache
 def marks() -> set[str]:
     """The private names of others that stand as strings in compat, also within its functions."""
-    told = (text for tree in COMPAT.values() for text in strings(tree))
+    told = (text for module in COMPAT for text in strings(tree_of(module)))
     return {text for text in told if text.startswith("_") and not text.endswith("__")}
 
 
-OURS = {name for tree in OTHERS.values() for name in defined(tree)}
-MARKS = marks()
+@cache
+def ours() -> set[str]:
+    """Every name that another module defines."""
+    return {name for module in OTHERS for name in defined(tree_of(module))}
 
 
 @pytest.mark.parametrize("module", OTHERS)
 def test_no_other_module_imports_what_is_private(module: str) -> None:
-    for node in ast.walk(OTHERS[module]):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.ImportFrom) and not str(node.module).startswith(("ddp_patch", "_ddp_patch_")):
             assert not any(map(is_private, [*str(node.module).split("."), *(alias.name for alias in node.names)]))
             assert not {alias.name for alias in node.names} & UNEXPORTED
@@ -76,8 +84,8 @@ def test_no_other_module_imports_what_is_private(module: str) -> None:
 
 @pytest.mark.parametrize("module", OTHERS)
 def test_no_other_module_reaches_for_an_attribute_that_nobody_here_defines(module: str) -> None:
-    reached = {node.attr for node in ast.walk(OTHERS[module]) if isinstance(node, ast.Attribute)}
-    assert {name for name in reached if is_private(name)} <= OURS | {
+    reached = {node.attr for node in ast.walk(tree_of(module)) if isinstance(node, ast.Attribute)}
+    assert {name for name in reached if is_private(name)} <= ours() | {
         "_getframe",
         "_fields",
         "_replace",
@@ -87,15 +95,15 @@ def test_no_other_module_reaches_for_an_attribute_that_nobody_here_defines(modul
 
 @pytest.mark.parametrize("module", OTHERS)
 def test_no_other_module_names_a_mark_or_a_class_of_another_package(module: str) -> None:
-    for text in strings(OTHERS[module]):
-        assert text not in MARKS
+    for text in strings(tree_of(module)):
+        assert text not in marks()
         assert not FULL_NAME.fullmatch(text), text
 
 
 def test_the_checks_above_can_fail() -> None:
-    nodes = [node for tree in COMPAT.values() for node in ast.walk(tree)]
+    nodes = [node for module in COMPAT for node in ast.walk(tree_of(module))]
     imported = [alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
     assert any(map(is_private, imported))
     assert set(imported) & UNEXPORTED
-    assert any(FULL_NAME.fullmatch(text) for tree in COMPAT.values() for text in strings(tree))
-    assert {"_iterator", "_is_accelerate_prepared", "_distributed", "_drop_last", "__pl_saved_args"} <= MARKS
+    assert any(FULL_NAME.fullmatch(text) for module in COMPAT for text in strings(tree_of(module)))
+    assert {"_iterator", "_is_accelerate_prepared", "_distributed", "_drop_last", "__pl_saved_args"} <= marks()

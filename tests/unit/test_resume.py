@@ -16,8 +16,6 @@ import pytest
 import torch
 from messages import raises
 from test_contract import over
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 from zoo import (
     BY_NAME,
@@ -599,6 +597,9 @@ def test_a_samplers_own_state_dict_is_restored_too() -> None:
     "name", ["shuffle=True", "shuffle=True, generator", "a state that __iter__ changes", "P x K batches"]
 )
 def test_a_sampler_in_a_distributed_checkpoint(name: str, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load  # which imports much: see tests/frozen.py
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     kind = BY_NAME[name]
     running = patched(kind)
     batches_of(kind, running)
