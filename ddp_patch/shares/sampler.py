@@ -26,14 +26,7 @@ from ddp_patch.shares.sources import Drawn, LookedUp, Nothing, Source
 from ddp_patch.shares.step_samples import StepSamples, divided, of_whole_batches
 from ddp_patch.shares.steps import require_steps
 from ddp_patch.streams.generators import random_generators, torch_generators, unmoved
-from ddp_patch.streams.orders import (
-    has_computed_order,
-    has_order,
-    is_always_alike,
-    is_counted_without_drawing,
-    is_torch_sampler,
-    scalable,
-)
+from ddp_patch.streams.orders import has_computed_order, has_order, is_always_alike, is_torch_sampler, scalable
 from ddp_patch.streams.random_states import epoch_states
 
 __all__ = ["ShardedSampler"]
@@ -112,8 +105,6 @@ class ShardedSampler(EpochSampler[T]):
 
     def _stream_length(self, epoch: int) -> int:
         """The wrapped sampler's length, or its own TypeError; some samplers draw to find it."""
-        if is_counted_without_drawing(self.sampler):
-            return len(cast(Any, self.sampler))
         with (
             epoch_states(self.agreed.options, self.agreed.seed, epoch),
             unmoved(random_generators(self._holders.holders)),

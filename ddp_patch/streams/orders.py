@@ -39,7 +39,6 @@ __all__ = [
     "has_computed_order",
     "has_order",
     "is_always_alike",
-    "is_counted_without_drawing",
     "is_torch_sampler",
     "order_of",
     "order_parameters",
@@ -147,11 +146,6 @@ _TORCH_SAMPLERS: Mapping[type, _TorchSampler] = {
 def is_torch_sampler(sampler: object) -> bool:
     """Return whether it is one of torch's own samplers, whose data no pass changes."""
     return type(sampler) in _TORCH_SAMPLERS
-
-
-def is_counted_without_drawing(sampler: object) -> bool:
-    """Return whether ``len()`` surely draws nothing: of one of torch's own samplers, or of batches of its items."""
-    return is_counted_without_drawing(sampler.sampler) if _is_batching(sampler) else is_torch_sampler(sampler)
 
 
 def is_always_alike(sampler: object) -> bool:

@@ -14,6 +14,7 @@ from messages import raises
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -335,17 +336,35 @@ def test_random_states_are_swapped_per_chunk(monkeypatch: pytest.MonkeyPatch) ->
     assert len(entered) <= 2
 
 
-@pytest.mark.parametrize("share", ["samples", "batches", "within_batches"])
-@pytest.mark.parametrize("name", ["sequential", "random", "with replacement", "subset", "weighted"])
-def test_len_of_torchs_samplers_swaps_no_random_states(name: str, share: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops ask for it in each step."""
-    loader: DataLoader[int] = DataLoader(Indices(103), 4, sampler=SAMPLERS[name](None))
-    patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2, share=share)
-    iterator = iter(patched)
-    next(iterator)
-    entered = swaps(monkeypatch)
-    assert len(patched) > 0
-    assert entered == []
+class DrawnWhenCounted(Dataset[int]):
+    """Draws an order of its own when somebody first asks for its length in an epoch."""
+
+    order: list[int] | None = None
+
+    def __len__(self) -> int:
+        if self.order is None:
+            self.order = np.random.permutation(12).tolist()
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        assert self.order is not None
+        return self.order[index]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_what_is_drawn_for_the_length_is_alike_on_ranks_that_are_seeded_differently(shuffle: bool) -> None:
+    """Though torch's own samplers only hand on the dataset's length."""
+    epochs: list[list[int]] = [[], []]
+    for rank in range(2):
+        np.random.seed(rank)
+        dataset = DrawnWhenCounted()
+        loader = DataLoader(dataset, 2, shuffle=shuffle, collate_fn=as_it_is)
+        patched = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2, seed=3)
+        for taken in epochs:
+            dataset.order = None
+            assert len(patched) == 3
+            taken += itertools.chain.from_iterable(patched)
+    assert [sorted(taken) for taken in epochs] == [[*range(12)]] * 2
 
 
 @pytest.mark.parametrize(("agreement", "most"), [("seeded", 2 * 8 * 64), ("ambient", 8 * 64)])
