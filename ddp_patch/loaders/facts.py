@@ -25,7 +25,7 @@ from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
 from ddp_patch.loaders.repeating import OneIterator, repeated_in, repeater_in, with_repeated
-from ddp_patch.loaders.samples import is_one_shot, length_of, or_unknown, sample_order
+from ddp_patch.loaders.samples import FirstOrder, first_order, is_one_shot, length_of, or_unknown
 from ddp_patch.loaders.worlds import HeldWorld, world_of
 from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.streams.generators import LOOKED_AT, torch_generators
@@ -111,12 +111,22 @@ class StreamFacts:
         return is_one_shot(self.source, self.dataset)
 
     @cached_property
-    def order(self) -> str | None:
-        """A fingerprint of the stream's first items; None if that is not known."""
+    def _first(self) -> FirstOrder:
         if self.is_one_shot:
             logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
-            return None
-        return sample_order(self.source, self.dataset)
+            return FirstOrder(None)
+        return first_order(self.source, self.dataset)
+
+    @property
+    def order(self) -> str | None:
+        """A fingerprint of the stream's first items; None if that is not known."""
+        return self._first.fingerprint
+
+    @property
+    def counted(self) -> Collection[tuple[int, str]]:
+        """The attributes that drawing changes, by the position of their sampler and name; none if nobody has drawn."""
+        looked: FirstOrder | None = self.__dict__.get("_first")
+        return () if looked is None else looked.counted
 
     @cached_property
     def samples(self) -> tuple[Content, ...]:

@@ -2,23 +2,23 @@
 
 import logging
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddp_patch.compat.torch_loaders import is_torch_batch_sampler
-from ddp_patch.loaders.nesting import deep_copy, nested_samplers
+from ddp_patch.loaders.nesting import deep_copy, nested_samplers, plain_attributes
 from ddp_patch.streams.chunks import begun, own, returns_itself
 from ddp_patch.streams.fingerprint import COMPARED, fingerprint
 from ddp_patch.streams.generators import random_generators, torch_generators, unmoved
 from ddp_patch.streams.orders import has_order, order_of, order_parameters
 from ddp_patch.streams.random_states import PrivateRNG
 
-__all__ = ["copy_to_draw", "is_one_shot", "length_of", "or_unknown", "sample_order"]
+__all__ = ["FirstOrder", "copy_to_draw", "first_order", "is_one_shot", "length_of", "or_unknown"]
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
 
@@ -42,8 +42,21 @@ def or_unknown(length: int | None) -> int | str:
     return "unknown" if length is None else length
 
 
-def sample_order(sampler: object, dataset: object = None) -> str | None:
-    """Return a fingerprint of the first items that a sampler would give, or None if it is not known.
+class FirstOrder(NamedTuple):
+    """What a sampler's first items show.
+
+    Attributes:
+        fingerprint: Their fingerprint; None if that is not known.
+        counted: The attributes that drawing them has changed, by the position of their holder among the nested
+            samplers, and name.
+    """
+
+    fingerprint: str | None
+    counted: frozenset[tuple[int, str]] = frozenset()
+
+
+def first_order(sampler: object, dataset: object = None) -> FirstOrder:
+    """Return what the first items show that a sampler would give.
 
     The sampler must be one that can be started again. The items are drawn from a copy, which shares datasets and
     modules with the original, under the same random states on every rank. torch's own samplers count by their
@@ -51,15 +64,18 @@ def sample_order(sampler: object, dataset: object = None) -> str | None:
     """
     if isinstance(sampler, IterableDataset):
         logger.info("The order of an iterable dataset is not compared between ranks: reading it would use it up.")
-        return None
+        return FirstOrder(None)
     if (parameters := order_parameters(sampler)) is not None:
-        return fingerprint(parameters)
+        return FirstOrder(fingerprint(parameters))
     try:
         with copy_to_draw(sampler, dataset) as drawn:
             if has_order(drawn):
                 order = order_of(drawn, epoch=0)
-                return fingerprint(order.at(range(min(order.length, COMPARED))))
-            return fingerprint(islice(map(own, drawn), COMPARED))
+                return FirstOrder(fingerprint(order.at(range(min(order.length, COMPARED)))))
+            nested = list(nested_samplers(drawn))
+            before = list(map(plain_attributes, nested))
+            told = fingerprint(islice(map(own, drawn), COMPARED))
+            return FirstOrder(told, frozenset(_changed(before, list(map(plain_attributes, nested)))))
     except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
         logger.info(
             "The order of %s is not compared between ranks: drawing a copy of it raised %s: %s",
@@ -67,7 +83,12 @@ def sample_order(sampler: object, dataset: object = None) -> str | None:
             type(error).__name__,
             error,
         )
-        return None
+        return FirstOrder(None)
+
+
+def _changed(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str]]:
+    for place, (was, now) in enumerate(zip(before, after, strict=True)):
+        yield from ((place, name) for name, value in now.items() if name not in was or was[name] != value)
 
 
 @contextmanager

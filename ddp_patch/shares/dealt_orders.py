@@ -13,9 +13,9 @@ from ddp_patch.shares.sizes import Sizes, size_of
 from ddp_patch.shares.sources import LookedUp
 from ddp_patch.streams.dealing import Dealt, as_it_came
 from ddp_patch.streams.fingerprint import fingerprint
-from ddp_patch.streams.orders import Order, order_of
+from ddp_patch.streams.orders import Order
 
-__all__ = ["DealtOrder", "InOrder"]
+__all__ = ["DealtOrder"]
 
 T = TypeVar("T")
 
@@ -43,9 +43,7 @@ class DealtOrder(LookedUp[T]):
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw the order, and yield this rank's items window by window."""
         epoch, plan = self._epoch, self._epoch.plan
-        with epoch.rng:
-            order = order_of(epoch.sampler, epoch.number)
-        self._draw_rest = order.finish
+        order = self._drawn_order()
         self.drawn = sys.maxsize
         length = self.length = order.length
         real, repeated = plan.sources(length)
@@ -61,6 +59,8 @@ class DealtOrder(LookedUp[T]):
         last: Sequence[T] = []
         orders: list[str] = []
         for number in range(first, windows.count):
+            if epoch.noted is not None:
+                epoch.noted.add_window(number * windows.width, windows.dealt(number).order)
             own = windows.dealt(number).of_rank(plan.rank)[: len(real) - done]
             taken = own[max(0, skip - done) :]
             self.origins.add(taken + number * windows.width)
@@ -114,18 +114,3 @@ def _at(items: Any, places: np.ndarray[Any, Any]) -> list[Any]:
 def _note(sizes: Sizes, items: Any, places: Iterable[int]) -> None:
     for place in places:
         sizes.add(size_of(items[place]))
-
-
-class InOrder(Iterable[T]):
-    """Iterates the order of an epoch without beginning the sampler, which may count epochs by that.
-
-    Args:
-        sampler: A sampler with an order that can be looked up.
-        epoch: Which epoch.
-    """
-
-    def __init__(self, sampler: Iterable[T], epoch: int) -> None:
-        self._sampler, self._epoch = sampler, epoch
-
-    def __iter__(self) -> Iterator[T]:
-        return order_of(self._sampler, self._epoch).items()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
 from ddp_patch.plan import Done, Plan
@@ -14,6 +15,7 @@ from ddp_patch.shares.dealing import Dealing, dealt_stream
 from ddp_patch.shares.sizes import Sizes
 from ddp_patch.streams.chunks import Chunk, draw, own
 from ddp_patch.streams.fingerprint import Fingerprint
+from ddp_patch.streams.pass_fingerprint import PassFingerprint
 from ddp_patch.streams.seeding import distributed_permutation
 
 __all__ = ["Epoch", "Stream", "require_sure_length", "share"]
@@ -32,6 +34,7 @@ class Epoch(Generic[T]):
         plan: Which positions are this rank's.
         before: What other numbers of ranks have taken; the pass is over the rest.
         rng: Entered while the sampler draws.
+        private: What torch's own samplers draw from; None for the global generator.
         draws_ahead: Whether more than a round may be drawn at once, if the sampler can be started again.
         shuffle_seed: Permutes the whole epoch once more, unless None.
         length: Tells how many items the whole stream has, as the sampler says.
@@ -40,6 +43,7 @@ class Epoch(Generic[T]):
         verify: Called at the end with how many items were drawn, and their fingerprint; None if nobody compares.
         keeps_sizes: Whether to record how many samples the items have.
         dealing: How to balance the stream by cost; None if it is sharded as it comes.
+        noted: The fingerprint of the pass; None if nobody compares it.
     """
 
     sampler: Iterable[T]
@@ -48,6 +52,7 @@ class Epoch(Generic[T]):
     plan: Plan
     before: Done
     rng: AbstractContextManager[None]
+    private: torch.Generator | None
     draws_ahead: bool
     shuffle_seed: int | None
     length: Callable[[], int]
@@ -56,6 +61,7 @@ class Epoch(Generic[T]):
     verify: Callable[[int, str], None] | None
     keeps_sizes: bool
     dealing: Dealing | None
+    noted: PassFingerprint | None
 
 
 class Stream(Generic[T]):
@@ -97,17 +103,7 @@ class Stream(Generic[T]):
             stream = rest.select(stream)
         if self._sizes is not None:
             stream = self._sizes.of(stream)
-        # After a break, the next pass over an iterator continues where this one stopped.
-        ahead = epoch.draws_ahead and not epoch.is_one_shot
-        keeps_all = epoch.verify is not None or len(plans) > 1
-
-        def kept(start: int, size: int) -> slice:
-            # The first round is for padding.
-            return slice(None) if keeps_all or not start else plan.part(start, size, len(rest))
-
-        self._chunks = _ReadAhead(draw(stream, epoch.rng, round_size=plan.num_replicas, ahead=ahead, kept=kept))
-        must_give = epoch.is_one_shot and epoch.comes_late()
-        chunks: Iterator[Chunk[T]] = _not_empty(self._chunks, epoch.number) if must_give else self._chunks
+        chunks = self._chunked(stream, plans, len(rest))
         running = Fingerprint()
         if epoch.verify is not None:
             chunks = running.watching(chunks)
@@ -115,6 +111,8 @@ class Stream(Generic[T]):
         def at_end(drawn: int) -> None:
             if epoch.verify is not None:
                 epoch.verify(drawn, running.hexdigest())
+            if epoch.noted is not None:
+                epoch.noted.end(drawn)
             found(drawn)
             if skip > plan.rounds(drawn):
                 raise StateError(
@@ -126,6 +124,22 @@ class Stream(Generic[T]):
             epoch.at_end(drawn + rest.n - len(rest), rest.n)
 
         yield from share(plans, chunks, len(rest), at_end)
+
+    def _chunked(self, stream: Iterator[T], plans: Sequence[Plan], length: int) -> Iterator[Chunk[T]]:
+        """Draw a stream in chunks, of a length as far as that is needed, and keep what these plans take."""
+        epoch, plan = self._epoch, self._epoch.plan
+        # After a break, the next pass over an iterator continues where this one stopped.
+        ahead = epoch.draws_ahead and not epoch.is_one_shot
+        keeps_all = epoch.verify is not None or len(plans) > 1
+
+        def kept(start: int, size: int) -> slice:
+            # The first round is for padding.
+            return slice(None) if keeps_all or not start else plan.part(start, size, length)
+
+        chunked = draw(stream, epoch.rng, round_size=plan.num_replicas, ahead=ahead, kept=kept, noted=epoch.noted)
+        self._chunks = _ReadAhead(chunked)
+        must_give = epoch.is_one_shot and epoch.comes_late()
+        return _not_empty(self._chunks, epoch.number) if must_give else self._chunks
 
     def ends_within(self, items: int) -> bool:
         """Draw more, and return whether at most this many items of the share are left."""

@@ -1,7 +1,7 @@
 """The base class of all samplers that this package puts into a loader: a ``DistributedSampler`` that counts epochs."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torch.utils.data import DistributedSampler
@@ -41,7 +41,7 @@ class EpochSampler(DistributedSampler[T]):
         watch: Compares its passes with the other ranks'.
     """
 
-    def __init__(self, agreed: Agreed, holders: Sequence[object], facts: Mapping[str, object]) -> None:
+    def __init__(self, agreed: Agreed, holders: Holders, facts: Mapping[str, object]) -> None:
         # Don't call DistributedSampler.__init__: it needs a length, and fixes it once.
         self.agreed = agreed
         self.plan: Plan = agreed.plan(agreed.world.rank)
@@ -52,7 +52,8 @@ class EpochSampler(DistributedSampler[T]):
         self.keeps_sizes: bool = False
         self.given: Given | None = None
         self._division = agreed.division
-        self._holders = Holders(holders)
+        self._holders = holders
+        self._choices, self._is_chosen = 0, False  # how often an epoch was chosen; whether none has begun since
         options = agreed.options
         self.watch: Watch = Watch(agreed.peers, type(self).__name__, keeps=self.plan.uneven == "keep")
         self._facts = {
@@ -196,6 +197,7 @@ class EpochSampler(DistributedSampler[T]):
         if number != self.epochs.upcoming:
             self.place = None
         self.latest = None
+        self._choices, self._is_chosen = self._choices + 1, True
         self.watch.choose()
         self.epochs.set(number)
         if self.given is not None:
@@ -283,7 +285,7 @@ class EpochSampler(DistributedSampler[T]):
         """Make the next pass resume at a position; see the attribute ``tells_rest``."""
         if place.seed is not None:
             self.agreed.seed.adopt(place.seed)
-        self._holders.reinstate(place.held)
+        self._holders.restore(place.epoch + place.ended, place.held)
         self.set_epoch(place.epoch)  # also on samplers whose own state has the epoch before
         self.place, self.tells_rest = place, tells_rest
 

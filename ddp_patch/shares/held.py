@@ -1,15 +1,29 @@
-"""Read and restore what samplers hold besides (seed, epoch): generators, their own states, counters."""
+"""What samplers draw from besides (seed, epoch): generators, states of their own, counters. It is the passes' own."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_patch.streams.generators import RandomGenerator, generator_states, set_generator_states
+from ddp_patch.loaders.nesting import is_stateful, plain_attributes
+from ddp_patch.streams.generators import (
+    RandomGenerator,
+    as_read,
+    generator_states,
+    random_generators,
+    same_state,
+    seeded_anew,
+    set_as_read,
+    set_generator_states,
+    was_seeded,
+)
+from ddp_patch.streams.random_states import one_at_a_time
 
-__all__ = ["Held", "Holders", "is_stateful"]
+__all__ = ["Held", "Holders"]
 
-_PLAIN = {bool, int, float, str, type(None)}
+# How many epochs' beginnings are kept, for who goes back to one.
+_LATEST = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +43,177 @@ class Held:
     unknown: str = ""
 
 
+@dataclass(slots=True)
+class _Generator:
+    """A generator of the samplers'.
+
+    Attributes:
+        generator: The generator.
+        own: The state in which the passes left it.
+        shown: The state in which everybody else finds it; while a pass draws, None if that is the passes' own, too.
+    """
+
+    generator: RandomGenerator
+    own: Any
+    shown: Any
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether somebody else has seeded it since a pass drew from it."""
+        if self.shown is None or same_state(as_read(self.generator), self.shown):
+            return False
+        return was_seeded(self.generator, self.shown)
+
+    def enter(self) -> None:
+        """Let it draw on where the passes left it; but if it was seeded, as the seed says."""
+        now = as_read(self.generator)
+        if self.is_seeded:
+            self.own = now
+        # As long as nobody else has drawn from it, everybody finds it where the passes left it, as in one process.
+        self.shown = None if same_state(now, self.own) else now
+        if self.shown is not None:
+            set_as_read(self.generator, self.own)
+
+    def leave(self) -> None:
+        """Put it back to where everybody else finds it."""
+        self.own = as_read(self.generator)
+        if self.shown is None:
+            self.shown = self.own
+        else:
+            set_as_read(self.generator, self.shown)
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """What the samplers held when an epoch began: generators with their states, and counters by holder and name."""
+
+    generators: Sequence[tuple[RandomGenerator, Any]]
+    counters: Mapping[tuple[int, str], Any]
+
+
 class Holders:
     """The samplers of a stream, and other objects that may hold random generators or a state.
 
+    Their generators and counters belong to the passes of one loader: they are put back to where these passes left them
+    whenever one draws, whatever others drew or counted meanwhile. An epoch that is chosen by ``set_epoch`` begins with
+    what it would have begun with if nobody had looked into it or into others.
+
     Args:
         holders: Those objects. The attributes that they have now count as unchanged.
+        counted: The attributes that a pass is known to change, by the position of their holder, and name.
+        is_private: Whether the passes draw from them by this object alone. A dataset draws from its own while it is
+            read, by workers or in the main process.
     """
 
-    def __init__(self, holders: Sequence[Any]) -> None:
-        self.holders = holders
-        self._at_first = [_plain_attributes(holder) for holder in holders]
+    def __init__(
+        self, holders: Sequence[Any], counted: Collection[tuple[int, str]] = (), *, is_private: bool = True
+    ) -> None:
+        self.holders, self._is_private = holders, is_private
+        self._at_first = [plain_attributes(holder) for holder in holders]
+        self._own: list[_Generator] = []
+        self._counted = set(counted)
+        self._counters: dict[tuple[int, str], Any] = {}
+        self._before: Sequence[Mapping[str, Any]] | None = None  # the attributes when a pass began to draw
+        self._find()
+        self._count()
+        self._beginnings = {0: self._now()}
+
+    @property
+    def has_generators(self) -> bool:
+        """Whether they hold random generators."""
+        return bool(self._own)
+
+    # ---- while a pass draws ----
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """While entered, let the samplers draw from what the passes left."""
+        if self._before is not None:
+            yield
+            return
+        with one_at_a_time():
+            for one in self._own:
+                one.enter()
+            self._put_back()
+            self._before = [plain_attributes(holder) for holder in self.holders]
+            try:
+                yield
+            finally:
+                self._count()
+                self._before = None
+                for one in self._own:
+                    one.leave()
+
+    def _find(self) -> None:
+        """Look for generators that samplers were given, or made, since."""
+        known = {id(one.generator): one for one in self._own}
+        found = random_generators(self.holders) if self._is_private else []
+        self._own = [
+            known.get(id(generator)) or _Generator(generator, state := as_read(generator), state) for generator in found
+        ]
+
+    def _count(self) -> None:
+        """Note which attributes a pass has changed, and what all those are that passes change."""
+        for place, was in enumerate(self._before or ()):
+            now = plain_attributes(self.holders[place])
+            self._counted.update((place, name) for name, value in now.items() if was.get(name, _UNSET) != value)
+        held = [getattr(holder, "__dict__", {}) for holder in self.holders]
+        self._counters = {key: held[key[0]][key[1]] for key in self._counted if key[1] in held[key[0]]}
+
+    def _put_back(self) -> None:
+        for (place, name), value in self._counters.items():
+            vars(self.holders[place])[name] = value
+
+    def note_set(self, holder: object, name: str) -> None:
+        """Record that the user set an attribute of a sampler: if passes count with it, they continue from there."""
+        for place, one in enumerate(self.holders):
+            if one is holder and (place, name) in self._counted:
+                self._counters[place, name] = vars(holder)[name]
+
+    # ---- between passes ----
+
+    def begin(self, epoch: int | None = None) -> None:
+        """Prepare a pass; if its epoch was chosen, put back what that epoch begins with."""
+        self._find()
+        if epoch is not None:
+            beginning = self._beginning(epoch)
+            states = {id(generator): state for generator, state in beginning.generators}
+            for one in self._own:
+                if (state := states.get(id(one.generator))) is not None and not one.is_seeded:
+                    self._set(one, state)
+            self._counters |= beginning.counters
+        self._put_back()
+
+    def _beginning(self, epoch: int) -> _Beginning:
+        if epoch in self._beginnings:
+            return self._beginnings[epoch]
+        before = max((known for known in self._beginnings if known < epoch), default=min(self._beginnings))
+        return _later(self._beginnings[before], epoch - before)
+
+    def _set(self, one: _Generator, state: Any) -> None:
+        if self._before is None:
+            one.own = state
+        else:
+            set_as_read(one.generator, state)
+
+    def end(self, epoch: int) -> None:
+        """Record that all of an epoch was drawn, so that the next one begins with what is held now."""
+        self._beginnings[epoch + 1] = self._now()
+        if len(self._beginnings) > _LATEST:
+            del self._beginnings[min(known for known in self._beginnings if known)]
+
+    def _now(self) -> _Beginning:
+        if self._before is not None:
+            self._count()
+            return _Beginning([(one.generator, as_read(one.generator)) for one in self._own], dict(self._counters))
+        return _Beginning([(one.generator, one.own) for one in self._own], dict(self._counters))
+
+    # ---- states ----
 
     def held(self) -> Held:
         """Return what they hold now."""
         attributes = [
-            {name: value for name, value in _plain_attributes(holder).items() if first.get(name, _UNSET) != value}
+            {name: value for name, value in plain_attributes(holder).items() if first.get(name, _UNSET) != value}
             for holder, first in zip(self.holders, self._at_first, strict=True)
         ]
         changed = attributes if any(attributes) else ()
@@ -56,7 +226,8 @@ class Holders:
 
     def generators(self) -> Sequence[Any]:
         """Return the states of their random generators."""
-        return generator_states(self.holders)
+        with self.drawing():
+            return generator_states(self.holders)
 
     def reinstate(self, held: Held) -> None:
         """Make them hold what they held before."""
@@ -69,10 +240,20 @@ class Holders:
                 held_now = vars(holder)
                 # A generator that it was given since stays: its state was restored above.
                 held_now.update({k: v for k, v in plain.items() if not isinstance(held_now.get(k), RandomGenerator)})
+        self._count()
 
     def reinstate_generators(self, states: Sequence[Any]) -> None:
         """Put their random generators into states that ``generators`` returned."""
         set_generator_states(self.holders, states)
+        self._find()
+        if self._before is None:
+            for one in self._own:
+                one.own = one.shown = as_read(one.generator)
+
+    def restore(self, epoch: int, held: Held) -> None:
+        """Make them hold what they held before an epoch, because a state is restored."""
+        self.reinstate(held)
+        self._beginnings = {epoch: self._now()}
 
     def _stateful(self) -> Iterable[Any]:
         return [holder for holder in self.holders if is_stateful(holder)]
@@ -81,21 +262,15 @@ class Holders:
 _UNSET = object()
 
 
-def is_stateful(holder: object) -> bool:
-    """Return whether a sampler has torch's Stateful protocol."""
-    return hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict")
+def _later(beginning: _Beginning, epochs: int) -> _Beginning:
+    """Return what an epoch begins with that many epochs later, if nobody knows what these would draw.
 
-
-def _plain_attributes(holder: object) -> dict[str, Any]:
-    """Return the numbers and strings that are attributes of a sampler without a ``state_dict``."""
-    if is_stateful(holder):
-        return {}
-    return {
-        name: value
-        for name, value in getattr(holder, "__dict__", {}).items()
-        if type(value) in _PLAIN  # and no subclass, as numpy's numbers are
-        and not (name == "epoch" and hasattr(holder, "set_epoch"))  # set_epoch() sets it
-    }
+    It follows from what all ranks have in common alone, and differs between epochs.
+    """
+    return _Beginning(
+        [(generator, seeded_anew(generator, state, epochs % 2**32)) for generator, state in beginning.generators],
+        {key: value + epochs if type(value) is int else value for key, value in beginning.counters.items()},
+    )
 
 
 def _told(holder: Any) -> Any:

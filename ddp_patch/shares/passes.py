@@ -14,6 +14,7 @@ from ddp_patch.shares.held import Held, Holders
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.sizes import Sizes, size_of
 from ddp_patch.shares.sources import Source
+from ddp_patch.streams.pass_fingerprint import PassFingerprint
 from ddp_patch.streams.progress import Progress, State
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Pass(Progress, Generic[T]):
         division: Returns this rank's part of an item; None if ranks take whole items.
         at_end: Called with how many items all ranks share in it, once that is known and before a rank is given items
             of the incomplete round.
+        noted: Its fingerprint; None if nobody compares it.
 
     Attributes:
         start: Where it began.
@@ -70,6 +72,7 @@ class Pass(Progress, Generic[T]):
         sizes: Sizes | None = None,
         division: Division | None = None,
         at_end: Callable[[int], object] = lambda length: None,
+        noted: PassFingerprint | None = None,
     ) -> None:
         before, skip = start.split(num_replicas)
         super().__init__(skip)
@@ -78,7 +81,7 @@ class Pass(Progress, Generic[T]):
         self.is_exhausted: bool = False
         self.is_interleaved: bool = False
         self.source: Source[T] = source
-        self._resumes, self._at_end = resumes, at_end
+        self._resumes, self._at_end, self._noted = resumes, at_end, noted
         self.sizes: Sizes | None = sizes
         self._division = division
         self.start: Place = start
@@ -136,6 +139,7 @@ class Pass(Progress, Generic[T]):
                 self._catch_up()
                 yield from self._compared(run) if self._watch.is_on else [run]
             self.end()
+            self._holders.end(self.epoch)
             self._watch.compare(self.epoch)
         finally:
             self.leave()

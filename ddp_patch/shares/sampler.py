@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -18,7 +19,7 @@ from ddp_patch.shares.dealing import Dealing
 from ddp_patch.shares.division import Division
 from ddp_patch.shares.drawing import Epoch, require_sure_length
 from ddp_patch.shares.epochs import EpochSampler
-from ddp_patch.shares.held import Held
+from ddp_patch.shares.held import Held, Holders
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.sizes import Sizes
@@ -26,8 +27,16 @@ from ddp_patch.shares.sources import Drawn, LookedUp, Nothing, Source
 from ddp_patch.shares.step_samples import StepSamples, divided, of_whole_batches
 from ddp_patch.shares.steps import require_steps
 from ddp_patch.streams.generators import random_generators, torch_generators, unmoved
-from ddp_patch.streams.orders import has_computed_order, has_order, is_always_alike, is_torch_sampler, scalable
-from ddp_patch.streams.random_states import epoch_states
+from ddp_patch.streams.orders import (
+    InOrder,
+    has_computed_order,
+    has_order,
+    is_always_alike,
+    is_torch_sampler,
+    scalable,
+)
+from ddp_patch.streams.pass_fingerprint import PassFingerprint
+from ddp_patch.streams.random_states import Entered, PrivateRNG, epoch_generator, epoch_states
 
 __all__ = ["ShardedSampler"]
 
@@ -56,12 +65,14 @@ class ShardedSampler(EpochSampler[T]):
             **stream.described,
             **({} if dealing is None else dealing.described),
         }
-        super().__init__(agreed, stream.samplers, facts)
+        super().__init__(agreed, Holders(stream.samplers, stream.counted), facts)
         self.sampler: Iterable[T] = stream.source
         self.shuffle = shuffle
         self._batching, self._dealing = batching, dealing
         self.watch.epochs_differ = shuffle or dealing is not None or not is_always_alike(self.sampler)
         self._is_one_shot = stream.is_one_shot
+        self._is_torchs = has_order(self.sampler) and not has_computed_order(self.sampler)
+        self._counts_quietly = False  # whether its length is known to be counted without drawing
         self._nested_epochs = NestedEpochs(self.sampler)
         self._torchs_generators = self._generators_of_torchs()
         self._warned_of_length = False
@@ -111,6 +122,14 @@ class ShardedSampler(EpochSampler[T]):
         ):
             return len(cast(Any, self.sampler))
 
+    @contextmanager
+    def _counting(self, epoch: int) -> Iterator[None]:
+        """While entered, let torch's samplers count their data, which may draw; they have generators of their own."""
+        states = nullcontext() if self._counts_quietly else epoch_states(self.agreed.options, self.agreed.seed, epoch)
+        with states:
+            yield
+        self._counts_quietly |= isinstance(states, PrivateRNG) and states.is_unmoved
+
     def _sure_length(self, epoch: int) -> int | None:
         if not (self._is_looked_up() or self.plan.needs_length):
             return None
@@ -139,19 +158,20 @@ class ShardedSampler(EpochSampler[T]):
         # Somebody may have set the epoch of a nested sampler, past this one.
         if (epoch := self._nested_epochs.set_by_user()) is not None:
             self.set_epoch(epoch)
-        return chain.from_iterable(self._runs(self._take_up_pass()))
+        return chain.from_iterable(self._runs(self._take_up_pass(), self._choices))
 
-    def _runs(self, one: Pass[T]) -> Iterator[Iterator[T]]:
+    def _runs(self, one: Pass[T], choices: int) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
-        if not one.is_ended and (one.epoch != self.epochs.upcoming or self._was_given_a_generator()):
-            # Another iterator began this epoch since, or set_epoch() chose another: take the one that is next now. A
+        is_other = one.epoch != self.epochs.upcoming or choices != self._choices
+        if not one.is_ended and (is_other or self._was_given_a_generator()):
+            # Another iterator began this epoch since, or set_epoch() chose one: take the one that is next now. A
             # sampler of torch's looks at its generator now.
             one = self._take_up_pass()
         if one.is_ended:
             return
         self._begin(one.epoch, {"position": one.begins_at}, self._known_end)
         self._known_end = {}
-        self.latest, self.place = one, None
+        self.latest, self.place, self._is_chosen = one, None, False
         yield from one.runs()
 
     def _take_up_pass(self) -> Pass[T]:
@@ -166,9 +186,11 @@ class ShardedSampler(EpochSampler[T]):
         if start is not None and start.is_begun:
             self._holders.reinstate(start.held)  # others may have drawn from the generators since it was loaded
         else:
+            self._holders.begin(number if self._is_chosen else None)
             start = Place(number, held=self.held())
         is_spent, options = self._is_spent(start), self.agreed.options
-        source: Source[T] = Nothing() if is_spent else self._source(start)
+        noted = PassFingerprint() if self.watch.is_on and self.agreed.leader is None else None
+        source: Source[T] = Nothing() if is_spent else self._source(start, noted)
         self.latest = one = Pass(
             start,
             self.plan.num_replicas,
@@ -179,6 +201,7 @@ class ShardedSampler(EpochSampler[T]):
             sizes=Sizes() if self.keeps_sizes or self._gives_batches or self._division is not None else None,
             division=None if self._division is None else Division(self._division, self._name, options.costs),
             at_end=partial(self._require_steps, start),
+            noted=noted,
         )
         if is_spent:
             one.end()
@@ -215,16 +238,20 @@ class ShardedSampler(EpochSampler[T]):
         length = self._length_if_any(start.epoch)
         return bool(skip) and length is not None and skip == self.plan.rounds(len(self.plan.rest(length, before)))
 
-    def _source(self, start: Place) -> Source[T]:
+    def _source(self, start: Place, noted: PassFingerprint | None) -> Source[T]:
         """Choose how a pass gets its items."""
         options, leader = self.agreed.options, self.agreed.leader
+        private = epoch_generator(options, self.agreed.seed, start.epoch)
+        states = epoch_states(options, self.agreed.seed, start.epoch)
+        entered = partial(self._counting, start.epoch) if self._is_torchs else lambda: states
         epoch = Epoch(
             sampler=self.sampler,
             is_one_shot=self._is_one_shot,
             number=start.epoch,
             plan=self.plan,
             before=start.split(self.plan.num_replicas)[0],
-            rng=epoch_states(options, self.agreed.seed, start.epoch),
+            rng=Entered(entered, self._holders.drawing),
+            private=private,
             draws_ahead=options.agreement != "ambient",
             shuffle_seed=self.seed if self.shuffle else None,
             length=partial(self._stream_length, start.epoch),
@@ -234,7 +261,13 @@ class ShardedSampler(EpochSampler[T]):
             verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
             keeps_sizes=self.keeps_sizes and self._division is None,
             dealing=self._dealing,
+            noted=noted,
         )
+        is_looked_up = self._is_looked_up()
+        has_rest = epoch.dealing is not None and any(taken for _, taken in epoch.before)
+        if has_rest if is_looked_up else self._is_torchs and not self._holders.has_generators:
+            # Drawn, as a whole, from what nobody else draws from.
+            epoch = replace(epoch, sampler=InOrder(self.sampler, start.epoch, private))
         if leader is not None:
             from ddp_patch.shares.led import Led  # most trainings do not need it
 
@@ -242,14 +275,12 @@ class ShardedSampler(EpochSampler[T]):
             has_length = leader.draws and self._length_if_any(start.epoch) is not None
             turn = partial(self._turn, start.epoch)
             return Led(epoch, leader, turn, plans, start.held, self.held, has_length=has_length)
-        if not self._is_looked_up():
+        if has_rest or not is_looked_up:
             return Drawn(epoch)
         if epoch.dealing is None:
             return LookedUp(epoch)
-        from ddp_patch.shares.dealt_orders import DealtOrder, InOrder  # most trainings do not need it
+        from ddp_patch.shares.dealt_orders import DealtOrder  # most trainings do not need it
 
-        if any(taken for _, taken in epoch.before):
-            return Drawn(replace(epoch, sampler=InOrder(epoch.sampler, epoch.number)))
         return DealtOrder(epoch, epoch.dealing)
 
     def _require_steps(self, start: Place, length: int) -> None:

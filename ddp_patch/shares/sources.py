@@ -110,9 +110,7 @@ class LookedUp(Source[T]):
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw the order, and yield the items at this rank's positions."""
         plan, epoch = self._epoch.plan, self._epoch
-        with epoch.rng:
-            order = order_of(epoch.sampler, epoch.number)
-        self._draw_rest = order.finish
+        order = self._drawn_order()
         self.drawn = sys.maxsize
         rest = plan.rest(order.length, epoch.before)
         length = self.length = len(rest)
@@ -131,6 +129,15 @@ class LookedUp(Source[T]):
         yield from map(at, blocks(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
         yield padding[max(0, skip - len(real)) :]
         self._finish()
+
+    def _drawn_order(self) -> Order:
+        epoch = self._epoch
+        with epoch.rng:
+            order = order_of(epoch.sampler, epoch.number, epoch.private)
+        self._draw_rest = order.finish
+        if epoch.noted is not None:
+            epoch.noted.add_order(order)
+        return order
 
     def _verify(self, order: Order, *, has_whole_rounds: bool, dealt: Sequence[object] = ()) -> None:
         """Compare the order with the other ranks', and how it was balanced, after the items that every rank has."""
@@ -160,7 +167,8 @@ class LookedUp(Source[T]):
         """Draw, once, what the sampler draws after its last item."""
         if self._draw_rest is not None:
             draw_rest, self._draw_rest, self._is_finished = self._draw_rest, None, True
-            draw_rest()
+            with self._epoch.rng:
+                draw_rest()
 
 
 class Drawn(Source[T]):

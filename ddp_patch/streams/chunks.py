@@ -9,10 +9,13 @@ from contextlib import AbstractContextManager
 from itertools import compress, islice, repeat
 from operator import length_hint
 from types import WrapperDescriptorType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from ddp_patch.streams.pass_fingerprint import PassFingerprint
 
 __all__ = ["MOST_AHEAD", "MOST_PLAIN", "Chunk", "begun", "draw", "own", "owned", "returns_itself"]
 
@@ -73,6 +76,7 @@ def draw(
     rounds: Iterable[int] = repeat(1),
     copies: bool = True,
     kept: Callable[[int, int], slice] = lambda _start, _size: slice(None),
+    noted: "PassFingerprint | None" = None,
 ) -> Iterator[Chunk[T]]:
     """Yield the iterator's items in chunks, entering ``rng`` while drawing each.
 
@@ -91,6 +95,7 @@ def draw(
         rounds: How many rounds each chunk has, where they may not grow.
         copies: Whether to copy the items that are kept, because their source may change them later.
         kept: Tells which of some items to keep, by the position of the first and their number.
+        noted: Is told some of the items of each chunk, the same on every rank; None if nobody compares them.
     """
     source = _Source(iterator, round_size, copies=copies)
     sizes = iter(rounds)
@@ -101,9 +106,11 @@ def draw(
         failure: Exception | None = None
         with rng:
             try:  # keep what comes before an exception
-                if source.copies and (size > round_size or not start):
-                    source.look(items, kept(start, round_size))
+                if looks := source.copies and (size > round_size or not start or noted is not None):
+                    source.look(items, kept(start, round_size), noted)
                     size = min(size, source.rounds_ahead() * round_size)
+                if noted is not None:
+                    source.show(items, start + size, kept, noted, is_begun=looks)
                 if not source.is_ended:
                     at, end = source.drawn, start + size
                     source.take(items, end - at, kept(at, end - at))
@@ -147,19 +154,50 @@ class _Source:
         before = self.drawn // self._round_size // _PART_AHEAD if self._is_plain else 0
         return max(1, MOST_AHEAD // self._samples, min(before, MOST_PLAIN // self._samples))
 
-    def look(self, kept: list[Any], part: slice) -> None:
+    def look(self, kept: list[Any], part: slice, noted: "PassFingerprint | None") -> None:
         """Draw a round and keep a part of it. What all of it shows, every rank learns alike."""
-        items, is_lazy = [], False
+        items, is_lazy, start = [], False, self.drawn
         for item in islice(self._items, self._round_size):
             is_lazy |= isinstance(item, Iterator)
             items.append(own(item))
         if is_lazy:  # read them all from now on: several may draw from the same source
             self._items = map(own, self._items)
         kept += items[part]
+        if noted is not None:
+            noted.add(start, items)
         self.copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
         self._is_plain = all(isinstance(_first(item), int | np.integer) for item in items)
         self._samples = max(self._samples, sum(length_hint(item, 1) or 1 for item in items))
         self.is_ended = len(items) < self._round_size
+
+    def show(
+        self,
+        kept: list[Any],
+        end: int,
+        part: Callable[[int, int], slice],
+        noted: "PassFingerprint",
+        *,
+        is_begun: bool,
+    ) -> None:
+        """Draw as many whole rounds before ``end`` as are to be noted, and keep a part of them.
+
+        Args:
+            kept: What is kept of the chunk.
+            end: Where the chunk ends.
+            part: Tells which to keep, as in ``draw``.
+            noted: Takes note of all of them.
+            is_begun: Whether it has some of the chunk already.
+        """
+        start = self.drawn
+        rounds = -(-noted.wanted(start, is_begun=is_begun) // self._round_size)
+        size = min(rounds * self._round_size, end - start)
+        if self.is_ended or size <= 0:
+            return
+        drawn = islice(self._items, size)
+        items = list(map(own, drawn) if self.copies else drawn)
+        kept += items[part(start, size)]
+        noted.add(start, items)
+        self.is_ended = len(items) < size
 
     def take(self, kept: list[Any], size: int, part: slice) -> None:
         """Draw this many items and keep a part of them; those that are not kept are not copied."""

@@ -15,7 +15,7 @@ import torch
 
 from ddp_patch.streams.chunks import Chunk
 
-__all__ = ["COMPARED", "Fingerprint", "fingerprint"]
+__all__ = ["COMPARED", "Fingerprint", "fingerprint", "is_known"]
 
 T = TypeVar("T")
 
@@ -74,6 +74,16 @@ def fingerprint(items: Iterable[Any]) -> str:
     running = Fingerprint()
     running.add(items)
     return running.hexdigest()
+
+
+def is_known(item: Any) -> bool:
+    """Return whether an item counts by its value, and not by its type alone.
+
+    Examples:
+        >>> is_known([]), is_known("7.png"), is_known(object())
+        (True, True, False)
+    """
+    return hasattr(item, "__len__") or any(True for _ in _content(item))
 
 
 def _encoded(item: Any) -> Iterator[bytes]:

@@ -1,12 +1,13 @@
 """Find, read and restore random generators in objects. The global ones are in ``random_states.py``."""
 
 import base64
+import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
-from types import BuiltinMethodType, CellType, FunctionType, MethodType
+from itertools import chain, islice
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,14 +16,19 @@ import torch
 __all__ = [
     "LOOKED_AT",
     "RandomGenerator",
+    "as_read",
     "generator_state",
     "generator_states",
     "plain",
     "random_generators",
+    "same_state",
+    "seeded_anew",
+    "set_as_read",
     "set_generator_state",
     "set_generator_states",
     "torch_generators",
     "unmoved",
+    "was_seeded",
 ]
 
 RandomGenerator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
@@ -31,6 +37,13 @@ RandomGenerator: TypeAlias = torch.Generator | np.random.Generator | np.random.R
 LOOKED_AT = 32
 # How deep generators are looked for: an attribute, what it holds, what that holds, and once more.
 _DEPTH = 3
+# The global ones. ``random.shuffle`` and ``numpy.random.shuffle`` are methods of them.
+_GLOBAL = (
+    torch.default_generator,
+    *(getattr(draw, "__self__", None) for draw in (random.random, np.random.random_sample)),
+)
+# Packages whose classes draw from their instances' attributes alone.
+_LIBRARIES = frozenset({"builtins", "collections", "ddp_patch", "numpy", "torch", "torchdata", "typing"})
 
 
 def torch_generators(holders: Iterable[object]) -> list[torch.Generator]:
@@ -43,7 +56,7 @@ def random_generators(holders: Iterable[object]) -> list[RandomGenerator]:
 
     An attribute may be a generator, hold some (a list, tuple, set or dict, of which the first 32 elements are looked
     at), or be a function or bound method that draws from some: its arguments, closure and the globals that it names
-    are looked at too.
+    are looked at too. So are the methods of the holder's own class. The global generators do not count.
 
     This finds the ways in which samplers are written. It proves nothing: a generator that is reached by a property, an
     object of the user's, another module or a deeper nest stays unseen. So who asks may restore what was found, and may
@@ -51,9 +64,22 @@ def random_generators(holders: Iterable[object]) -> list[RandomGenerator]:
     """
     found: dict[int, RandomGenerator] = {}
     for holder in holders:
-        for value in getattr(holder, "__dict__", {}).values():
+        for value in chain(getattr(holder, "__dict__", {}).values(), _methods(type(holder))):
             found |= {id(rng): rng for rng in _within(value, _DEPTH)}
-    return list(found.values())
+    return [rng for rng in found.values() if not any(rng is one for one in _GLOBAL)]
+
+
+def _methods(kind: type) -> Iterator[FunctionType]:
+    """Yield the methods that somebody wrote for a class, whose globals it may draw from."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] not in _LIBRARIES:
+            yield from (value for value in vars(base).values() if isinstance(value, FunctionType))
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the global names that a function uses, also in its comprehensions and inner functions."""
+    inner = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _within(value: Any, depth: int) -> Iterator[RandomGenerator]:
@@ -69,7 +95,7 @@ def _within(value: Any, depth: int) -> Iterator[RandomGenerator]:
         case MethodType() | BuiltinMethodType():  # the latter is what numpy 1.26's methods are
             parts = (value.__self__,)
         case FunctionType():
-            names = set(value.__code__.co_names) & value.__globals__.keys()
+            names = sorted(_names(value.__code__) & value.__globals__.keys())
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
             parts = (*cells, *(value.__defaults__ or ()), *(value.__globals__[name] for name in names))
         case dict():
@@ -127,6 +153,90 @@ def set_generator_state(generator: RandomGenerator, state: Any) -> None:
         case _:
             version, internal, gauss = state
             generator.setstate((version, tuple(internal), gauss))
+
+
+def as_read(generator: RandomGenerator) -> Any:
+    """Return a generator's state as it says it, which takes the least time."""
+    match generator:
+        case torch.Generator():
+            return generator.get_state()
+        case np.random.Generator():
+            return generator.bit_generator.state
+        case np.random.RandomState():
+            return generator.get_state(legacy=False)
+        case _:
+            return generator.getstate()
+
+
+def set_as_read(generator: RandomGenerator, state: Any) -> None:
+    """Put a generator into a state that ``as_read`` returned for one of its kind."""
+    match generator:
+        case np.random.Generator():
+            generator.bit_generator.state = state
+        case torch.Generator() | np.random.RandomState():
+            generator.set_state(state)
+        case _:
+            generator.setstate(state)
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Return whether two states that ``as_read`` returned are the same."""
+    match one:
+        case torch.Tensor():
+            return isinstance(other, torch.Tensor) and torch.equal(one, other)
+        case np.ndarray():
+            return np.array_equal(one, other)
+        case dict():
+            return one.keys() == other.keys() and all(same_state(value, other[name]) for name, value in one.items())
+    return bool(one == other)
+
+
+def was_seeded(generator: RandomGenerator, before: Any) -> bool:
+    """Return whether somebody has seeded a generator since its state was ``before``, and not only drawn from it.
+
+    PCG64 and Philox show it by a constant that drawing keeps, a Mersenne Twister by a state that only seeding makes.
+    """
+    if isinstance(generator, torch.Generator):
+        seed = generator.initial_seed()
+        return seed != torch.Generator().set_state(before).initial_seed() or same_state(
+            generator.get_state(), torch.Generator().manual_seed(seed).get_state()
+        )
+    state = as_read(generator)
+    if isinstance(state, tuple):
+        return _is_as_seeded(state[1][0], state[1][1], state[1][-1])
+    words = state["state"]
+    if "pos" in words:
+        return _is_as_seeded(int(words["key"][0]), int(words["key"][1]), words["pos"])
+    return any(not same_state(words.get(name), before["state"].get(name)) for name in ("inc", "key"))
+
+
+def _is_as_seeded(first: int, second: int, place: int) -> bool:
+    """Return whether a Mersenne Twister's words are as seeding makes them.
+
+    Source: ``init_genrand`` and ``init_by_array`` of Matsumoto and Nishimura's mt19937ar; numpy's ``MT19937`` begins a
+    word earlier.
+    """
+    of_number = (1812433253 * (first ^ first >> 30) + 1) % 2**32
+    return (first == 2**31 and place >= 623) or (second == of_number and place == 624)
+
+
+def seeded_anew(generator: RandomGenerator, state: Any, *key: int) -> Any:
+    """Return the state of a generator of this kind that is seeded by a state and a key; the generator stays put."""
+    told = hashlib.blake2b(repr((plain(_listed(state)), key)).encode(), digest_size=16).digest()
+    seed = np.random.SeedSequence(int.from_bytes(told, "little"))
+    match generator:
+        case torch.Generator():
+            return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> np.uint64(1))).get_state()
+        case np.random.Generator():
+            return type(generator.bit_generator)(seed).state
+        case np.random.RandomState():
+            return np.random.RandomState(seed.generate_state(4)).get_state(legacy=False)
+        case _:
+            return random.Random(int.from_bytes(told, "little")).getstate()
+
+
+def _listed(state: Any) -> Any:
+    return state.tolist() if isinstance(state, torch.Tensor) else state
 
 
 def plain(value: Any) -> Any:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
 __all__ = [
+    "InOrder",
     "Order",
     "ScalableShuffle",
     "has_computed_order",
@@ -64,6 +65,7 @@ class Order:
             no such indices.
         sizes: Returns how many samples the batches at some positions have, and how many batches have that size, in
             runs; None if only the batches themselves show it.
+        free: How many of the first items may be looked up in any order before all others; None for all.
     """
 
     length: int
@@ -71,6 +73,7 @@ class Order:
     finish: Callable[[], object] = lambda: None
     array: Callable[[range], NDArray[Any] | None] = lambda _: None
     sizes: Callable[[range], Sequence[tuple[int, int]]] | None = None
+    free: int | None = None
 
     def items(self) -> Iterator[Any]:
         """Yield all items, then draw what the sampler draws after its last one."""
@@ -84,24 +87,26 @@ class _TorchSampler:
     """What we know about one of torch's sampler types.
 
     Attributes:
-        order: Draws an epoch's order with the same calls and random states as the sampler's ``__iter__``, but as a
-            whole and in the smallest integers that hold it. The values are the same.
+        order: Draws an epoch's order with the same calls as the sampler's ``__iter__``, but as a whole and in the
+            smallest integers that hold it. The values are the same. It draws from the sampler's generator; if that has
+            none, from the one given, or from the global one.
         parameters: Returns what the order depends on, besides the random states.
     """
 
-    order: Callable[[Any], Order]
+    order: Callable[[Any, torch.Generator | None], Order]
     parameters: Callable[[Any], list[object]]
 
 
-def _sequential_order(sampler: SequentialSampler) -> Order:
+def _sequential_order(sampler: SequentialSampler, _: torch.Generator | None) -> Order:
     return Order(len(sampler.data_source), lambda positions: positions, array=_as_array)
 
 
-def _random_order(sampler: RandomSampler) -> Order:
+def _random_order(sampler: RandomSampler, private: torch.Generator | None) -> Order:
     n, num_samples, given = len(sampler.data_source), sampler.num_samples, sampler.generator
     generator = given
     if generator is None:
-        generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        seed = torch.empty((), dtype=torch.int64).random_(generator=private)
+        generator = torch.Generator().manual_seed(int(seed.item()))
     dtype = _integers(n)
 
     def permuted(size: int) -> torch.Tensor:
@@ -110,23 +115,23 @@ def _random_order(sampler: RandomSampler) -> Order:
 
     if sampler.replacement:
         drawn = _Turns(num_samples, _TURN, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator))
-        return Order(num_samples, drawn.at)
+        return Order(num_samples, drawn.at, free=_TURN)
     if num_samples > n:
-        return Order(num_samples, _Turns(num_samples, n * -(-_TURN // n), permuted).at)
+        turn = n * -(-_TURN // n)
+        return Order(num_samples, _Turns(num_samples, turn, permuted).at, free=turn)
     # After n samples torch draws once more and discards the result, which moves the user's generator.
     return _drawn(permuted(num_samples), lambda: permuted(n) if given is not None and num_samples == n else None)
 
 
-def _subset_order(sampler: SubsetRandomSampler) -> Order:
-    indices = sampler.indices
-    drawn = torch.randperm(len(indices), generator=sampler.generator, dtype=_integers(len(indices)))
+def _subset_order(sampler: SubsetRandomSampler, private: torch.Generator | None) -> Order:
+    indices, generator = sampler.indices, sampler.generator or private
+    drawn = torch.randperm(len(indices), generator=generator, dtype=_integers(len(indices)))
     return Order(len(drawn), lambda positions: [indices[place] for place in _read(drawn, positions)])
 
 
-def _weighted_order(sampler: WeightedRandomSampler) -> Order:
-    return _drawn(
-        torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator)
-    )
+def _weighted_order(sampler: WeightedRandomSampler, private: torch.Generator | None) -> Order:
+    generator = sampler.generator or private
+    return _drawn(torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=generator))
 
 
 # torch's own samplers, by exact type: a subclass may have any order.
@@ -182,15 +187,39 @@ def has_computed_order(sampler: object) -> bool:
     return type(sampler) is ScalableShuffle or is_random_access(sampler)
 
 
-def order_of(sampler: Any, epoch: int) -> Order:
-    """Return the order of an epoch, the same that iterating the sampler yields; torch's samplers draw it here."""
+def order_of(sampler: Any, epoch: int, private: torch.Generator | None = None) -> Order:
+    """Return the order of an epoch, the same that iterating the sampler yields; torch's samplers draw it here.
+
+    Args:
+        sampler: The sampler.
+        epoch: The epoch.
+        private: What torch's samplers draw from if they have no generator. Default: the global one.
+    """
     if _is_batching(sampler):
-        return _in_batches(order_of(sampler.sampler, epoch), sampler.batch_size, sampler.drop_last)
+        return _in_batches(order_of(sampler.sampler, epoch, private), sampler.batch_size, sampler.drop_last)
     if (known := _TORCH_SAMPLERS.get(type(sampler))) is not None:
-        return known.order(sampler)
+        return known.order(sampler, private)
     if type(sampler) is ScalableShuffle:
         return sampler.order(epoch)
     return Order(len(sampler), partial(_looked_up, sampler, epoch))
+
+
+@dataclass(frozen=True, slots=True)
+class InOrder:
+    """Iterates the order of an epoch without beginning the sampler, which may count epochs by that.
+
+    Attributes:
+        sampler: A sampler with an order that can be looked up.
+        epoch: Which epoch.
+        private: What torch's samplers draw from; see ``order_of``.
+    """
+
+    sampler: Any
+    epoch: int
+    private: torch.Generator | None
+
+    def __iter__(self) -> Iterator[Any]:
+        return order_of(self.sampler, self.epoch, self.private).items()
 
 
 def _is_batching(sampler: object) -> TypeGuard[BatchSampler]:
@@ -215,7 +244,8 @@ def _in_batches(items: Order, size: int, drop_last: bool) -> Order:
         samples = items.array(range(positions.start * size, positions.stop * size)) if whole else None
         return None if samples is None else samples.reshape(-1, size)
 
-    return Order(length // size if drop_last else -(-length // size), at, items.finish, array, sizes)
+    free = None if items.free is None else items.free // size
+    return Order(length // size if drop_last else -(-length // size), at, items.finish, array, sizes, free)
 
 
 def spread(values: Any) -> list[Any]:

@@ -4,11 +4,13 @@ We call the three *global* generators (torch's on the CPU, numpy's, Python's) am
 from them. ``PrivateRNG`` keeps one from disturbing the other.
 """
 
+import os
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,36 @@ import torch
 from ddp_patch.compat.arrays import may_hold_a_normal
 from ddp_patch.options import Options
 from ddp_patch.streams.generators import plain
-from ddp_patch.streams.seeding import Seed, order_seeds
+from ddp_patch.streams.seeding import Seed, epoch_seed, order_seeds
 
-__all__ = ["PrivateRNG", "ambient_state", "ambient_unmoved", "epoch_states"]
+__all__ = [
+    "Entered",
+    "PrivateRNG",
+    "ambient_state",
+    "ambient_unmoved",
+    "epoch_generator",
+    "epoch_states",
+    "one_at_a_time",
+]
+
+# All threads share the global generators, and may share others. If two threads swapped states at once, each would take
+# the other's private ones for those of the training.
+_swapping = threading.RLock()
+
+
+def one_at_a_time() -> AbstractContextManager[object]:
+    """Return what to enter while random states are swapped: one thread of the process at a time may."""
+    return _swapping
+
+
+def _allow_swapping() -> None:
+    """Replace the lock in a worker that was forked while another thread held it."""
+    global _swapping
+    _swapping = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_allow_swapping)
 
 
 @dataclass(slots=True)
@@ -92,19 +121,16 @@ class PrivateRNG:
             self._first = self._at_first()
         return self._private.is_same(self._first)
 
-    # All threads share the global generators. If two threads swapped them at once, each would take the other's private
-    # states for the ambient ones.
-    _swapping = threading.RLock()
-
     def __enter__(self) -> None:
-        self._swapping.acquire()
+        self._lock = _swapping
+        self._lock.acquire()
         self._ambient = _GlobalState.capture()
         self._private.install()
 
     def __exit__(self, *exc: object) -> None:
         self._private = _GlobalState.capture()
         self._ambient.install()
-        self._swapping.release()
+        self._lock.release()
 
 
 def epoch_states(options: Options, seed: Seed, epoch: int, reader: int | None = None) -> AbstractContextManager[None]:
@@ -119,6 +145,36 @@ def epoch_states(options: Options, seed: Seed, epoch: int, reader: int | None = 
     return nullcontext() if options.agreement == "ambient" else PrivateRNG(seed.value, epoch, reader)
 
 
+class Entered(AbstractContextManager[None]):
+    """Several contexts as one that may be entered again and again, each made anew.
+
+    Args:
+        make: Make them, from the outside in.
+    """
+
+    def __init__(self, *make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for make in self._make:
+                stack.enter_context(make())
+            self._entered = stack.pop_all()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._entered.__exit__(kind, error, trace)
+
+
+def epoch_generator(options: Options, seed: Seed, epoch: int) -> torch.Generator | None:
+    """Return the generator that torch's own samplers draw an epoch from; None with ``agreement="ambient"``.
+
+    It draws what the global one would draw in ``epoch_states``, and nobody else can draw from it.
+    """
+    return None if options.agreement == "ambient" else torch.Generator().manual_seed(epoch_seed(seed.value, epoch))
+
+
 def ambient_state() -> tuple[object, ...]:
     """Return a value that changes whenever somebody draws from one of the global generators."""
     state = _GlobalState.capture()
@@ -129,8 +185,9 @@ def ambient_state() -> tuple[object, ...]:
 @contextmanager
 def ambient_unmoved() -> Iterator[None]:
     """Put the global generators back into their current states on leaving."""
-    state = _GlobalState.capture()
-    try:
-        yield
-    finally:
-        state.install()
+    with one_at_a_time():
+        state = _GlobalState.capture()
+        try:
+            yield
+        finally:
+            state.install()

@@ -38,9 +38,13 @@ from ddp_patch import RankMismatchError, patch_dataloader_to_ddp
 from ddp_patch.errors import message_of
 from ddp_patch.loaders.contents import chosen_samples
 from ddp_patch.loaders.facts import StreamFacts
-from ddp_patch.loaders.samples import sample_order
+from ddp_patch.loaders.samples import first_order
 from ddp_patch.ranks.comparison import require_same
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader, _pieces
+
+
+def sample_order(sampler: Any, dataset: Any = None) -> str | None:
+    return first_order(sampler, dataset).fingerprint
 
 
 def stream_of(kind: Kind) -> Any:

@@ -86,8 +86,8 @@ def test_the_states_of_a_pass(do: Callable[[Any], Any], sampler: Any, state: Sta
 def test_an_epochs_order_is_freed_after_it(do: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[weakref.ref[torch.Tensor]] = []
 
-    def watched(sampler: Any, epoch: int) -> Order:
-        order = order_of(sampler, epoch)  # not that of ``sources``, which this replaces
+    def watched(sampler: Any, epoch: int, private: Any) -> Order:
+        order = order_of(sampler, epoch, private)  # not that of ``sources``, which this replaces
         at: Any = order.at
         drawn.append(weakref.ref(at.args[0]))
         return order

@@ -10,8 +10,8 @@ from torch.utils.data import IterableDataset
 
 from ddp_patch.compat.datasets import forget_loaded_state, loses_items_when_loaded
 from ddp_patch.errors import StateError
+from ddp_patch.loaders.nesting import is_stateful
 from ddp_patch.options import Options
-from ddp_patch.shares.held import is_stateful
 from ddp_patch.shares.iterables.board import FIRST, Board
 from ddp_patch.shares.iterables.reading import Switching
 from ddp_patch.shares.place import First, Mark

@@ -12,6 +12,7 @@ from ddp_patch.plan import Batching, Done
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.order_guard import OrderGuard
 from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.shares.held import Holders
 from ddp_patch.shares.iterables.balancing import Balance
 from ddp_patch.shares.iterables.dataset import ShardedIterable, random_holder
 from ddp_patch.shares.iterables.first_items import FirstItems
@@ -58,7 +59,7 @@ class StreamSampler(EpochSampler[None]):
                 "num_workers": given.num_workers,
                 "batch_size": given.batch_size or 1,
             }
-        super().__init__(agreed, [random_holder(dataset.dataset)], facts)
+        super().__init__(agreed, Holders([random_holder(dataset.dataset)], is_private=False), facts)
         self.dataset: ShardedIterable[Any] = dataset
         self._workers, self._batching = given.num_workers, given.batching
         peers = agreed.peers
