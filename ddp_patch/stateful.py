@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -100,7 +101,8 @@ class OwnMethods:
         loader = self._found()
         # The class's method, because the loader's own attribute of that name is this one.
         make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)
-        iterator = make(loader)
+        with nullcontext() if self._sampler is None else self._sampler.beginning(loader.generator):
+            iterator = make(loader)
         if self._make_mover is not None:
             _move(loader, iterator, self._make_mover())
         if self._counts and self._sampler is not None:

@@ -3,15 +3,17 @@
 import copy
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ddp_patch.compat.datasets import is_hugging_face_table
 from ddp_patch.loaders.recognition import nested_datasets
@@ -21,7 +23,7 @@ from ddp_patch.streams.fingerprint import fingerprint
 from ddp_patch.streams.generators import LOOKED_AT
 from ddp_patch.streams.orders import spread
 
-__all__ = ["Content", "chosen_samples"]
+__all__ = ["Content", "Row", "chosen_samples", "rows_of"]
 
 # How many samples are looked at, and how much of each: numbers of an array, characters of a text, parts of a container.
 _SAMPLES, _NUMBERS, _CHARACTERS, _PARTS = 16, 64, 256, 8
@@ -29,6 +31,8 @@ _SAMPLES, _NUMBERS, _CHARACTERS, _PARTS = 16, 64, 256, 8
 _LONGEST_PATH = 1024
 # A shorter attribute of a dataset may have as many values as the dataset has samples by chance.
 _LEAST_HELD = 8
+# How many attributes of an object are looked at, and how many objects deep.
+_ATTRIBUTES, _DEPTH = 64, 2
 # Plain data, by exact type: a subclass may read a file, or ask another rank, for an element.
 _PLAIN = (list, tuple, range, np.ndarray, torch.Tensor)
 
@@ -48,6 +52,20 @@ class Content:
     fingerprint: str
     is_held: bool
     identifies: bool
+
+
+class Row(NamedTuple):
+    """What a rank notes of a dataset, or of one of its attributes, when a pass begins.
+
+    Attributes:
+        fingerprint: A fingerprint of some of its elements.
+        identifies: Whether no two of these are alike, so that other samples would differ.
+        is_order: Whether these are distinct indices of the dataset, as an order in which it is read has them.
+    """
+
+    fingerprint: str
+    identifies: bool
+    is_order: bool = False
 
 
 def chosen_samples(dataset: Any) -> tuple[Content, ...]:
@@ -75,6 +93,38 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
         Content(name, fingerprint(told), is_held, all(map(_identifies, told)))
         for (name, is_held), told in found.items()
     )
+
+
+def rows_of(dataset: Any, known: Collection[str] = ()) -> dict[str, Row]:
+    """Return what a dataset holds now, as ``chosen_samples`` looks at it, by name.
+
+    An attribute that did not identify the samples at the patch may hold what the training changes, such as losses. So
+    it counts only where its elements are all distinct texts or whole numbers.
+
+    Args:
+        dataset: The dataset.
+        known: The names of what identified the samples at the patch.
+    """
+    found: dict[str, Row] = {}
+    part: Any
+    for part in islice(nested_datasets(dataset), LOOKED_AT):
+        with suppress(Exception):  # as above
+            for name, is_held, values in _contents(part):
+                told = [*values]
+                identifies = bool(told) and _identifies(told)
+                numbers = [_whole_number(value) for value in told]
+                is_order = is_held and identifies and all(number in range(len(part)) for number in numbers)
+                names_samples = identifies and all(isinstance(value, tuple | int) for value in told)
+                if told and (not is_held or names_samples or is_order or (identifies and name in known)):
+                    again = sum(other.partition(" (")[0] == name for other in found)
+                    found[f"{name} ({again + 1})" if again else name] = Row(fingerprint(told), identifies, is_order)
+    return found
+
+
+def _whole_number(told: Any) -> int | None:
+    """Return the whole number that an element is, as ``_told`` describes it; None if it is none."""
+    number = told[2] if isinstance(told, list) and told[1:2] == [()] else told
+    return number if isinstance(number, int) else None
 
 
 def _identifies(told: list[Any]) -> bool:
@@ -114,12 +164,22 @@ def _contents(dataset: Any) -> Iterator[tuple[str, bool, Sequence[Any]]]:
 def _attributes(dataset: Any) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield the name of each attribute of a dataset with one value for each sample, and some of these."""
     n = length_of(dataset, ()) or 0
-    for attribute, value in stored(dataset).items() if n >= _LEAST_HELD else ():
-        name = f"{type(dataset).__name__}.{attribute}"
+    for name, value, depth in _nested(type(dataset).__name__, dataset) if n >= _LEAST_HELD else ():
         if type(value) in _PLAIN and _length(value) == n:
-            yield name, _looked_at(value)
+            told = _looked_at(value)
+            if depth == 0 or all(isinstance(part, tuple | int) for part in told):
+                yield name, told
         elif is_hugging_face_table(value) and len(value) == n:
             yield f"the first and last rows of {name}", _ends(value)
+
+
+def _nested(name: str, holder: object, depth: int = 0) -> Iterator[tuple[str, Any, int]]:
+    """Yield an object's attributes, by name, and those of the plain objects that it holds."""
+    for attribute, value in islice(stored(holder).items(), _ATTRIBUTES):
+        yield f"{name}.{attribute}", value, depth
+        is_plain = not isinstance(value, type | ModuleType | FunctionType | Dataset | nn.Module | DataLoader)
+        if depth < _DEPTH and is_plain and type(value) not in _PLAIN and hasattr(value, "__dict__"):
+            yield from _nested(f"{name}.{attribute}", value, depth + 1)
 
 
 def _ends(table: Any) -> list[Any]:

@@ -1,10 +1,10 @@
 """Look at a loader or sampler once: everything that sharding depends on, as one frozen value."""
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, cycle, islice
 from types import GeneratorType
 from typing import Any, Generic, TypeVar
@@ -20,7 +20,7 @@ from ddp_patch.compat.torch_loaders import (
     is_torch_batch_sampler,
     torchdata_batch_sampler,
 )
-from ddp_patch.loaders.contents import Content, chosen_samples
+from ddp_patch.loaders.contents import Content, Row, chosen_samples, rows_of
 from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
@@ -132,6 +132,14 @@ class StreamFacts:
     def samples(self) -> tuple[Content, ...]:
         """Fingerprints of the samples that the dataset holds or was cut down to, as far as they can be told."""
         return chosen_samples(self.dataset)
+
+    @property
+    def rows(self) -> Callable[[], dict[str, Row]]:
+        """Returns what ranks compare of the dataset in each pass; nothing where nobody compared it at the patch."""
+        known: Sequence[Content] | None = self.__dict__.get("samples")
+        return (
+            dict if known is None else partial(rows_of, self.dataset, frozenset(c.name for c in known if c.identifies))
+        )
 
     def first_samples(self, ranks: int) -> tuple[int, FirstSamples] | None:
         """Return the dataset's length, and which samples the stream begins with; None if that is not known."""

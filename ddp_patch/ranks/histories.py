@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["Contradiction", "History", "Pace", "Record", "Run", "Standing", "State", "contradiction"]
 
@@ -65,21 +65,23 @@ class Record:
         runs: Its passes, by epoch.
         since: The epoch from which on all of them are here.
         share: Which share it takes, if the user gave it by rank= and num_replicas=.
+        notes: What it noted of its latest passes, encoded; see ``PassNotes``.
     """
 
     runs: Sequence[Run] = ()
     since: int = 0
     share: int | None = None
+    notes: Sequence[Sequence[Any]] = ()
 
     def encoded(self) -> str:
         """Return it as a short text."""
-        return json.dumps([self.since, self.share, self.runs], separators=(",", ":"))
+        return json.dumps([self.since, self.share, self.runs, self.notes], separators=(",", ":"))
 
     @classmethod
     def decoded(cls, text: str | bytes) -> "Record":
         """Return what ``encoded`` made a text of."""
-        since, share, runs = json.loads(text)
-        return cls([Run(*run)._replace(state=State(run[3])) for run in runs], since, share)
+        since, share, runs, notes = json.loads(text)
+        return cls([Run(*run)._replace(state=State(run[3])) for run in runs], since, share, notes)
 
     def top(self, look: int, attempt: int | None = None) -> int:
         """Return the latest epoch of which more than a look was taken, in one attempt or in any; -1 if none."""
@@ -205,10 +207,10 @@ class History:
         for one in self._open:
             one.is_doubtful |= one.epoch == epoch
 
-    def record(self, share: int | None = None) -> Record:
-        """Return this rank's history, to be compared."""
+    def record(self, share: int | None = None, notes: Sequence[Sequence[Any]] = ()) -> Record:
+        """Return this rank's history, to be compared, with what it noted of its latest passes."""
         runs = _joined([*self._settled, *(one.run for one in self._open)])
-        return Record(runs, self._since, share)
+        return Record(runs, self._since, share, notes)
 
     def _settle(self) -> None:
         states = [one.standing.state for one in self._open]

@@ -8,6 +8,7 @@ from ddp_patch.errors import RankMismatchError
 from ddp_patch.ranks.comparison import ranks_text
 from ddp_patch.ranks.histories import Contradiction, History, Pace, Standing, contradiction
 from ddp_patch.ranks.notices import Notices, Peers
+from ddp_patch.ranks.pass_notes import Difference, PassNotes, difference
 
 __all__ = ["Watch"]
 
@@ -15,6 +16,10 @@ __all__ = ["Watch"]
 # take one part in this many of the time: short epochs would have several each.
 _FREE = 100
 _TIMES_THEIR_COST = 200
+# At a pass's end one part in this many: in the last epoch nobody would tell later.
+_TIMES_AT_AN_END = 20
+# Notes of this many passes are left: a rank may be a pass behind.
+_NOTED = 2
 
 
 class Watch:
@@ -36,6 +41,8 @@ class Watch:
         self._peers = peers
         self._notices = None if peers is None else Notices(peers)
         self._history = History()
+        self._noted: list[PassNotes] = []
+        self._attempt, self._furthest = 0, -1  # the latest epoch that was gone through to its end in this attempt
         self._thread = get_ident()
         self._keeps = keeps
         self.orders: Callable[[], None] | None = None
@@ -60,12 +67,13 @@ class Watch:
         """Record that the user chose the epoch that comes next."""
         self._history.choose()
 
-    def begin(self, epoch: int, standing: Callable[[], Standing]) -> None:
+    def begin(self, epoch: int, standing: Callable[[], Standing], notes: PassNotes | None = None) -> None:
         """Record that a pass begins, and compare.
 
         Args:
             epoch: The epoch that it is over.
             standing: Tells how far it has come.
+            notes: What is noted of it, if anything is.
 
         Raises:
             RankMismatchError: As ``compare``.
@@ -73,22 +81,38 @@ class Watch:
         if self.is_on:
             if self.epochs_differ:
                 self._history.begin(epoch, standing)
+            if notes is not None:
+                self._note(notes)
             self.compare(epoch)
 
-    def compare(self, epoch: int) -> None:
+    def _note(self, notes: PassNotes) -> None:
+        """Keep the notes of a new pass. Who goes back to an epoch that was whole makes another attempt at it."""
+        self._furthest = max([self._furthest, *(before.epoch for before in self._noted if before.is_whole)])
+        if notes.epoch <= self._furthest:
+            self._attempt, self._furthest = self._attempt + 1, notes.epoch - 1
+        notes.attempt = self._attempt
+        self._noted = [*self._noted, notes][-_NOTED:]
+
+    def compare(self, epoch: int, *, at_end: bool = False) -> None:
         """Report to the others how far this rank has come, in this pass and before, and compare with them.
+
+        Args:
+            epoch: The epoch of the pass.
+            at_end: Whether the pass has come to its end.
 
         Raises:
             RankMismatchError: A rank left an epoch of which another took more, and continued with a later one; or too
-                many ranks take the same share; or they read in different orders.
+                many ranks take the same share; or they drew or read in different orders, or from different rows.
         """
-        if self._peers is None or self._is_too_soon():
+        if self._peers is None or self._is_too_soon(_TIMES_AT_AN_END if at_end else _TIMES_THEIR_COST):
             return
         if get_ident() != self._thread:
             # Something reads ahead in a thread of its own, by as much as there was time for.
             self._history.doubt(epoch)
         began_s = perf_counter()
-        found = self._exchange()
+        found, differing = self._exchange()
+        if differing:
+            raise self._other_pass(self._peers, differing)
         if found:
             raise self._error(self._peers, found)
         if self.orders is not None:
@@ -96,19 +120,45 @@ class Watch:
         self._ended_s = perf_counter()
         self._made, self._cost_s = self._made + 1, self._ended_s - began_s
 
-    def _is_too_soon(self) -> bool:
-        return self._made >= _FREE and perf_counter() - self._ended_s < _TIMES_THEIR_COST * self._cost_s
+    def _is_too_soon(self, times: int) -> bool:
+        return self._made >= _FREE and perf_counter() - self._ended_s < times * self._cost_s
 
-    def _exchange(self) -> dict[int, Contradiction]:
-        """Return which ranks contradict this one, and where."""
+    def _exchange(self) -> tuple[dict[int, Contradiction], dict[int, Difference]]:
+        """Return which ranks contradict this one, and which made another pass, and where."""
         if self._peers is None or self._notices is None:
-            return {}
-        mine = self._history.record(None if self._peers.share is None else self._peers.share[0])
+            return {}, {}
+        share, notes = self._peers.share, [noted.encoded(self.pace.size) for noted in self._noted]
+        mine = self._history.record(None if share is None else share[0], notes)
         others = self._notices.exchange(mine)
         self._peers.require_fair_shares(others)
         slack = self.pace.size * self.pace.readers if self._keeps else 0
         compared = {rank: contradiction(mine, record, self.pace.size, slack) for rank, record in others.items()}
-        return {rank: where for rank, where in compared.items() if where is not None}
+        differing = {rank: difference(notes, record.notes) for rank, record in others.items()} if notes else {}
+        return (
+            {rank: where for rank, where in compared.items() if where is not None},
+            {rank: where for rank, where in differing.items() if where is not None},
+        )
+
+    def _other_pass(self, peers: Peers, found: Mapping[int, Difference]) -> RankMismatchError:
+        first = min(found.values(), key=lambda where: where.epoch)
+        ranks = ranks_text([rank for rank, where in found.items() if where == first])
+        began = f"Iterating the {self._name} that was patched as number {peers.number}"
+        if first.count is None:
+            return RankMismatchError(
+                f"{began}: in epoch {first.epoch}, the datasets of rank {peers.rank} and {ranks} have different "
+                f"samples at the same indices: they differ in {', '.join(first.attributes)}. Each rank takes its shard "
+                "of other samples, so some would be lost. Change the data alike on every rank: shuffle rows with a "
+                "generator that is seeded by the epoch, list files in sorted order, and add the same rows. If only "
+                "the content differs, agreement='seeded' does not compare it."
+            )
+        return RankMismatchError(
+            f"{began}: in epoch {first.epoch}, {self._noted[-1].what} gave rank {peers.rank} and {ranks} different "
+            f"orders: they differ within the first {first.count} items. Each rank keeps its shard of what should be "
+            "one order, so samples would be lost. Make the order the same on every rank: if the sampler learns from "
+            "its rank's losses, let every rank learn from all ranks' (see \"Samplers that learn\" in "
+            "docs/samplers.md); if it draws from the system's entropy, or another thread draws meanwhile, give it a "
+            "generator of its own that is seeded alike; or patch with agreement='leader', and rank 0 draws for all."
+        )
 
     def _error(self, peers: Peers, found: Mapping[int, Contradiction]) -> RankMismatchError:
         first = min(found.values())

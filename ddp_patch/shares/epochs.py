@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from torch.utils.data import DistributedSampler
@@ -54,6 +55,7 @@ class EpochSampler(DistributedSampler[T]):
         self._division = agreed.division
         self._holders = holders
         self._choices, self._is_chosen = 0, False  # how often an epoch was chosen; whether none has begun since
+        self._has_begun_holders = False
         options = agreed.options
         self.watch: Watch = Watch(agreed.peers, type(self).__name__, keeps=self.plan.uneven == "keep")
         self._facts = {
@@ -86,6 +88,24 @@ class EpochSampler(DistributedSampler[T]):
     def __getstate__(self) -> dict[str, Any]:
         # A running pass cannot be copied. The copy begins its own, which other ranks need not know about.
         return {**self.__dict__, "latest": None, "watch": Watch()}
+
+    def beginning(self, generator: object) -> AbstractContextManager[None]:
+        """Return what to enter while a loader with this generator makes an iterator, for which it draws a number.
+
+        The draw is one of the pass's, its first, if samplers draw from that generator too.
+        """
+        if not self._holders.holds(generator):
+            return nullcontext()
+        self._has_begun_holders = False  # an iterator that was never used does not count
+        self._begin_holders()
+        self._has_begun_holders = True
+        return self._holders.drawing()
+
+    def _begin_holders(self) -> None:
+        """Put back what the samplers draw from, for the upcoming pass."""
+        if not self._has_begun_holders:
+            self._holders.begin(self.epochs.upcoming if self._is_chosen else None)
+        self._has_begun_holders = False
 
     def held(self) -> Held:
         """Return what the samplers hold now."""
@@ -197,7 +217,7 @@ class EpochSampler(DistributedSampler[T]):
         if number != self.epochs.upcoming:
             self.place = None
         self.latest = None
-        self._choices, self._is_chosen = self._choices + 1, True
+        self._choices, self._is_chosen, self._has_begun_holders = self._choices + 1, True, False
         self.watch.choose()
         self.epochs.set(number)
         if self.given is not None:

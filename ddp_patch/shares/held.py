@@ -123,6 +123,10 @@ class Holders:
         """Whether they hold random generators."""
         return bool(self._own)
 
+    def holds(self, generator: object) -> bool:
+        """Return whether this is one of their generators."""
+        return any(one.generator is generator for one in self._own)
+
     # ---- while a pass draws ----
 
     @contextmanager

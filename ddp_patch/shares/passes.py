@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ddp_patch.plan import Done
 from ddp_patch.ranks.histories import Standing
 from ddp_patch.ranks.histories import State as Known
+from ddp_patch.ranks.pass_notes import PassNotes
 from ddp_patch.ranks.watching import Watch
 from ddp_patch.shares.division import Division
 from ddp_patch.shares.held import Held, Holders
 from ddp_patch.shares.place import Place
 from ddp_patch.shares.sizes import Sizes, size_of
 from ddp_patch.shares.sources import Source
-from ddp_patch.streams.pass_fingerprint import PassFingerprint
 from ddp_patch.streams.progress import Progress, State
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ __all__ = ["Pass"]
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+# Ranks compare when 1, 2, 4, ... batches were taken, and then whenever so many more were.
+_MOST_STEPS = 32
 
 _KNOWN = {
     State.NOT_BEGUN: Known.OPEN,
@@ -48,7 +51,7 @@ class Pass(Progress, Generic[T]):
         division: Returns this rank's part of an item; None if ranks take whole items.
         at_end: Called with how many items all ranks share in it, once that is known and before a rank is given items
             of the incomplete round.
-        noted: Its fingerprint; None if nobody compares it.
+        note: Makes the notes that ranks compare of it, from how it stands; None if they compare none.
 
     Attributes:
         start: Where it began.
@@ -72,7 +75,7 @@ class Pass(Progress, Generic[T]):
         sizes: Sizes | None = None,
         division: Division | None = None,
         at_end: Callable[[int], object] = lambda length: None,
-        noted: PassFingerprint | None = None,
+        note: Callable[["Pass[T]"], PassNotes] | None = None,
     ) -> None:
         before, skip = start.split(num_replicas)
         super().__init__(skip)
@@ -81,19 +84,19 @@ class Pass(Progress, Generic[T]):
         self.is_exhausted: bool = False
         self.is_interleaved: bool = False
         self.source: Source[T] = source
-        self._resumes, self._at_end, self._noted = resumes, at_end, noted
+        self._resumes, self._at_end = resumes, at_end
         self.sizes: Sizes | None = sizes
         self._division = division
         self.start: Place = start
         self._num_replicas, self._holders = num_replicas, holders
         self._watch = watch
-        # Ranks compare when 1, 2, 4, ... batches were taken.
         self._steps, self._surely_taken, self._awaited = 1, skip, 0
         self._snapshots = start.snapshots
         latest = self._snapshots.latest
         if latest is not None and latest[0] and self.before and not skip and not source.is_drawn_at_once:
             # It counts items of another number of ranks' shares.
             self._snapshots = replace(self._snapshots, latest=None)
+        self._notes = None if note is None else note(self)
 
     @property
     def epoch(self) -> int:
@@ -130,7 +133,7 @@ class Pass(Progress, Generic[T]):
         """Yield this rank's items in runs, from when the first is asked for."""
         self.begin()
         try:
-            self._watch.begin(self.epoch, self.standing)
+            self._watch.begin(self.epoch, self.standing, self._notes)
             self._begin_generators()
             for part in self.source.parts(self.skip):
                 if self.length is not None:
@@ -140,16 +143,16 @@ class Pass(Progress, Generic[T]):
                 yield from self._compared(run) if self._watch.is_on else [run]
             self.end()
             self._holders.end(self.epoch)
-            self._watch.compare(self.epoch)
+            self._watch.compare(self.epoch, at_end=True)
         finally:
             self.leave()
 
     def _compared(self, run: Iterator[R]) -> Iterator[Iterator[R]]:
-        """Cut a run where the ranks compare their progress: at first after every batch, then more and more rarely."""
+        """Cut a run where the ranks compare their progress: at first after every batch, then more rarely."""
         pace = self._watch.pace
         while (moment := self.skip + pace.ahead + self._steps * pace.size) < self.given:
             yield islice(run, moment - self.taken)
-            self._steps *= 2
+            self._steps += min(self._steps, _MOST_STEPS)
             self._awaited = 1  # whoever asks on gets one more
             self._watch.compare(self.epoch)
             self._awaited = 0

@@ -15,6 +15,7 @@ from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.nesting import NestedEpochs
 from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.ranks.pass_notes import PassNotes
 from ddp_patch.shares.dealing import Dealing
 from ddp_patch.shares.division import Division
 from ddp_patch.shares.drawing import Epoch, require_sure_length
@@ -71,6 +72,7 @@ class ShardedSampler(EpochSampler[T]):
         self._batching, self._dealing = batching, dealing
         self.watch.epochs_differ = shuffle or dealing is not None or not is_always_alike(self.sampler)
         self._is_one_shot = stream.is_one_shot
+        self._rows = stream.rows
         self._is_torchs = has_order(self.sampler) and not has_computed_order(self.sampler)
         self._counts_quietly = False  # whether its length is known to be counted without drawing
         self._nested_epochs = NestedEpochs(self.sampler)
@@ -186,10 +188,10 @@ class ShardedSampler(EpochSampler[T]):
         if start is not None and start.is_begun:
             self._holders.reinstate(start.held)  # others may have drawn from the generators since it was loaded
         else:
-            self._holders.begin(number if self._is_chosen else None)
+            self._begin_holders()
             start = Place(number, held=self.held())
         is_spent, options = self._is_spent(start), self.agreed.options
-        noted = PassFingerprint() if self.watch.is_on and self.agreed.leader is None else None
+        noted = PassFingerprint() if self.watch.is_on else None
         source: Source[T] = Nothing() if is_spent else self._source(start, noted)
         self.latest = one = Pass(
             start,
@@ -201,13 +203,17 @@ class ShardedSampler(EpochSampler[T]):
             sizes=Sizes() if self.keeps_sizes or self._gives_batches or self._division is not None else None,
             division=None if self._division is None else Division(self._division, self._name, options.costs),
             at_end=partial(self._require_steps, start),
-            noted=noted,
+            note=None if noted is None else partial(self._notes, noted),
         )
         if is_spent:
             one.end()
             self.epochs.begin(number)
             self.place = None
         return one
+
+    def _notes(self, fingerprint: PassFingerprint, one: Pass[T]) -> PassNotes:
+        """Return what is noted of a pass, for the ranks to compare."""
+        return PassNotes(self._name, one.epoch, one.begins_at, one.skip, fingerprint, self._rows, one.standing)
 
     def _generators_of_torchs(self) -> list[torch.Generator]:
         return torch_generators(holder for holder in self._holders.holders if is_torch_sampler(holder))
@@ -261,7 +267,7 @@ class ShardedSampler(EpochSampler[T]):
             verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
             keeps_sizes=self.keeps_sizes and self._division is None,
             dealing=self._dealing,
-            noted=noted,
+            noted=noted if leader is None else None,
         )
         is_looked_up = self._is_looked_up()
         has_rest = epoch.dealing is not None and any(taken for _, taken in epoch.before)

@@ -1,0 +1,118 @@
+"""What a rank notes of its passes: which order it drew, and which rows its dataset had. Without a store."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ddp_patch.loaders.contents import Row
+from ddp_patch.ranks.histories import Standing, State
+from ddp_patch.streams.pass_fingerprint import PassFingerprint
+
+__all__ = ["Difference", "PassNotes", "difference"]
+
+# The rows of a dataset are looked at when a pass begins, and again after its first batch: some are made by the first
+# ``__getitem__``.
+_LOOKS = 2
+# An encoded hash has this many bits.
+_BITS = 48
+
+
+Rows: TypeAlias = Mapping[str, Row]
+
+
+class PassNotes:
+    """The notes of one pass of this rank.
+
+    Args:
+        what: The class of the sampler.
+        epoch: The epoch.
+        begins_at: Where in the epoch it begins.
+        skip: How many items of the share were taken before.
+        fingerprint: That of what is drawn.
+        rows: Looks at the dataset.
+        standing: Tells how far the pass has come.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        epoch: int,
+        begins_at: str,
+        skip: int,
+        fingerprint: PassFingerprint,
+        rows: Callable[[], Rows],
+        standing: Callable[[], Standing],
+    ) -> None:
+        self.what, self.epoch, self._begins_at, self._skip = what, epoch, begins_at, skip
+        self._fingerprint, self._look, self._standing = fingerprint, rows, standing
+        self._rows: list[Rows] = []
+        self.attempt: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the pass came to its end."""
+        return self._standing().state is State.ENDED
+
+    def encoded(self, look: int) -> list[Any]:
+        """Return them as plain values.
+
+        Args:
+            look: How many items a mere look takes at most. Nobody compares it: the epoch may begin again.
+        """
+        items, state = self._standing()
+        taken = items - self._skip
+        if len(self._rows) < _LOOKS and taken >= look * len(self._rows):
+            self._rows.append(self._look())
+        is_more = taken > look or state is State.ENDED
+        marks = [[count, value % 2**_BITS] for count, value in self._fingerprint.marks]
+        rows = [{name: list(row) for name, row in seen.items()} for seen in self._rows]
+        return [self.epoch, self._begins_at, self.attempt, is_more, marks, rows]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Difference:
+    """Where two ranks' passes over one epoch differ.
+
+    Attributes:
+        epoch: The epoch.
+        count: The orders differ within so many items; None if the datasets do.
+        attributes: The attributes of the datasets that differ.
+    """
+
+    epoch: int
+    count: int | None = None
+    attributes: tuple[str, ...] = ()
+
+
+def difference(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> Difference | None:
+    """Return where the passes of two ranks differ, as far as both have come; None if they do not.
+
+    Args:
+        mine: This rank's notes, encoded.
+        theirs: Another rank's.
+    """
+    known = {tuple(notes[:3]): notes for notes in theirs if notes[3]}
+    for epoch, begins_at, attempt, is_more, marks, rows in mine:
+        other = known.get((epoch, begins_at, attempt))
+        if not is_more or other is None:
+            continue
+        for seen, seen_there in zip(rows, other[5], strict=False):
+            if names := _differing({k: Row(*v) for k, v in seen.items()}, {k: Row(*v) for k, v in seen_there.items()}):
+                return Difference(epoch, attributes=names)
+        for one, another in zip(marks, other[4], strict=False):
+            if list(one) != list(another):
+                return Difference(epoch, min(one[0], another[0]))
+    return None
+
+
+def _differing(mine: Rows, theirs: Rows) -> tuple[str, ...]:
+    """Return the attributes that show that two datasets have other samples at the same indices.
+
+    Ranks may keep other things than samples in them: losses, counts, seeds. So one that identifies the samples, and is
+    the same on both, excuses the others, but for an order in which samples are read.
+    """
+    both = [name for name in mine if name in theirs]
+    differing = [name for name in both if mine[name].fingerprint != theirs[name].fingerprint]
+    if any(mine[name].identifies for name in both if name not in differing):
+        differing = [name for name in differing if mine[name].is_order and theirs[name].is_order]
+    return tuple(differing)
