@@ -1,6 +1,5 @@
 """Look at a loader or sampler once: everything that sharding depends on, as one frozen value."""
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -25,15 +24,20 @@ from ddp_patch.loaders.nesting import nested_samplers
 from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
 from ddp_patch.loaders.repeating import OneIterator, repeated_in, repeater_in, with_repeated
-from ddp_patch.loaders.samples import FirstOrder, first_order, is_one_shot, length_of, or_unknown
+from ddp_patch.loaders.samples import (
+    FirstOrder,
+    first_order,
+    first_order_of_iterator,
+    is_one_shot,
+    length_of,
+    or_unknown,
+)
 from ddp_patch.loaders.worlds import HeldWorld, world_of
 from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.streams.generators import LOOKED_AT, torch_generators
 from ddp_patch.streams.orders import why_not_scalable
 
 __all__ = ["Level", "LoaderFacts", "StreamFacts", "look_at"]
-
-logger: logging.Logger = logging.getLogger("ddp_patch")
 
 L = TypeVar("L", bound=DataLoader[Any])
 
@@ -112,10 +116,8 @@ class StreamFacts:
 
     @cached_property
     def _first(self) -> FirstOrder:
-        if self.is_one_shot:
-            logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
-            return FirstOrder(None)
-        return first_order(self.source, self.dataset)
+        look = first_order_of_iterator if self.is_one_shot else first_order
+        return look(self.source, self.dataset)
 
     @property
     def order(self) -> str | None:

@@ -8,16 +8,12 @@ from typing import Any, TypeVar
 __all__ = [
     "NestedEpochs",
     "deep_copy",
-    "is_stateful",
     "iterated_by",
     "nested_samplers",
-    "plain_attributes",
     "tell_epoch",
 ]
 
 V = TypeVar("V")
-
-_PLAIN = {bool, int, float, str, type(None)}
 
 
 def iterated_by(loader: Any) -> Any:
@@ -38,23 +34,6 @@ def nested_samplers(sampler: object) -> Iterator[object]:
         seen.add(id(found))
         yield found
         waiting += [getattr(found, name, None) for name in ("batch_sampler", "sampler")]
-
-
-def is_stateful(holder: object) -> bool:
-    """Return whether a sampler has torch's Stateful protocol."""
-    return hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict")
-
-
-def plain_attributes(holder: object) -> dict[str, Any]:
-    """Return the numbers and strings that are attributes of a sampler without a ``state_dict``."""
-    if is_stateful(holder):
-        return {}
-    return {
-        name: value
-        for name, value in getattr(holder, "__dict__", {}).items()
-        if type(value) in _PLAIN  # and no subclass, as numpy's numbers are
-        and not (name == "epoch" and hasattr(holder, "set_epoch"))  # set_epoch() sets it
-    }
 
 
 def deep_copy(value: V, sharing: Iterable[object]) -> V:

@@ -11,14 +11,22 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddp_patch.compat.torch_loaders import is_torch_batch_sampler
-from ddp_patch.loaders.nesting import deep_copy, nested_samplers, plain_attributes
+from ddp_patch.loaders.nesting import deep_copy, nested_samplers
 from ddp_patch.streams.chunks import begun, own, returns_itself
 from ddp_patch.streams.fingerprint import COMPARED, fingerprint
-from ddp_patch.streams.generators import random_generators, torch_generators, unmoved
+from ddp_patch.streams.generators import plain_attributes, random_generators, torch_generators, unmoved
 from ddp_patch.streams.orders import has_order, order_of, order_parameters
 from ddp_patch.streams.random_states import PrivateRNG
 
-__all__ = ["FirstOrder", "copy_to_draw", "first_order", "is_one_shot", "length_of", "or_unknown"]
+__all__ = [
+    "FirstOrder",
+    "copy_to_draw",
+    "first_order",
+    "first_order_of_iterator",
+    "is_one_shot",
+    "length_of",
+    "or_unknown",
+]
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
 
@@ -72,10 +80,9 @@ def first_order(sampler: object, dataset: object = None) -> FirstOrder:
             if has_order(drawn):
                 order = order_of(drawn, epoch=0)
                 return FirstOrder(fingerprint(order.at(range(min(order.length, COMPARED)))))
-            nested = list(nested_samplers(drawn))
-            before = list(map(plain_attributes, nested))
+            before = _attributes(drawn)
             told = fingerprint(islice(map(own, drawn), COMPARED))
-            return FirstOrder(told, frozenset(_changed(before, list(map(plain_attributes, nested)))))
+            return FirstOrder(told, _changed(before, _attributes(drawn)))
     except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
         logger.info(
             "The order of %s is not compared between ranks: drawing a copy of it raised %s: %s",
@@ -86,9 +93,31 @@ def first_order(sampler: object, dataset: object = None) -> FirstOrder:
         return FirstOrder(None)
 
 
-def _changed(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str]]:
-    for place, (was, now) in enumerate(zip(before, after, strict=True)):
-        yield from ((place, name) for name, value in now.items() if name not in was or was[name] != value)
+def first_order_of_iterator(sampler: object, dataset: object) -> FirstOrder:
+    """Return what the first items of a copy of an iterator show: which attributes it changes, and not their order."""
+    logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
+    if returns_itself(sampler):
+        return FirstOrder(None)
+    try:
+        with copy_to_draw(sampler, dataset) as drawn:
+            before = _attributes(drawn)
+            _first_items(drawn)
+            return FirstOrder(None, _changed(before, _attributes(drawn)))
+    except Exception:  # noqa: BLE001 - as in ``first_order``
+        return FirstOrder(None)
+
+
+def _attributes(sampler: object) -> list[dict[str, Any]]:
+    return list(map(plain_attributes, nested_samplers(sampler)))
+
+
+def _changed(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> frozenset[tuple[int, str]]:
+    return frozenset(
+        (place, name)
+        for place, (was, now) in enumerate(zip(before, after, strict=True))
+        for name, value in now.items()
+        if name not in was or was[name] != value
+    )
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class Record:
     def decoded(cls, text: str | bytes) -> "Record":
         """Return what ``encoded`` made a text of."""
         since, share, runs, notes = json.loads(text)
-        return cls([Run(*run)._replace(state=State(run[3])) for run in runs], since, share, notes)
+        return cls([Run(*run)._replace(state=State(run[3])) for run in runs], since, share, notes or ())
 
     def top(self, look: int, attempt: int | None = None) -> int:
         """Return the latest epoch of which more than a look was taken, in one attempt or in any; -1 if none."""

@@ -18,6 +18,7 @@ from ddp_patch.shares.states import read_state, write_state
 from ddp_patch.shares.step_samples import DividedBatches, StepSamples
 from ddp_patch.shares.turns import Part, Turns
 from ddp_patch.streams.progress import Given
+from ddp_patch.streams.random_states import one_at_a_time
 from ddp_patch.streams.seeding import EpochCounter
 
 __all__ = ["EpochSampler"]
@@ -89,13 +90,16 @@ class EpochSampler(DistributedSampler[T]):
         # A running pass cannot be copied. The copy begins its own, which other ranks need not know about.
         return {**self.__dict__, "latest": None, "watch": Watch()}
 
-    def beginning(self, generator: object) -> AbstractContextManager[None]:
+    def beginning(self, generator: object) -> AbstractContextManager[object]:
         """Return what to enter while a loader with this generator makes an iterator, for which it draws a number.
 
-        The draw is one of the pass's, its first, if samplers draw from that generator too.
+        The draw is one of the pass's, its first, if samplers draw from that generator too. If it is from the global
+        generator, another thread's sampler may not have put private states there.
         """
-        if not self._holders.holds(generator):
+        if self.agreed.leader is not None:  # ranks may wait for each other meanwhile
             return nullcontext()
+        if not self._holders.holds(generator):
+            return one_at_a_time()
         self._has_begun_holders = False  # an iterator that was never used does not count
         self._begin_holders()
         self._has_begun_holders = True

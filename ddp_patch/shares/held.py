@@ -6,11 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_patch.loaders.nesting import is_stateful, plain_attributes
 from ddp_patch.streams.generators import (
     RandomGenerator,
     as_read,
     generator_states,
+    is_stateful,
+    plain_attributes,
     random_generators,
     same_state,
     seeded_anew,

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from ddp_patch.errors import StateError
-from ddp_patch.loaders.nesting import is_stateful
 from ddp_patch.plan import Done
 from ddp_patch.shares.held import Held
 from ddp_patch.shares.place import Mark, PartsDone, Place, Snapshots
-from ddp_patch.streams.generators import random_generators, set_generator_state, unmoved
+from ddp_patch.streams.generators import is_stateful, random_generators, set_generator_state, unmoved
 from ddp_patch.streams.seeding import Seed
 
 __all__ = ["no_state", "read_state", "write_state"]

@@ -1,4 +1,4 @@
-"""Find, read and restore random generators in objects. The global ones are in ``random_states.py``."""
+"""Find, read and restore random generators in objects, and counters. The global ones are in ``random_states.py``."""
 
 import base64
 import hashlib
@@ -19,7 +19,9 @@ __all__ = [
     "as_read",
     "generator_state",
     "generator_states",
+    "is_stateful",
     "plain",
+    "plain_attributes",
     "random_generators",
     "same_state",
     "seeded_anew",
@@ -33,6 +35,8 @@ __all__ = [
 
 RandomGenerator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
+# What counts of a sampler are: these types, and no subclass, as numpy's numbers are.
+_PLAIN = {bool, int, float, str, type(None)}
 # How many elements of a container are looked at.
 LOOKED_AT = 32
 # How deep generators are looked for: an attribute, what it holds, what that holds, and once more.
@@ -194,7 +198,8 @@ def same_state(one: Any, other: Any) -> bool:
 def was_seeded(generator: RandomGenerator, before: Any) -> bool:
     """Return whether somebody has seeded a generator since its state was ``before``, and not only drawn from it.
 
-    PCG64 and Philox show it by a constant that drawing keeps, a Mersenne Twister by a state that only seeding makes.
+    PCG64 and Philox show it by a constant that drawing keeps, so not if the seed is the same; Philox and a Mersenne
+    Twister by a state that only seeding makes.
     """
     if isinstance(generator, torch.Generator):
         seed = generator.initial_seed()
@@ -207,6 +212,8 @@ def was_seeded(generator: RandomGenerator, before: Any) -> bool:
     words = state["state"]
     if "pos" in words:
         return _is_as_seeded(int(words["key"][0]), int(words["key"][1]), words["pos"])
+    if "counter" in words and not np.any(words["counter"]):
+        return True
     return any(not same_state(words.get(name), before["state"].get(name)) for name in ("inc", "key"))
 
 
@@ -249,3 +256,19 @@ def plain(value: Any) -> Any:
         case np.ndarray():
             return value.tolist()
     return value
+
+
+def is_stateful(holder: object) -> bool:
+    """Return whether a sampler has torch's Stateful protocol."""
+    return hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict")
+
+
+def plain_attributes(holder: object) -> dict[str, Any]:
+    """Return the numbers and strings that are attributes of a sampler without a ``state_dict``."""
+    if is_stateful(holder):
+        return {}
+    return {
+        name: value
+        for name, value in getattr(holder, "__dict__", {}).items()
+        if type(value) in _PLAIN and not (name == "epoch" and hasattr(holder, "set_epoch"))  # set_epoch() sets it
+    }

@@ -10,13 +10,12 @@ from torch.utils.data import IterableDataset
 
 from ddp_patch.compat.datasets import forget_loaded_state, loses_items_when_loaded
 from ddp_patch.errors import StateError
-from ddp_patch.loaders.nesting import is_stateful
 from ddp_patch.options import Options
 from ddp_patch.shares.iterables.board import FIRST, Board
 from ddp_patch.shares.iterables.reading import Switching
 from ddp_patch.shares.place import First, Mark
 from ddp_patch.streams.fingerprint import fingerprint
-from ddp_patch.streams.generators import generator_states
+from ddp_patch.streams.generators import generator_states, is_stateful
 from ddp_patch.streams.item_hashes import ItemHashes, hashes_if_any
 
 __all__ = ["Marker", "can_snapshot"]

@@ -1,0 +1,357 @@
+"""What samplers draw from belongs to the passes of their loader, whatever others draw, count or look at meanwhile."""
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Sampler
+from zoo import as_it_is, seed_ambient
+
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.streams.generators import (
+    as_read,
+    random_generators,
+    same_state,
+    seeded_anew,
+    set_as_read,
+    was_seeded,
+)
+
+N = 48
+
+
+@pytest.fixture(autouse=True)
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A group of one rank: a world by ``rank=`` and ``num_replicas=`` alone draws no copy of a sampler."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+MODULES = random.Random(42)  # what a module shares between its sampler and its augmentation
+
+
+class Drawing(Sampler[int]):
+    """Draws from a generator that it holds."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(N))
+        match self.generator:
+            case torch.Generator():
+                order = torch.randperm(N, generator=self.generator).tolist()
+            case random.Random():
+                self.generator.shuffle(order)
+            case _:
+                order = self.generator.permutation(N).tolist()
+        yield from order
+
+
+class OfModule(Sampler[int]):
+    """Draws from a generator that only its code names, within a comprehension."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        keys = [MODULES.random() for _ in range(N)]
+        yield from sorted(range(N), key=keys.__getitem__)
+
+
+class Counting(Sampler[int]):
+    """Counts its passes when it begins one, or when it has ended one."""
+
+    def __init__(self, at_end: bool = False) -> None:
+        self.passes, self.at_end = 0, at_end
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        order = random.Random(self.passes).sample(range(N), N)
+        self.passes += not self.at_end
+        yield from order
+        self.passes += self.at_end
+
+
+class Again(Counting):
+    """Is its own iterator, which begins anew."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.left = random.Random(self.passes).sample(range(N), N)
+        self.passes += 1
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop()
+
+
+GENERATORS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "random": lambda: random.Random(3),
+    "numpy": lambda: np.random.default_rng(3),
+    "numpy, twister": lambda: np.random.Generator(np.random.MT19937(3)),
+    "numpy, philox": lambda: np.random.Generator(np.random.Philox(3)),
+    "numpy, legacy": lambda: np.random.RandomState(3),
+}
+
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    **{name: partial(lambda make: Drawing(make()), make) for name, make in GENERATORS.items()},
+    "a module's": OfModule,
+    "counts when it begins": Counting,
+    "counts when it has ended": lambda: Counting(at_end=True),
+    "its own iterator": Again,
+}
+
+
+def loader_of(name: str, workers: int = 0) -> tuple[Any, Any]:
+    MODULES.seed(42)
+    if name == "torch's own":
+        generator = torch.Generator().manual_seed(3)
+        raw: Any = DataLoader(range(N), 4, shuffle=True, generator=generator, num_workers=workers, collate_fn=as_it_is)  # type: ignore[arg-type]
+    else:
+        raw = DataLoader(range(N), 4, sampler=SAMPLERS[name](), num_workers=workers, collate_fn=as_it_is)  # type: ignore[arg-type]
+    return raw, patch_dataloader_to_ddp(raw)
+
+
+def draws(raw: Any) -> None:
+    """Draws from whatever a sampler holds, as a crop does."""
+    MODULES.random()
+    for generator in random_generators([raw.sampler]):
+        torch.rand(3, generator=generator) if isinstance(generator, torch.Generator) else generator.random()
+
+
+def lists(raw: Any, _: Any) -> None:
+    list(raw.sampler)
+
+
+def begins(raw: Any, _: Any) -> None:
+    next(iter(raw))
+
+
+def breaks_off(raw: Any, _: Any) -> None:
+    list(islice(raw, 3))
+
+
+def crops(raw: Any, _: Any) -> None:
+    draws(raw)
+
+
+def nothing(raw: Any, _: Any) -> None:
+    pass
+
+
+ALONE: dict[str, Callable[[Any, Any], None]] = {
+    "lists the sampler": lists,
+    "looks at the unpatched loader": begins,
+    "breaks off the unpatched loader": breaks_off,
+    "draws from its generator": crops,
+}
+ALL = [*SAMPLERS, "torch's own"]
+
+
+def epochs(name: str, alone: Callable[[Any, Any], None], number: int = 3) -> list[Any]:
+    """Return what a rank is given in some epochs, with what it does alone before each of them."""
+    raw, loader = loader_of(name)
+    found = []
+    for _ in range(number):
+        alone(raw, loader)
+        found.append(list(loader))
+    return found
+
+
+@pytest.mark.parametrize("alone", ALONE)
+@pytest.mark.parametrize("name", ALL)
+def test_what_others_do_moves_no_order(name: str, alone: str) -> None:
+    if name == "counts when it has ended" and alone == "lists the sampler":
+        pytest.skip("before the first pass has ended nobody knows that it counts; then ranks tell")
+    seed_ambient(1)
+    expected = epochs(name, nothing)
+    seed_ambient(2)
+    assert epochs(name, ALONE[alone]) == expected
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_others_do_within_a_pass_moves_no_order(name: str) -> None:
+    expected = epochs(name, nothing, number=2)
+    raw, loader = loader_of(name)
+    for epoch in expected:
+        found = []
+        for batch in loader:
+            draws(raw)
+            if name != "its own iterator":  # it has one place alone
+                next(iter(raw.sampler))
+            found.append(batch)
+        assert found == epoch
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "its own iterator"])  # torch begins it ever anew
+def test_alone_a_loader_draws_what_it_would_in_one_process(name: str) -> None:
+    """Also the number that a loader draws for its workers from the generator that it shares with its sampler."""
+    raw, _ = loader_of(name)
+    one_process = [[list(batch) for batch in raw] for _ in range(3)]
+    seed_ambient(5)
+    whole = loader_of(name)[1]
+    assert [list(whole) for _ in range(3)] == one_process
+
+
+def look(loader: Any) -> None:
+    next(iter(loader))
+
+
+def longer_look(loader: Any) -> None:
+    list(islice(loader, 3))
+
+
+def whole_pass(loader: Any) -> None:
+    list(loader)
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 4])
+@pytest.mark.parametrize("looks", [look, longer_look])
+@pytest.mark.parametrize("name", ALL)
+def test_an_epoch_that_is_chosen_has_one_order_however_often_somebody_looked(
+    name: str, looks: Callable[[Any], None], epoch: int
+) -> None:
+    orders = []
+    for times in range(3):
+        _, loader = loader_of(name)
+        for _ in range(times):
+            looks(loader)
+        loader.set_epoch(epoch)
+        orders.append([list(loader), list(loader)])
+    assert orders[0] == orders[1] == orders[2]
+    assert orders[0][0] != orders[0][1]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_who_chooses_each_epoch_gets_what_follows_by_itself(name: str) -> None:
+    followed = epochs(name, nothing)
+    _, loader = loader_of(name)
+    chosen = []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        chosen.append(list(loader))
+    assert chosen == followed
+    loader.set_epoch(1)
+    assert list(loader) == followed[1]
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "counts when it has ended"])  # none has ended
+def test_epochs_that_are_broken_off_differ_whether_they_are_chosen_or_not(name: str) -> None:
+    for chooses in (False, True):
+        _, loader = loader_of(name)
+        found = []
+        for epoch in range(4):
+            if chooses:
+                loader.set_epoch(epoch)
+            found.append(tuple(map(tuple, islice(loader, 2))))
+        assert len(set(found)) > 2
+
+
+@pytest.mark.parametrize("name", ["torch", "random", "numpy, twister", "numpy, philox", "numpy, legacy"])
+def test_a_generator_that_the_user_seeds_draws_what_the_seed_says(name: str) -> None:
+    found = []
+    for seeds in ([7, 7, 8], [7, 8, 8]):
+        raw, loader = loader_of(name)
+        for seed in seeds:
+            generator = raw.sampler.generator
+            match generator:
+                case torch.Generator():
+                    generator.manual_seed(seed)
+                case np.random.Generator():
+                    generator.bit_generator.state = type(generator.bit_generator)(seed).state
+                case _:
+                    generator.seed(seed)
+            found.append(list(loader))
+    assert found[0] == found[1] == found[3] != found[2] == found[4] == found[5]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_whether_a_generator_was_seeded_or_drawn_from(name: str) -> None:
+    generator = GENERATORS[name]()
+    before = as_read(generator)
+    raw: Any = type("Holds", (), {"sampler": type("Sampler", (), {})()})()
+    raw.sampler.generator = generator
+    for _ in range(700):  # past the words that a twister makes at once
+        draws(raw)
+        assert not was_seeded(generator, before)
+    later = as_read(generator)
+    assert not same_state(later, before)
+    set_as_read(generator, seeded_anew(generator, before, 1))
+    assert was_seeded(generator, later)
+    assert not same_state(seeded_anew(generator, before, 1), seeded_anew(generator, before, 2))
+
+
+def test_the_users_draws_get_back_what_was_there() -> None:
+    raw, loader = loader_of("torch")
+    generator = raw.sampler.generator
+    torch.rand(3, generator=generator)
+    before = generator.get_state()
+    list(loader)
+    assert generator.get_state().equal(before)
+
+
+def test_as_long_as_nobody_else_draws_everybody_sees_where_the_passes_are() -> None:
+    raw, loader = loader_of("torch")
+    alone, _ = loader_of("torch")
+    list(alone)
+    list(loader)
+    assert raw.sampler.generator.get_state().equal(alone.sampler.generator.get_state())
+
+
+def test_the_global_generators_are_not_found() -> None:
+    class Globals(Sampler[int]):
+        shuffles, draws, seeds = random.shuffle, np.random.shuffle, torch.default_generator
+
+        def __init__(self) -> None:
+            self.shuffle, self.permute, self.generator = random.shuffle, np.random.permutation, torch.default_generator
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([int(random.random() + np.random.random())])
+
+    assert random_generators([Globals()]) == []
+
+
+def test_two_loaders_with_one_generator_each_have_their_own_order() -> None:
+    generator = torch.Generator().manual_seed(1)
+    loaders: list[Any] = [
+        patch_dataloader_to_ddp(DataLoader(range(N), 4, shuffle=True, generator=generator))  # type: ignore[arg-type]
+        for _ in range(2)
+    ]
+    for alone in (False, True):
+        found = [torch.cat(list(loader)).tolist() for loader in loaders]
+        assert all(len(set(order)) == N for order in found)
+        if alone:
+            list(loaders[1])
+    copied = copy.deepcopy(loaders[0])
+    assert torch.equal(torch.cat(list(copied)), torch.cat(list(loaders[0])))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_loaders_own_draw_belongs_to_its_pass(workers: int) -> None:
+    """One generator for all loaders, as PyTorch's notes on reproducibility have it."""
+    orders = []
+    for validates in (False, True):
+        raw, loader = loader_of("torch's own", workers)
+        val: Any = DataLoader(range(4), generator=raw.generator, num_workers=0)  # type: ignore[arg-type]
+        for _ in range(3):
+            if validates:
+                list(val)
+            orders.append(list(loader))
+    assert orders[:3] == orders[3:]
