@@ -96,10 +96,9 @@ class EpochSampler(DistributedSampler[T]):
         The draw is one of the pass's, its first, if samplers draw from that generator too. If it is from the global
         generator, another thread's sampler may not have put private states there.
         """
-        if self.agreed.leader is not None:  # ranks may wait for each other meanwhile
-            return nullcontext()
         if not self._holders.holds(generator):
-            return one_at_a_time()
+            # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
+            return one_at_a_time() if self.agreed.leader is None else nullcontext()
         self._has_begun_holders = False  # an iterator that was never used does not count
         self._begin_holders()
         self._has_begun_holders = True

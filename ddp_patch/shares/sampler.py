@@ -267,7 +267,8 @@ class ShardedSampler(EpochSampler[T]):
             verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
             keeps_sizes=self.keeps_sizes and self._division is None,
             dealing=self._dealing,
-            noted=noted if leader is None else None,
+            # With verify=True, all of it is compared at the end, where every rank raises.
+            noted=noted if leader is None and not options.verify else None,
         )
         is_looked_up = self._is_looked_up()
         has_rest = epoch.dealing is not None and any(taken for _, taken in epoch.before)
