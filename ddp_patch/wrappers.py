@@ -138,11 +138,30 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
         batch_size: int = cast(Any, self.sampler).batch_size
         return batch_size
 
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        self._require_whole("batch_size")
+        cast(Any, self.sampler).batch_size = batch_size
+
     @property
-    def drop_last(self) -> bool:  # type: ignore[override]  # torch's is an attribute; here the wrapped one's counts
+    def drop_last(self) -> bool:
         """The wrapped batch sampler's; AttributeError if it has none."""
         drop_last: bool = cast(Any, self.sampler).drop_last
         return drop_last
+
+    @drop_last.setter
+    def drop_last(self, drop_last: bool) -> None:
+        self._require_whole("drop_last")
+        cast(Any, self.sampler).drop_last = drop_last
+
+    def _require_whole(self, name: str) -> None:
+        """Refuse to set what the division of batches follows from."""
+        if self.agreed.division is not None:
+            raise InvalidOptionError(
+                f"{name} cannot be set where batches are divided (share='within_batches'): how many samples each rank "
+                "gets of a batch, weights and states follow from it. Build the loader with the new value and patch it "
+                "again, with restore_loader() if it should resume."
+            )
 
 
 def _is_made_anew(options: Mapping[str, object]) -> bool:

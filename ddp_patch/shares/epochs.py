@@ -29,7 +29,8 @@ T = TypeVar("T")
 class EpochSampler(DistributedSampler[T]):
     """The base class of all samplers that this package puts into a loader: plan, agreement, epoch count, position.
 
-    It is a ``DistributedSampler``, because every framework recognises a sharded loader by that class.
+    It is a ``DistributedSampler``, because every framework recognises a sharded loader by that class, and shards
+    whatever the sampler says that it may wrap.
 
     Attributes:
         agreed: What the ranks agreed on.
@@ -42,6 +43,8 @@ class EpochSampler(DistributedSampler[T]):
         given: What a loader with one iterator for all epochs has given of its pass; None in other loaders.
         watch: Compares its passes with the other ranks'.
     """
+
+    is_ddp_aware: bool = True
 
     def __init__(self, agreed: Agreed, holders: Holders, facts: Mapping[str, object]) -> None:
         # Don't call DistributedSampler.__init__: it needs a length, and fixes it once.

@@ -27,6 +27,7 @@ from ddp_patch.shares.sizes import Sizes
 from ddp_patch.shares.sources import Drawn, LookedUp, Nothing, Source
 from ddp_patch.shares.step_samples import StepSamples, divided, of_whole_batches
 from ddp_patch.shares.steps import require_steps
+from ddp_patch.shares.transparent import Transparent
 from ddp_patch.streams.generators import random_generators, torch_generators, unmoved
 from ddp_patch.streams.orders import (
     InOrder,
@@ -44,7 +45,7 @@ __all__ = ["ShardedSampler"]
 T = TypeVar("T")
 
 
-class ShardedSampler(EpochSampler[T]):
+class ShardedSampler(Transparent, EpochSampler[T]):
     """Gives one rank its share of the items that another sampler yields.
 
     Attributes:
@@ -55,6 +56,7 @@ class ShardedSampler(EpochSampler[T]):
     latest: Pass[T] | None
     place: Place | None
     _gives_batches: bool = False
+    _inner = "sampler"
 
     def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ITEMS) -> None:
         if agreed.options.scalable_shuffle:
@@ -79,6 +81,10 @@ class ShardedSampler(EpochSampler[T]):
         self._torchs_generators = self._generators_of_torchs()
         self._warned_of_length = False
         self._known_end: dict[str, object] = {}
+        self._seal()
+
+    def _note_set(self, name: str) -> None:
+        self._holders.note_set(self.sampler, name)
 
     @classmethod
     def of(cls, stream: StreamFacts, agreed: Agreed, batching: Batching = ITEMS) -> Self:

@@ -19,6 +19,7 @@ from ddp_patch.shares.iterables.reading import Reader, this_worker
 from ddp_patch.shares.iterables.starts import Items, Loaded, Start
 from ddp_patch.shares.iterables.worker_pass import Terms, WorkerPass
 from ddp_patch.shares.place import Mark, Place, split
+from ddp_patch.shares.transparent import Transparent
 from ddp_patch.shares.turns import made_in_turn, turn_after
 from ddp_patch.streams.generators import generator_states, random_generators, set_generator_states
 from ddp_patch.streams.seeding import EpochCounter, Seed
@@ -28,7 +29,7 @@ __all__ = ["IterableWorkerInit", "ShardedIterable", "random_holder"]
 T = TypeVar("T")
 
 
-class ShardedIterable(IterableDataset[T]):
+class ShardedIterable(Transparent, IterableDataset[T]):
     """One rank's share of another iterable dataset's stream.
 
     ``iterable_sharding="exact"``: in worker j of every rank, ``get_worker_info()`` returns what it would in worker j of
@@ -56,6 +57,10 @@ class ShardedIterable(IterableDataset[T]):
         first_items: Where readers record what they read first, for the ranks to compare; None if nobody does.
     """
 
+    _inner = "dataset"
+    # A position in the whole stream is none in this share, so the dataset's state is not this one's.
+    _hidden = frozenset({"state_dict", "load_state_dict"})
+
     def __init__(
         self,
         dataset: IterableDataset[T],
@@ -82,6 +87,7 @@ class ShardedIterable(IterableDataset[T]):
         self._resumed: tuple[int, Place] | None = None  # which pass continues, and from where
         self._tells_rest = True
         self._loads: int = self.board.loads  # how many loaded states this copy knows of
+        self._seal()
 
     def __len__(self) -> int:
         before: Done = ()
@@ -137,13 +143,6 @@ class ShardedIterable(IterableDataset[T]):
             return made_in_turn([None] * workers, place.split(self._plan.num_replicas)[1] // self._batching.size)
         own = place.parts.done[self._plan.rank * workers :][:workers]
         return [sum(items for _, items in done) // self._batching.size for done in own]
-
-    def __getattr__(self, name: str) -> Any:
-        # The user's own attributes stay within reach. But a position in the whole stream is none in this share, so
-        # the dataset's state is not this one's.
-        if name.startswith("__") or name in {"dataset", "state_dict", "load_state_dict"}:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.dataset, name)
 
     def __iter__(self) -> Iterator[T]:
         return Items(self._items, self._unbegun, self._note_loaded)

@@ -1,0 +1,254 @@
+"""After the patch, what is not the wrapper's is read from, and set on, the sampler or dataset that it wraps."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from messages import raises
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from zoo import as_it_is
+
+from ddp_patch import DDPSamplerWrapper, InvalidOptionError, patch_dataloader_to_ddp
+
+N = 24
+# What the wrapper answers itself: the share's lengths, and the methods by which it is iterated.
+OURS = frozenset({"num_samples"})
+
+
+class Curriculum(Sampler[int]):
+    """Yields the easiest samples, and counts its passes."""
+
+    def __init__(self) -> None:
+        self.limit, self.passes = N, 0
+        self.notes: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return self.limit
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        yield from range(self.limit)
+
+    def easier(self, by: int) -> int:
+        self.limit -= by
+        return self.limit
+
+    @property
+    def half(self) -> int:
+        return self.limit // 2
+
+
+class Tokens(Sampler[list[int]]):
+    """Batches of at most so many tokens, one for each index."""
+
+    def __init__(self) -> None:
+        self.max_tokens, self.batch_size, self.drop_last = 4, 4, False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, N, self.max_tokens):
+            yield list(range(start, min(N, start + self.max_tokens)))
+
+    def __len__(self) -> int:
+        return -(-N // self.max_tokens)
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.max_len = N
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        yield from range(0 if info is None else info.id, self.max_len, 1 if info is None else info.num_workers)
+
+    def longer(self) -> None:
+        self.max_len *= 2
+
+
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "sequential": lambda: SequentialSampler(range(N)),
+    "random": lambda: RandomSampler(range(N)),
+    "random, generator": lambda: RandomSampler(range(N), generator=torch.Generator()),
+    "subset": lambda: SubsetRandomSampler(range(N)),
+    "weighted": lambda: WeightedRandomSampler([1.0] * N, N),
+    "a user's": Curriculum,
+}
+
+
+def sharded(**options: Any) -> list[Any]:
+    """Return what two ranks get of loaders that are made anew for each."""
+    share = options.pop("share", "auto")
+    made = ({name: make() if callable(make) else make for name, make in options.items()} for _ in range(2))
+    given: list[Any] = [DataLoader(collate_fn=as_it_is, **{"dataset": range(N)} | options) for options in made]  # type: ignore[arg-type]
+    return [patch_dataloader_to_ddp(one, rank=rank, num_replicas=2, share=share) for rank, one in enumerate(given)]
+
+
+def given_to(ranks: list[Any]) -> list[int]:
+    """Return all samples of an epoch, after checking that ranks make equal steps."""
+    batches = [list(loader) for loader in ranks]
+    assert len({len(of_rank) for of_rank in batches}) == 1
+    return sorted(index for of_rank in batches for batch in of_rank for index in batch)
+
+
+def public(value: object) -> list[str]:
+    return [name for name in dir(value) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_all_attributes_of_a_sampler_are_there_after_the_patch(name: str) -> None:
+    loader = sharded(sampler=SAMPLERS[name], batch_size=4)[0]
+    wrapper, sampler = loader.sampler, loader.sampler.sampler
+    for attribute in set(public(sampler)) - OURS:
+        ours, theirs = getattr(wrapper, attribute), getattr(sampler, attribute)
+        assert ours is theirs or bool(ours == theirs)
+    for attribute in set(vars(sampler)) - OURS:
+        value = object()
+        setattr(wrapper, attribute, value)
+        assert getattr(sampler, attribute) is value
+        assert attribute not in vars(wrapper)
+        delattr(wrapper, attribute)
+        assert not hasattr(sampler, attribute)
+
+
+def test_all_attributes_of_an_iterable_dataset_are_there_after_the_patch() -> None:
+    wrapper: Any = sharded(dataset=Stream)[0].dataset
+    assert set(public(wrapper)) >= {"dataset"}
+    assert wrapper.max_len == N
+    wrapper.longer()
+    assert wrapper.dataset.max_len == wrapper.max_len == 2 * N
+    for name in ("state_dict", "load_state_dict", "nothing"):
+        assert not hasattr(wrapper, name)
+
+
+def weights(loader: Any) -> None:
+    loader.sampler.weights = torch.tensor([1.0] * 4 + [0.0] * (N - 4), dtype=torch.double)
+
+
+def indices(loader: Any) -> None:
+    loader.sampler.indices = range(8)
+
+
+def limit(loader: Any) -> None:
+    loader.sampler.limit = 8
+
+
+def easier(loader: Any) -> None:
+    assert loader.sampler.easier(by=16) == 2 * loader.sampler.half
+
+
+def tokens(loader: Any) -> None:
+    loader.batch_sampler.max_tokens = 2
+
+
+def max_len(loader: Any) -> None:
+    loader.dataset.max_len = 12
+
+
+SET: dict[str, tuple[Callable[[Any], None], dict[str, Any], Callable[[list[int]], bool]]] = {
+    "weights": (weights, {"sampler": SAMPLERS["weighted"], "batch_size": 4}, lambda got: set(got) <= set(range(4))),
+    "indices": (indices, {"sampler": SAMPLERS["subset"], "batch_size": 2}, lambda got: got == [*range(8)]),
+    "a limit": (limit, {"sampler": Curriculum, "batch_size": 2}, lambda got: got == [*range(8)]),
+    "a method": (easier, {"sampler": Curriculum, "batch_size": 2}, lambda got: got == [*range(8)]),
+    "tokens": (tokens, {"batch_sampler": Tokens}, lambda got: got == [*range(N)]),
+    "a dataset's": (max_len, {"dataset": Stream, "batch_size": 2}, lambda got: got == [*range(12)]),
+    "a dataset's, workers": (
+        max_len,
+        {"dataset": Stream, "batch_size": 2, "num_workers": 2},
+        lambda got: got == [*range(12)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SET)
+@pytest.mark.parametrize("passes", [0, 1])
+def test_what_is_set_after_the_patch_takes_effect_from_the_next_pass_on(name: str, passes: int) -> None:
+    change, options, is_right = SET[name]
+    ranks = sharded(**options)
+    for _ in range(passes):
+        given_to(ranks)
+    for loader in ranks:
+        change(loader)
+    for _ in range(2):
+        assert is_right(given_to(ranks))
+    if "dataset" not in options:
+        assert [len(loader) for loader in ranks] == [len(list(loader)) for loader in ranks]
+
+
+def test_a_counter_that_the_user_sets_through_the_wrapper_goes_on_from_there() -> None:
+    (loader, _) = sharded(sampler=Curriculum, batch_size=4)
+    list(loader)
+    loader.sampler.passes = 7
+    list(loader)
+    assert loader.sampler.passes == 8
+
+
+def test_what_contradicts_the_share_is_refused() -> None:
+    divided = sharded(batch_size=4, share="within_batches")[0]
+    for name in ("batch_size", "drop_last"):
+        with raises(InvalidOptionError, (name, "within_batches"), ("patch it again", "restore_loader()")):
+            setattr(divided.batch_sampler, name, 2)
+    loader = sharded(sampler=Curriculum)[0]
+    for name in ("num_samples", "rank", "num_replicas", "total_size", "seed"):
+        with raises(InvalidOptionError, (name, "DDPSamplerWrapper", "Curriculum", "'sampler'"), "Set it there"):
+            setattr(loader.sampler, name, 3)
+    whole = sharded(batch_sampler=Tokens)[0]
+    whole.batch_sampler.batch_size = 8
+    assert whole.batch_sampler.sampler.batch_size == 8
+
+
+def test_copies_and_pickles_are_transparent_too() -> None:
+    wrapper: Any = DDPSamplerWrapper(Curriculum(), False, rank=0, num_replicas=2)
+    for clone in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):  # noqa: S301 - our own
+        clone.limit = 6
+        assert (clone.sampler.limit, wrapper.limit) == (6, N)
+        assert len(clone) == 3
+
+
+class Shouting(DDPSamplerWrapper[int]):
+    """A user's subclass has attributes of its own."""
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(sampler, False, rank=0, num_replicas=2)
+        self.volume = 11
+
+
+def test_a_users_subclass_keeps_what_it_sets_to_itself() -> None:
+    own: Any = Shouting(Curriculum())
+    assert own.volume == 11
+    assert not hasattr(own.sampler, "volume")
+    assert own.limit == N
+
+
+def test_a_sampler_that_says_it_is_not_sharded_does_not_say_so_for_its_wrapper() -> None:
+    class Open(Curriculum):
+        is_ddp_aware = False
+
+    loader = sharded(sampler=Open)[0]
+    assert patch_dataloader_to_ddp(loader, rank=0, num_replicas=2) is loader
+
+
+class Rows(Dataset[int]):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_torch_batch_sampler_around_the_wrapper_stays_torchs() -> None:
+    loader = sharded(dataset=Rows, batch_size=4, shuffle=True)[0]
+    assert type(loader.batch_sampler) is BatchSampler
+    assert loader.batch_sampler.sampler is loader.sampler
