@@ -1,6 +1,7 @@
 """What ``get_worker_info()`` returns, and how workers are seeded. Seen in torch 2.4.0, 2.13.0 and 2.15.0."""
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from ddp_patch.compat.missing import lacking, private
+from ddp_patch.compat.names import full_name
 
 if TYPE_CHECKING:
     from torch.utils.data._utils.worker import WorkerInfo
@@ -18,21 +20,34 @@ else:
     WorkerInfo = private("torch.utils.data._utils.worker.WorkerInfo", "Sharing an iterable dataset")
 
 __all__ = [
-    "THREAD_WORKERS",
     "WorkerInfo",
     "made_worker_info",
     "noted_worker_info",
     "replace_worker_seed",
     "seed_as_worker",
+    "thread_workers",
     "worker_info_told",
 ]
 
-# The argument by which a loader's workers are threads of its process, and what it is then. torch 2.15.0 has the fields
-# for it in its worker info, but no such loader yet; this is how its development has it.
-THREAD_WORKERS: Final = ("worker_method", "thread")
-
 # Holds the one variable that ``get_worker_info()`` reads in a process.
 _WORKER: Final[Any] = private("torch.utils.data._utils.worker", "Sharing an iterable dataset")
+
+
+def thread_workers(loader: object) -> tuple[str, str] | None:
+    """Return how a loader says that its workers are threads, and how it would say processes; None if they are.
+
+    torch 2.15.0 has fields for a ``worker_method`` in its worker info, but no such loader yet; this is how its
+    development has it. MONAI 1.6.1 makes a context for ``use_thread_workers=True`` whose processes are threads.
+    """
+    if getattr(loader, "worker_method", None) == "thread":
+        return "worker_method='thread'", "worker_method='multiprocessing'"
+    context = getattr(loader, "multiprocessing_context", None)
+    process = getattr(context, "Process", None)
+    if not (isinstance(process, type) and issubclass(process, threading.Thread)):
+        return None
+    if any(full_name(kind) == "monai.data.thread_buffer.ThreadDataLoader" for kind in type(loader).__mro__):
+        return "use_thread_workers=True", "use_thread_workers=False"
+    return f"multiprocessing_context={type(context).__name__}()", "multiprocessing_context='spawn'"
 
 
 def made_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> WorkerInfo:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-__all__ = ["READERS", "WORLD_NAMES", "WORLD_WORDS", "splits_by_node", "webdataset_world"]
+__all__ = ["READERS", "WORLD_NAMES", "WORLD_WORDS", "is_single_node_only", "splits_by_node", "webdataset_world"]
 
 # Attributes that hold a rank and the number of ranks, also with an underscore before each. No package promises them.
 # Each pair by where it was seen:
@@ -36,15 +36,27 @@ def splits_by_node(attributes: Mapping[str, Any]) -> bool:
     The function stores no world; it asks for one when it runs. A copy of it in another package keeps its name. Seen in
     webdataset 1.0.2.
     """
-    stages = attributes.get("pipeline")
-    return isinstance(stages, list) and any(_function_name(stage) == "split_by_node" for stage in stages)
+    return _has_stage(attributes, "split_by_node")
+
+
+def is_single_node_only(attributes: Mapping[str, Any]) -> bool:
+    """Return whether a stage of a webdataset's pipeline is ``single_node_only``, the default of ``nodesplitter=``.
+
+    It raises a ValueError when it runs on several ranks, and else does nothing. Seen in webdataset 1.0.2.
+    """
+    return _has_stage(attributes, "single_node_only")
 
 
 def webdataset_world() -> tuple[int, int]:
-    """Return the rank and the number of ranks over which webdataset's ``split_by_node`` splits now."""
+    """Return the rank and the number of ranks that webdataset's stages see now."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def _has_stage(attributes: Mapping[str, Any], name: str) -> bool:
+    stages = attributes.get("pipeline")
+    return isinstance(stages, list) and any(_function_name(stage) == name for stage in stages)
 
 
 def _function_name(value: Any) -> str | None:

@@ -27,6 +27,10 @@ MARGIN_S = 5.0
 # The most bytes to put into one value of the store; TCPStore takes no more than 8 MiB.
 _LARGEST_VALUE = 2**22
 
+# What this process left in the store that nobody may read: keys by the number of their meeting, by its members. They
+# are deleted in a later meeting, which nobody comes to before leaving the earlier ones.
+_unread: dict[str, dict[int, list[str]]] = {}
+
 
 def exchange(
     members: Sequence[int],
@@ -53,6 +57,7 @@ def exchange(
     with store_reached(doing):
         meeting.bring(record)
         outcome, content = meeting.judged(judge) if meeting.leads else meeting.answered()
+    meeting.end(outcome)
     if outcome == "raise":
         # A traceback that held the error itself would keep the caller's loader, and its workers, for long.
         try:
@@ -107,11 +112,13 @@ class _Meeting:
         self.leads = self.rank == self.members[0]
         self.store = default_store()
         self.base = "ddp_patch/" + hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
+        self.unread = _unread.setdefault(self.base, {})
 
     def bring(self, record: Any) -> None:
         # Count in the store, so that a new process group starts from zero.
         self.number = self.store.add(f"{self.base}/count/{self.rank}", 1)
         self.store.set(f"{self.base}/at/{self.rank}", self.doing)
+        self.unread[self.number] = [self._key("decision")] if self.leads else []
         self._put(self._key("record", self.rank), record)
 
     def judged(self, judge: Callable[[Mapping[int, Any]], Mapping[int, Any]]) -> _Answer:
@@ -137,7 +144,7 @@ class _Meeting:
         if not self._wait(list(keys.values()), self.timeout):
             raise self._missing(self.timeout)
         records = {rank: self._take(key) for rank, key in keys.items()}
-        self.store.delete_key(self._key("decision", number=self.number - 1))  # every member is past it
+        self._clear_earlier()
         return records
 
     def announce(self, answers: Mapping[int, _Answer]) -> None:
@@ -153,7 +160,19 @@ class _Meeting:
         if not came:
             raise self._missing(seconds)
         answer: _Answer = self._take(key)
+        self._clear_earlier()
         return answer
+
+    def end(self, outcome: str) -> None:
+        """Note that all that this rank left is read, if nobody refused: all but the decision."""
+        if outcome == "return":
+            self.unread[self.number][self.leads :] = []
+
+    def _clear_earlier(self) -> None:
+        """Delete what nobody read in earlier meetings: every member has left them."""
+        for number in [number for number in self.unread if number < self.number]:
+            for key in self.unread.pop(number):
+                self.store.delete_key(key)
 
     def _decide(self, outcome: str) -> str:
         """Set the outcome of this exchange unless a member has set one already; return the outcome."""
@@ -166,8 +185,8 @@ class _Meeting:
             "Correct the error above and start all ranks again."
         )
 
-    def _key(self, what: str, rank: int | None = None, *, number: int | None = None) -> str:
-        return f"{self.base}/{self.number if number is None else number}/{what}" + ("" if rank is None else f"/{rank}")
+    def _key(self, what: str, rank: int | None = None) -> str:
+        return f"{self.base}/{self.number}/{what}" + ("" if rank is None else f"/{rank}")
 
     def _put(self, key: str, value: Any) -> None:
         data = packed(value)
@@ -175,6 +194,7 @@ class _Meeting:
         for place, part in enumerate(slices):
             self.store.set(f"{key}/{place}", part)  # type: ignore[arg-type]  # bytes are taken; the stubs say str
         self.store.set(key, str(len(slices)))  # last, so that the slices are there when it is
+        self.unread[self.number] += [key, *(f"{key}/{place}" for place in range(len(slices)))]
 
     def _take(self, key: str) -> Any:
         slices = [f"{key}/{place}" for place in range(int(self.store.get(key)))]

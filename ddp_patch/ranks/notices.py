@@ -1,12 +1,14 @@
 """Exchange records between ranks through the process group's store, without waiting."""
 
 import hashlib
+import os
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
-from weakref import ref
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch.distributed as dist
 
@@ -20,10 +22,20 @@ __all__ = ["Letters", "Notices", "Peers", "agreed_peers", "given_peers", "unwatc
 # A rank reads the records of at most this many others. A rank that differs from all others notices that by itself.
 _MOST_READ = 32
 
+# Which process group it is of those that had the same store, and how often loaders that look alike were patched in it.
+_given: WeakKeyDictionary[Any, tuple[int, Counter[str]]] = WeakKeyDictionary()
+
+# The store is told at once of loaders that are gone, if these are more.
+_MOST_UNTOLD = 8
+
 _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
 
+# What ranks leave each other letters about: which passes they make, and the orders in which they read.
+_Subject = Literal["", "orders"]
+_SUBJECTS: tuple[_Subject, ...] = ("", "orders")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Peers:
     """The ranks that exchange records about the same loader, and where.
 
@@ -67,7 +79,8 @@ class Peers:
 def agreed_peers(members: Sequence[int], number: int) -> Peers:
     """Return who made an agreement with this rank."""
     rank = dist.get_rank()
-    return Peers(f"ddp_patch/passes/{_digest(members)}/{number}", number, rank, _read_by(rank, list(members)))
+    key = f"ddp_patch/passes/{_digest(members)}/{number}"
+    return _cleared_later(Peers(key, number, rank, _read_by(rank, list(members))), list(members))
 
 
 def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) -> Peers | None:
@@ -94,13 +107,17 @@ def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) 
             "come from the process group, or simulate other worlds without a process group."
         )
     rank, store = dist.get_rank(), default_store()
-    base = f"ddp_patch/given/{num_replicas}/{_digest(sorted(described.items()))}"
     try:
-        number = store.add(f"{base}/count/{rank}", 1)  # in the store, so that a new process group starts from zero
+        if store not in _given:
+            _given[store] = store.add(f"ddp_patch/given/{rank}", 1), Counter()
     except RuntimeError:  # the store is gone
         return None
-    others = _read_by(rank, list(range(ranks)))
+    group, counts = _given[store]
+    base = f"ddp_patch/given/{group}/{num_replicas}/{_digest(sorted(described.items()))}"
+    counts[base] += 1
+    number, others = counts[base], _read_by(rank, list(range(ranks)))
     peers = Peers(f"{base}/{number}", number, rank, others, (share, num_replicas), ranks // num_replicas)
+    _cleared_later(peers, list(range(ranks)))
     peers.require_fair_shares(Notices(peers).exchange(Record(share=share)))
     return peers
 
@@ -123,12 +140,13 @@ class Letters:
         subject: What it is about, if it is not which passes they make.
     """
 
-    def __init__(self, peers: Peers, subject: str = "") -> None:
-        key = peers.key + (subject and f"/{subject}")
-        self._own_key = f"{key}/{peers.rank}"
+    def __init__(self, peers: Peers, subject: _Subject = "") -> None:
+        _tell_gone()
+        self._peers = peers  # as long as they are here, the letters stay
+        self._own_key = _letter(peers.key, subject, peers.rank)
         # No more than a reference: a store that is kept keeps its port, too.
         self._store: ref[Any] | None = ref(default_store())
-        self._unseen = {rank: f"{key}/{rank}" for rank in peers.others}
+        self._unseen = {rank: _letter(peers.key, subject, rank) for rank in peers.others}
         self._seen: dict[int, str] = {}
 
     def exchange(self, text: str | None) -> dict[int, bytes]:
@@ -167,6 +185,56 @@ class Letters:
             came = [rank for rank, key in self._unseen.items() if store.check([key])]
         self._seen |= {rank: self._unseen.pop(rank) for rank in came}
         return dict(zip(self._seen, store.multi_get(list(self._seen.values())), strict=True))
+
+
+class _Gone(NamedTuple):
+    """A loader that is gone on this rank, of which the store was not told yet.
+
+    Attributes:
+        process: The process that patched it, which alone may use the store: workers are forked from it.
+        store: The store in which ranks compare it.
+        key: Names the loader there.
+        ranks: All that may have it.
+    """
+
+    process: int
+    store: ref[Any]
+    key: str
+    ranks: Sequence[int]
+
+
+_gone: deque[_Gone] = deque()
+
+
+def _cleared_later(peers: Peers, ranks: Sequence[int]) -> Peers:
+    """Have letters deleted once the loader is gone on all ranks: until then a slower one may read them."""
+    finalize(peers, _note_gone, _Gone(os.getpid(), ref(default_store()), peers.key, ranks)).atexit = False
+    return peers
+
+
+def _note_gone(gone: _Gone) -> None:
+    """Tell the store with the next loader. A script's last loaders may outlive the store, and torch logs that."""
+    _gone.append(gone)
+    if len(_gone) > _MOST_UNTOLD and gone.process == os.getpid():
+        _tell_gone()
+
+
+def _tell_gone() -> None:
+    """Tell the store which loaders are gone on this rank; delete the letters about those that are gone on all."""
+    if not dist.is_initialized():
+        return
+    current = default_store()
+    with suppress(IndexError, RuntimeError):  # no more, maybe since another thread took it; or the store is gone
+        while True:
+            _, store, key, ranks = _gone.popleft()
+            if store() is current and current.add(f"{key}/gone", 1) == len(ranks):
+                for letter in (_letter(key, subject, rank) for subject in _SUBJECTS for rank in ranks):
+                    current.delete_key(letter)
+                current.delete_key(f"{key}/gone")
+
+
+def _letter(key: str, subject: _Subject, rank: int) -> str:
+    return f"{key}/{subject or 'passes'}/{rank}"
 
 
 class Notices:

@@ -7,10 +7,12 @@ from torch.utils.data import DataLoader
 from ddp_patch.compat.datasets import is_split_by_node
 from ddp_patch.compat.frameworks import asks_for_its_own_dataset
 from ddp_patch.compat.torch_loaders import torchdata_batch_sampler
-from ddp_patch.compat.torch_workers import THREAD_WORKERS
+from ddp_patch.compat.torch_workers import thread_workers
+from ddp_patch.compat.worlds import is_single_node_only, webdataset_world
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
 from ddp_patch.loaders.recognition import line_for_inner, nested_datasets
+from ddp_patch.loaders.worlds import stored
 from ddp_patch.options import Options
 from ddp_patch.plan import ITEMS, Batching, Plan
 from ddp_patch.ranks.world import World
@@ -31,6 +33,7 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
         NoStepsError: A rank would make no step.
     """
     found = facts.sharded_by
+    _require_readable(facts)
     if any(map(is_split_by_node, nested_datasets(facts.dataset))):
         raise UnsupportedLoaderError(
             f"{type(facts.dataset).__name__} was split by split_dataset_by_node() already, so sharding it again would "
@@ -102,13 +105,28 @@ def _require_copyable(facts: LoaderFacts[Any]) -> None:
 
 def _require_processes(facts: LoaderFacts[Any]) -> None:
     """Refuse workers that are threads: their draws advance the random states from which samplers draw."""
-    name, threads = THREAD_WORKERS
-    if facts.num_workers > 0 and getattr(facts.loader, name, None) == threads:
+    if facts.num_workers > 0 and (found := thread_workers(facts.loader)) is not None:
+        threads, processes = found
         raise UnsupportedLoaderError(
-            f"{type(facts.loader).__name__} with {name}={threads!r} and num_workers={facts.num_workers} cannot be "
-            "patched: threads use the same random states as the sampler, so ranks would draw different orders and "
-            "lose samples. Use worker_method='multiprocessing', or num_workers=0."
+            f"{type(facts.loader).__name__} with {threads} and num_workers={facts.num_workers} cannot be patched: "
+            "its workers are threads, which use the same random states as the sampler, so ranks would draw different "
+            f"orders and lose samples. Use {processes}, or num_workers=0."
         )
+
+
+def _require_readable(facts: LoaderFacts[Any]) -> None:
+    """Refuse a webdataset that raises when ranks read it, which its workers would do in the middle of a training."""
+    _, ranks = webdataset_world()
+    if facts.level is not Level.ITERABLE or ranks == 1:
+        return
+    for dataset in nested_datasets(facts.dataset):
+        if is_single_node_only(stored(dataset)):
+            raise UnsupportedLoaderError(
+                f"{type(dataset).__name__} cannot be read on {ranks} ranks: its nodesplitter is webdataset's "
+                "single_node_only, the default, which raises a ValueError then. Build it with "
+                "webdataset.WebDataset(..., nodesplitter=None), or leave the stage webdataset.single_node_only out of "
+                "webdataset.DataPipeline(...). Every rank then reads the same shards and keeps its share of them."
+            )
 
 
 def _require_iterable_options(facts: LoaderFacts[Any], options: Options) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import SpawnContext
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,6 +194,33 @@ def test_workers_that_are_threads_are_refused_by_name() -> None:
     for remedy in ({"num_workers": 2}, {"worker_method": "thread"}):
         given = Threaded(Indices(), **remedy)
         assert ddp_patch.extract_loader_parameters(patch_dataloader_to_ddp(given, **WORLD))["worker_method"]
+
+
+class ThreadContext(SpawnContext):
+    """Its processes are threads, as MONAI's are."""
+
+    Process = threading.Thread  # type: ignore[assignment]  # which is the point
+
+
+def test_a_context_whose_processes_are_threads_is_refused_by_name() -> None:
+    given = DataLoader(Indices(), num_workers=2, multiprocessing_context=ThreadContext())
+    told = ("DataLoader", "multiprocessing_context=ThreadContext()", "num_workers=2")
+    with raises(UnsupportedLoaderError, told, ("multiprocessing_context='spawn'", "num_workers=0")):
+        patch_dataloader_to_ddp(given, **WORLD)
+    remedy: Any = DataLoader(Indices(), num_workers=2, multiprocessing_context="spawn")
+    assert patch_dataloader_to_ddp(remedy, **WORLD).num_workers == 2
+
+
+def test_monais_thread_workers_are_refused_by_its_own_argument() -> None:
+    class ThreadDataLoader(DataLoader[Any]):
+        __module__, __qualname__ = "monai.data.thread_buffer", "ThreadDataLoader"
+
+    class Own(ThreadDataLoader):
+        pass
+
+    given = Own(Indices(), num_workers=2, multiprocessing_context=ThreadContext())
+    with raises(UnsupportedLoaderError, ("Own", "use_thread_workers=True"), ("use_thread_workers=False",)):
+        patch_dataloader_to_ddp(given, **WORLD)
 
 
 def test_a_worker_that_turns_out_to_be_a_thread_changes_no_random_state() -> None:

@@ -38,8 +38,43 @@ def unsplit(world: World, **options: Any) -> Any:
     return DataLoader(stream(nodesplitter=None), batch_size=4, **options)
 
 
-def single_node(world: World) -> Any:
-    return DataLoader(stream(), batch_size=4)
+def single_node(world: World, **options: Any) -> Any:
+    return DataLoader(stream(), batch_size=4, **options)
+
+
+def without_node_splitter(loader: Any, options: dict[str, Any]) -> Any:
+    return patch_dataloader_to_ddp(unsplit(World(), num_workers=loader.num_workers), **options)
+
+
+def stages(*splitters: Any) -> list[Any]:
+    return [wds.SimpleShardList(shards()), *splitters, wds.split_by_worker, wds.tarfile_to_samples(), wds.decode()]
+
+
+def pipeline(world: World) -> Any:
+    return DataLoader(wds.DataPipeline(*stages(wds.single_node_only), wds.to_tuple("cls")), batch_size=4)
+
+
+def without_stage(loader: Any, options: dict[str, Any]) -> Any:
+    return patch_dataloader_to_ddp(
+        DataLoader(wds.DataPipeline(*stages(), wds.to_tuple("cls")), batch_size=4), **options
+    )
+
+
+def composed(world: World) -> Any:
+    return DataLoader(stream().compose(wds.map(tuple)), batch_size=4)
+
+
+def mixed(world: World) -> Any:
+    return DataLoader(wds.RoundRobin([stream(), stream()]), batch_size=4)
+
+
+def mixed_without(loader: Any, options: dict[str, Any]) -> Any:
+    parts = [stream(nodesplitter=None), stream(nodesplitter=None)]
+    return patch_dataloader_to_ddp(DataLoader(wds.RoundRobin(parts), batch_size=4), **options)
+
+
+def web_loader_of_one_node(world: World) -> Any:
+    return wds.WebLoader(stream(), batch_size=4).pipeline[0]
 
 
 def split_by_node(world: World) -> Any:
@@ -55,6 +90,10 @@ def patch_inner(outer: Any, options: dict[str, Any]) -> Any:
     return outer
 
 
+def refused(name: str, make: Any, remedy: Any, told: str = "webdataset.WebDataset(..., nodesplitter=None)") -> Case:
+    return Case("webdataset", name, make, Fate.REFUSED, on_ranks=True, remedy=remedy, told=told)
+
+
 CASES = [
     Case("webdataset", "`WebDataset(nodesplitter=None)`", unsplit),
     Case(
@@ -64,6 +103,18 @@ CASES = [
     ),
     Case("webdataset", "`WebDataset(nodesplitter=None)` on ranks", unsplit, on_ranks=True),
     Case("webdataset", "`WebDataset(nodesplitter=split_by_node)`", split_by_node, Fate.AS_IT_IS, on_ranks=True),
+    Case("webdataset", "`WebDataset` in a world given by hand", single_node),
+    refused("`WebDataset`", single_node, without_node_splitter),
+    refused("`WebDataset` with 2 workers", lambda world: single_node(world, num_workers=2), without_node_splitter),
+    refused("`WebDataset(...).compose(...)`", composed, without_node_splitter),
+    refused("`RoundRobin` of two", mixed, mixed_without),
+    refused("the loader inside `WebLoader`", web_loader_of_one_node, without_node_splitter),
+    refused(
+        "`DataPipeline` with `single_node_only`",
+        pipeline,
+        without_stage,
+        "leave the stage webdataset.single_node_only out of webdataset.DataPipeline(...)",
+    ),
     Case(
         "webdataset",
         "`WebLoader`",

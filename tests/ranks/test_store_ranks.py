@@ -1,0 +1,141 @@
+"""What loaders leave in the store of the process group: all that a slower rank needs, and nothing that grows."""
+
+import gc
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from quick import run_ranks
+from torch.utils.data import DataLoader
+from zoo import Indices, Source, as_it_is, seed_ambient
+
+from ddp_patch import DDPPatchError, DDPSamplerWrapper, patch_dataloader_to_ddp, patch_dataloaders_to_ddp
+from ddp_patch.compat.torch_groups import default_store
+
+MANY = 25
+
+
+def given(n: int = 48) -> DataLoader[Any]:
+    return DataLoader(Indices(n), batch_size=4, collate_fn=as_it_is, shuffle=True)
+
+
+def stream() -> DataLoader[Any]:
+    return DataLoader(Source(48), batch_size=4, collate_fn=as_it_is)
+
+
+def whole(loader: Any) -> None:
+    assert list(loader)
+
+
+def by_hand(rank: int) -> Any:
+    return patch_dataloader_to_ddp(given(), rank=rank, num_replicas=dist.get_world_size())
+
+
+LENGTHS = count(48)
+
+
+def grown(rank: int) -> Any:
+    """Patch a loader of a dataset that grows."""
+    return patch_dataloader_to_ddp(given(next(LENGTHS)), rank=rank, num_replicas=dist.get_world_size())
+
+
+def refused(rank: int, at: int | None = None) -> None:
+    """On one rank or on every one; who refuses does not come to the meeting."""
+    with pytest.raises(DDPPatchError):
+        patch_dataloader_to_ddp(given(), share="all" if at in {rank, None} else None)  # type: ignore[arg-type]
+
+
+# Makes a loader, reads it and lets it go.
+MADE: dict[str, Callable[[int], object]] = {
+    "patched": lambda rank: patch_dataloader_to_ddp(given()),
+    "read": lambda rank: whole(patch_dataloader_to_ddp(given())),
+    "stream": lambda rank: whole(patch_dataloader_to_ddp(stream())),
+    "several": lambda rank: patch_dataloaders_to_ddp({"train": given(), "val": given(20)}),
+    "wrapper": lambda rank: whole(DDPSamplerWrapper(list(range(20)))),
+    "leader": lambda rank: whole(patch_dataloader_to_ddp(given(), agreement="leader")),
+    "verify": lambda rank: whole(patch_dataloader_to_ddp(given(), verify=True)),
+    "by worker": lambda rank: whole(patch_dataloader_to_ddp(stream(), iterable_sharding="by_worker")),
+    "by hand": lambda rank: whole(by_hand(rank)),
+    "by hand, grown": lambda rank: whole(grown(rank)),
+    "half of a world by hand": lambda rank: whole(patch_dataloader_to_ddp(given(), rank=0, num_replicas=1)),
+    "refused": refused,
+    "refused by the first": lambda rank: refused(rank, 0),
+    "refused by the last": lambda rank: refused(rank, 1),
+}
+
+
+def keys() -> int:
+    """How many there are once the next loader is patched."""
+    gc.collect()
+    patch_dataloader_to_ddp(given())
+    return keys_now()
+
+
+def keys_now() -> int:
+    dist.barrier()
+    count: int = default_store().num_keys()
+    dist.barrier()
+    return count
+
+
+def made_again_and_again(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+    seed_ambient(rank)
+    counts = {}
+    for name, make in MADE.items():
+        for _ in range(3):
+            make(rank)
+        few = keys()
+        for _ in range(MANY):
+            make(rank)
+        counts[name] = few, keys()
+    return counts
+
+
+def test_patching_again_and_again_leaves_nothing_that_grows() -> None:
+    for counts in run_ranks(made_again_and_again, 2):
+        assert {name: many - few for name, (few, many) in counts.items() if many > few} == {}
+
+
+def dropped_together(rank: int, world_size: int) -> tuple[int, int, int]:
+    kept = [patch_dataloader_to_ddp(given()) for _ in range(MANY)]
+    many = keys_now()
+    del kept
+    gc.collect()
+    return many, keys_now(), keys()
+
+
+def test_loaders_that_are_dropped_together_leave_the_store_without_another_patch() -> None:
+    for many, few, least in run_ranks(dropped_together, 2):
+        assert many >= 2 * MANY
+        assert few <= many - 2 * (MANY - 9)  # of the last eight, the store is told with the next loader
+        assert least < 12
+
+
+def dropped_by_the_faster(rank: int, world_size: int) -> tuple[str, int]:
+    """Rank 0 looks, trains, drops the loader and patches others, before rank 1 reads its first batch."""
+    seed_ambient(rank)
+    train: Any = patch_dataloader_to_ddp(given())
+    if rank == 0:
+        next(iter(train))
+        whole(train)
+        del train
+        gc.collect()
+    others = [patch_dataloader_to_ddp(given()) for _ in range(3)]
+    told = ""
+    if rank == 1:
+        try:
+            whole(train)
+        except DDPPatchError as error:
+            told = f"{type(error).__name__}: {error}"
+        del train
+    del others
+    return told, keys()
+
+
+def test_what_a_faster_rank_did_with_a_loader_that_it_dropped_is_still_found() -> None:
+    first, second = run_ranks(dropped_by_the_faster, 2)
+    assert second[0].startswith("RankMismatchError")
+    assert "Rank 0 took 1 batch of epoch 0 and then began epoch 1" in second[0]
+    assert first[1] == second[1] < 12  # of which none is of that loader
