@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 from weakref import proxy
@@ -54,6 +55,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         dataset: The dataset that the user gave.
         board: What the main process and the workers report to each other.
         ends: How many batches the workers made, with ``iterable_sharding="by_worker"``.
+        chosen_epoch: The epoch that the user has chosen by this object's ``set_epoch``, until a pass begins.
         first_items: Where readers record what they read first, for the ranks to compare; None if nobody does.
     """
 
@@ -87,7 +89,17 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         self._resumed: tuple[int, Place] | None = None  # which pass continues, and from where
         self._tells_rest = True
         self._loads: int = self.board.loads  # how many loaded states this copy knows of
+        self.chosen_epoch: int | None = None
         self._seal()
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return partial(self._choose_epoch, found) if name == "set_epoch" and callable(found) else found
+
+    def _choose_epoch(self, tell: Callable[[int], object], epoch: int) -> None:
+        """Tell the user's dataset its epoch, whatever it does with it; the next pass is over that epoch."""
+        tell(epoch)
+        self.chosen_epoch = epoch
 
     def __len__(self) -> int:
         before: Done = ()

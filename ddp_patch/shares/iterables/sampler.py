@@ -1,6 +1,7 @@
 """The index sampler of a sharded iterable dataset, which begins each epoch in the main process."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain, compress, count, cycle
 from time import monotonic, sleep
@@ -8,6 +9,7 @@ from typing import Any
 
 from ddp_patch.errors import StateError
 from ddp_patch.loaders.facts import LoaderFacts
+from ddp_patch.loaders.nesting import DatasetEpoch
 from ddp_patch.plan import Batching, Done
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.order_guard import OrderGuard
@@ -68,6 +70,7 @@ class StreamSampler(EpochSampler[None]):
             guard = OrderGuard(peers, dataset.dataset, dataset.first_items, self._read_one_stream)
             self.watch.orders = guard.compare
         self.balance: Balance | None = None
+        self._dataset_epoch = DatasetEpoch(dataset.dataset)
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def _stream_length(self, epoch: int) -> int:
@@ -79,7 +82,20 @@ class StreamSampler(EpochSampler[None]):
         """Return whether all workers read the same stream in a pass; False while that is unknown."""
         return self.dataset.board.ways(number) == {"stream"}
 
+    def beginning(self, generator: object) -> AbstractContextManager[object]:
+        """Return what to enter while a loader makes an iterator; its workers are started for the upcoming epoch."""
+        self._follow_dataset()
+        return super().beginning(generator)
+
+    def _follow_dataset(self) -> None:
+        """Let an epoch that somebody has set on the dataset be the next one."""
+        chosen, self.dataset.chosen_epoch = self.dataset.chosen_epoch, None
+        epoch = self._dataset_epoch.set_by_user() if chosen is None else chosen
+        if epoch is not None and epoch != self.epochs.upcoming:
+            self.set_epoch(epoch)
+
     def __iter__(self) -> Iterator[None]:
+        self._follow_dataset()
         self._iterated = self.epochs.upcoming
         return self._indices() if self._division is None else compress(self._indices(), cycle(self._takes))
 
@@ -118,8 +134,7 @@ class StreamSampler(EpochSampler[None]):
         self.latest, self.place, self.balance = one, None, None
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
-        if callable(tell := getattr(self.dataset.dataset, "set_epoch", None)):
-            tell(epoch)
+        self._dataset_epoch.tell(epoch)
         try:
             yield from chain.from_iterable(one.runs())
         finally:

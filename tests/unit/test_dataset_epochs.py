@@ -1,0 +1,139 @@
+"""The epoch that a user sets on an iterable dataset is the next one, as one that is set on the loader."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from zoo import as_it_is
+
+from ddp_patch import patch_dataloader_to_ddp
+
+N = 12
+
+
+class Told(IterableDataset[tuple[int, int]]):
+    """Gives each sample with the epoch that it was told."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def now(self) -> int:
+        return self.epoch
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        info = get_worker_info()
+        for index in range(0 if info is None else info.id, N, 1 if info is None else info.num_workers):
+            yield self.now(), index
+
+
+class ToldUnderAnotherName(Told):
+    def __init__(self) -> None:
+        self._current_epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._current_epoch = epoch
+
+    def now(self) -> int:
+        return self._current_epoch
+
+
+class ToldUnseen(Told):
+    """Keeps what follows from its epoch alone."""
+
+    def __init__(self) -> None:
+        self.seed = 1000
+
+    def set_epoch(self, epoch: int) -> None:
+        self.seed = 1000 + epoch
+
+    def now(self) -> int:
+        return self.seed - 1000
+
+
+class Counts(Told):
+    """Goes to the next epoch by itself."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        yield from super().__iter__()
+        self.epoch += 1
+
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "main": {},
+    "workers": {"num_workers": 2},
+    "persistent": {"num_workers": 2, "persistent_workers": True},
+}
+
+
+def ranks_of(dataset: Any, **options: Any) -> list[Any]:
+    given: Any = DataLoader(dataset, batch_size=2, collate_fn=as_it_is, **options)
+    return [patch_dataloader_to_ddp(given, rank=rank, num_replicas=2) for rank in range(2)]
+
+
+def epoch_of(ranks: list[Any]) -> int:
+    """Go through an epoch on all ranks; each sample comes once, and all in one epoch."""
+    found = [item for loader in ranks for batch in loader for item in batch]
+    assert sorted(index for _, index in found) == [*range(N)]
+    (epoch,) = {epoch for epoch, _ in found}
+    return epoch
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", [Told, ToldUnderAnotherName])
+def test_an_epoch_that_is_set_on_the_users_dataset(kind: type[Told], workers: str) -> None:
+    dataset = kind()
+    ranks = ranks_of(dataset, **WORKERS[workers])
+    assert [_each(dataset, resumed, ranks) for resumed in (5, 6, 7)] == [5, 6, 7]
+    assert epoch_of(ranks) == 8
+
+
+def _each(dataset: Told, epoch: int, ranks: list[Any]) -> int:
+    """One dataset is read by both simulated ranks, which on real ones have one each."""
+    items = []
+    for loader in ranks:
+        dataset.set_epoch(epoch)
+        items += [item for batch in loader for item in batch]
+    assert sorted(index for _, index in items) == [*range(N)]
+    (found,) = {found for found, _ in items}
+    return found
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", [Told, ToldUnderAnotherName, ToldUnseen])
+def test_an_epoch_that_is_set_through_the_loader(kind: type[Told], workers: str) -> None:
+    ranks = ranks_of(kind(), **WORKERS[workers])
+    assert epoch_of(ranks) == 0
+    for loader in ranks:
+        loader.dataset.set_epoch(5)
+    assert [epoch_of(ranks) for _ in range(2)] == [5, 6]
+    for loader in ranks:
+        loader.set_epoch(3)
+    assert epoch_of(ranks) == 3
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_an_epoch_that_was_set_before_the_patch(workers: str) -> None:
+    dataset = Told()
+    dataset.set_epoch(5)
+    ranks = ranks_of(dataset, **WORKERS[workers])
+    assert _each(dataset, 5, ranks) == 5
+    assert epoch_of(ranks) == 6
+
+
+def test_a_dataset_that_counts_by_itself_goes_on_as_before() -> None:
+    (loader, _) = ranks_of(Counts())
+    assert [{epoch for batch in loader for epoch, _ in batch} for _ in range(3)] == [{0}, {1}, {2}]
+
+
+def test_a_dataset_that_is_told_nothing_has_no_set_epoch() -> None:
+    class Plain(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from range(N)
+
+    (loader, _) = ranks_of(Plain())
+    assert not hasattr(loader.dataset, "set_epoch")
+    assert [len(list(loader)) for _ in range(2)] == [3, 3]
