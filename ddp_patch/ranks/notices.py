@@ -31,8 +31,8 @@ _MOST_UNTOLD = 8
 _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
 
 # What ranks leave each other letters about: which passes they make, and the orders in which they read.
-_Subject = Literal["", "orders"]
-_SUBJECTS: tuple[_Subject, ...] = ("", "orders")
+_Subject = Literal["", "orders", "marks"]
+_SUBJECTS: tuple[_Subject, ...] = ("", "orders", "marks")
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -8,9 +8,12 @@ from ddp_patch.compat.datasets import order_remedy
 from ddp_patch.errors import RankMismatchError, StreamOrderWarning
 from ddp_patch.ranks.comparison import ranks_text
 from ddp_patch.ranks.notices import Letters, Peers
+from ddp_patch.ranks.stream_marks import Divergence, PartMarks, divergence
+from ddp_patch.ranks.stream_marks import decoded as decoded_marks
+from ddp_patch.ranks.stream_marks import encoded as encoded_marks
 from ddp_patch.ranks.stream_orders import Finding, Notes, Verdict, compare_parts, decoded, encoded
 
-__all__ = ["Noted", "OrderGuard", "compare_workers"]
+__all__ = ["EndGuard", "Marked", "Noted", "OrderGuard", "compare_workers"]
 
 # What to do where no package is known to shuffle.
 _SEED = (
@@ -121,3 +124,58 @@ class OrderGuard:
                 StreamOrderWarning,
                 stacklevel=2,
             )
+
+
+class Marked(Protocol):
+    """Where a rank's readers mark what they read, to the end of each pass."""
+
+    def passes(self) -> Mapping[str, Sequence[PartMarks]]:
+        """Return the marks of the latest passes, part by part, by what all ranks call the pass."""
+
+
+class EndGuard:
+    """Compares what this rank's readers read, to the end of each pass, with what the other ranks' read.
+
+    Args:
+        peers: Who they are.
+        dataset: What is read.
+        marked: What this rank's readers marked.
+    """
+
+    def __init__(self, peers: Peers, dataset: object, marked: Marked) -> None:
+        self._rank, self._number, self._name = peers.rank, peers.number, type(dataset).__name__
+        self._letters, self._marked = Letters(peers, "marks"), marked
+        self._left = ""
+
+    def compare(self) -> None:
+        """Leave what was marked, and compare it with what the others have left by now.
+
+        Raises:
+            RankMismatchError: The ranks read other items, or not equally many.
+        """
+        mine = self._marked.passes()
+        news = encoded_marks(mine)
+        others = self._letters.exchange(None if news == self._left else news)
+        self._left = news
+        for rank, text in others.items():
+            theirs = decoded_marks(text)
+            # Shortened as the others' are.
+            for name, parts in decoded_marks(news).items():
+                found = divergence(parts, theirs.get(name, ()))
+                if found is not None:
+                    raise self._error(name, rank, found)
+
+    def _error(self, name: str, rank: int, found: Divergence) -> RankMismatchError:
+        where = f"part {found.part} of {self._name} in {name.rpartition(' (')[0]}"
+        what = (
+            f"{where} ends after {found.count} items on one of them, and has more on the other"
+            if found.is_end
+            else f"{where} differs within the first {found.count} items"
+        )
+        return RankMismatchError(
+            f"Iterating the loader that was patched as number {self._number}: rank {self._rank} and "
+            f"{ranks_text([rank])} read different streams. {what[0].upper()}{what[1:]}. Each rank keeps its shard of "
+            "what should be one stream, so samples would be lost and steps would not be equal. Let the dataset give "
+            "every rank the same: skip an unreadable item on all of them or raise an error, and raise an error where a "
+            "connection is lost. Or use iterable_sharding='by_worker', where each rank reads a part of its own."
+        )

@@ -53,11 +53,12 @@ class PassNotes:
         """Whether the pass came to its end."""
         return self._standing().state is State.ENDED
 
-    def encoded(self, look: int) -> list[Any]:
+    def encoded(self, look: int, *, is_old: bool = False) -> list[Any]:
         """Return them as plain values.
 
         Args:
             look: How many items a mere look takes at most. Nobody compares it: the epoch may begin again.
+            is_old: Whether to leave only the last mark: for ranks that are some epochs behind.
         """
         items, state = self._standing()
         taken = items - self._skip
@@ -65,8 +66,9 @@ class PassNotes:
             self._rows.append(self._look())
         is_more = taken > look or state is State.ENDED
         marks = [[count, value % 2**_BITS] for count, value in self._fingerprint.marks]
+        first = max(0, len(marks) - 1) if is_old else 0
         rows = [{name: list(row) for name, row in seen.items()} for seen in self._rows]
-        return [self.epoch, self._begins_at, self.attempt, is_more, marks, rows]
+        return [self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], rows]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -92,16 +94,25 @@ def difference(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -
         theirs: Another rank's.
     """
     known = {tuple(notes[:3]): notes for notes in theirs if notes[3]}
-    for epoch, begins_at, attempt, is_more, marks, rows in mine:
+    for notes in mine:
+        epoch, begins_at, attempt, is_more, _, _, rows = notes
         other = known.get((epoch, begins_at, attempt))
         if not is_more or other is None:
             continue
-        for seen, seen_there in zip(rows, other[5], strict=False):
+        for seen, seen_there in zip(rows, other[-1], strict=False):
             if names := _differing({k: Row(*v) for k, v in seen.items()}, {k: Row(*v) for k, v in seen_there.items()}):
                 return Difference(epoch, attributes=names)
-        for one, another in zip(marks, other[4], strict=False):
-            if list(one) != list(another):
-                return Difference(epoch, min(one[0], another[0]))
+        if (count := _differs_within(notes, other)) is not None:
+            return Difference(epoch, count)
+    return None
+
+
+def _differs_within(mine: Sequence[Any], theirs: Sequence[Any]) -> int | None:
+    """Return within how many items the orders of two passes differ; None if they do not, as far as both have come."""
+    first = max(mine[4], theirs[4])
+    for one, another in zip(mine[5][first - mine[4] :], theirs[5][first - theirs[4] :], strict=False):
+        if list(one) != list(another):
+            return int(min(one[0], another[0]))
     return None
 
 

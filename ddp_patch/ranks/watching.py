@@ -1,6 +1,6 @@
 """Compare the ranks' passes over a loader: always on, and without waiting."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from time import perf_counter
 
@@ -18,8 +18,8 @@ _FREE = 100
 _TIMES_THEIR_COST = 200
 # At a pass's end one part in this many: in the last epoch nobody would tell later.
 _TIMES_AT_AN_END = 20
-# Notes of this many passes are left: a rank may be a pass behind.
-_NOTED = 2
+# Notes of this many passes are left, for ranks that are epochs behind; of these many in full.
+_NOTED, _IN_FULL = 16, 2
 
 
 class Watch:
@@ -32,7 +32,7 @@ class Watch:
 
     Attributes:
         pace: How the loader takes items.
-        orders: Compares the orders in which they read, where that is for the readers to say; None elsewhere.
+        orders: Compare the orders in which they read, where that is for the readers to say; none elsewhere.
         epochs_differ: Whether an epoch's order may differ from another's. Where it does not, passes over different
             epochs are alike, and no sample is lost by them.
     """
@@ -45,7 +45,7 @@ class Watch:
         self._attempt, self._furthest = 0, -1  # the latest epoch that was gone through to its end in this attempt
         self._thread = get_ident()
         self._keeps = keeps
-        self.orders: Callable[[], None] | None = None
+        self.orders: Sequence[Callable[[], None]] = ()
         self.epochs_differ: bool = True
         self._name, self._units = name, ("item", "items")
         self.pace: Pace = Pace()
@@ -115,8 +115,8 @@ class Watch:
             raise self._other_pass(self._peers, differing)
         if found:
             raise self._error(self._peers, found)
-        if self.orders is not None:
-            self.orders()
+        for compare in self.orders:
+            compare()
         self._ended_s = perf_counter()
         self._made, self._cost_s = self._made + 1, self._ended_s - began_s
 
@@ -127,7 +127,8 @@ class Watch:
         """Return which ranks contradict this one, and which made another pass, and where."""
         if self._peers is None or self._notices is None:
             return {}, {}
-        share, notes = self._peers.share, [noted.encoded(self.pace.size) for noted in self._noted]
+        share, old = self._peers.share, len(self._noted) - _IN_FULL
+        notes = [noted.encoded(self.pace.size, is_old=place < old) for place, noted in enumerate(self._noted)]
         mine = self._history.record(None if share is None else share[0], notes)
         others = self._notices.exchange(mine)
         self._peers.require_fair_shares(others)

@@ -16,6 +16,7 @@ from ddp_patch.plan import Batching, Done, Plan
 from ddp_patch.shares.iterables.board import Board, Ends
 from ddp_patch.shares.iterables.first_items import FirstItems
 from ddp_patch.shares.iterables.marks import can_snapshot
+from ddp_patch.shares.iterables.marks_in_memory import MarksInMemory
 from ddp_patch.shares.iterables.reading import Reader, this_worker
 from ddp_patch.shares.iterables.starts import Items, Loaded, Start
 from ddp_patch.shares.iterables.worker_pass import Terms, WorkerPass
@@ -57,6 +58,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         ends: How many batches the workers made, with ``iterable_sharding="by_worker"``.
         chosen_epoch: The epoch that the user has chosen by this object's ``set_epoch``, until a pass begins.
         first_items: Where readers record what they read first, for the ranks to compare; None if nobody does.
+        marks: Where they mark what they read to the end, as above.
     """
 
     _inner = "dataset"
@@ -79,6 +81,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         self.board: Board = Board(readers, ahead if can_snapshot(dataset, options) else None)
         self.ends: Ends = Ends(readers)
         self.first_items: FirstItems | None = None
+        self.marks: MarksInMemory | None = None
         self.loaded_at_end: int | None = None  # the epoch of which nothing is left in an iterator that was loaded here
         self._plan, self._division = plan, division
         self._options, self._seed = options, seed
@@ -208,7 +211,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
             return iter(())
         self.loaded_at_end = None
         # They hold what reads the dataset. A cycle would keep that open after a pass was left, until it is collected.
-        return one.shared(proxy(items), generators, self.first_items)
+        return one.shared(proxy(items), generators, self.first_items, self.marks)
 
     def _pass(self, start: Start) -> WorkerPass[T]:
         return WorkerPass(

@@ -12,12 +12,13 @@ from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.nesting import DatasetEpoch
 from ddp_patch.plan import Batching, Done
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.order_guard import OrderGuard
+from ddp_patch.ranks.order_guard import EndGuard, OrderGuard
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.held import Holders
 from ddp_patch.shares.iterables.balancing import Balance
 from ddp_patch.shares.iterables.dataset import ShardedIterable, random_holder
 from ddp_patch.shares.iterables.first_items import FirstItems
+from ddp_patch.shares.iterables.marks_in_memory import MarksInMemory
 from ddp_patch.shares.iterables.reads import ReadByWorkers, source_of
 from ddp_patch.shares.passes import Pass
 from ddp_patch.shares.place import Mark, PartsDone, Place, split
@@ -68,7 +69,8 @@ class StreamSampler(EpochSampler[None]):
         if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
             dataset.first_items = FirstItems(dataset.board.readers)
             guard = OrderGuard(peers, dataset.dataset, dataset.first_items, self._read_one_stream)
-            self.watch.orders = guard.compare
+            dataset.marks = MarksInMemory(dataset.board.readers)
+            self.watch.orders = guard.compare, EndGuard(peers, dataset.dataset, dataset.marks).compare
         self.balance: Balance | None = None
         self._dataset_epoch = DatasetEpoch(dataset.dataset)
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
@@ -127,8 +129,9 @@ class StreamSampler(EpochSampler[None]):
         # Workers cannot communicate. What they drew is compared here, in the main process, when the next pass begins.
         self._begin(epoch, {"position": one.begins_at}, self.dataset.board.facts(self.epochs.passes))
         self.dataset.board.begin(number, epoch)
-        if self.dataset.first_items is not None:
-            self.dataset.first_items.begin(number, f"epoch {epoch} from {one.begins_at}")
+        for noted in (self.dataset.first_items, self.dataset.marks):
+            if noted is not None:
+                noted.begin(number, f"epoch {epoch} from {one.begins_at}")
         if self.place is None:
             self.dataset.forget()
         self.latest, self.place, self.balance = one, None, None

@@ -17,6 +17,7 @@ from ddp_patch.shares.drawing import require_sure_length, share
 from ddp_patch.shares.iterables.board import Board, Ends
 from ddp_patch.shares.iterables.first_items import FirstItems
 from ddp_patch.shares.iterables.marks import Marker, can_snapshot
+from ddp_patch.shares.iterables.marks_in_memory import MarksInMemory
 from ddp_patch.shares.iterables.reading import Reader, Switching, this_worker
 from ddp_patch.shares.iterables.starts import Items, Loaded, Start
 from ddp_patch.shares.iterables.ways import require_one_way, require_same_ends
@@ -113,13 +114,20 @@ class WorkerPass(Generic[T]):
             yield item
         ends.write(start.role, start.number, terms.batching.count(made))
 
-    def shared(self, items: Items[T], generators: Sequence[Any], first_items: FirstItems | None) -> Iterator[T]:
+    def shared(
+        self,
+        items: Items[T],
+        generators: Sequence[Any],
+        first_items: FirstItems | None,
+        marks: MarksInMemory | None = None,
+    ) -> Iterator[T]:
         """Yield this rank's items of the stream, or of this worker's part of it.
 
         Args:
             items: The iterator over them, which has a position.
             generators: The states of the dataset's random generators when the pass began.
             first_items: Where to record what is read first; None if nobody compares it.
+            marks: Where to mark what is read to the end; None as above.
         """
         terms, start, plan = self._terms, self.start, self._terms.plan
         rest = plan.rest_of_stream(lambda: len(cast(Any, terms.dataset)), start.before)
@@ -129,6 +137,8 @@ class WorkerPass(Generic[T]):
             read = self._marker.watch(self._read(self._marker.begin), start.mark)
             if first_items is not None:
                 read = first_items.watching(start.role, start.number, read)
+            if marks is not None:
+                read = marks.watching(start.role, start.number, read)
             stream = rest.select(self._decided(read))
         else:
             skip = 0
