@@ -244,6 +244,23 @@ def lost_tail(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(Nth(range(whole), rank, world_size))
 
 
+class OneShard(IterableDataset[int]):
+    """As Hugging Face's streams: worker 0 reads the only shard."""
+
+    num_shards = 1
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.items = range(rank, N, world_size)
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(self.items if info is None or info.id == 0 else ())
+
+
+def one_shard(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(OneShard(rank, world_size), batch_size=4, num_workers=3)
+
+
 def wrong_length(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(Nth(range(100), rank, world_size, length=100))
 

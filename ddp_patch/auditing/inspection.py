@@ -18,6 +18,7 @@ from ddp_patch.auditing.judge.measures import SampleCosts, global_batches, imbal
 from ddp_patch.auditing.judge.properties import (
     Lost,
     error_problem,
+    idle_problem,
     length_problem,
     lost_of,
     lost_problem,
@@ -186,6 +187,7 @@ class Inspection:
         self.passes.append(_Pass(signature(epoch.ranks), len(epoch.alone.items), epoch.is_sample))
         self._add(steps_problem(epoch, self._allowance(epoch).uneven))
         self._add(length_problem(epoch))
+        self._add(idle_problem(epoch, self.world.traits))
         self._add(no_step := no_step_problem(epoch))
         self._add(self._lost_by_patching(epoch))
         if judged.is_covered and (problem := self._unsharded(epoch, judged)) is not None:
@@ -231,9 +233,12 @@ class Inspection:
         orders = len({each.signature for each in self.passes})
         if orders == len(self.passes) or self.first is None or not len(self.first.items):
             return
-        tells = orders == 1 and not self.world.subject.set_epoch and self.world.is_changed_by_epoch(self.first)
+        is_told = self.world.subject.set_epoch
+        may_tell = orders == 1 and (self.world.traits.keeps_workers or not is_told)
+        tells = may_tell and self.world.is_changed_by_epoch(self.first)
         fewest = min(each.items for each in self.passes)
-        self._add(order_problem(tells, self.world.epochs, orders, self.expect.epochs_differ, fewest))
+        demanded = self.expect.epochs_differ
+        self._add(order_problem(tells, self.world.epochs, orders, demanded, fewest, is_told=is_told))
 
     def _compare_lost(self) -> None:
         """Check whether every epoch loses the same samples, unless another problem explains them."""

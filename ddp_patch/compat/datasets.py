@@ -10,6 +10,7 @@ __all__ = [
     "SAMPLE_KEY",
     "forget_loaded_state",
     "is_hugging_face_table",
+    "is_interleaved",
     "is_split_by_node",
     "loses_items_when_loaded",
     "order_remedy",
@@ -30,6 +31,7 @@ def is_hugging_face_table(dataset: object) -> bool:
 
 
 _HUGGING_FACE: Final = "datasets.iterable_dataset"
+_INTERLEAVES: Final = f"{_HUGGING_FACE}.CyclingMultiSourcesExamplesIterable"
 _BUFFERS: Final = f"{_HUGGING_FACE}.BufferShuffledExamplesIterable"
 
 
@@ -39,13 +41,22 @@ def loses_items_when_loaded(dataset: object) -> bool:
     The package warns of it. Its stages hold each other in attributes, alone or in lists; a dataset of the user's may
     hold them too.
     """
+    return _has_stage(dataset, _BUFFERS)
+
+
+def is_interleaved(dataset: object) -> bool:
+    """Return whether ``interleave_datasets()`` made it, which in datasets 4.4.1 undoes a split and leaves no mark."""
+    return _has_stage(dataset, _INTERLEAVES)
+
+
+def _has_stage(dataset: object, name: str) -> bool:
     left, seen = [dataset], set[int]()
     while left:
         one = left.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
-        if any(full_name(kind) == _BUFFERS for kind in type(one).__mro__):
+        if any(full_name(kind) == name for kind in type(one).__mro__):
             return True
         for value in getattr(one, "__dict__", {}).values():
             parts = value if isinstance(value, list | tuple) else [value]

@@ -93,6 +93,7 @@ BROKEN: list[tuple[Callable[[int, int], DataLoader[Any]], str, str]] = [
     (setups.stream_shuffled_by_every_worker, "not_sharded", "patch_dataloader_to_ddp()"),
     (setups.share_shuffled_by_every_worker, "repeated", "get_worker_info()"),
     (parts.of_a_fixed_world, "ignores_world_size", "make(0, 1)"),
+    (setups.one_shard, "idle_workers", "num_workers=1"),
     (parts.validation_too, "foreign", "same data"),
 ]
 

@@ -51,7 +51,7 @@ def draw(facts: LoaderFacts[Any], workers: Workers, coding: Coding, subject: Sub
     drawn = record.drawn(ended, (length_before, length_of(facts.loader)))
     # Each batch that is divided is shared by itself.
     parts = tuple(drawn.sizes.tolist()) if divides_batches(facts) else workers.parts
-    return replace(drawn, asked=workers.have_asked, parts=parts)
+    return replace(drawn, asked=workers.have_asked, idle=workers.idle, parts=parts)
 
 
 class _Record:

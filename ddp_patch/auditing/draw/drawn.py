@@ -28,6 +28,7 @@ class Drawn:
         memory: Bytes by which the process grew while drawing; None where the system does not report it.
         error: The exception that ended the epoch, as text; None without one.
         asked: Whether an iterable dataset asked which worker it is in.
+        idle: Numbers of the workers that gave nothing of an iterable dataset.
         parts: How long each part of the stream is that ranks share by itself; empty where they share one stream.
     """
 
@@ -39,6 +40,7 @@ class Drawn:
     memory: int | None = None
     error: str | None = None
     asked: bool = False
+    idle: tuple[int, ...] = ()
     parts: tuple[int, ...] = ()
 
     def first_steps(self, steps: int) -> "Drawn":

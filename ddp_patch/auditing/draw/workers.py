@@ -52,6 +52,11 @@ class Workers:
         return any(worker.reader.has_asked for worker in self._latest)
 
     @property
+    def idle(self) -> tuple[int, ...]:
+        """Return the numbers of the workers that gave nothing in the latest pass."""
+        return tuple(number for number, worker in enumerate(self._latest) if worker.given == 0)
+
+    @property
     def parts(self) -> tuple[int, ...]:
         """Return how long each part of the latest pass is, where workers of a patched loader read one each; else ()."""
         dataset = self._facts.dataset
@@ -102,6 +107,7 @@ class _Worker:
         rng: The worker's global random states; None in the main process.
         reader: Notes whether the dataset asks which worker it is in.
         items: The samples that it has not yet read.
+        given: How many it has given in this pass.
     """
 
     dataset: Any
@@ -109,6 +115,7 @@ class _Worker:
     rng: PrivateRNG | None = None
     reader: Reader = field(default_factory=Reader)
     items: Iterator[Any] = field(default_factory=lambda: iter(()))
+    given: int = 0
 
     @classmethod
     def started(cls, facts: LoaderFacts[Any], number: int, seed: int) -> "_Worker":
@@ -128,6 +135,7 @@ class _Worker:
 
     def begin(self) -> None:
         """Begin a pass over the dataset."""
+        self.given = 0
         with self._at_work():
             self.items = begun(self.dataset)
 
@@ -135,6 +143,7 @@ class _Worker:
         """Read the next batch; an empty one at the end."""
         with self._at_work():
             batch = list(islice(self.items, size))
+        self.given += len(batch)
         return [] if drop_last and len(batch) < size else batch
 
     @contextmanager

@@ -54,6 +54,13 @@ def cause_of(about: About, alike: Callable[[], tuple[Epoch, Judged]], traits: Tr
         traits: Describes rank 0's loader.
         pads: Whether samples may be repeated to fill the last round.
     """
+    cause = _cause_of(about, alike, traits, pads)
+    if not traits.may_be_split:
+        return cause
+    return replace(cause, problems=tuple(map(wording.of_a_split, cause.problems)))
+
+
+def _cause_of(about: About, alike: Callable[[], tuple[Epoch, Judged]], traits: Traits, pads: bool) -> Cause:
     epoch, judged = about.epoch, about.judged
     world, found = len(epoch.ranks), judged.found
     if not pads and not found.lacking and not found.unexpected and found.extra <= max(world - 1, epoch.filling):

@@ -10,7 +10,7 @@ from math import factorial
 import numpy as np
 
 from ddp_patch.auditing.draw.coding import Coding, Numbers
-from ddp_patch.auditing.draw.drawn import Epoch
+from ddp_patch.auditing.draw.drawn import Drawn, Epoch
 from ddp_patch.auditing.draw.traits import Traits
 from ddp_patch.auditing.judge.about import where_in
 from ddp_patch.auditing.judge.judging import Judged, largest_batch
@@ -20,6 +20,7 @@ from ddp_patch.auditing.sentences import sentence
 __all__ = [
     "Lost",
     "error_problem",
+    "idle_problem",
     "length_problem",
     "lost_of",
     "lost_problem",
@@ -69,6 +70,40 @@ def steps_problem(epoch: Epoch, may_differ: int) -> Problem | None:
         "Ranks with more steps wait in the all-reduce for the others, and the training hangs or fails there.",
         "Give each rank as many items as the others, as patch_dataloader_to_ddp() with uneven='pad' or 'drop' does.",
     )
+
+
+def idle_problem(epoch: Epoch, traits: Traits) -> Problem | None:
+    """Check that the workers that read an iterable dataset get something, where there are batches enough for all.
+
+    A patched loader's workers read what the unpatched one's do, and some of it may be other ranks'.
+    """
+    drawn = epoch.ranks if epoch.unpatched is None else [epoch.unpatched]
+    idle = {rank: one.idle for rank, one in enumerate(drawn) if _has_idle_workers(one, traits)}
+    if not idle:
+        return None
+    rank, workers = next(iter(idle.items()))
+    ranks = f"ranks {', '.join(map(str, idle))}" if epoch.unpatched is None else "a world of one rank"
+    shards = "" if traits.num_shards is None else f" Its num_shards is {traits.num_shards}."
+    return Problem(
+        "idle_workers",
+        f"{len(workers)} of {traits.num_workers} workers of rank {rank} get nothing of the dataset: "
+        f"{', '.join(map(str, workers))}.{shards}",
+        f"epoch {epoch.number}, {ranks}",
+        "The other workers read all of it, so loading takes longer. The dataset gives its workers whole shards, and "
+        "has too few; Hugging Face's .shuffle() may make fewer of them (one, in datasets 5.0).",
+        f"Use num_workers={traits.num_workers - len(workers)}, or split the data into more shards. With datasets 5.0, "
+        "pass .shuffle(..., max_buffer_input_shards=1), or use a newer version.",
+    )
+
+
+def _has_idle_workers(drawn: Drawn, traits: Traits) -> bool:
+    """Tell whether workers gave nothing, and the others enough for all.
+
+    One of many may have an empty file. It is a mistake where the dataset says so itself, or half of them give nothing.
+    """
+    idle, workers = len(drawn.idle), traits.num_workers
+    has_few_shards = traits.num_shards is not None and traits.num_shards < workers
+    return drawn.ended and 0 < idle < workers <= len(drawn.sizes) and (has_few_shards or 2 * idle >= workers)
 
 
 def no_step_problem(epoch: Epoch) -> Problem | None:
@@ -141,7 +176,9 @@ def lost_problem(lost: Sequence[Lost], coding: Coding) -> Problem | None:
     )
 
 
-def order_problem(tells: bool, epochs: int, orders: int, is_demanded: bool, items: int) -> Problem | None:
+def order_problem(
+    tells: bool, epochs: int, orders: int, is_demanded: bool, items: int, *, is_told: bool = False
+) -> Problem | None:
     """Return a problem for epochs that repeat an order, if they should not.
 
     Args:
@@ -150,20 +187,30 @@ def order_problem(tells: bool, epochs: int, orders: int, is_demanded: bool, item
         orders: How many different orders they have.
         is_demanded: Whether the user wants every epoch to have another order.
         items: How many items the shortest epoch has.
+        is_told: Whether it was called before each epoch, and did not.
     """
     if not (tells or is_demanded):
         return None
-    remedy = (
-        "Call set_epoch(epoch) before each epoch (and pass set_epoch=True here if your training does), or pass "
-        "the loader through patch_dataloader_to_ddp() instead of using a distributed sampler: then every pass is the "
-        "next epoch."
-        if tells
-        else "Shuffle: pass shuffle=True, or a sampler that draws a new order in each __iter__."
-    )
+    if not tells:
+        seen = "and epochs_differ=True says that they should differ."
+        remedy = "Shuffle: pass shuffle=True, or a sampler that draws a new order in each __iter__."
+    elif is_told:
+        seen = "though set_epoch() was called before each."
+        remedy = (
+            "Leave persistent_workers=True out: workers that live on have copies of the dataset, which set_epoch() "
+            "does not reach. Or keep the epoch in a tensor in shared memory."
+        )
+    else:
+        seen = "and set_epoch() would change it."
+        remedy = (
+            "Call set_epoch(epoch) before each epoch (and pass set_epoch=True here if your training does), or pass "
+            "the loader through patch_dataloader_to_ddp() instead of using a distributed sampler: then every pass is "
+            "the next epoch."
+        )
     return Problem(
         "same_order",
         (f"All {epochs} epochs have the same order" if orders == 1 else f"{epochs} epochs have {orders} orders")
-        + (", and set_epoch() would change it." if tells else ", and epochs_differ=True says that they should differ.")
+        + f", {seen}"
         + (f" {items} items have only {factorial(items)} orders, so this may be chance." if items < _FEW else ""),
         f"epochs 0 to {epochs - 1}",
         "Every epoch then has the same batches, which a shuffle should prevent.",

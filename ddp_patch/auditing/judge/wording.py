@@ -4,6 +4,7 @@ Which cause fits is decided in ``causes``.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,6 +20,7 @@ __all__ = [
     "foreign",
     "ignored_world_size",
     "missing",
+    "of_a_split",
     "own_randomness",
     "padding",
     "repeated",
@@ -191,6 +193,19 @@ def missing(about: About) -> Problem:
         about.counts(),
         "The missing samples are never trained on, and metrics leave them out.",
         f"{_PATCH}, whose shares are complete; or use uneven='pad' and drop_last=False.",
+    )
+
+
+def of_a_split(problem: Problem) -> Problem:
+    """Add what ``split_dataset_by_node()`` has to do with it, which the dataset went through, or may have."""
+    if problem.kind not in {"not_sharded", "missing", "repeated", "foreign"}:
+        return problem
+    return replace(
+        problem,
+        why=f"{problem.why} Where a dataset went through split_dataset_by_node(), .skip(), .take() and "
+        "interleave_datasets() take from each rank's part for itself; some versions of datasets undo the split there.",
+        remedy="Leave split_dataset_by_node() out, and pass the loader of the whole dataset through "
+        "patch_dataloader_to_ddp().",
     )
 
 
