@@ -101,7 +101,7 @@ class OwnMethods:
         loader = self._found()
         # The class's method, because the loader's own attribute of that name is this one.
         make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)
-        with nullcontext() if self._sampler is None else self._sampler.beginning(loader.generator):
+        with nullcontext() if self._sampler is None else self._sampler.beginning(loader):
             iterator = make(loader)
         if self._make_mover is not None:
             _move(loader, iterator, self._make_mover())

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.plan import Batching, Done, Plan
@@ -59,7 +59,7 @@ class EpochSampler(DistributedSampler[T]):
         self._division = agreed.division
         self._holders = holders
         self._choices, self._is_chosen = 0, False  # how often an epoch was chosen; whether none has begun since
-        self._has_begun_holders = False
+        self._has_begun_holders = self._draws_once = False
         options = agreed.options
         self.watch: Watch = Watch(agreed.peers, type(self).__name__, keeps=self.plan.uneven == "keep")
         self._facts = {
@@ -93,22 +93,28 @@ class EpochSampler(DistributedSampler[T]):
         # A running pass cannot be copied. The copy begins its own, which other ranks need not know about.
         return {**self.__dict__, "latest": None, "watch": Watch()}
 
-    def beginning(self, generator: object) -> AbstractContextManager[object]:
-        """Return what to enter while a loader with this generator makes an iterator, for which it draws a number.
+    def beginning(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
+        """Return what to enter while a loader makes an iterator, for which it draws a number from its generator.
 
         The draw is one of the pass's, its first, if samplers draw from that generator too. If it is from the global
         generator, another thread's sampler may not have put private states there.
         """
-        if not self._holders.holds(generator):
+        if not self._holders.holds(loader.generator):
             # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
             return one_at_a_time() if self.agreed.leader is None else nullcontext()
-        self._has_begun_holders = False  # an iterator that was never used does not count
-        self._begin_holders()
-        self._has_begun_holders = True
+        if loader.persistent_workers:
+            self._draws_once = True
+        else:
+            self._has_begun_holders = False  # an iterator that was never used does not count
+            self._begin_holders()
+            self._has_begun_holders = True
         return self._holders.drawing()
 
     def _begin_holders(self) -> None:
         """Put back what the samplers draw from, for the upcoming pass."""
+        if self._draws_once:  # for all passes, of which any may be the first on another rank
+            self._holders.begin_from_here()
+            self._draws_once = False
         if not self._has_begun_holders:
             self._holders.begin(self.epochs.upcoming if self._is_chosen else None)
         self._has_begun_holders = False
@@ -236,6 +242,9 @@ class EpochSampler(DistributedSampler[T]):
         """
         if self.place is None:
             self.latest = one
+
+    def note_exhausted(self, one: Pass[Any]) -> None:
+        """Record that the training loop has seen the end of a pass."""
 
     def _measured(self) -> tuple[int, Done, int]:
         """Return what ``len()`` counts: an epoch, what other numbers of ranks took of it, what each rank took since.

@@ -201,6 +201,10 @@ class Holders:
         else:
             set_as_read(one.generator, state)
 
+    def begin_from_here(self) -> None:
+        """Let the latest epoch that is known to begin somewhere begin with what is held now."""
+        self._beginnings[max(self._beginnings)] = self._now()
+
     def end(self, epoch: int) -> None:
         """Record that all of an epoch was drawn, so that the next one begins with what is held now."""
         self._beginnings[epoch + 1] = self._now()

@@ -47,7 +47,7 @@ def train(ranks: int) -> tuple[list[list[int]], Tensor]:
         for indices, inputs, targets in loader:
             losses = mse_loss(trained(inputs), targets, reduction="none").squeeze(1)
             optimizer.zero_grad()
-            losses.mean().backward()
+            losses.mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
             optimizer.step()
             learnt = indices, losses.detach()
             if ranks > 1:

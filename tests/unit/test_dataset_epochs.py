@@ -78,7 +78,7 @@ def epoch_of(ranks: list[Any]) -> int:
     """Go through an epoch on all ranks; each sample comes once, and all in one epoch."""
     found = [item for loader in ranks for batch in loader for item in batch]
     assert sorted(index for _, index in found) == [*range(N)]
-    (epoch,) = {epoch for epoch, _ in found}
+    (epoch,) = {int(epoch) for epoch, _ in found}
     return epoch
 
 
@@ -98,7 +98,7 @@ def _each(dataset: Told, epoch: int, ranks: list[Any]) -> int:
         dataset.set_epoch(epoch)
         items += [item for batch in loader for item in batch]
     assert sorted(index for _, index in items) == [*range(N)]
-    (found,) = {found for found, _ in items}
+    (found,) = {int(found) for found, _ in items}
     return found
 
 

@@ -92,7 +92,7 @@ def sharded(**options: Any) -> list[Any]:
     """Return what two ranks get of loaders that are made anew for each."""
     share = options.pop("share", "auto")
     made = ({name: make() if callable(make) else make for name, make in options.items()} for _ in range(2))
-    given: list[Any] = [DataLoader(collate_fn=as_it_is, **{"dataset": range(N)} | options) for options in made]  # type: ignore[arg-type]
+    given: list[Any] = [DataLoader(collate_fn=as_it_is, **{"dataset": range(N)} | options) for options in made]
     return [patch_dataloader_to_ddp(one, rank=rank, num_replicas=2, share=share) for rank, one in enumerate(given)]
 
 

@@ -7,6 +7,8 @@ from itertools import chain, compress, count, cycle
 from time import monotonic, sleep
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from ddp_patch.errors import StateError
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.nesting import DatasetEpoch
@@ -84,10 +86,10 @@ class StreamSampler(EpochSampler[None]):
         """Return whether all workers read the same stream in a pass; False while that is unknown."""
         return self.dataset.board.ways(number) == {"stream"}
 
-    def beginning(self, generator: object) -> AbstractContextManager[object]:
+    def beginning(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
         """Return what to enter while a loader makes an iterator; its workers are started for the upcoming epoch."""
         self._follow_dataset()
-        return super().beginning(generator)
+        return super().beginning(loader)
 
     def _follow_dataset(self) -> None:
         """Let an epoch that somebody has set on the dataset be the next one."""
@@ -142,6 +144,10 @@ class StreamSampler(EpochSampler[None]):
             yield from chain.from_iterable(one.runs())
         finally:
             self.dataset.forget(number)
+
+    def note_exhausted(self, one: Pass[Any]) -> None:
+        """Compare what was read to the end: only workers find it, so no index tells of it; see ``EpochSampler``."""
+        self.watch.compare(one.epoch, at_end=True)
 
     def __len__(self) -> int:
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none

@@ -1,0 +1,192 @@
+"""The fingerprint of a pass, and what two ranks' notes of it show."""
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import RandomSampler
+
+from ddp_patch.loaders.contents import Row, rows_of
+from ddp_patch.ranks.histories import Standing, State
+from ddp_patch.ranks.pass_notes import PassNotes, difference
+from ddp_patch.streams.chunks import begun, draw
+from ddp_patch.streams.orders import order_of
+from ddp_patch.streams.pass_fingerprint import PassFingerprint
+
+KINDS: dict[str, Callable[[int], Any]] = {
+    "indices": int,
+    "numpy": np.int64,
+    "tensors": torch.tensor,
+    "words": str,
+    "batches": lambda index: [index, -index - 1],
+    "tuples": lambda index: (index, str(index)),
+    "dicts": lambda index: {"index": index},
+}
+
+
+def drawn(items: list[Any], ranks: int = 3, rank: int = 0) -> PassFingerprint:
+    """Return the fingerprint that a rank takes while it draws its share of some items."""
+    noted = PassFingerprint()
+
+    def kept(start: int, size: int) -> slice:
+        return slice(rank, size, ranks) if start else slice(None)
+
+    chunks = list(draw(begun(items), nullcontext(), round_size=ranks, ahead=True, kept=kept, noted=noted))
+    assert sum(chunk.length for chunk in chunks) == len(items)
+    noted.end(len(items))
+    return noted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [0, 1, 7, 300, 20_000])
+def test_all_ranks_take_one_fingerprint_of_one_order(kind: str, n: int) -> None:
+    items = list(map(KINDS[kind], random.Random(1).sample(range(n), n)))
+    taken = [drawn(items, rank=rank).marks for rank in range(3)]
+    assert taken[0] == taken[1] == taken[2]
+    assert len(taken[0]) <= 60
+    assert taken[0][-1][0] == n
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", [0, 1, 100, 255])
+def test_the_first_items_are_all_looked_at(kind: str, place: int) -> None:
+    items = list(map(KINDS[kind], range(300)))
+    other = [*items]
+    other[place], other[place + 1] = items[place + 1], items[place]
+    assert drawn(items).marks[-1] != drawn(other).marks[-1]
+
+
+def test_of_later_chunks_some_are() -> None:
+    items = list(range(100_000))
+    assert drawn(items).marks != drawn([*items[:5000], *items[5001:], 5000]).marks
+    assert drawn(items).marks != drawn(items[:-1]).marks
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_is_given_the_same_items_with_a_fingerprint_as_without(rank: int) -> None:
+    def share(noted: PassFingerprint | None) -> list[Any]:
+        def kept(start: int, size: int) -> slice:
+            return slice(rank, size, 3)
+
+        chunks = draw(begun(range(10_000)), nullcontext(), round_size=3, ahead=True, kept=kept, noted=noted)
+        return [item for chunk in chunks for item in chunk.items]
+
+    assert share(PassFingerprint()) == share(None) == [*range(rank, 10_000, 3)]
+
+
+class Unseen:
+    """Has no value that is the same in every process."""
+
+
+def test_items_without_a_value_are_told_once_and_count_alike(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="ddp_patch"):
+        taken = [drawn([Unseen() for _ in range(9)]).marks for _ in range(2)]
+    assert taken[0] == taken[1]
+    assert sum("a Unseen has no value" in message for message in caplog.messages) == 1
+
+
+def test_an_order_that_is_looked_up_has_a_fingerprint_before_its_first_item() -> None:
+    taken = []
+    for seed in (1, 1, 2):
+        noted = PassFingerprint()
+        for sampler in (RandomSampler(range(10**5)), RandomSampler(range(10), num_samples=10**6)):
+            noted.add_order(order_of(sampler, 0, torch.Generator().manual_seed(seed)))
+        taken.append(noted.marks)
+    assert taken[0] == taken[1] != taken[2]
+
+
+def notes_of(
+    items: list[int], taken: int = 9, state: State = State.OPEN, rows: Any = None, epoch: int = 0, is_old: bool = False
+) -> list[Any]:
+    """Return what a rank left of a pass, of which it took some items."""
+    kept = [rows or {}]
+    noted = PassNotes("S", epoch, "0", 0, drawn(items), lambda: kept[0], lambda: Standing(taken, state))
+    return noted.encoded(look=4, is_old=is_old)
+
+
+def test_two_orders_differ_within_so_many_items() -> None:
+    mine, theirs = notes_of([*range(99)]), notes_of([*range(60), *range(98, 59, -1)])
+    found = difference([mine], [theirs])
+    assert found is not None
+    assert found.count is not None
+    assert 60 < found.count <= 99
+    assert difference([mine], [notes_of([*range(99)])]) is None
+
+
+def test_a_look_is_not_compared_and_neither_is_another_epoch() -> None:
+    mine, other = notes_of([*range(9)]), [*range(8, -1, -1)]
+    assert difference([mine], [notes_of(other, taken=4)]) is None
+    assert difference([notes_of([*range(9)], taken=4)], [notes_of(other)]) is None
+    assert difference([mine], [notes_of(other, taken=4, state=State.ENDED)]) is not None
+    assert difference([mine], [notes_of(other, epoch=1)]) is None
+
+
+def test_a_rank_that_is_epochs_ahead_left_its_last_mark() -> None:
+    items = [*range(99)]
+    assert len(notes_of(items, is_old=True)[5]) == 1
+    assert difference([notes_of(items)], [notes_of(items, is_old=True)]) is None
+    assert difference([notes_of(items)], [notes_of(items[::-1], is_old=True)]) is not None
+
+
+FILES, OTHERS = Row("files", identifies=True), Row("others", identifies=True)
+LOSSES, MORE = Row("losses", identifies=False), Row("more", identifies=False)
+ORDER, REVERSED = Row("order", True, is_order=True), Row("reversed", True, is_order=True)
+
+ROWS: list[tuple[dict[str, Row], dict[str, Row], tuple[str, ...]]] = [
+    ({"a": FILES}, {"a": FILES}, ()),
+    ({"a": FILES}, {"a": OTHERS}, ("a",)),
+    ({"a": FILES, "b": LOSSES}, {"a": FILES, "b": MORE}, ()),
+    ({"b": LOSSES}, {"b": MORE}, ("b",)),
+    ({"a": FILES, "b": ORDER}, {"a": FILES, "b": REVERSED}, ("b",)),
+    ({"a": FILES}, {"b": OTHERS}, ()),
+    ({}, {}, ()),
+]
+
+
+@pytest.mark.parametrize(("mine", "theirs", "names"), ROWS)
+def test_datasets_differ_in_what_names_their_samples(
+    mine: dict[str, Row], theirs: dict[str, Row], names: tuple[str, ...]
+) -> None:
+    found = difference([notes_of([*range(9)], rows=mine)], [notes_of([*range(9)], rows=theirs)])
+    assert (() if found is None else found.attributes) == names
+
+
+class Data(torch.utils.data.Dataset[int]):
+    """Holds what it is given."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("nothing is loaded for a comparison")
+
+
+def words() -> Iterator[str]:
+    return map("{}.png".format, range(20))
+
+
+@pytest.mark.parametrize(
+    ("held", "known", "found"),
+    [
+        ({"files": list(words())}, (), {"Data.files"}),
+        ({"order": torch.randperm(20)}, (), {"Data.order"}),
+        ({"losses": [random.random() for _ in range(20)]}, (), set()),
+        ({"losses": [random.random() for _ in range(20)]}, ("Data.losses",), {"Data.losses"}),
+        ({"counts": [0] * 20}, (), set()),
+        ({"x": torch.rand(20, 3)}, (), set()),
+        ({"x": torch.rand(20, 3)}, ("Data.x",), {"Data.x"}),
+        ({"ann": Data(inner=Data(files=list(words())))}, (), {"Data.files"}),
+        ({"short": list(words())[:9]}, (), set()),
+        ({"cache": [None] * 20}, (), set()),
+    ],
+)
+def test_which_attributes_are_compared_in_each_pass(held: dict[str, Any], known: Any, found: set[str]) -> None:
+    assert set(rows_of(Data(**held), known)) == found

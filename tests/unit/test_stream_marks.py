@@ -1,0 +1,133 @@
+"""What readers mark of a stream to its end, and what two readers' marks show."""
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_patch.ranks.stream_marks import PartMarks, decoded, divergence, encoded, following, position
+from ddp_patch.shares.iterables.marks_in_memory import MarksInMemory
+from ddp_patch.streams.item_hashes import hashes_if_any
+
+
+def marked(items: Iterable[Any], *, upto: int | None = None) -> PartMarks:
+    """Return what a reader marks of these items; its end only if it reads them all."""
+    listed = list(items)
+    marks, wanted = [], 0
+    for place, item in enumerate(listed[:upto]):
+        if place == wanted:
+            marks.append(hashes_if_any(item))
+            wanted = following(place)
+    (parts,) = decoded(encoded({"": [PartMarks(marks, len(listed) if upto is None else None)]})).values()
+    return parts[0]
+
+
+@given(st.integers(0, 500))
+def test_the_position_of_a_mark_is_that_of_the_ones_before(mark: int) -> None:
+    place = 0
+    for _ in range(mark):
+        place = following(place)
+    assert position(mark) == place
+
+
+@given(st.integers(64, 10**9))
+def test_a_mark_follows_within_a_sixteenth(place: int) -> None:
+    assert place < following(place) <= place + place // 16
+
+
+def named(number: int) -> dict[str, Any]:
+    return {"file": f"{number}.png", "x": torch.rand(2)}
+
+
+def labelled(number: int) -> tuple[torch.Tensor, int]:
+    return torch.rand(2), random.Random(number).randrange(10)
+
+
+def augmented(number: int) -> torch.Tensor:
+    return torch.rand(2)
+
+
+def plain(number: int) -> int:
+    return number
+
+
+KEPT: dict[str, Callable[[int], Any]] = {"named": named, "labelled": labelled, "plain": plain}
+SKIPPED = [*range(500), *range(501, 1000)]
+
+
+@pytest.mark.parametrize("kind", [*KEPT, "augmented"])
+def test_readers_of_one_stream_are_alike_however_far_they_are(kind: str) -> None:
+    make = {**KEPT, "augmented": augmented}[kind]
+    whole = marked(map(make, range(1000)))
+    for upto in (0, 1, 100, 777, None):
+        assert divergence([whole], [marked(map(make, range(1000)), upto=upto)]) is None
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_an_item_that_is_skipped_shows(kind: str) -> None:
+    mine, theirs = (marked(map(KEPT[kind], numbers), upto=900) for numbers in (range(1000), SKIPPED))
+    found = divergence([mine], [theirs])
+    assert found is not None
+    assert not found.is_end
+    assert 500 < found.count < 600
+
+
+@pytest.mark.parametrize("kind", [*KEPT, "augmented"])
+def test_an_end_that_another_reader_is_past_shows(kind: str) -> None:
+    make = {**KEPT, "augmented": augmented}[kind]
+    mine, theirs = marked(map(make, range(600))), marked(map(make, range(1000)), upto=650)
+    for one, other in ((mine, theirs), (theirs, mine)):
+        found = divergence([PartMarks(), one], [PartMarks(), other])
+        assert found is not None
+        assert (found.part, found.count, found.is_end) == (1, 600, True)
+    assert divergence([mine], [marked(map(make, range(1000)), upto=600)]) is None
+
+
+def test_augmentation_that_changes_an_item_here_and_there_shows_nothing() -> None:
+    mine, theirs = ([number if random.random() > 0.02 else -number for number in range(1, 1000)] for _ in range(2))
+    assert divergence([marked(mine)], [marked(theirs)]) is None
+
+
+def test_an_order_that_differs_from_the_beginning_shows() -> None:
+    mine, theirs = (random.sample(range(80), 80) for _ in range(2))
+    found = divergence([marked(mine)], [marked(theirs)])
+    assert found is not None
+    assert found.count <= 20
+
+
+def test_marks_of_the_latest_passes_and_the_ends_of_earlier_ones() -> None:
+    marks = MarksInMemory(parts=2)
+    for number in range(6):
+        marks.begin(number, f"epoch {number}")
+        for part in range(2):
+            assert list(marks.watching(part, number, iter(range(100 + number)))) == [*range(100 + number)]
+    found = marks.passes()
+    assert {name: [part.end for part in parts] for name, parts in found.items()} == {
+        f"epoch {number} (0)": [100 + number] * 2 for number in range(6)
+    }
+    assert [len(parts[0].items) > 0 for parts in found.values()] == [False] * 4 + [True] * 2
+
+
+def test_a_pass_that_came_to_its_end_before_is_another_attempt() -> None:
+    marks = MarksInMemory(parts=1)
+    for number, reads in enumerate((3, 10, 10)):
+        marks.begin(number, "epoch 0")
+        for _ in zip(range(reads), marks.watching(0, number, iter(range(9))), strict=False):
+            pass
+    assert list(marks.passes()) == ["epoch 0 (0)", "epoch 0 (1)"]
+
+
+def test_another_reader_of_the_same_part_marks_nothing() -> None:
+    marks = MarksInMemory(parts=1)
+    marks.begin(1, "epoch 0")
+    first, again = (marks.watching(0, 1, iter(range(9))) for _ in range(2))
+    next(first)
+    assert list(marks.watching(0, 1, iter(range(9)))) == [*range(9)]
+    assert list(marks.watching(0, 0, iter(range(9)))) == [*range(9)]
+    (parts,) = marks.passes().values()
+    assert (len(parts[0].items), parts[0].end) == (1, None)
+    del again
