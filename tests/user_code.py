@@ -1,12 +1,14 @@
 """What users write and do after the patch: datasets, samplers and loaders, and what a rank does before an epoch."""
 
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler, get_worker_info
 
 N, BATCH = 48, 4
@@ -165,6 +167,24 @@ class Stream(IterableDataset[int]):
                 return
             if number != self.skips:
                 yield number
+
+
+class ShardsItself(IterableDataset[int]):
+    """Gives each rank its own numbers, and asks for the rank when it is read."""
+
+    def __init__(self, ask: Callable[[], int]) -> None:
+        self.ask = ask
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.ask(), N, dist.get_world_size())
+
+
+def from_torch() -> int:
+    return dist.get_rank()
+
+
+def from_environment() -> int:
+    return int(os.getenv("RANK", "0"))
 
 
 def listed(batch: list[Any]) -> list[Any]:

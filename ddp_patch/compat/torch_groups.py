@@ -1,12 +1,15 @@
 """Private names of torch about process groups and meshes. Seen in torch 2.4.0, 2.13.0 and 2.15.0."""
 
+import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_patch.compat.missing import lacking, private
@@ -19,6 +22,7 @@ __all__ = [
     "gather_in_background",
     "gloo_group",
     "imported_fsdp",
+    "rank_noted",
     "root_mesh",
 ]
 
@@ -93,3 +97,38 @@ def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, time
     options = private("torch._C._distributed_c10d.AllgatherOptions", "iterable_sharding='by_worker'")()
     options.timeout, options.asyncOp = timeout, True
     return group.allgather([list(rows)], [row], options)
+
+
+# What launchers put into the environment of each rank.
+_OF_RANK: Final = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID"})
+# What ``get_rank`` and ``get_world_size`` look up, also where they were imported by name. torch has no public hook.
+_LOOKED_UP: Final = "_rank_not_in_group"
+
+
+@contextmanager
+def rank_noted(note: Callable[[], object]) -> Iterator[None]:
+    """While entered, call ``note`` whenever somebody asks torch or the environment for the rank of this process.
+
+    A torch that looks up something else is asked unseen.
+    """
+    environment: Any = type(os.environ)
+    looked_up, read = getattr(distributed_c10d, _LOOKED_UP, None), environment.__getitem__
+
+    def noted_look_up(*args: Any, **options: Any) -> Any:
+        note()
+        return looked_up(*args, **options)  # type: ignore[misc]  # None is not put there
+
+    def noted_read(self: Any, name: Any) -> Any:
+        if name in _OF_RANK:
+            note()
+        return read(self, name)
+
+    environment.__getitem__ = noted_read
+    if looked_up is not None:
+        setattr(distributed_c10d, _LOOKED_UP, noted_look_up)
+    try:
+        yield
+    finally:
+        environment.__getitem__ = read
+        if looked_up is not None:
+            setattr(distributed_c10d, _LOOKED_UP, looked_up)

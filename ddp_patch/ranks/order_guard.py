@@ -81,6 +81,8 @@ class OrderGuard:
             theirs = decoded(text)
             for name in mine.keys() & theirs.keys():
                 found = compare_parts(mine[name], theirs[name])
+                if found.verdict is not Verdict.ALIKE:
+                    self._require_unsharded(mine[name][found.part], theirs[name][found.part], rank)
                 self._judge(found, f"part {found.part}", f"rank {self._rank}", ranks_text([rank]))
                 if found.is_final:
                     self._open.discard(rank)
@@ -93,6 +95,18 @@ class OrderGuard:
             if len(parts) > 1 and self._workers_read_alike(number):
                 found = compare_workers(parts)
                 self._judge(found, "the stream", "worker 0", f"worker {found.part}, both of rank {self._rank}")
+
+    def _require_unsharded(self, mine: Notes, theirs: Notes, rank: int) -> None:
+        """Raise RankMismatchError if a dataset gave ranks other items, and asked for its rank before it did."""
+        if mine.asked_rank or theirs.asked_rank:
+            raise RankMismatchError(
+                f"Iterating the loader that was patched as number {self._number}: {self._name} is sharded already. It "
+                f"asked which rank it is on while it was read, and its first items differ between rank {self._rank} "
+                f"and {ranks_text([rank])}. Each rank would take a shard of its own part only, and the rest would be "
+                f"lost. Let {self._name} give every rank everything; or say is_ddp_aware = True in its class, and its "
+                "loader is returned unchanged. If it asks for another reason, such as a seed, let items have a string "
+                "or a whole number that names them."
+            )
 
     def _news(self, mine: Mapping[str, Sequence[Notes]]) -> str | None:
         """Return what to leave: nothing as long as little has come since."""

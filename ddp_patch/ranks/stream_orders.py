@@ -36,11 +36,13 @@ class Notes:
         items: The items' hashes, in order.
         is_final: Whether no more will be recorded in this pass.
         is_all: Whether these are all items that the part has.
+        asked_rank: Whether the dataset asked which rank it is on, by the first of them.
     """
 
     items: Sequence[ItemHashes] = ()
     is_final: bool = False
     is_all: bool = False
+    asked_rank: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +166,11 @@ def decoded(text: str | bytes) -> dict[str, list[Notes]]:
     return {name: [_decoded(*notes) for notes in parts] for name, parts in json.loads(text).items()}
 
 
-def _encoded(notes: Notes) -> tuple[bool, bool, str]:
+def _encoded(notes: Notes) -> tuple[bool, bool, bool, str]:
     hashes = np.array(notes.items, dtype="<i8").tobytes()
-    return notes.is_final, notes.is_all, base64.b64encode(hashes).decode()
+    return notes.is_final, notes.is_all, notes.asked_rank, base64.b64encode(hashes).decode()
 
 
-def _decoded(is_final: bool, is_all: bool, text: str) -> Notes:
+def _decoded(is_final: bool, is_all: bool, asked_rank: bool, text: str) -> Notes:
     hashes = np.frombuffer(base64.b64decode(text), dtype="<i8").reshape(-1, 3)
-    return Notes([ItemHashes(*pair) for pair in hashes.tolist()], is_final, is_all)
+    return Notes([ItemHashes(*pair) for pair in hashes.tolist()], is_final, is_all, asked_rank)

@@ -90,6 +90,10 @@ TOLD: dict[str, Program] = {
     "grows by more on one rank": Program(lambda rank: loader(user.Rows(list(range(N))), shuffle=True), user.grows),
     "files one object deeper": Program(lambda rank: loader(user.Annotated(random.sample(range(N), N)))),
     "files listed by the first item": Program(lambda rank: loader(user.Lazy())),
+    "shards itself by torch's rank": Program(lambda rank: loader(user.ShardsItself(user.from_torch))),
+    "shards itself by the environment": Program(
+        lambda rank: loader(user.ShardsItself(user.from_environment), num_workers=1)
+    ),
     "skips an item": Program(
         lambda rank: loader(user.Stream(960, skips=270 if rank else -1)), expected=lambda epoch: range(960), epochs=1
     ),

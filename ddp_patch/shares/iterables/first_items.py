@@ -1,6 +1,6 @@
 """Record the first items that each reader of an iterable dataset reads, in shared memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from time import thread_time
 from typing import Any, TypeVar
@@ -55,8 +55,8 @@ class FirstItems:
         self.parts: int = parts
         self._most = min(COMPARED, max(_FEWEST, _OF_ALL_PARTS // parts))
         of_each = (_PASSES, parts)
-        self._hashes, self._counts, self._statuses, self._is_settled = shared(
-            (*of_each, self._most, 3), of_each, of_each, (1,)
+        self._hashes, self._counts, self._statuses, self._asked, self._is_settled = shared(
+            (*of_each, self._most, 3), of_each, of_each, of_each, (1,)
         )
         self._names: list[str] = []
 
@@ -70,25 +70,29 @@ class FirstItems:
         """Record that no more is needed."""
         self._is_settled[0] = 1
 
-    def watching(self, part: int, number: int, items: Iterator[T]) -> Iterator[T]:
+    def watching(
+        self, part: int, number: int, items: Iterator[T], asked_rank: Callable[[], bool] = lambda: False
+    ) -> Iterator[T]:
         """Return a part's items; the first ones are recorded as they are read.
 
         Args:
             part: The part.
             number: The pass.
             items: What the reader of the part reads.
+            asked_rank: Tells whether the dataset has asked which rank it is on.
         """
         is_noted = 1 <= number <= _PASSES and part < self.parts and self._is_settled[0] < 0
         # Another iterator's worker may be about the same part of the same pass.
         if is_noted and self._statuses[number - 1, part] == _Status.UNTOUCHED:
-            return self._noting(part, number, items)
+            return self._noting(part, number, items, asked_rank)
         return items
 
-    def _noting(self, part: int, number: int, items: Iterator[T]) -> Iterator[T]:
+    def _noting(self, part: int, number: int, items: Iterator[T], asked_rank: Callable[[], bool]) -> Iterator[T]:
         statuses, spent_s = self._statuses[number - 1], 0.0
         statuses[part] = _Status.NOTING
         for item in items:
             began_s = thread_time()
+            self._asked[number - 1, part] = asked_rank()
             is_full = self.note(part, number, item)
             spent_s += thread_time() - began_s
             if is_full or spent_s > _MOST_S:
@@ -115,7 +119,7 @@ class FirstItems:
         status = self._statuses[number - 1, part]  # read first: what is final stays so
         is_final, is_all = bool(status >= _Status.FULL), bool(status == _Status.ENDED)
         hashes = self._hashes[number - 1, part, : self._count(part, number)].tolist()
-        return Notes([ItemHashes(*item) for item in hashes], is_final, is_all)
+        return Notes([ItemHashes(*item) for item in hashes], is_final, is_all, bool(self._asked[number - 1, part] > 0))
 
     def passes(self) -> dict[str, Sequence[Notes]]:
         """Return what was recorded of each pass, part by part, by what the ranks call the pass."""

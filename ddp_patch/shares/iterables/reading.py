@@ -1,12 +1,13 @@
 """How a worker reads the user's dataset: what get_worker_info() returns, and which random states it uses."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, TypeVar
 
 from torch.utils.data import get_worker_info
 
+from ddp_patch.compat.torch_groups import rank_noted
 from ddp_patch.compat.torch_workers import WorkerInfo, noted_worker_info, worker_info_told
 from ddp_patch.streams.random_states import PrivateRNG
 
@@ -30,11 +31,13 @@ class Reader:
     Attributes:
         has_asked: Whether it has. It may remember the answer, so this stays true in later passes.
         has_split: Whether an item came after it had.
+        has_asked_rank: Whether it asked which rank this is, by its first item.
     """
 
     def __init__(self) -> None:
         self.has_asked: bool = False
         self.has_split: bool = False
+        self.has_asked_rank: bool = False
         self._has_dataset = False  # whether somebody reached for the dataset through the worker info
 
     def info(self, worker: int, workers: int, seed: int, dataset: Any) -> WorkerInfo | None:
@@ -57,16 +60,21 @@ class Reader:
 
     def read(self, begin: Callable[[], Iterator[Any]], info: WorkerInfo | None) -> Iterator[Any]:
         """Iterate a dataset, which ``begin()`` begins; ``get_worker_info()`` returns ``info`` while its code runs."""
-        with worker_info_told(info):
+        with worker_info_told(info), rank_noted(self._note_rank):
             iterator = begin()
+        noting: AbstractContextManager[None] = rank_noted(self._note_rank)
         while True:
-            with worker_info_told(info):
+            with worker_info_told(info), noting:
                 try:
                     item = next(iterator)
                 except StopIteration:
                     return
+            noting = nullcontext()
             self.has_split |= self.has_asked
             yield item
+
+    def _note_rank(self) -> None:
+        self.has_asked_rank = True
 
     def _note(self, name: str) -> None:
         self.has_asked |= name in _TELLING

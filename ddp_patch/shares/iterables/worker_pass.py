@@ -136,7 +136,7 @@ class WorkerPass(Generic[T]):
             skip = start.skip
             read = self._marker.watch(self._read(self._marker.begin), start.mark)
             if first_items is not None:
-                read = first_items.watching(start.role, start.number, read)
+                read = first_items.watching(start.role, start.number, read, lambda: terms.reader.has_asked_rank)
             if marks is not None:
                 read = marks.watching(start.role, start.number, read)
             stream = rest.select(self._decided(read))
