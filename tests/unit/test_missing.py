@@ -1,6 +1,7 @@
 """What happens where torch lacks a private name, or has changed what it means: each is taken away in turn."""
 
 import importlib.util
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -118,6 +119,18 @@ def test_a_seed_that_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch_workers, "get_worker_info", lambda: (0, 1, 2))
     with raises(TorchVersionError, ("Seeding workers by rank", "worker info"), "num_workers=0"):
         torch_workers.replace_worker_seed(7)
+
+
+def test_without_its_name_torch_is_asked_for_the_rank_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delattr("torch.distributed.distributed_c10d._rank_not_in_group")
+    with torch_groups.rank_noted(lambda: asked.append(None)):
+        assert os.environ["RANK"] == "3"
+        assert os.getenv("HOME_OF_NOBODY") is None
+    assert len(asked) == 1
+    assert os.environ.get("RANK") == "3"
+    assert len(asked) == 1
 
 
 def test_a_batch_is_not_pinned_where_torch_does_not_tell_how(monkeypatch: pytest.MonkeyPatch) -> None:
