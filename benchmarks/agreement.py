@@ -20,17 +20,21 @@ import ddp_patch.ranks.exchange
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.ranks import watching
 from ddp_patch.ranks.packing import packed
+from ddp_patch.streams.chunks import begun, draw
+from ddp_patch.streams.pass_fingerprint import PassFingerprint
+from ddp_patch.streams.random_states import PrivateRNG
 from ddp_patch.testing import run_ranks
 
 ITEMS = 100_000
 REPEATS = 5
 STEPS, STEP_MS = 1000, 10
-MOMENTS = 2 + STEPS.bit_length()  # a pass begins, ends, and takes 1, 2, 4, ... batches
+MOMENTS = 2 + 6 + (STEPS - 32) // 32  # a pass begins, ends, and takes 1, 2, 4, ... 32, 64, 96, ... batches
 MEASURED = (
     "patch, bytes of a record",
     "patch, ms",
     "passes, ms",
     "passes, % of steps",
+    "fingerprint, times as slow",
     "leader, bytes to a rank",
     "leader, ms",
     "verify, ms",
@@ -70,8 +74,26 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     watching._FREE = 10**9  # every one is made, however soon after another
     compared_ms = timed(lambda: [plain.sampler.watch.compare(0) for _ in range(MOMENTS)]) / MOMENTS  # type: ignore[attr-defined]  # ours
     share = [index for batch in led.batch_sampler or () for index in batch]
-    compared = compared_ms, 100 * compared_ms * MOMENTS / (STEPS * STEP_MS)
+    compared = compared_ms, 100 * compared_ms * MOMENTS / (STEPS * STEP_MS), fingerprinted()
     return records[0], patch_ms, *compared, len(packed(share)), led_ms, verified_ms - plain_ms
+
+
+def fingerprinted() -> float:
+    """How many times as long it takes to draw whole numbers with a fingerprint as without, in turn."""
+    ratios = []
+    for _ in range(4 * REPEATS):
+        without, taken = (drawn_s(noted) for noted in (None, PassFingerprint()))
+        ratios.append(taken / without)
+    return statistics.median(ratios)
+
+
+def drawn_s(noted: PassFingerprint | None) -> float:
+    """How many seconds it takes to draw whole numbers, noted or not."""
+    start = time.perf_counter()
+    chunks = draw(begun(map(int, range(ITEMS))), PrivateRNG(0, 0), round_size=8, ahead=True, noted=noted)
+    for _ in chunks:
+        pass
+    return time.perf_counter() - start
 
 
 def meet_as_torchrun_does(rank: int, world_size: int) -> None:
