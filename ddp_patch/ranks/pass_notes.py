@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from ddp_patch.loaders.contents import Row
@@ -43,15 +44,24 @@ class PassNotes:
         rows: Callable[[], Rows],
         standing: Callable[[], Standing],
     ) -> None:
-        self.what, self.epoch, self._begins_at, self._skip = what, epoch, begins_at, skip
+        self.what: str = what
+        self.epoch: int = epoch
+        self._begins_at, self._skip = begins_at, skip
         self._fingerprint, self._look, self._standing = fingerprint, rows, standing
         self._rows: list[Rows] = []
+        self._old: list[Any] | None = None  # as it was left, once nothing changes it
         self.attempt: int = 0
 
     @property
     def is_whole(self) -> bool:
         """Whether the pass came to its end."""
         return self._standing().state is State.ENDED
+
+    def settle(self) -> None:
+        """Keep no more of a pass that is over than what was noted."""
+        told = self._standing()
+        if told.state is not State.OPEN:
+            self._standing = partial(Standing, *told)
 
     def encoded(self, look: int, *, is_old: bool = False) -> list[Any]:
         """Return them as plain values.
@@ -60,6 +70,8 @@ class PassNotes:
             look: How many items a mere look takes at most. Nobody compares it: the epoch may begin again.
             is_old: Whether to leave only the last mark: for ranks that are some epochs behind.
         """
+        if is_old and self._old is not None:
+            return self._old
         items, state = self._standing()
         taken = items - self._skip
         if len(self._rows) < _LOOKS and taken >= look * len(self._rows):
@@ -68,7 +80,10 @@ class PassNotes:
         marks = [[count, value % 2**_BITS] for count, value in self._fingerprint.marks]
         first = max(0, len(marks) - 1) if is_old else 0
         rows = [{name: list(row) for name, row in seen.items()} for seen in self._rows]
-        return [self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], rows]
+        notes = [self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], rows]
+        if is_old and state is not State.OPEN:
+            self._old = notes
+        return notes
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -91,6 +91,8 @@ class Watch:
         if notes.epoch <= self._furthest:
             self._attempt, self._furthest = self._attempt + 1, notes.epoch - 1
         notes.attempt = self._attempt
+        for before in self._noted:
+            before.settle()
         self._noted = [*self._noted, notes][-_NOTED:]
 
     def compare(self, epoch: int, *, at_end: bool = False) -> None:

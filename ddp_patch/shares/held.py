@@ -109,7 +109,8 @@ class Holders:
     def __init__(
         self, holders: Sequence[Any], counted: Collection[tuple[int, str]] = (), *, is_private: bool = True
     ) -> None:
-        self.holders, self._is_private = holders, is_private
+        self.holders: Sequence[Any] = holders
+        self._is_private = is_private
         self._at_first = [plain_attributes(holder) for holder in holders]
         self._own: list[_Generator] = []
         self._counted = set(counted)

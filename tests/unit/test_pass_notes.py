@@ -2,6 +2,7 @@
 
 import logging
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -131,6 +132,25 @@ def test_a_rank_that_is_epochs_ahead_left_its_last_mark() -> None:
     assert len(notes_of(items, is_old=True)[5]) == 1
     assert difference([notes_of(items)], [notes_of(items, is_old=True)]) is None
     assert difference([notes_of(items)], [notes_of(items[::-1], is_old=True)]) is not None
+
+
+def test_the_notes_of_a_pass_that_is_over_keep_nothing_of_it() -> None:
+    class Stands:
+        state = State.OPEN
+
+        def now(self) -> Standing:
+            return Standing(9, self.state)
+
+    stands = Stands()
+    gone = weakref.ref(stands)
+    notes = PassNotes("S", 0, "0", 0, drawn([*range(9)]), dict, stands.now)
+    notes.settle()
+    stands.state = State.LEFT
+    told = notes.encoded(4, is_old=True)
+    notes.settle()
+    del stands
+    assert gone() is None
+    assert notes.encoded(4, is_old=True) == told
 
 
 FILES, OTHERS = Row("files", identifies=True), Row("others", identifies=True)
