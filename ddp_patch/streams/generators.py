@@ -202,10 +202,10 @@ def was_seeded(generator: RandomGenerator, before: Any) -> bool:
     Twister by a state that only seeding makes.
     """
     if isinstance(generator, torch.Generator):
-        seed = generator.initial_seed()
-        return seed != torch.Generator().set_state(before).initial_seed() or same_state(
-            generator.get_state(), torch.Generator().manual_seed(seed).get_state()
-        )
+        seed, other = generator.initial_seed(), torch.Generator(generator.device)
+        if seed != other.set_state(before).initial_seed():
+            return True
+        return same_state(generator.get_state(), other.manual_seed(seed).get_state())
     state = as_read(generator)
     if isinstance(state, tuple):
         return _is_as_seeded(state[1][0], state[1][1], state[1][-1])
@@ -233,7 +233,8 @@ def seeded_anew(generator: RandomGenerator, state: Any, *key: int) -> Any:
     seed = np.random.SeedSequence(int.from_bytes(told, "little"))
     match generator:
         case torch.Generator():
-            return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> np.uint64(1))).get_state()
+            other = torch.Generator(generator.device)
+            return other.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> np.uint64(1))).get_state()
         case np.random.Generator():
             return type(generator.bit_generator)(seed).state
         case np.random.RandomState():

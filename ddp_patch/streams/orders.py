@@ -97,12 +97,17 @@ class _TorchSampler:
     parameters: Callable[[Any], list[object]]
 
 
+def _given(sampler: Any) -> torch.Generator | None:
+    """Return a sampler's generator; None if that is the global one, from which everybody draws."""
+    return None if sampler.generator is torch.default_generator else sampler.generator
+
+
 def _sequential_order(sampler: SequentialSampler, _: torch.Generator | None) -> Order:
     return Order(len(sampler.data_source), lambda positions: positions, array=_as_array)
 
 
 def _random_order(sampler: RandomSampler, private: torch.Generator | None) -> Order:
-    n, num_samples, given = len(sampler.data_source), sampler.num_samples, sampler.generator
+    n, num_samples, given = len(sampler.data_source), sampler.num_samples, _given(sampler)
     generator = given
     if generator is None:
         seed = torch.empty((), dtype=torch.int64).random_(generator=private)
@@ -124,13 +129,13 @@ def _random_order(sampler: RandomSampler, private: torch.Generator | None) -> Or
 
 
 def _subset_order(sampler: SubsetRandomSampler, private: torch.Generator | None) -> Order:
-    indices, generator = sampler.indices, sampler.generator or private
+    indices, generator = sampler.indices, _given(sampler) or private
     drawn = torch.randperm(len(indices), generator=generator, dtype=_integers(len(indices)))
     return Order(len(drawn), lambda positions: [indices[place] for place in _read(drawn, positions)])
 
 
 def _weighted_order(sampler: WeightedRandomSampler, private: torch.Generator | None) -> Order:
-    generator = sampler.generator or private
+    generator = _given(sampler) or private
     return _drawn(torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=generator))
 
 

@@ -367,6 +367,16 @@ def test_what_is_drawn_for_the_length_is_alike_on_ranks_that_are_seeded_differen
     assert [sorted(taken) for taken in epochs] == [[*range(12)]] * 2
 
 
+@pytest.mark.parametrize("name", ["random", "subset", "weighted"])
+def test_a_sampler_that_is_given_the_global_generator_is_like_one_that_is_given_none(name: str) -> None:
+    found = []
+    for given in (None, torch.default_generator):
+        torch.manual_seed(len(found))
+        wrapper = DDPSamplerWrapper(SAMPLERS[name](given), False, num_replicas=2, rank=0, seed=4)
+        found.append([list(wrapper) for _ in range(2)])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("agreement", "most"), [("seeded", 2 * 8 * 64), ("ambient", 8 * 64)])
 def test_the_first_batch_comes_after_about_as_many_items_as_it_needs(agreement: Any, most: int) -> None:
     sampler = Counting(1_000_000)
