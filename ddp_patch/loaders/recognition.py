@@ -112,8 +112,8 @@ def _says(holder: object) -> bool | None:
     said = getattr(holder, "is_ddp_aware", None)
     if isinstance(said, bool):
         return said
-    is_known = isinstance(holder, DistributedSampler) or shards_in_accelerate(type(holder)) or is_split_by_node(holder)
-    return is_known or None
+    is_known = isinstance(holder, DistributedSampler) or shards_in_accelerate(type(holder))
+    return is_known or (isinstance(holder, IterableDataset) and is_split_by_node(holder)) or None
 
 
 def tell_if_assumed(holder: object, stacklevel: int = 3) -> None:

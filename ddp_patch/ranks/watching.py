@@ -1,6 +1,6 @@
 """Compare the ranks' passes over a loader: always on, and without waiting."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from threading import get_ident
 from time import perf_counter
 
@@ -45,7 +45,7 @@ class Watch:
         self._attempt, self._furthest = 0, -1  # the latest epoch that was gone through to its end in this attempt
         self._thread = get_ident()
         self._keeps = keeps
-        self.orders: Sequence[Callable[[], None]] = ()
+        self.orders: list[Callable[[], None]] = []
         self.epochs_differ: bool = True
         self._name, self._units = name, ("item", "items")
         self.pace: Pace = Pace()

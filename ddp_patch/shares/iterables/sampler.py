@@ -71,8 +71,10 @@ class StreamSampler(EpochSampler[None]):
         if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
             dataset.first_items = FirstItems(dataset.board.readers)
             guard = OrderGuard(peers, dataset.dataset, dataset.first_items, self._read_one_stream)
-            dataset.marks = MarksInMemory(dataset.board.readers)
-            self.watch.orders = guard.compare, EndGuard(peers, dataset.dataset, dataset.marks).compare
+            self.watch.orders = [guard.compare]
+            if not agreed.options.verify:  # which compares all when the next epoch begins, where every rank raises
+                dataset.marks = MarksInMemory(dataset.board.readers)
+                self.watch.orders.append(EndGuard(peers, dataset.dataset, dataset.marks).compare)
         self.balance: Balance | None = None
         self._dataset_epoch = DatasetEpoch(dataset.dataset)
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
