@@ -369,7 +369,7 @@ def test_what_is_drawn_for_the_length_is_alike_on_ranks_that_are_seeded_differen
 
 @pytest.mark.parametrize("name", ["random", "subset", "weighted"])
 def test_a_sampler_that_is_given_the_global_generator_is_like_one_that_is_given_none(name: str) -> None:
-    found = []
+    found: list[list[list[int]]] = []
     for given in (None, torch.default_generator):
         torch.manual_seed(len(found))
         wrapper = DDPSamplerWrapper(SAMPLERS[name](given), False, num_replicas=2, rank=0, seed=4)
