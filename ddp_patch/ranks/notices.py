@@ -1,7 +1,6 @@
 """Exchange records between ranks through the process group's store, without waiting."""
 
 import hashlib
-import os
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,8 +24,6 @@ _MOST_READ = 32
 # Which process group it is of those that had the same store, and how often loaders that look alike were patched in it.
 _given: WeakKeyDictionary[Any, tuple[int, Counter[str]]] = WeakKeyDictionary()
 
-# The store is told at once of loaders that are gone, if these are more.
-_MOST_UNTOLD = 8
 
 _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
 
@@ -191,13 +188,11 @@ class _Gone(NamedTuple):
     """A loader that is gone on this rank, of which the store was not told yet.
 
     Attributes:
-        process: The process that patched it, which alone may use the store: workers are forked from it.
         store: The store in which ranks compare it.
         key: Names the loader there.
         ranks: All that may have it.
     """
 
-    process: int
     store: ref[Any]
     key: str
     ranks: Sequence[int]
@@ -208,15 +203,10 @@ _gone: deque[_Gone] = deque()
 
 def _cleared_later(peers: Peers, ranks: Sequence[int]) -> Peers:
     """Have letters deleted once the loader is gone on all ranks: until then a slower one may read them."""
-    finalize(peers, _note_gone, _Gone(os.getpid(), ref(default_store()), peers.key, ranks)).atexit = False
+    # Noted here, and told with the next loader: this may run in the middle of anything, such as an import. A script's
+    # last loaders may also outlive the store, and torch logs that.
+    finalize(peers, _gone.append, _Gone(ref(default_store()), peers.key, ranks)).atexit = False
     return peers
-
-
-def _note_gone(gone: _Gone) -> None:
-    """Tell the store with the next loader. A script's last loaders may outlive the store, and torch logs that."""
-    _gone.append(gone)
-    if len(_gone) > _MOST_UNTOLD and gone.process == os.getpid():
-        _tell_gone()
 
 
 def _tell_gone() -> None:
@@ -226,7 +216,7 @@ def _tell_gone() -> None:
     current = default_store()
     with suppress(IndexError, RuntimeError):  # no more, maybe since another thread took it; or the store is gone
         while True:
-            _, store, key, ranks = _gone.popleft()
+            store, key, ranks = _gone.popleft()
             if store() is current and current.add(f"{key}/gone", 1) == len(ranks):
                 for letter in (_letter(key, subject, rank) for subject in _SUBJECTS for rank in ranks):
                     current.delete_key(letter)
