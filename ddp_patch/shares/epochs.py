@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_patch.errors import InvalidOptionError, StateError
@@ -60,6 +61,8 @@ class EpochSampler(DistributedSampler[T]):
         self._holders = holders
         self._choices, self._is_chosen = 0, False  # how often an epoch was chosen; whether none has begun since
         self._has_begun_holders = self._draws_once = False
+        self._applied = 0  # the latest choice that was put back
+        self._drawn_from: torch.Generator | None = None  # by the loader, for the iterator that it made last
         options = agreed.options
         self.watch: Watch = Watch(agreed.peers, type(self).__name__, keeps=self.plan.uneven == "keep")
         self._facts = {
@@ -105,9 +108,9 @@ class EpochSampler(DistributedSampler[T]):
         if loader.persistent_workers:
             self._draws_once = True
         else:
-            self._has_begun_holders = False  # an iterator that was never used does not count
+            self._has_begun_holders, self._drawn_from = False, None  # an iterator that was never used does not count
             self._begin_holders()
-            self._has_begun_holders = True
+            self._has_begun_holders, self._drawn_from = True, loader.generator
         return self._holders.drawing()
 
     def _begin_holders(self) -> None:
@@ -116,8 +119,14 @@ class EpochSampler(DistributedSampler[T]):
             self._holders.begin_from_here()
             self._draws_once = False
         if not self._has_begun_holders:
-            self._holders.begin(self.epochs.upcoming if self._is_chosen else None)
-        self._has_begun_holders = False
+            # Once for a choice: torchdata begins a sampler twice for a pass, and draws twice in one process, too.
+            is_new, self._applied = self._is_chosen and self._applied != self._choices, self._choices
+            self._holders.begin(self.epochs.upcoming if is_new else None)
+            if is_new and self._drawn_from is not None:
+                # The iterator was made before the epoch was chosen, and drew its number from what was there.
+                with self._holders.drawing():
+                    torch.empty((), dtype=torch.int64).random_(generator=self._drawn_from)
+        self._has_begun_holders, self._drawn_from = False, None
 
     def held(self) -> Held:
         """Return what the samplers hold now."""
@@ -228,12 +237,16 @@ class EpochSampler(DistributedSampler[T]):
             )
         if number != self.epochs.upcoming:
             self.place = None
+        self._settle_latest()
         self.latest = None
         self._choices, self._is_chosen, self._has_begun_holders = self._choices + 1, True, False
         self.watch.choose()
         self.epochs.set(number)
         if self.given is not None:
             self.given.begin()
+
+    def _settle_latest(self) -> None:
+        """Let the latest pass count as drawn to its end, where that makes a difference; see ``Holders``."""
 
     def note_running(self, one: Pass[T]) -> None:
         """Record that the training loop is in a pass, because it was given a batch of it after a ``set_epoch``.
@@ -320,6 +333,7 @@ class EpochSampler(DistributedSampler[T]):
         """Make the next pass resume at a position; see the attribute ``tells_rest``."""
         if place.seed is not None:
             self.agreed.seed.adopt(place.seed)
+        self.latest = None
         self._holders.restore(place.epoch + place.ended, place.held)
         self.set_epoch(place.epoch)  # also on samplers whose own state has the epoch before
         self.place, self.tells_rest = place, tells_rest

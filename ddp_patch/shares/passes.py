@@ -147,6 +147,12 @@ class Pass(Progress, Generic[T]):
         finally:
             self.leave()
 
+    def draw_to_end(self) -> None:
+        """Draw what nobody will ask for, so that the samplers' generators are where the epoch leaves them."""
+        self._begin_generators()
+        for _ in self.source.parts(self.skip):
+            self._catch_up()
+
     def _compared(self, run: Iterator[R]) -> Iterator[Iterator[R]]:
         """Cut a run where the ranks compare their progress: at first after every batch, then more rarely."""
         pace = self._watch.pace

@@ -38,6 +38,7 @@ from ddp_patch.streams.orders import (
     scalable,
 )
 from ddp_patch.streams.pass_fingerprint import PassFingerprint
+from ddp_patch.streams.progress import State
 from ddp_patch.streams.random_states import Entered, PrivateRNG, epoch_generator, epoch_states
 
 __all__ = ["ShardedSampler"]
@@ -249,6 +250,19 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         before, skip = start.split(self.plan.num_replicas)
         length = self._length_if_any(start.epoch)
         return bool(skip) and length is not None and skip == self.plan.rounds(len(self.plan.rest(length, before)))
+
+    def _settle_latest(self) -> None:
+        """Draw to its end a pass whose every batch was taken: a loop that takes ``len()`` batches asks for no end."""
+        one = self.latest
+        if one is None or one.is_ended or (length := self.pass_length(one)) is None:
+            return
+        count, share = self._batching.count, self.plan.least(length)
+        if not one.taken or count(one.taken - one.skip) < count(max(0, share - one.skip)):
+            return
+        if one.state is State.NOT_BEGUN:  # it resumed where nothing was left
+            one.draw_to_end()
+        if one.ends_within(self._batching.size):
+            self._holders.end(one.epoch)
 
     def _source(self, start: Place, noted: PassFingerprint | None) -> Source[T]:
         """Choose how a pass gets its items."""
