@@ -170,11 +170,22 @@ class Holders:
         for (place, name), value in self._counters.items():
             vars(self.holders[place])[name] = value
 
-    def note_set(self, holder: object, name: str) -> None:
-        """Record that the user set an attribute of a sampler: if passes count with it, they continue from there."""
-        for place, one in enumerate(self.holders):
-            if one is holder and (place, name) in self._counted:
-                self._counters[place, name] = vars(holder)[name]
+    @property
+    def has_counters(self) -> bool:
+        """Whether passes are known to change attributes."""
+        return bool(self._counted)
+
+    @contextmanager
+    def changed_by_user(self) -> Iterator[None]:
+        """While entered, the user may change what passes count: they continue from there."""
+        with one_at_a_time():
+            if self._before is None:  # else a pass is drawing, and will note it
+                self._put_back()
+            try:
+                yield
+            finally:
+                if self._before is None:
+                    self._count()
 
     # ---- between passes ----
 

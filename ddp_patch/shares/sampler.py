@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar, cast
 
 import torch
 
+from ddp_patch.compat.torch_loaders import is_torch_batch_sampler
 from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.nesting import NestedEpochs
@@ -31,6 +32,7 @@ from ddp_patch.shares.transparent import Transparent
 from ddp_patch.streams.generators import random_generators, torch_generators, unmoved
 from ddp_patch.streams.orders import (
     InOrder,
+    ScalableShuffle,
     has_computed_order,
     has_order,
     is_always_alike,
@@ -51,7 +53,6 @@ class ShardedSampler(Transparent, EpochSampler[T]):
 
     Attributes:
         sampler: The wrapped sampler.
-        shuffle: Whether the whole epoch is permuted once more.
     """
 
     latest: Pass[T] | None
@@ -71,7 +72,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         }
         super().__init__(agreed, Holders(stream.samplers, stream.counted), facts)
         self.sampler: Iterable[T] = stream.source
-        self.shuffle = shuffle
+        self._shuffles = shuffle
         self._batching, self._dealing = batching, dealing
         self.watch.epochs_differ = shuffle or dealing is not None or not is_always_alike(self.sampler)
         self._is_one_shot = stream.is_one_shot
@@ -84,8 +85,16 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         self._known_end: dict[str, object] = {}
         self._seal()
 
-    def _note_set(self, name: str) -> None:
-        self._holders.note_set(self.sampler, name)
+    def _wrapped(self) -> Iterator[Any]:
+        # What torch, or this package, puts between the loader and the user's sampler has none of its attributes.
+        one: Any = self.sampler
+        yield one
+        while is_torch_batch_sampler(type(one)) or isinstance(one, ScalableShuffle):
+            one = one.sampler
+            yield one
+
+    def _changing(self) -> AbstractContextManager[object] | None:
+        return self._holders.changed_by_user() if self._holders.has_counters else None
 
     @classmethod
     def of(cls, stream: StreamFacts, agreed: Agreed, batching: Batching = ITEMS) -> Self:
@@ -99,9 +108,26 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         return type(self.sampler).__name__
 
     @property
-    def dataset(self) -> Any:  # type: ignore[override]  # torch sets it at construction
-        """The wrapped sampler, by ``DistributedSampler``'s name for what it shards."""
-        return self.sampler
+    def dataset(self) -> Any:
+        """The wrapped sampler's; if it has none, that sampler, which is what ``DistributedSampler`` calls so."""
+        return getattr(self._holder("dataset"), "dataset", self.sampler)
+
+    @dataset.setter
+    def dataset(self, dataset: Any) -> None:
+        self._set("dataset", dataset)
+
+    @property
+    def shuffle(self) -> bool:
+        """The wrapped sampler's; if it has none, whether the whole epoch is permuted once more."""
+        shuffle: bool = getattr(self._holder("shuffle"), "shuffle", self._shuffles)
+        return shuffle
+
+    @shuffle.setter
+    def shuffle(self, shuffle: bool) -> None:
+        if hasattr(self._holder("shuffle"), "shuffle"):
+            self._set("shuffle", shuffle)
+        else:
+            self._shuffles = shuffle
 
     @property
     def total_size(self) -> int:  # type: ignore[override]  # torch fixes it at construction; here it is computed
@@ -279,7 +305,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             rng=Entered(entered, self._holders.drawing),
             private=private,
             draws_ahead=options.agreement != "ambient",
-            shuffle_seed=self.seed if self.shuffle else None,
+            shuffle_seed=self.seed if self._shuffles else None,
             length=partial(self._stream_length, start.epoch),
             at_end=partial(self._compare_length, start.epoch),
             comes_late=lambda: self.epochs.passes > 1,  # this pass counts by then
@@ -321,7 +347,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
 
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
-        if self.agreed.leader is not None or self.shuffle or not has_order(self.sampler):
+        if self.agreed.leader is not None or self._shuffles or not has_order(self.sampler):
             return False
         # All that is drawn is compared, where it can be drawn.
         return has_computed_order(self.sampler) or not self.agreed.options.verify

@@ -1,5 +1,9 @@
 """Wrappers that are transparent: what is not theirs is read from, and set on, what they wrap."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from types import MethodType
 from typing import Any, ClassVar
 
 from ddp_patch.errors import InvalidOptionError
@@ -23,35 +27,70 @@ class Transparent:
         if type(self).__module__.partition(".")[0] == __name__.partition(".")[0]:
             self._is_sealed = True
 
-    def _note_set(self, name: str) -> None:
-        """Take note that the user set an attribute of what is wrapped."""
+    def _wrapped(self) -> Iterator[Any]:
+        """Yield what may have an attribute that the wrapper lacks, from the outside in."""
+        yield self.__dict__[self._inner]
+
+    def _changing(self) -> AbstractContextManager[object] | None:
+        """Return what to enter while the user may change what is wrapped; None if nobody needs to know."""
+        return None
+
+    def _holder(self, name: str) -> Any:
+        """Return which of what is wrapped has an attribute; the innermost if none has it yet."""
+        *before, last = self._wrapped()
+        return next((one for one in before if hasattr(one, name)), last)
 
     def __getattr__(self, name: str) -> Any:
         # Only called for names that the wrapper lacks: all of them, while it is unpickled.
         if name.startswith("__") or name in self._hidden or self._inner not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__dict__[self._inner], name)
+        holder = self._holder(name)
+        found = getattr(holder, name)
+        is_method = isinstance(found, MethodType) and found.__self__ is holder
+        return self._noted(found) if is_method and self._changing() is not None else found
+
+    def _noted(self, method: MethodType) -> Any:
+        @wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            with self._changing() or nullcontext():
+                return method(*args, **options)
+
+        return call
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not self._is_sealed or self._is_own(name):
             super().__setattr__(name, value)
         else:
-            setattr(self.__dict__[self._inner], name, value)
-            self._note_set(name)
+            self._set(name, value)
+
+    def _set(self, name: str, value: Any) -> None:
+        """Set an attribute of what is wrapped."""
+        with self._changing() or nullcontext():
+            setattr(self._holder(name), name, value)
 
     def __delattr__(self, name: str) -> None:
         if not self._is_sealed or self._is_own(name):
             super().__delattr__(name)
         else:
-            delattr(self.__dict__[self._inner], name)
+            with self._changing() or nullcontext():
+                delattr(self._holder(name), name)
 
     def _is_own(self, name: str) -> bool:
-        """Return whether an attribute is the wrapper's; refuse one that it computes."""
+        """Return whether an attribute is the wrapper's; refuse one that follows from the share."""
+        wrapper, wrapped = type(self).__name__, type(self.__dict__[self._inner]).__name__
+        if name == self._inner:
+            raise InvalidOptionError(
+                f"{name} of a {wrapper} is the {wrapped} that it wraps. It cannot be exchanged: the ranks have agreed "
+                f"on it. Set attributes of it, or build the loader anew and patch that. If the {wrapped} has a {name} "
+                f"of its own, set that: it is .{name}.{name}."
+            )
+        if name in self.__dict__ or name.startswith("__"):
+            return True
         own = next((vars(kind)[name] for kind in type(self).__mro__ if name in vars(kind)), None)
         if isinstance(own, property) and own.fset is None:
             raise InvalidOptionError(
-                f"{name} of a {type(self).__name__} cannot be set: it follows from how the data are shared. The "
-                f"{type(self.__dict__[self._inner]).__name__} that is wrapped is its attribute {self._inner!r}. Set it "
-                "there, if that has it, or build the loader anew and patch that."
+                f"{name} of a {wrapper} cannot be set: it follows from how the data are shared. The {wrapped} that is "
+                f"wrapped is its attribute {self._inner!r}. Set it there, if that has it, or build the loader anew and "
+                "patch that."
             )
-        return own is not None or name in self.__dict__ or name.startswith("__")
+        return own is not None
