@@ -1,10 +1,9 @@
 """Walk all public attributes of a loader's sampler or dataset, before the patch and after it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_patch.compat.torch_loaders import is_torch_batch_sampler
@@ -57,10 +56,10 @@ def told_otherwise(before: Mapping[str, Any], wrapper: Any) -> list[str]:
 def _same(before: Any, now: Any) -> bool:
     if isinstance(before, MethodType):
         return bool(getattr(now, "__wrapped__", now) == before)
-    if isinstance(before, torch.Tensor):
-        return torch.equal(before, now)
-    equal: Callable[[], bool] = lambda: bool((before == now) if not hasattr(before, "all") else (before == now).all())
-    return before is now or (type(before) is type(now) and equal())
+    if before is now or type(before) is not type(now):
+        return before is now
+    equal = before == now
+    return bool(equal.all() if hasattr(equal, "all") else equal)
 
 
 def set_elsewhere(wrapped: Any, wrapper: Any) -> list[str]:

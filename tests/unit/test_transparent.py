@@ -20,20 +20,19 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+from walked import read, set_elsewhere, told_otherwise
 from zoo import as_it_is
 
 from ddp_patch import DDPSamplerWrapper, InvalidOptionError, patch_dataloader_to_ddp
 
 N = 24
-# What the wrapper answers itself: the share's lengths, and the methods by which it is iterated.
-OURS = frozenset({"num_samples"})
 
 
 class Curriculum(Sampler[int]):
     """Yields the easiest samples, and counts its passes."""
 
-    def __init__(self) -> None:
-        self.limit, self.passes = N, 0
+    def __init__(self, shuffle: bool = False) -> None:
+        self.limit, self.passes, self.shuffle, self.dataset = N, 0, shuffle, range(N)
         self.notes: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -41,7 +40,7 @@ class Curriculum(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         self.passes += 1
-        yield from range(self.limit)
+        yield from torch.randperm(self.limit).tolist() if self.shuffle else range(self.limit)
 
     def easier(self, by: int) -> int:
         self.limit -= by
@@ -90,10 +89,10 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 
 def sharded(**options: Any) -> list[Any]:
     """Return what two ranks get of loaders that are made anew for each."""
-    share = options.pop("share", "auto")
+    how = {name: options.pop(name) for name in ("share", "scalable_shuffle") if name in options}
     made = ({name: make() if callable(make) else make for name, make in options.items()} for _ in range(2))
     given: list[Any] = [DataLoader(collate_fn=as_it_is, **{"dataset": range(N)} | options) for options in made]
-    return [patch_dataloader_to_ddp(one, rank=rank, num_replicas=2, share=share) for rank, one in enumerate(given)]
+    return [patch_dataloader_to_ddp(one, rank=rank, num_replicas=2, **how) for rank, one in enumerate(given)]
 
 
 def given_to(ranks: list[Any]) -> list[int]:
@@ -103,29 +102,38 @@ def given_to(ranks: list[Any]) -> list[int]:
     return sorted(index for of_rank in batches for batch in of_rank for index in batch)
 
 
-def public(value: object) -> list[str]:
-    return [name for name in dir(value) if not name.startswith("_")]
+SHARES: list[dict[str, Any]] = [{}, {"share": "batches"}, {"share": "within_batches"}]
+WALKED = [(name, share) for name in SAMPLERS for share in SHARES]
+WALKED += [(name, {"scalable_shuffle": True}) for name in ("random", "subset")]
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_all_attributes_of_a_sampler_are_there_after_the_patch(name: str) -> None:
-    loader = sharded(sampler=SAMPLERS[name], batch_size=4)[0]
-    wrapper, sampler = loader.sampler, loader.sampler.sampler
-    for attribute in set(public(sampler)) - OURS:
-        ours, theirs = getattr(wrapper, attribute), getattr(sampler, attribute)
-        assert ours is theirs or bool(ours == theirs)
-    for attribute in set(vars(sampler)) - OURS:
-        value = object()
-        setattr(wrapper, attribute, value)
-        assert getattr(sampler, attribute) is value
-        assert attribute not in vars(wrapper)
-        delattr(wrapper, attribute)
-        assert not hasattr(sampler, attribute)
+@pytest.mark.parametrize(("name", "options"), WALKED)
+def test_all_attributes_of_a_sampler_are_there_after_the_patch(name: str, options: dict[str, Any]) -> None:
+    sampler = SAMPLERS[name]()
+    before = read(sampler)
+    given: Any = DataLoader(Rows(), sampler=sampler, batch_size=4)
+    wrapper = patch_dataloader_to_ddp(given, rank=0, num_replicas=2, **options).sampler
+    assert told_otherwise(before, wrapper) == []
+    assert set_elsewhere(sampler, wrapper) == []
+
+
+@pytest.mark.parametrize("options", SHARES)
+def test_what_nobody_has_yet_is_set_on_the_users_sampler_and_can_be_deleted(options: dict[str, Any]) -> None:
+    sampler = Curriculum()
+    given: Any = DataLoader(Rows(), sampler=sampler, batch_size=4)
+    wrapper: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=2, **options).sampler
+    wrapper.temperature = 2.0
+    assert vars(sampler)["temperature"] == wrapper.temperature == 2.0
+    del wrapper.temperature
+    assert not hasattr(sampler, "temperature")
 
 
 def test_all_attributes_of_an_iterable_dataset_are_there_after_the_patch() -> None:
-    wrapper: Any = sharded(dataset=Stream)[0].dataset
-    assert set(public(wrapper)) >= {"dataset"}
+    stream = Stream()
+    before = read(stream)
+    wrapper: Any = sharded(dataset=stream)[0].dataset
+    assert told_otherwise(before, wrapper) == []
+    assert set_elsewhere(stream, wrapper) == []
     assert wrapper.max_len == N
     wrapper.longer()
     assert wrapper.dataset.max_len == wrapper.max_len == 2 * N
@@ -149,6 +157,10 @@ def easier(loader: Any) -> None:
     assert loader.sampler.easier(by=16) == 2 * loader.sampler.half
 
 
+def data(loader: Any) -> None:
+    loader.sampler.data_source = range(8)
+
+
 def tokens(loader: Any) -> None:
     loader.batch_sampler.max_tokens = 2
 
@@ -160,6 +172,21 @@ def max_len(loader: Any) -> None:
 SET: dict[str, tuple[Callable[[Any], None], dict[str, Any], Callable[[list[int]], bool]]] = {
     "weights": (weights, {"sampler": SAMPLERS["weighted"], "batch_size": 4}, lambda got: set(got) <= set(range(4))),
     "indices": (indices, {"sampler": SAMPLERS["subset"], "batch_size": 2}, lambda got: got == [*range(8)]),
+    "weights, whole batches": (
+        weights,
+        {"sampler": SAMPLERS["weighted"], "batch_size": 4, "share": "batches"},
+        lambda got: set(got) <= set(range(4)),
+    ),
+    "weights, divided batches": (
+        weights,
+        {"sampler": SAMPLERS["weighted"], "batch_size": 4, "share": "within_batches"},
+        lambda got: set(got) <= set(range(4)),
+    ),
+    "data, scalable": (
+        data,
+        {"sampler": SAMPLERS["random"], "batch_size": 2, "scalable_shuffle": True},
+        lambda got: got == [*range(8)],
+    ),
     "a limit": (limit, {"sampler": Curriculum, "batch_size": 2}, lambda got: got == [*range(8)]),
     "a method": (easier, {"sampler": Curriculum, "batch_size": 2}, lambda got: got == [*range(8)]),
     "tokens": (tokens, {"batch_sampler": Tokens}, lambda got: got == [*range(N)]),
@@ -193,6 +220,81 @@ def test_a_counter_that_the_user_sets_through_the_wrapper_goes_on_from_there() -
     loader.sampler.passes = 7
     list(loader)
     assert loader.sampler.passes == 8
+
+
+class Growing(Sampler[int]):
+    """Yields more in each pass, of what it counts itself."""
+
+    def __init__(self) -> None:
+        self.size = 4
+
+    def __iter__(self) -> Iterator[int]:
+        size = self.size
+        self.size += 4
+        yield from range(size)
+
+    def start_over(self) -> None:
+        self.size = 4
+
+    @property
+    def level(self) -> int:
+        return self.size
+
+    @level.setter
+    def level(self, level: int) -> None:
+        self.size = level
+
+
+def call(sampler: Any) -> None:
+    sampler.start_over()
+
+
+def assign(sampler: Any) -> None:
+    sampler.level = 4
+
+
+@pytest.mark.parametrize("change", [call, assign])
+def test_what_passes_change_can_be_changed_by_methods_and_properties(change: Callable[[Any], None]) -> None:
+    ranks = sharded(sampler=Growing, batch_size=2)
+    assert [len(given_to(ranks)) for _ in range(3)] == [4, 8, 12]
+    for loader in ranks:
+        assert [*loader.sampler.sampler]  # a look, which moves nothing
+        change(loader.sampler)
+    assert [len(given_to(ranks)) for _ in range(2)] == [4, 8]
+
+
+@pytest.mark.parametrize("share", ["samples", "batches"])
+def test_a_samplers_own_shuffle_and_dataset_are_its_own(share: str) -> None:
+    ranks = sharded(sampler=lambda: Curriculum(shuffle=True), batch_size=4, share=share)
+    shuffled = [[*loader] for loader in ranks]
+    for loader in ranks:
+        assert loader.sampler.shuffle
+        assert loader.sampler.dataset == range(N)
+        loader.sampler.shuffle = False
+    in_order = [[*loader] for loader in ranks]
+    assert in_order != shuffled
+    assert in_order == [[*loader] for loader in sharded(sampler=Curriculum, batch_size=4, share=share)]
+
+
+def test_where_a_sampler_has_no_dataset_it_is_what_is_shared() -> None:
+    loader = sharded(sampler=SAMPLERS["weighted"])[0]
+    assert loader.sampler.dataset is loader.sampler.sampler
+
+
+def test_a_wrapper_shuffles_by_the_name_of_torch_where_the_sampler_has_no_such() -> None:
+    wrapper = DDPSamplerWrapper([*range(N)], False, rank=0, num_replicas=1)
+    assert (wrapper.shuffle, [*wrapper]) == (False, [*range(N)])
+    wrapper.shuffle = True
+    assert (wrapper.shuffle, sorted(order := [*wrapper])) == (True, [*range(N)])
+    assert order != [*range(N)]
+
+
+def test_what_is_wrapped_cannot_be_exchanged() -> None:
+    sampler, stream = sharded(sampler=Curriculum)[0].sampler, sharded(dataset=Stream)[0].dataset
+    with raises(InvalidOptionError, ("sampler", "DDPSamplerWrapper", "Curriculum"), ("Set attributes", "patch that")):
+        sampler.sampler = Curriculum()
+    with raises(InvalidOptionError, ("dataset", "ShardedIterable", "Stream"), ("Set attributes", "patch that")):
+        stream.dataset = Stream()
 
 
 def test_what_contradicts_the_share_is_refused() -> None:
