@@ -77,8 +77,9 @@ class Transparent:
 
     def _is_own(self, name: str) -> bool:
         """Return whether an attribute is the wrapper's; refuse one that follows from the share."""
-        wrapper, wrapped = type(self).__name__, type(self.__dict__[self._inner]).__name__
+        wrapper = type(self).__name__
         if name == self._inner:
+            wrapped = type(self.__dict__[name]).__name__
             raise InvalidOptionError(
                 f"{name} of a {wrapper} is the {wrapped} that it wraps. It cannot be exchanged: the ranks have agreed "
                 f"on it. Set attributes of it, or build the loader anew and patch that. If the {wrapped} has a {name} "
@@ -88,9 +89,11 @@ class Transparent:
             return True
         own = next((vars(kind)[name] for kind in type(self).__mro__ if name in vars(kind)), None)
         if isinstance(own, property) and own.fset is None:
+            within = [*self._wrapped()]
+            wrapped, place = type(within[-1]).__name__, ".".join([self._inner] * len(within))
             raise InvalidOptionError(
                 f"{name} of a {wrapper} cannot be set: it follows from how the data are shared. The {wrapped} that is "
-                f"wrapped is its attribute {self._inner!r}. Set it there, if that has it, or build the loader anew and "
-                "patch that."
+                f"wrapped is its attribute {place!r}. Set it there, if that has it, or build the loader anew and patch "
+                "that."
             )
         return own is not None

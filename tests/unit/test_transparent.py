@@ -297,6 +297,23 @@ def test_what_is_wrapped_cannot_be_exchanged() -> None:
         stream.dataset = Stream()
 
 
+def test_what_is_within_the_wrapped_one_is_a_step_further() -> None:
+    class Own(BatchSampler):
+        pass
+
+    ranks = sharded(batch_sampler=lambda: Own(SubsetRandomSampler(range(N)), 2, False))
+    for loader in ranks:
+        loader.batch_sampler.sampler.sampler.indices = range(8)
+    assert given_to(ranks) == [*range(8)]
+
+
+def test_a_refusal_says_where_the_samplers_own_is() -> None:
+    for share, place in (("samples", "'sampler'"), ("batches", "'sampler.sampler'")):
+        loader = sharded(sampler=Curriculum, batch_size=2, share=share)[0]
+        with raises(InvalidOptionError, ("seed", "Curriculum", place), "Set it there"):
+            loader.sampler.seed = 3
+
+
 def test_what_contradicts_the_share_is_refused() -> None:
     divided = sharded(batch_size=4, share="within_batches")[0]
     for name in ("batch_size", "drop_last"):
