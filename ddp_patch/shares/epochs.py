@@ -293,7 +293,9 @@ class EpochSampler(DistributedSampler[T]):
             return Place(self.epochs.upcoming, held=self.held())
         if self.latest.is_ended:
             return self.latest.place_at_end(self.held())
-        return self.latest.place(self.latest.taken, generators=self._holders.generators())
+        # What is the passes' own is drawn again; a dataset's generators are wherever somebody left them.
+        generators = () if self._holders.is_private else self._holders.generators()
+        return self.latest.place(self.latest.taken, generators=generators)
 
     def given_after(self, one: Pass[Any], taken: int) -> int:
         """Return how many items of the share were given beyond the first ``taken``."""

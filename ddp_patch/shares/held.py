@@ -110,7 +110,7 @@ class Holders:
         self, holders: Sequence[Any], counted: Collection[tuple[int, str]] = (), *, is_private: bool = True
     ) -> None:
         self.holders: Sequence[Any] = holders
-        self._is_private = is_private
+        self.is_private = is_private
         self._at_first = [plain_attributes(holder) for holder in holders]
         self._own: list[_Generator] = []
         self._counted = set(counted)
@@ -153,7 +153,7 @@ class Holders:
     def _find(self) -> None:
         """Look for generators that samplers were given, or made, since."""
         known = {id(one.generator): one for one in self._own}
-        found = random_generators(self.holders) if self._is_private else []
+        found = random_generators(self.holders) if self.is_private else []
         self._own = [
             known.get(id(generator)) or _Generator(generator, state := as_read(generator), state) for generator in found
         ]
@@ -204,8 +204,9 @@ class Holders:
     def _beginning(self, epoch: int) -> _Beginning:
         if epoch in self._beginnings:
             return self._beginnings[epoch]
-        before = max((known for known in self._beginnings if known < epoch), default=min(self._beginnings))
-        return _later(self._beginnings[before], epoch - before)
+        # From the first, which all ranks know: one that looked on alone knows of more.
+        first = min(self._beginnings)
+        return _later(self._beginnings[first], epoch - first)
 
     def _set(self, one: _Generator, state: Any) -> None:
         if self._before is None:

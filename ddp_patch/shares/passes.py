@@ -201,8 +201,8 @@ class Pass(Progress, Generic[T]):
         self.is_interleaved = True
 
     def _begin_generators(self) -> None:
-        """Set the generators to their states at the first draw: a loader may draw from them before."""
-        if not self.source.draws_here:
+        """Set a dataset's generators to their states at the first draw: a loader may draw from them before."""
+        if not self.source.draws_here or self._holders.is_private:
             return
         if self._snapshots.at_first is not None:
             self._holders.reinstate_generators(self._snapshots.at_first)

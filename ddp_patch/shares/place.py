@@ -12,9 +12,9 @@ __all__ = ["First", "Mark", "PartsDone", "Place", "Snapshots", "split"]
 
 @dataclass(frozen=True, slots=True)
 class Snapshots:
-    """The states of the samplers' generators within a pass, because others draw from them too.
+    """The states of a dataset's generators within a pass, because others draw from them too.
 
-    A ``DataLoader`` draws its workers' seed from its generator, which a sampler may share.
+    A ``DataLoader`` draws its workers' seed from its generator, which a dataset may share.
 
     Attributes:
         at_first: Their states when the first item was drawn, if they had moved since the pass began.

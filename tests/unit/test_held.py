@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 from zoo import as_it_is, seed_ambient
 
-from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.streams.generators import (
     as_read,
     random_generators,
@@ -237,6 +237,40 @@ def test_an_epoch_that_is_chosen_has_one_order_however_often_somebody_looked(
         orders.append([list(loader), list(loader)])
     assert orders[0] == orders[1] == orders[2]
     assert orders[0][0] != orders[0][1]
+
+
+@pytest.mark.parametrize("epoch", [0, 2, 4])
+@pytest.mark.parametrize("name", ALL)
+def test_whole_passes_that_one_rank_makes_alone_do_not_move_a_later_epoch_that_is_chosen(name: str, epoch: int) -> None:
+    orders = []
+    for times in range(2):
+        _, loader = loader_of(name)
+        for _ in range(times):
+            whole_pass(loader)
+        loader.set_epoch(epoch)
+        orders.append(list(loader))
+    assert orders[0] == orders[1]
+
+
+class AtOnce(Drawing):
+    """Draws when a pass begins, not when its first item is asked for."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(super().__iter__()))
+
+
+@pytest.mark.parametrize("later", ["auto", "leader", "seeded"])
+@pytest.mark.parametrize("sooner", ["auto", "leader", "seeded"])
+def test_a_pass_is_resumed_whoever_draws_it(sooner: Any, later: Any) -> None:
+    def loader(agreement: Any) -> Any:
+        raw = DataLoader(range(N), 4, sampler=AtOnce(random.Random(3)), collate_fn=as_it_is)  # type: ignore[arg-type]
+        return patch_dataloader_to_ddp(raw, agreement=agreement)
+
+    expected, given = list(loader("auto")), []
+    first, second = loader(sooner), loader(later)
+    given += islice(first, 3)
+    restore_loader(second, loader_state(first))
+    assert given + list(second) == expected
 
 
 @pytest.mark.parametrize("name", ALL)
