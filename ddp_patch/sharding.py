@@ -41,7 +41,7 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     share_of = _iterable_share if facts.level is Level.ITERABLE else _sampler_share
     sharded, new = share_of(facts, agreed)
     ahead = facts.batches_ahead + copies_ahead(facts, agreed.options)
-    sharded.watch.set_pace(type(facts.loader).__name__, _pace(facts, ahead))
+    sharded.watch.set_pace(type(facts.loader).__name__, _pace(facts, ahead), sharded.least_share)
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)

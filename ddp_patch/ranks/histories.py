@@ -10,6 +10,8 @@ __all__ = ["Contradiction", "History", "Pace", "Record", "Run", "Standing", "Sta
 
 # A record holds at most this many runs, and a history at most this many passes that may still continue.
 _MOST_RUNS = 32
+# Of so many attempts it says how far they came.
+_MOST_LEFT = 4
 
 
 class State(IntEnum):
@@ -66,22 +68,25 @@ class Record:
         since: The epoch from which on all of them are here.
         share: Which share it takes, if the user gave it by rank= and num_replicas=.
         notes: What it noted of its latest passes, encoded; see ``PassNotes``.
+        left: Its latest attempts that are over, with the last epoch of which each took more than a long look.
     """
 
     runs: Sequence[Run] = ()
     since: int = 0
     share: int | None = None
     notes: Sequence[Sequence[Any]] = ()
+    left: Sequence[tuple[int, int]] = ()
 
     def encoded(self) -> str:
         """Return it as a short text."""
-        return json.dumps([self.since, self.share, self.runs, self.notes], separators=(",", ":"))
+        return json.dumps([self.since, self.share, self.runs, self.notes, self.left], separators=(",", ":"))
 
     @classmethod
     def decoded(cls, text: str | bytes) -> "Record":
         """Return what ``encoded`` made a text of."""
-        since, share, runs, notes = json.loads(text)
-        return cls([Run(*run)._replace(state=State(run[3])) for run in runs], since, share, notes or ())
+        since, share, runs, notes, left = json.loads(text)
+        decoded = [Run(*run)._replace(state=State(run[3])) for run in runs]
+        return cls(decoded, since, share, notes or (), tuple((attempt, top) for attempt, top in left))
 
     def top(self, look: int, attempt: int | None = None) -> int:
         """Return the latest epoch of which more than a look was taken, in one attempt or in any; -1 if none."""
@@ -91,6 +96,10 @@ class Record:
     def after(self, epoch: int) -> int:
         """Return the epoch of the first pass after one over ``epoch``."""
         return min(max(run.epoch, epoch + 1) for run in self.runs if run.last > epoch)
+
+    def chosen_before(self, epoch: int) -> int:
+        """Return the latest epoch that ``set_epoch`` chose, up to this one; -1 if there is none."""
+        return max((min(run.last, epoch) for run in self.runs if run.chosen and run.epoch <= epoch), default=-1)
 
     def first_lacking(self, epochs: Run) -> int:
         """Return the first epoch of a run that has no pass here; one past its last if all have."""
@@ -174,10 +183,13 @@ class History:
 
     Args:
         look: How many items a mere look takes at most: a batch.
+        long_look: Returns how many items a long look takes at most: half of a share, if its size is known.
     """
 
-    def __init__(self, look: int = 1) -> None:
+    def __init__(self, look: int = 1, long_look: Callable[[], int] | None = None) -> None:
         self.look: int = look
+        self.long_look: Callable[[], int] = (lambda: self.look) if long_look is None else long_look
+        self._left: list[tuple[int, int]] = []
         self._settled: list[Run] = []
         self._open: list[_Pass] = []
         self._since = self._attempt = 0
@@ -210,7 +222,7 @@ class History:
     def record(self, share: int | None = None, notes: Sequence[Sequence[Any]] = ()) -> Record:
         """Return this rank's history, to be compared, with what it noted of its latest passes."""
         runs = _joined([*self._settled, *(one.run for one in self._open)])
-        return Record(runs, self._since, share, notes)
+        return Record(runs, self._since, share, notes, tuple(self._left))
 
     def _settle(self) -> None:
         states = [one.standing.state for one in self._open]
@@ -227,8 +239,12 @@ class History:
 
     def _go_back_to(self, epoch: int) -> None:
         """Drop the passes from an epoch on; if they were more than looks, this is another attempt."""
-        self._furthest = max(self._furthest, self.record().top(self.look))
+        made = [run for run in self.record().runs if run.items > self.look and run.last > self._furthest]
+        # What nobody chose may have been a look.
+        most = self.long_look() if any(not run.chosen for run in made) else self.look
+        self._furthest = max((run.last for run in made if run.chosen or run.items > most), default=self._furthest)
         if self._furthest >= epoch:
+            self._left = [*self._left, (self._attempt, self._furthest)][-_MOST_LEFT:]
             self._attempt, self._furthest = self._attempt + 1, epoch - 1
         kept = [run._replace(passes=min(run.passes, epoch - run.epoch)) for run in self._settled]
         self._settled = [run for run in kept if run.passes > 0]
@@ -272,7 +288,9 @@ class Contradiction(NamedTuple):
     is_mine: bool
 
 
-def contradiction(mine: Record, theirs: Record, look: int, slack: int = 0) -> Contradiction | None:
+def contradiction(
+    mine: Record, theirs: Record, look: int, slack: int = 0, long_look: Callable[[], int] | None = None
+) -> Contradiction | None:
     """Return where the passes of two ranks contradict each other; None if one may only be faster than the other.
 
     Args:
@@ -280,25 +298,58 @@ def contradiction(mine: Record, theirs: Record, look: int, slack: int = 0) -> Co
         theirs: Another rank's.
         look: How many items a mere look takes at most. It contradicts nothing, because ``set_epoch`` may still follow.
         slack: How many items more one rank's share may have.
+        long_look: Returns how many items a look takes at most where the other rank has chosen an epoch, so that this
+            one may be about to. Default: as many as a look.
     """
-    found = [
-        Contradiction(*left, is_mine)
-        for is_mine, behind, further in ((True, mine, theirs), (False, theirs, mine))
-        for run in further.runs
-        if run.items > look and (left := _left(behind, run, look, slack)) is not None
-    ]
+    at_most = (lambda: look) if long_look is None else long_look
+    found = []
+    for is_mine, behind, further in ((True, mine, theirs), (False, theirs, mine)):
+        for run in further.runs:
+            if run.items > look:
+                left = _broken_off(behind, further, run, look, slack, at_most)
+                left = left or _skipped(behind, further, run, look, at_most) or _gone_back(behind, run, at_most)
+                found += [] if left is None else [Contradiction(*left, is_mine)]
     return min(found, default=None)
 
 
-def _left(behind: Record, further: Run, look: int, slack: int) -> tuple[int, int, int] | None:
-    """Return the first epoch of a run of which a rank took less although it continued, with how much and to where."""
+# Each returns the epoch of which a rank took less although it continued, with how much it took, and to where. Where
+# only one of two ranks has chosen an epoch, the other may be about to: what it did without that no longer counts then,
+# unless it was more than a long look.
+
+
+def _broken_off(
+    behind: Record, other: Record, further: Run, look: int, slack: int, long_look: Callable[[], int]
+) -> tuple[int, int, int] | None:
+    """Return the first epoch of a run that a rank broke off earlier."""
     top = behind.top(look)
     for run in behind.runs:
         epoch = max(run.epoch, further.epoch)
         is_left = run.state is State.LEFT and further.state is not State.UNKNOWN and run.attempt == further.attempt
         if is_left and further.items > run.items + slack and epoch <= min(run.last, further.last, top - 1):
-            return epoch, run.items, behind.after(epoch)
-    epoch = behind.first_lacking(further)
-    if epoch <= further.last and epoch < behind.top(look, further.attempt):
-        return epoch, 0, behind.after(epoch)
+            is_alike = behind.chosen_before(epoch) == other.chosen_before(epoch)
+            if is_alike or (epoch < behind.top(long_look()) and further.items > long_look()):
+                return epoch, run.items, behind.after(epoch)
     return None
+
+
+def _skipped(
+    behind: Record, other: Record, further: Run, look: int, long_look: Callable[[], int]
+) -> tuple[int, int, int] | None:
+    """Return the first epoch of a run that a rank left out."""
+    epoch = behind.first_lacking(further)
+    if epoch > further.last or epoch >= behind.top(look, further.attempt):
+        return None
+    following = behind.after(epoch)
+    is_alike = further.chosen or behind.chosen_before(following) == other.chosen_before(epoch)
+    return (epoch, 0, following) if is_alike or further.items > long_look() else None
+
+
+def _gone_back(behind: Record, further: Run, long_look: Callable[[], int]) -> tuple[int, int, int] | None:
+    """Return the first epoch of a run before which a rank started again."""
+    top = dict(behind.left).get(further.attempt)
+    if top is None or further.last <= top or further.state is State.UNKNOWN:
+        return None
+    if not further.chosen and further.items <= long_look():
+        return None
+    again = min((run.epoch for run in behind.runs if run.attempt > further.attempt), default=top)
+    return max(further.epoch, top + 1), 0, again

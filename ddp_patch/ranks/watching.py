@@ -49,14 +49,22 @@ class Watch:
         self.epochs_differ: bool = True
         self._name, self._units = name, ("item", "items")
         self.pace: Pace = Pace()
+        self._long_look: Callable[[], int] = lambda: self.pace.size
         self._made, self._cost_s, self._ended_s = 0, 0.0, 0.0
         self._exchange()  # so that nobody has to look for this rank's record later
 
-    def set_pace(self, name: str, pace: Pace) -> None:
-        """Set what errors call the loader and how it takes batches, before its first pass."""
+    def set_pace(self, name: str, pace: Pace, share: Callable[[], int | None] = lambda: None) -> None:
+        """Set what errors call the loader and how it takes batches, before its first pass.
+
+        Args:
+            name: What errors call it.
+            pace: How it takes batches.
+            share: Returns how many items the smallest share of an epoch has; None if that is not known.
+        """
         self._name, self._units = name, ("batch", "batches")
         self.pace = pace
         self._history.look = pace.size
+        self._history.long_look = self._long_look = lambda: max(pace.size, (share() or 0) // 2)
 
     @property
     def is_on(self) -> bool:
@@ -135,7 +143,9 @@ class Watch:
         others = self._notices.exchange(mine)
         self._peers.require_fair_shares(others)
         slack = self.pace.size * self.pace.readers if self._keeps else 0
-        compared = {rank: contradiction(mine, record, self.pace.size, slack) for rank, record in others.items()}
+        compared = {
+            rank: contradiction(mine, record, self.pace.size, slack, self._long_look) for rank, record in others.items()
+        }
         differing = {rank: difference(notes, record.notes) for rank, record in others.items()} if notes else {}
         return (
             {rank: where for rank, where in compared.items() if where is not None},

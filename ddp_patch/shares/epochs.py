@@ -142,6 +142,11 @@ class EpochSampler(DistributedSampler[T]):
         except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
             return None
 
+    def least_share(self) -> int | None:
+        """Return how many items the smallest share of the upcoming epoch has; None if that is not known."""
+        length = self._length_if_any(self.epochs.upcoming)
+        return None if length is None else self.plan.least(length)
+
     def pass_length(self, one: Pass[Any]) -> int | None:
         """Return how many items all ranks share in a pass: as found; or as the sampler says; or None."""
         if one.length is not None:

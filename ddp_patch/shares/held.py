@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddp_patch.streams.generators import (
@@ -119,6 +119,8 @@ class Holders:
         self._find()
         self._count()
         self._beginnings = {0: self._now()}
+        # The states of generators that were seeded since an epoch was chosen or drawn to its end, by their ids.
+        self._seeded: dict[int, Any] = {}
 
     @property
     def has_generators(self) -> bool:
@@ -138,6 +140,7 @@ class Holders:
             yield
             return
         with one_at_a_time():
+            self._seeded |= {id(one.generator): as_read(one.generator) for one in self._own if one.is_seeded}
             for one in self._own:
                 one.enter()
             self._put_back()
@@ -194,11 +197,18 @@ class Holders:
         self._find()
         if epoch is not None:
             beginning = self._beginning(epoch)
-            states = {id(generator): state for generator, state in beginning.generators}
-            for one in self._own:
-                if (state := states.get(id(one.generator))) is not None and not one.is_seeded:
-                    self._set(one, state)
+            # Whoever seeded a generator chose what comes next, even if somebody looked at that meanwhile.
+            self._seeded |= {id(one.generator): as_read(one.generator) for one in self._own if one.is_seeded}
+            states = {id(generator): state for generator, state in beginning.generators} | self._seeded
+            known = [(one, states[id(one.generator)]) for one in self._own if id(one.generator) in states]
+            for one, state in known:
+                self._set(one, state)
             self._counters |= beginning.counters
+            if self._seeded:
+                self._beginnings[epoch] = replace(
+                    beginning, generators=[(one.generator, state) for one, state in known]
+                )
+                self._seeded = {}
         self._put_back()
 
     def _beginning(self, epoch: int) -> _Beginning:
@@ -211,6 +221,8 @@ class Holders:
     def _set(self, one: _Generator, state: Any) -> None:
         if self._before is None:
             one.own = state
+            if one.is_seeded:
+                one.shown = as_read(one.generator)
         else:
             set_as_read(one.generator, state)
 
@@ -220,7 +232,7 @@ class Holders:
 
     def end(self, epoch: int) -> None:
         """Record that all of an epoch was drawn, so that the next one begins with what is held now."""
-        self._beginnings[epoch + 1] = self._now()
+        self._beginnings[epoch + 1], self._seeded = self._now(), {}
         if len(self._beginnings) > _LATEST:
             del self._beginnings[min(known for known in self._beginnings if known)]
 

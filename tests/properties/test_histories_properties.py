@@ -21,21 +21,22 @@ class Iterates:
         steps: After how many batches it breaks off; whole epochs have fewer.
         nested: How many passes it makes in between, after the first step.
         keeps: Whether it keeps the iterator.
-        looks: How many looks at a batch one rank alone takes before.
+        looks: How many batches of each look that one rank alone takes before.
     """
 
     epoch: int | None
     steps: int
     nested: int
     keeps: bool
-    looks: int
+    looks: Sequence[int]
 
 
 class Rank:
     """Runs a program, and tells a record at every moment at which another rank might read one."""
 
     def __init__(self, batches: int, takes_looks: bool = False) -> None:
-        self.history, self.epochs = History(SIZE), EpochCounter()
+        self.long_look = lambda: max(SIZE, batches * SIZE // 2)
+        self.history, self.epochs = History(SIZE, self.long_look), EpochCounter()
         self.batches, self.takes_looks = batches, takes_looks
 
     def runs(self, program: Sequence[Iterates]) -> list[Record]:
@@ -43,8 +44,8 @@ class Rank:
 
     def records(self, does: Iterates) -> Iterator[Record]:
         if does.epoch is not None:
-            for _ in range(does.looks if self.takes_looks else 0):
-                yield from self.iterates(1)
+            for steps in does.looks if self.takes_looks else ():
+                yield from self.iterates(min(steps, self.long_look() // SIZE))
             self.choose(does.epoch)
         yield from self.iterates(does.steps, does.nested, does.keeps)
 
@@ -76,10 +77,10 @@ programs = st.lists(
     st.builds(
         Iterates,
         epoch=st.none() | st.integers(0, 5),
-        steps=st.integers(0, 5),
+        steps=st.integers(0, 9),
         nested=st.integers(0, 2),
         keeps=st.booleans(),
-        looks=st.integers(0, 2),
+        looks=st.lists(st.just(1), max_size=2),
     ),
     min_size=1,
     max_size=6,
@@ -87,23 +88,44 @@ programs = st.lists(
 
 
 @settings(max_examples=40)  # each compares every moment of a rank with every one of another
-@given(program=programs, batches=st.integers(1, 4))
+@given(program=programs, batches=st.integers(1, 8))
 def test_ranks_that_run_one_program_never_contradict_each_other(program: list[Iterates], batches: int) -> None:
     """Whichever moments they are at."""
-    records = Rank(batches).runs(program)
+    rank = Rank(batches)
+    records = rank.runs(program)
     for mine in records:
         for theirs in records:
-            assert contradiction(mine, Record.decoded(theirs.encoded()), SIZE) is None
+            assert contradiction(mine, Record.decoded(theirs.encoded()), SIZE, 0, rank.long_look) is None
+
+
+def agree(program: Sequence[Iterates], batches: int) -> bool:
+    """Return whether a rank that looks in between never contradicts one that does not."""
+    rank = Rank(batches)
+    looking, plain = Rank(batches, takes_looks=True).runs(program), rank.runs(program)
+    found = [
+        contradiction(*both, SIZE, 0, rank.long_look)
+        for mine in looking
+        for theirs in plain
+        for both in ((mine, theirs), (theirs, mine))
+    ]
+    return not any(found)
 
 
 @settings(max_examples=40)  # each compares every moment of a rank with every one of another
-@given(program=programs, batches=st.integers(1, 4))
+@given(program=programs, batches=st.integers(1, 8))
 def test_looks_before_an_epoch_is_set_contradict_nothing(program: list[Iterates], batches: int) -> None:
-    looking, plain = Rank(batches, takes_looks=True).runs(program), Rank(batches).runs(program)
-    for mine in looking:
-        for theirs in plain:
-            assert contradiction(mine, theirs, SIZE) is None
-            assert contradiction(theirs, mine, SIZE) is None
+    assert agree(program, batches)
+
+
+@settings(max_examples=40)  # each compares every moment of a rank with every one of another
+@given(
+    passes=st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(1, 4), max_size=1)), min_size=1, max_size=4),
+    batches=st.integers(1, 8),
+)
+def test_a_longer_look_before_each_whole_epoch_that_is_set_contradicts_nothing(
+    passes: list[tuple[int, list[int]]], batches: int
+) -> None:
+    assert agree([Iterates(epoch, batches, 0, False, looks) for epoch, looks in passes], batches)
 
 
 @given(epochs=st.integers(1, 40), extra=st.integers(0, 39), steps=st.integers(1, 4), batches=st.integers(2, 5))
@@ -112,12 +134,12 @@ def test_a_pass_of_one_rank_alone_is_found_once_both_have_gone_on(
 ) -> None:
     steps, extra = min(steps, batches - 1), min(extra, epochs - 1)
     alone, other = Rank(batches), Rank(batches)
-    whole = Iterates(None, batches, 0, False, 0)
+    whole = Iterates(None, batches, 0, False, ())
     alone.runs([whole] * extra)
     other.runs([whole] * extra)
-    alone.runs([Iterates(None, steps, 0, False, 0)])
+    alone.runs([Iterates(None, steps, 0, False, ())])
     after = zip(alone.records(whole), other.records(whole), strict=True)
-    found = [contradiction(mine, theirs, SIZE) for mine, theirs in after]
+    found = [contradiction(mine, theirs, SIZE, 0, other.long_look) for mine, theirs in after]
     assert found[-1] is not None
     assert found[-1] == (extra, steps * SIZE, extra + 1, True)
 

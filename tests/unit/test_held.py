@@ -316,6 +316,27 @@ def test_a_generator_that_the_user_seeds_draws_what_the_seed_says(name: str) -> 
     assert found[0] == found[1] == found[3] != found[2] == found[4] == found[5]
 
 
+@pytest.mark.parametrize("epoch", [None, 0, 2, 5])
+@pytest.mark.parametrize("name", ["torch", "torch's own", "random", "numpy, legacy"])
+def test_a_look_between_seeding_and_choosing_changes_nothing(name: str, epoch: int | None) -> None:
+    orders = []
+    for looks in (0, 2):
+        raw, loader = loader_of(name)
+        list(loader)
+        generator = raw.generator if name == "torch's own" else raw.sampler.generator
+        generator.manual_seed(7) if isinstance(generator, torch.Generator) else generator.seed(7)
+        if epoch is None:  # then the look is a pass
+            orders.append([list(loader), list(loader)])
+            continue
+        for _ in range(looks):
+            look(loader)
+        loader.set_epoch(epoch)
+        orders.append([list(loader), list(loader)])
+        loader.set_epoch(epoch)
+        assert list(loader) == orders[-1][0]
+    assert orders[0] == orders[1]
+
+
 @pytest.mark.parametrize("name", GENERATORS)
 def test_whether_a_generator_was_seeded_or_drawn_from(name: str) -> None:
     generator = GENERATORS[name]()

@@ -15,8 +15,12 @@ SIZE = 4
 Pass = tuple[bool, int, int, State]
 
 
+def half() -> int:
+    return 6
+
+
 def record(*passes: Pass) -> Record:
-    history = History(SIZE)
+    history = History(SIZE, half)
     for chosen, epoch, items, state in passes:
         if chosen:
             history.choose()
@@ -40,7 +44,12 @@ CASES: list[tuple[str, Sequence[Pass], Sequence[Pass], tuple[int, int, int] | No
     ("mine keeps an iterator", [(AUTO, 0, 4, OPEN), (AUTO, 1, 12, ENDED), (AUTO, 2, 0, OPEN)], [WHOLE], (0, 4, 1)),
     ("mine may go on with it", [(AUTO, 0, 4, OPEN), (AUTO, 1, 12, OPEN)], [WHOLE], None),
     ("mine cannot be told", [(AUTO, 0, 4, UNKNOWN), (AUTO, 1, 8, OPEN)], [WHOLE], None),
-    ("theirs is at a second attempt", [(AUTO, 0, 8, LEFT), (AUTO, 1, 8, OPEN)], [WHOLE, (SET, 0, 12, OPEN)], None),
+    ("mine went back, theirs may have looked on", [WHOLE, (SET, 0, 12, OPEN)], [WHOLE, (AUTO, 1, 6, OPEN)], None),
+    ("mine went back, theirs went on", [WHOLE, (SET, 0, 12, OPEN)], [WHOLE, (AUTO, 1, 8, OPEN)], (1, 0, 0)),
+    ("mine went back, theirs chose the next", [WHOLE, (SET, 0, 12, OPEN)], [WHOLE, (SET, 1, 5, OPEN)], (1, 0, 0)),
+    ("mine went back, theirs is slower", [WHOLE, (SET, 0, 12, OPEN)], [(AUTO, 0, 8, OPEN)], None),
+    ("mine went on, theirs looks", [(SET, 3, 5, OPEN)], [(AUTO, 0, 6, OPEN)], None),
+    ("mine went on, theirs trains", [(SET, 3, 5, OPEN)], [(AUTO, 0, 7, OPEN)], (0, 0, 3)),
 ]
 
 
@@ -49,8 +58,8 @@ def test_what_contradicts_what(
     mine: Sequence[Pass], theirs: Sequence[Pass], found: tuple[int, int, int] | None
 ) -> None:
     expected = None if found is None else Contradiction(*found, is_mine=True)
-    assert contradiction(record(*mine), record(*theirs), SIZE) == expected
-    turned = contradiction(record(*theirs), record(*mine), SIZE)
+    assert contradiction(record(*mine), record(*theirs), SIZE, 0, half) == expected
+    turned = contradiction(record(*theirs), record(*mine), SIZE, 0, half)
     assert turned == (None if expected is None else expected._replace(is_mine=False))
 
 
