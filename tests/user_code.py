@@ -249,7 +249,7 @@ def looks_and_sets(rank: int, raw: Any, loader: Any, epoch: int) -> None:
 
 def looks_long_and_sets(rank: int, raw: Any, loader: Any, epoch: int) -> None:
     if rank == 1:
-        list(islice(loader, 3))
+        list(islice(loader, 2))
     loader.set_epoch(epoch)
 
 

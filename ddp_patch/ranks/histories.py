@@ -183,12 +183,10 @@ class History:
 
     Args:
         look: How many items a mere look takes at most: a batch.
-        long_look: Returns how many items a long look takes at most: half of a share, if its size is known.
     """
 
-    def __init__(self, look: int = 1, long_look: Callable[[], int] | None = None) -> None:
+    def __init__(self, look: int = 1) -> None:
         self.look: int = look
-        self.long_look: Callable[[], int] = (lambda: self.look) if long_look is None else long_look
         self._left: list[tuple[int, int]] = []
         self._settled: list[Run] = []
         self._open: list[_Pass] = []
@@ -200,16 +198,18 @@ class History:
         """Record that the user chose the epoch that comes next."""
         self._is_chosen = True
 
-    def begin(self, epoch: int, standing: Callable[[], Standing]) -> None:
+    def begin(self, epoch: int, standing: Callable[[], Standing], long_look: Callable[[], int] | None = None) -> None:
         """Add a pass.
 
         Args:
             epoch: The epoch that it is over.
             standing: Tells how far it has come.
+            long_look: Returns how many items a look takes at most that is still no attempt at an epoch that nobody
+                chose. Default: as many as a look.
         """
         chosen, self._is_chosen = self._is_chosen, False
         self._settle()
-        self._go_back_to(epoch)
+        self._go_back_to(epoch, long_look)
         if chosen:
             self._withdraw()
         self._open.append(_Pass(epoch, standing, chosen, self._attempt))
@@ -237,11 +237,11 @@ class History:
             del self._settled[:-_MOST_RUNS]
             self._since = self._settled[0].epoch
 
-    def _go_back_to(self, epoch: int) -> None:
+    def _go_back_to(self, epoch: int, long_look: Callable[[], int] | None) -> None:
         """Drop the passes from an epoch on; if they were more than looks, this is another attempt."""
         made = [run for run in self.record().runs if run.items > self.look and run.last > self._furthest]
         # What nobody chose may have been a look.
-        most = self.long_look() if any(not run.chosen for run in made) else self.look
+        most = long_look() if long_look and any(not run.chosen for run in made) else self.look
         self._furthest = max((run.last for run in made if run.chosen or run.items > most), default=self._furthest)
         if self._furthest >= epoch:
             self._left = [*self._left, (self._attempt, self._furthest)][-_MOST_LEFT:]

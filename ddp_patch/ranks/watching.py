@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from threading import get_ident
 from time import perf_counter
+from weakref import WeakMethod
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.ranks.comparison import ranks_text
@@ -49,22 +50,25 @@ class Watch:
         self.epochs_differ: bool = True
         self._name, self._units = name, ("item", "items")
         self.pace: Pace = Pace()
-        self._long_look: Callable[[], int] = lambda: self.pace.size
+        self._share: Callable[[], Callable[[], int | None] | None] = lambda: None
         self._made, self._cost_s, self._ended_s = 0, 0.0, 0.0
         self._exchange()  # so that nobody has to look for this rank's record later
 
-    def set_pace(self, name: str, pace: Pace, share: Callable[[], int | None] = lambda: None) -> None:
+    def set_pace(self, name: str, pace: Pace, share: Callable[[], int | None]) -> None:
         """Set what errors call the loader and how it takes batches, before its first pass.
 
         Args:
             name: What errors call it.
             pace: How it takes batches.
-            share: Returns how many items the smallest share of an epoch has; None if that is not known.
+            share: A method that returns how many items the smallest share of an epoch has; None if that is not known.
         """
         self._name, self._units = name, ("batch", "batches")
         self.pace = pace
+        self._share = WeakMethod(share)  # the loader goes when nobody refers to it but this
         self._history.look = pace.size
-        self._history.long_look = self._long_look = lambda: max(pace.size, (share() or 0) // 2)
+
+    def __reduce__(self) -> tuple[type["Watch"], tuple[()]]:
+        return Watch, ()  # a copy makes passes of its own, which other ranks need not know about
 
     @property
     def is_on(self) -> bool:
@@ -88,10 +92,15 @@ class Watch:
         """
         if self.is_on:
             if self.epochs_differ:
-                self._history.begin(epoch, standing)
+                self._history.begin(epoch, standing, self._long_look)
             if notes is not None:
                 self._note(notes)
             self.compare(epoch)
+
+    def _long_look(self) -> int:
+        """Return how many items a long look takes at most: half of a share, if its size is known."""
+        share = self._share()
+        return self.pace.size if share is None else max(self.pace.size, (share() or 0) // 2)
 
     def _note(self, notes: PassNotes) -> None:
         """Keep the notes of a new pass. Who goes back to an epoch that was whole makes another attempt at it."""

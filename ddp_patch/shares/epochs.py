@@ -93,8 +93,8 @@ class EpochSampler(DistributedSampler[T]):
         self.epochs.begin(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A running pass cannot be copied. The copy begins its own, which other ranks need not know about.
-        return {**self.__dict__, "latest": None, "watch": Watch()}
+        # A running pass cannot be copied.
+        return {**self.__dict__, "latest": None}
 
     def beginning(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
         """Return what to enter while a loader makes an iterator, for which it draws a number from its generator.

@@ -36,7 +36,7 @@ class Rank:
 
     def __init__(self, batches: int, takes_looks: bool = False) -> None:
         self.long_look = lambda: max(SIZE, batches * SIZE // 2)
-        self.history, self.epochs = History(SIZE, self.long_look), EpochCounter()
+        self.history, self.epochs = History(SIZE), EpochCounter()
         self.batches, self.takes_looks = batches, takes_looks
 
     def runs(self, program: Sequence[Iterates]) -> list[Record]:
@@ -57,7 +57,7 @@ class Rank:
         standing = [Standing(0, State.OPEN)]
         epoch = self.epochs.upcoming
         self.epochs.begin(epoch)
-        self.history.begin(epoch, lambda: standing[0])
+        self.history.begin(epoch, lambda: standing[0], self.long_look)
         yield self.history.record()
         for step in range(min(steps, self.batches)):
             standing[0] = Standing(step * SIZE + 1, State.OPEN)  # the next batch was asked for

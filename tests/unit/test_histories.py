@@ -20,11 +20,11 @@ def half() -> int:
 
 
 def record(*passes: Pass) -> Record:
-    history = History(SIZE, half)
+    history = History(SIZE)
     for chosen, epoch, items, state in passes:
         if chosen:
             history.choose()
-        history.begin(epoch, lambda items=items, state=state: Standing(items, state))  # type: ignore[misc]
+        history.begin(epoch, lambda items=items, state=state: Standing(items, state), half)  # type: ignore[misc]
     return history.record()
 
 
