@@ -35,9 +35,11 @@ class Rank:
     """Runs a program, and tells a record at every moment at which another rank might read one."""
 
     def __init__(self, batches: int, takes_looks: bool = False) -> None:
-        self.long_look = lambda: max(SIZE, batches * SIZE // 2)
         self.history, self.epochs = History(SIZE), EpochCounter()
         self.batches, self.takes_looks = batches, takes_looks
+
+    def long_look(self) -> int:
+        return max(SIZE, self.batches * SIZE // 2)
 
     def runs(self, program: Sequence[Iterates]) -> list[Record]:
         return [record for does in program for record in self.records(does)]

@@ -263,12 +263,13 @@ class AtOnce(Drawing):
 @pytest.mark.parametrize("sooner", ["auto", "leader", "seeded"])
 def test_a_pass_is_resumed_whoever_draws_it(sooner: Any, later: Any) -> None:
     def loader(agreement: Any) -> Any:
-        raw = DataLoader(range(N), 4, sampler=AtOnce(random.Random(3)), collate_fn=as_it_is)  # type: ignore[arg-type]
+        rows: Any = range(N)
+        raw: DataLoader[Any] = DataLoader(rows, 4, sampler=AtOnce(random.Random(3)), collate_fn=as_it_is)
         return patch_dataloader_to_ddp(raw, agreement=agreement)
 
-    expected, given = list(loader("auto")), []
+    expected = list(loader("auto"))
     first, second = loader(sooner), loader(later)
-    given += islice(first, 3)
+    given = list(islice(first, 3))
     restore_loader(second, loader_state(first))
     assert given + list(second) == expected
 
