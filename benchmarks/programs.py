@@ -1,0 +1,591 @@
+"""Run random programs of users on real ranks, and judge what each rank was given.
+
+A program makes a loader, patches it and trains some epochs. Before and in them, ranks act: they draw, look, list, set,
+seed, learn, change data, break off, resume. In a *faulty* program one rank acts alone: each sample must come once, or a
+rank must tell within the epoch in which the first would be lost. In an *honest* one, all ranks act alike, or
+harmlessly: each sample must come once, and nothing may be told or warned of.
+
+``python benchmarks/programs.py --programs 500 --seed 0`` runs so many of each kind; 100 or more write the table of
+``docs/reliability.md``. A program that fails is shown, and ``--first`` runs it again.
+"""
+
+import argparse
+import copy
+import multiprocessing
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import quick
+import torch
+import users
+from after_patch import Me, Run, Together, run_case, verdict
+from pages import markdown, put, show_and_put
+from users import SHUFFLERS, SIZE, N
+
+from ddp_patch import loader_state, restore_loader
+from ddp_patch.errors import RanksFailedError
+
+PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
+WRITTEN_FROM = 100  # programs
+AT_ONCE = 25  # programs of a launch
+LIMIT_S = 300.0  # of a launch
+
+TORCHS = ("generator=", "generator= of a sampler", "weighted", "subset", "torch.Generator")  # torch's generators
+BATCHES = ("batch sampler", "alike batches")
+ROWS = ("rows", "rows in order")
+STREAMS = ("stream", "epoch stream")
+LEARNERS = ("learner", "alike batches")
+KINDS = (*SHUFFLERS, "plain", "module", "global", *ROWS, *STREAMS, *LEARNERS)
+WITH_RNG = tuple(kind for kind in SHUFFLERS if kind != "counter")
+SEEDABLE = tuple(kind for kind in WITH_RNG if kind != "numpy Generator")
+MAPS = tuple(kind for kind in KINDS if kind not in STREAMS)
+OPTIONS: list[dict[str, Any]] = [
+    {"share": "batches"},
+    {"share": "within_batches", "uneven": "keep"},
+    {"cost": [1 + number % 7 for number in range(N)]},
+    {"layout": "contiguous"},
+    {"agreement": "seeded"},
+    {"agreement": "leader"},
+    {"verify": True},
+]
+
+
+class Act(NamedTuple):
+    """What somebody does.
+
+    Attributes:
+        what: A name among ``ACTS``.
+        rank: Who does it; -1 for all.
+        epoch: In which epoch.
+        step: After which step of it; 0 for before it.
+        amount: How much of it.
+    """
+
+    what: str
+    rank: int
+    epoch: int
+    step: int
+    amount: int
+
+    def __str__(self) -> str:
+        when = f"after step {self.step} of epoch {self.epoch}" if self.step else f"before epoch {self.epoch}"
+        return f"{'all ranks' if self.rank < 0 else f'rank {self.rank}'}, {when}: {self.what} ({self.amount})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A program.
+
+    Attributes:
+        number: Which of its seed's.
+        ranks: How many run it.
+        kind: Which loader.
+        workers: Its workers.
+        persistent: Whether these stay.
+        options: Of the patch.
+        together: When the ranks meet.
+        epochs: How many are trained.
+        acts: What is done.
+    """
+
+    number: int
+    ranks: int
+    kind: str
+    workers: int
+    persistent: bool
+    options: dict[str, Any]
+    together: Together
+    epochs: int
+    acts: tuple[Act, ...]
+
+    def __str__(self) -> str:
+        loader = f"{self.kind!r}, num_workers={self.workers}, persistent_workers={self.persistent}"
+        lines = [f"{self.ranks} ranks, {self.epochs} epochs, meeting: {self.together}", f"make({loader})"]
+        return "\n  ".join([*lines, f"patch_dataloader_to_ddp(..., {self.options})", *map(str, self.acts)])
+
+    @classmethod
+    def drawn(cls, seed: int, number: int, is_honest: bool) -> "Plan":
+        """Return a random one."""
+        numbers = random.Random(f"{seed}/{number}/{is_honest}")
+        ranks, kind, epochs = numbers.choice([2, 3]), numbers.choice(KINDS), numbers.randint(2, 4)
+        workers = int(numbers.random() < 0.15)
+        options: dict[str, Any] = {}
+        if kind not in (*BATCHES, *STREAMS, *ROWS) and numbers.random() < 0.3:
+            options = numbers.choice(OPTIONS)
+        together: Together = numbers.choice(["steps", "steps", "epochs", "never"])
+        plan = cls(
+            number, ranks, kind, workers, bool(workers) and numbers.random() < 0.4, options, together, epochs, ()
+        )
+        may = [what for what, how in ACTS.items() if how.fits(plan) and not (is_honest and how.loses)]
+        loses = [what for what in may if ACTS[what].loses]
+        chosen = [numbers.choice(may) for _ in range(numbers.randint(1, 4))]
+        if not is_honest:
+            chosen[0] = numbers.choice(loses if numbers.random() < 0.7 else may)
+        acts = sorted((ACTS[what].drawn(what, plan, numbers) for what in chosen), key=lambda act: (act.epoch, act.step))
+        return cls(**{**vars(plan), "acts": tuple(_together(acts))})
+
+
+def _together(acts: Sequence[Act]) -> Iterator[Act]:
+    """Yield acts that go together: one end of each epoch, and no resumption of what a state does not hold."""
+    ended: set[int] = set()
+    changes = any(ACTS[act.what].is_not_saved for act in acts)
+    for act in acts:
+        if act.what in ENDS:
+            if act.epoch in ended or (changes and act.what == "all resume"):
+                continue
+            ended.add(act.epoch)
+        yield act
+
+
+class Training:
+    """A program on one rank."""
+
+    def __init__(self, me: Me, plan: Plan) -> None:
+        self.me, self.plan = me, plan
+        self.dataset: Any = None
+        self.upcoming = 0
+        self.kept: Any = None
+        self.raw = self.made()
+        self.train = me.patch(self.raw, **plan.options)
+
+    def made(self) -> Any:
+        """Return the loader, unpatched."""
+        plan, how = self.plan, self._workers()
+        match plan.kind:
+            case "plain":
+                return users.loader(shuffle=True, **how)
+            case "module":
+                return users.loader(users.CroppedByModule(), sampler=users.ByModule(bool(plan.number % 2)), **how)
+            case "global":
+                return users.loader(sampler=users.Shuffles(random), **how)
+            case "learner":
+                return users.loader(sampler=users.Learns(), **how)
+            case "alike batches":
+                return users.loader(batch_sampler=users.AlikeBatches(), **how)
+            case "rows" | "rows in order":
+                self.dataset = users.Rows(range(N) if self.dataset is None else self.dataset.rows)
+                return users.loader(self.dataset, shuffle=plan.kind == "rows", **how)
+            case "stream":
+                self.dataset = users.Stream(N * (1 + plan.number % 8)) if self.dataset is None else self.dataset
+                return users.loader(self.dataset, **how)
+            case "epoch stream":
+                self.dataset = users.EpochStream()
+                return users.loader(self.dataset, **how)
+        return SHUFFLERS[plan.kind](**how)
+
+    def _workers(self) -> dict[str, Any]:
+        if not self.plan.workers:
+            return {}
+        # Forked from a rank right after a collective, one may inherit a lock that a thread of gloo's holds.
+        how = {"num_workers": self.plan.workers, "persistent_workers": self.plan.persistent}
+        return {**how, "multiprocessing_context": "forkserver"}
+
+    @property
+    def rng(self) -> Any:
+        """The generator that the sampler draws from."""
+        holders = (self.raw, self.raw.sampler, self.raw.batch_sampler, getattr(self.raw.batch_sampler, "sampler", None))
+        found = (getattr(holder, name, None) for holder in holders for name in ("generator", "rng"))
+        return next((rng for rng in found if rng is not None), None)
+
+    @property
+    def learner(self) -> Any:
+        """The sampler that learns."""
+        return self.raw.sampler if self.plan.kind == "learner" else self.raw.batch_sampler
+
+    @property
+    def due(self) -> list[int]:
+        """What one process would be given in the upcoming epoch."""
+        match self.plan.kind:
+            case "rows" | "rows in order":
+                return list(self.dataset.rows)
+            case "stream":
+                return list(range(self.length))
+            case "epoch stream":
+                return list(range(1000 * self.upcoming, 1000 * self.upcoming + N))
+        return list(range(N))
+
+    @property
+    def length(self) -> int:
+        """How long the stream is on all ranks."""
+        set_to = [
+            act.amount for act in self.plan.acts if act.what == "all set the stream's length" and self._is_done(act)
+        ]
+        return N * set_to[-1] if set_to else N * (1 + self.plan.number % 8)
+
+    def _is_done(self, act: Act) -> bool:
+        return act.epoch <= len(self.me.run.epochs)
+
+    def run(self) -> None:
+        """Train."""
+        for number in range(self.plan.epochs):
+            acts = [act for act in self.plan.acts if act.epoch == number]
+            for act in acts:
+                if not act.step and act.what not in ENDS:
+                    self.act(act)
+            self.epoch(acts)
+            self.me.end()
+            self.upcoming += 1
+
+    def act(self, act: Act) -> None:
+        """Do it, on the ranks that do."""
+        how = ACTS[act.what]
+        if act.rank in {-1, self.me.rank}:
+            how.does(self, act)
+        if how.then is not None:
+            how.then(self, act)
+
+    def epoch(self, acts: Sequence[Act]) -> None:
+        """Train an epoch, to the end that somebody makes."""
+        end = next((act for act in acts if act.what in ENDS), None)
+        epoch = self.me.begin(
+            self.due, is_part=end is not None and end.what == "all break off", padding=(self.me.world - 1) * SIZE
+        )
+        most = end.amount if end is not None and end.rank in {-1, self.me.rank} else None
+        for step, _ in enumerate(self.me.step(epoch, self.train, most), 1):
+            for act in acts:
+                if act.step == step and act.what not in ENDS:
+                    self.act(act)
+        if end is not None and end.what == "all resume":
+            state = loader_state(self.train)
+            users.begin_anew()  # as a new process does
+            self.raw = self.made()
+            self.train = self.me.patch(self.raw, **self.plan.options)
+            restore_loader(self.train, state)
+            for _ in self.me.step(epoch, self.train):
+                pass
+
+
+Does = Callable[[Training, Act], Any]
+
+
+@dataclass(frozen=True)
+class How:
+    """How something is done.
+
+    Attributes:
+        does: Does it.
+        kinds: With which loaders; all if empty.
+        loses: Whether it may lose samples if one rank does it alone.
+        alike: Whether all ranks do it.
+        then: What all ranks do after it.
+        in_steps: Whether it may be done within an epoch.
+        in_last: Whether it may be done in the last epoch.
+        iterates: Whether it iterates a loader, which ends what persistent workers do.
+        is_not_saved: Whether a state holds nothing of what it changes.
+        passes: Whether it begins a pass over the patched loader: where ranks wait for each other, all must.
+        copies: Whether it copies the loader, with what it draws from.
+    """
+
+    does: Does
+    kinds: Sequence[str] = ()
+    loses: bool = False
+    alike: bool = False
+    then: Does | None = None
+    in_steps: bool = False
+    in_last: bool = True
+    iterates: bool = False
+    is_not_saved: bool = False
+    passes: bool = False
+    copies: bool = False
+
+    def fits(self, plan: Plan) -> bool:
+        """Tell whether it can be done in a program."""
+        if self.passes and not self.loses and {"verify", "agreement"} & set(plan.options):
+            return False
+        if self.copies and (plan.workers or plan.kind in (*TORCHS, "global")):  # which nobody can copy
+            return False
+        return not self.kinds or plan.kind in self.kinds
+
+    def drawn(self, what: str, plan: Plan, numbers: random.Random) -> Act:
+        """Return when it is done, by whom and how much of it."""
+        rank = -1 if self.alike else numbers.randrange(plan.ranks)
+        epoch = numbers.randrange(plan.epochs - (not self.in_last))
+        may_step = self.in_steps and not (self.iterates and plan.persistent)
+        return Act(what, rank, epoch, numbers.choice([0, 0, 1, 2, 3]) if may_step else 0, numbers.randint(1, 3))
+
+
+def seed_all(training: Training, act: Act) -> None:
+    """Seed the global states by the rank."""
+    seed = 100 * act.amount + training.me.rank
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def seed_rng(training: Training, seed: int) -> None:
+    """Seed the sampler's generator anew."""
+    match training.rng:
+        case torch.Generator() as rng:
+            rng.manual_seed(seed)
+        case rng:
+            rng.seed(seed)
+
+
+def validate(training: Training, act: Act) -> None:
+    """Iterate another loader, with the same generator."""
+    list(users.loader(shuffle=act.amount > 1, generator=training.rng))
+
+
+def ask(training: Training, act: Act) -> None:
+    """Ask for what nobody needs."""
+    with suppress(TypeError):  # some have no length
+        len(training.train)
+    repr(training.train)
+    if not act.step:
+        loader_state(training.train)
+
+
+def copy_raw(training: Training, act: Act) -> None:
+    """Iterate a copy."""
+    list(islice(copy.deepcopy(training.raw), act.amount))
+
+
+def look(training: Training, act: Act) -> None:
+    """Look at batches of the patched loader."""
+    list(islice(training.train, act.amount))
+
+
+def all_look(training: Training, act: Act) -> None:
+    """Look at batches on every rank."""
+    look(training, act)
+    training.upcoming += 1
+
+
+def set_epoch(training: Training, act: Act) -> None:
+    """Set the epoch, alike on every rank."""
+    training.upcoming = act.epoch + act.amount
+    training.train.set_epoch(training.upcoming)
+
+
+def set_dataset_epoch(training: Training, act: Act) -> None:
+    """Call the dataset's own ``set_epoch``."""
+    training.train.dataset.set_epoch(5 + act.amount)
+
+
+def all_set_dataset_epoch(training: Training, act: Act) -> None:
+    """Call the dataset's own ``set_epoch``, alike on every rank."""
+    set_dataset_epoch(training, act)
+    training.upcoming = 5 + act.amount
+
+
+def learn(training: Training, seed: object) -> None:
+    """Set the losses that a sampler orders by."""
+    training.learner.losses = [random.Random(f"{seed}/{index}").random() for index in range(N)]
+
+
+def weigh(training: Training, seed: int) -> None:
+    """Set the weights that a sampler draws by."""
+    training.train.sampler.weights = torch.rand(N, generator=torch.Generator().manual_seed(seed)).double() + 0.1
+
+
+def shuffle_rows(training: Training, seed: object) -> None:
+    """Shuffle the rows of a dataset."""
+    random.Random(f"{seed}").shuffle(training.dataset.rows)
+
+
+def add_rows(training: Training, rows: int) -> None:
+    """Add rows to a dataset."""
+    training.dataset.rows += range(len(training.dataset), len(training.dataset) + rows)
+
+
+def change_stream(training: Training, **attributes: Any) -> None:
+    """Have a stream read in another way."""
+    vars(training.dataset).update(attributes)
+
+
+def position(training: Training, act: Act) -> int:
+    """Return a number somewhere in the stream."""
+    return (training.plan.number * 37 + act.amount) % training.length
+
+
+def draw(training: Training, times: int) -> None:
+    """Draw from what the sampler draws from."""
+    for _ in range(times):
+        users.draw(training.rng)
+
+
+def mine(training: Training, act: Act) -> str:
+    """Return a seed of a rank's own."""
+    return f"{training.me.rank}/{act}"
+
+
+HARMLESS: dict[str, How] = {
+    "looks at the unpatched loader": How(
+        lambda training, act: list(islice(training.raw, act.amount)), in_steps=True, iterates=True
+    ),
+    "lists the unpatched loader": How(lambda training, act: list(training.raw), in_steps=True, iterates=True),
+    "lists the sampler": How(lambda training, act: list(training.raw.batch_sampler), MAPS, in_steps=True),
+    "draws from the sampler's generator": How(
+        lambda training, act: draw(training, act.amount), WITH_RNG, in_steps=True
+    ),
+    "validates with the same generator": How(validate, TORCHS, in_steps=True),
+    "seeds the global states": How(seed_all, in_steps=True),
+    "waits": How(lambda training, act: time.sleep(0.03 * act.amount), in_steps=True),
+    "asks for length and position": How(ask, in_steps=True),
+    "reads a copy": How(copy_raw, in_steps=True, iterates=True, copies=True),
+    "looks, then all set the epoch": How(look, then=set_epoch, passes=True),
+}
+ALIKE: dict[str, How] = {
+    "all look": How(all_look, alike=True),
+    "all set the epoch": How(set_epoch, alike=True),
+    "all break off": How(lambda training, act: None, alike=True),
+    "all resume": How(lambda training, act: None, alike=True),
+    "all seed the generator": How(lambda training, act: seed_rng(training, act.amount), SEEDABLE, alike=True),
+    "all learn alike": How(lambda training, act: learn(training, act), LEARNERS, alike=True, is_not_saved=True),
+    "all set weights": How(
+        lambda training, act: weigh(training, act.amount), ["weighted"], alike=True, is_not_saved=True
+    ),
+    "all shuffle rows alike": How(lambda training, act: shuffle_rows(training, act), ROWS, alike=True),
+    "all add rows": How(lambda training, act: add_rows(training, 12 * act.amount), ROWS, alike=True),
+    "all set the stream's length": How(
+        lambda training, act: change_stream(training, n=N * act.amount), ["stream"], alike=True
+    ),
+    "all set the dataset's epoch": How(all_set_dataset_epoch, ["epoch stream"], alike=True, is_not_saved=True),
+}
+LOSING: dict[str, How] = {
+    "looks alone": How(look, in_steps=True, iterates=True),
+    "makes an iterator alone": How(lambda training, act: iter(training.train), in_steps=True, iterates=True),
+    "sets another epoch alone": How(lambda training, act: training.train.set_epoch(act.epoch + act.amount)),
+    "breaks off alone": How(lambda training, act: None, in_last=False),
+    "seeds the generator alone": How(lambda training, act: seed_rng(training, 99 + act.amount), SEEDABLE),
+    "learns alone": How(
+        lambda training, act: learn(training, mine(training, act)), LEARNERS, in_steps=True, is_not_saved=True
+    ),
+    "sets weights alone": How(lambda training, act: weigh(training, 99 + act.amount), ["weighted"], is_not_saved=True),
+    "shuffles rows alone": How(lambda training, act: shuffle_rows(training, mine(training, act)), ROWS),
+    "adds rows alone": How(lambda training, act: add_rows(training, 12 * act.amount), ROWS),
+    "drops a row alone": How(lambda training, act: training.dataset.rows.pop(act.amount), ROWS),
+    "skips an item alone": How(
+        lambda training, act: change_stream(training, skips=(position(training, act),)), ["stream"]
+    ),
+    "shuffles its stream alone": How(
+        lambda training, act: change_stream(training, shuffled_from=position(training, act) // 2), ["stream"]
+    ),
+    "sets the stream's length alone": How(
+        lambda training, act: change_stream(training, n=training.length + N), ["stream"], in_last=False
+    ),
+    "ends its stream alone": How(
+        lambda training, act: change_stream(training, ends=position(training, act)), ["stream"], in_last=False
+    ),
+    "sets the dataset's epoch alone": How(set_dataset_epoch, ["epoch stream"], is_not_saved=True),
+}
+ACTS = {**HARMLESS, **ALIKE, **{what: How(**{**vars(how), "loses": True}) for what, how in LOSING.items()}}
+ENDS = {"all break off", "all resume", "breaks off alone"}  # of an epoch
+
+
+def run_plan(plan: Plan, me: Me) -> None:
+    """Run a program on this rank."""
+    Training(me, plan).run()
+
+
+def run_plans(rank: int, world: int, plans: Sequence[Plan]) -> list[Run]:
+    """Run programs on this rank, one after the other."""
+    return [run_case(rank, world, partial(run_plan, plan), plan.together) for plan in plans]
+
+
+def launched(plans: Sequence[Plan]) -> list[str]:
+    """Run programs on new ranks, and return a verdict on each."""
+    try:
+        ranks = quick.run_ranks(run_plans, plans[0].ranks, plans, timeout=LIMIT_S)
+    except RanksFailedError as error:
+        return [f"failed: {error}"] if len(plans) == 1 else [said for plan in plans for said in launched([plan])]
+    found = []
+    for runs in zip(*ranks, strict=True):
+        warned = [text for run in runs for text in run.warned]
+        said, told = verdict(runs), next((run.told for run in runs if run.told), "")
+        found.append(f"warned: {warned[0]}" if said == "right" and warned else f"told: {told}" if told else said)
+    return found
+
+
+@dataclass
+class Found:
+    """What came of the programs.
+
+    Attributes:
+        counts: By what was done and what came of it, how many programs.
+        wrong: Those that fail, with what came of them.
+    """
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    wrong: list[tuple[Plan, str]] = field(default_factory=list)
+
+    def note(self, plan: Plan, said: str, is_honest: bool) -> None:
+        """Note what came of a program."""
+        word = said.partition(":")[0]
+        allowed = {"right"} if is_honest else {"right", "told", "warned"}
+        if word not in allowed:
+            self.wrong.append((plan, said))
+        for what in {"all programs", *(act.what for act in plan.acts)}:
+            self.counts[what, word if word in {"right", "told"} else "right" if word in allowed else "lost"] += 1
+
+    def row(self, what: str) -> tuple[str, ...]:
+        """Return a row of the table."""
+        return (what, *(str(self.counts[what, came]) for came in ("right", "told", "lost")))
+
+
+def run_all(plans: Sequence[Plan], is_honest: bool) -> Found:
+    """Run programs, many in one launch, and say how far it came."""
+    found, done = Found(), 0
+    for ranks in (2, 3):
+        alike = [plan for plan in plans if plan.ranks == ranks]
+        for start in range(0, len(alike), AT_ONCE):
+            some = alike[start : start + AT_ONCE]
+            for plan, said in zip(some, launched(some), strict=True):
+                found.note(plan, said, is_honest)
+            done += len(some)
+            print(f"{done} {'honest' if is_honest else 'faulty'} programs, {len(found.wrong)} wrong", flush=True)
+    return found
+
+
+def told_of(found: dict[str, Found], seed: int) -> str:
+    """Return what came of all programs in a sentence."""
+    counts = {kind: those.counts for kind, those in found.items()}
+    faulty, honest = (counts[kind]["all programs", "right"] for kind in ("faulty", "honest"))
+    told = counts["faulty"]["all programs", "told"]
+    return (
+        f"Seed {seed}, 2 and 3 ranks. {faulty + told:,} faulty programs: {faulty:,} lost nothing, {told:,} were told "
+        f"within the epoch, none lost samples in silence. {honest:,} honest programs: none was told or warned of "
+        "anything, and none lost a sample."
+    )
+
+
+def main() -> None:
+    """Run programs, and show what came of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=500, help="how many of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first program")
+    parser.add_argument("--only", choices=["faulty", "honest"])
+    given = parser.parse_args()
+    multiprocessing.set_forkserver_preload([*quick.OF_RANKS, "after_patch", "users"])
+    numbers, found = range(given.first, given.first + given.programs), {}
+    for kind in ("faulty", "honest") if given.only is None else (given.only,):
+        plans = [Plan.drawn(given.seed, number, kind == "honest") for number in numbers]
+        found[kind] = run_all(plans, kind == "honest")
+        for plan, said in found[kind].wrong:
+            again = f"--seed {given.seed} --first {plan.number} --programs 1 --only {kind}"
+            print(f"\nProgram {plan.number} ({kind}): {said}\n  {plan}\n  again: {again}", flush=True)
+    rows: list[tuple[str, ...]] = [("what was done", "right", "told", "lost in silence")]
+    for kind, those in found.items():
+        done = [what for what in ACTS if any(those.counts[what, came] for came in ("right", "told", "lost"))]
+        rows += [(f"{kind}: {those.row(what)[0]}", *those.row(what)[1:]) for what in ["all programs", *done]]
+    if len(found) == 2 and given.programs >= WRITTEN_FROM and not any(those.wrong for those in found.values()):
+        show_and_put(PAGE, "programs", rows)
+        put(PAGE, "programmed", told_of(found, given.seed))
+    else:
+        print(markdown(rows[0], rows[1:]))
+    if wrong := [plan.number for those in found.values() for plan, _ in those.wrong]:
+        raise SystemExit(f"{len(wrong)} programs of seed {given.seed} went wrong: {wrong}")
+
+
+if __name__ == "__main__":
+    main()

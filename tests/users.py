@@ -1,0 +1,365 @@
+"""Datasets, samplers and loaders as users write them, with what they draw from, count and learn."""
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+N, SIZE = 48, 4  # each of 2 and 3 ranks has the same whole batches
+
+MODULES = random.Random(42)
+MODULES_NUMPY = np.random.default_rng(42)
+
+
+def begin_anew() -> None:
+    """Put the module's generators back to where a new process has them."""
+    MODULES.seed(42)
+    MODULES_NUMPY.bit_generator.state = np.random.default_rng(42).bit_generator.state
+
+
+def draw(rng: Any) -> None:
+    """Draw a number, as a crop does."""
+    if isinstance(rng, torch.Generator):
+        torch.rand(1, generator=rng)
+    else:
+        rng.random()
+
+
+def permuted(rng: Any, n: int) -> list[int]:
+    """Return a permutation that a generator of any kind draws."""
+    if isinstance(rng, torch.Generator):
+        return list(map(int, torch.randperm(n, generator=rng)))
+    if isinstance(rng, np.random.Generator | np.random.RandomState):
+        return list(map(int, rng.permutation(n)))
+    return list(rng.sample(range(n), n))
+
+
+class Rows(Dataset[int]):
+    """Rows in memory, each of which is its own number."""
+
+    def __init__(self, rows: Iterable[int] = range(N), rng: Any = None) -> None:
+        self.rows, self.rng = list(rows), rng
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> int:
+        if self.rng is not None:
+            draw(self.rng)
+        return self.rows[index]
+
+
+class Numbers(Dataset[int]):
+    """It has no rows that somebody could compare."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class CroppedByModule(Numbers):
+    """Some pictures are cropped, others are not."""
+
+    def __getitem__(self, index: int) -> int:
+        for _ in range(index % 3):
+            MODULES.random()
+            MODULES_NUMPY.random()
+        return index
+
+
+class Annotated(Numbers):
+    """Its list of files is in an object that it holds."""
+
+    def __init__(self, files: list[int]) -> None:
+        self.ann = SimpleNamespace(files=[f"{number}.png" for number in files])
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.ann.files[index].removesuffix(".png"))
+
+
+class Lazy(Numbers):
+    """Lists its files when it is first asked for one."""
+
+    files: list[str] | None = None
+
+    def __getitem__(self, index: int) -> int:
+        if self.files is None:
+            self.files = [f"{number}.png" for number in random.sample(range(N), N)]
+        return int(self.files[index].removesuffix(".png"))
+
+
+class Dies(Numbers):
+    """Kills the worker that reads a sample for the first time, on one rank."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.index and get_worker_info() is not None:
+            os._exit(1)
+        return index
+
+
+class Shuffles(Sampler[int]):
+    """Shuffles by a generator that it holds, all at once or while somebody takes its items."""
+
+    def __init__(self, rng: Any, n: int = N, lazily: bool = False) -> None:
+        self.rng, self.n, self.lazily = rng, n, lazily
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.lazily:
+            yield from permuted(self.rng, self.n)
+            return
+        left = list(range(self.n))
+        while left:
+            yield left.pop(self.rng.randrange(len(left)))
+
+
+class ByModule(Shuffles):
+    """Shuffles by generators of its module."""
+
+    def __init__(self, with_numpy: bool = False) -> None:
+        super().__init__(None)
+        self.with_numpy = with_numpy
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(MODULES_NUMPY.permutation(N).tolist() if self.with_numpy else MODULES.sample(range(N), N))
+
+
+class Counts(Shuffles):
+    """Counts its passes."""
+
+    def __init__(self, n: int = N) -> None:
+        super().__init__(None, n)
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(random.Random(self.passes).sample(range(self.n), self.n))
+
+
+class Entropic(Counts):
+    """Draws on the system's entropy, or on the time, from its second pass on."""
+
+    def __init__(self, rng: Callable[[], random.Random] = random.SystemRandom) -> None:
+        super().__init__()
+        self.later = rng
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter((random.Random(1) if self.passes == 1 else self.later()).sample(range(N), N))
+
+
+def by_time() -> random.Random:
+    return random.Random(time.time_ns())
+
+
+class Iterates(Entropic):
+    """It is an iterator, which begins anew with each pass."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.left = list(super().__iter__())
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop()
+
+
+class Learns(Shuffles):
+    """The largest losses first."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.losses = [0.0] * N
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(range(N), key=lambda index: -self.losses[index]))
+
+
+class Collects(Shuffles):
+    """All samples, then the hard ones once more."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.hard: list[int] = []
+
+    def __len__(self) -> int:
+        return N + len(self.hard)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*range(N), *self.hard])
+
+
+class AlikeBatches(Sampler[list[int]]):
+    """Batches of alike losses."""
+
+    def __init__(self) -> None:
+        self.losses = [0.0] * N
+
+    def __len__(self) -> int:
+        return N // SIZE
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = sorted(range(N), key=self.losses.__getitem__)
+        return (order[start : start + SIZE] for start in range(0, N, SIZE))
+
+
+class Batches(Sampler[list[int]]):
+    """Shuffled batches of so many samples."""
+
+    def __init__(self, rng: Any, most: int = SIZE) -> None:
+        self.rng, self.most = rng, most
+
+    def __len__(self) -> int:
+        return N // self.most
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = permuted(self.rng, N)
+        return (order[start : start + self.most] for start in range(0, N, self.most))
+
+
+class Curriculum(Shuffles):
+    """The first so many samples, shuffled by its generator."""
+
+    def __init__(self, limit: int = N // 2) -> None:
+        super().__init__(random.Random(3), limit)
+
+    def set_limit(self, limit: int) -> None:
+        self.n = limit
+
+
+class Stream(IterableDataset[Any]):
+    """Numbers in order, or shuffled by an epoch that ``set_epoch`` sets; each worker reads its part.
+
+    Attributes:
+        skips: Numbers that it leaves out.
+        ends: The number at which it ends.
+        repeats: A number that comes twice.
+        shuffled_from: The number from which on the system's entropy shuffles it.
+    """
+
+    def __init__(self, n: int = N, made: Callable[[int], Any] = int) -> None:
+        self.n, self.made = n, made
+        self.skips: tuple[int, ...] = ()
+        self.ends = self.repeats = -1
+        self.shuffled_from = n
+
+    def __iter__(self) -> Iterator[Any]:
+        rest = range(self.n)[self.shuffled_from :]
+        numbers = [*range(self.n)[: self.shuffled_from], *random.SystemRandom().sample(rest, len(rest))]
+        info = get_worker_info()
+        for number in numbers if info is None else numbers[info.id :: info.num_workers]:
+            if number == self.ends:
+                return
+            if number not in self.skips:
+                yield self.made(number)
+            if number == self.repeats:
+                yield self.made(number)
+
+
+class EpochStream(IterableDataset[int]):
+    """Tells the epoch that it was set to with each number, as Hugging Face's shuffles by it."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = [1000 * self.epoch + number for number in random.Random(self.epoch).sample(range(N), N)]
+        info = get_worker_info()
+        yield from numbers if info is None else numbers[info.id :: info.num_workers]
+
+
+class ShardsItself(IterableDataset[int]):
+    """Reads only what is its rank's."""
+
+    def __init__(self, ask: Callable[[], int]) -> None:
+        self.ask = ask
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.ask(), N, dist.get_world_size() if dist.is_initialized() else 2)
+
+
+class Reshuffled(IterableDataset[int]):
+    """Shuffled by the system's entropy from its second pass on."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        yield from range(N) if self.passes == 1 else random.SystemRandom().sample(range(N), N)
+
+
+class Opaque:
+    """An item without a stable hash."""
+
+    def __init__(self, number: int) -> None:
+        self.id, self.noise = number, object()
+
+
+def rank_of_group() -> int:
+    return dist.get_rank()
+
+
+def rank_of_environment() -> int:
+    return int(os.environ["RANK"])
+
+
+def listed(batch: list[Any]) -> list[Any]:
+    return batch
+
+
+def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
+    if "batch_sampler" not in options:
+        options = {"batch_size": SIZE, **options}
+    return DataLoader(Numbers() if dataset is None else dataset, collate_fn=listed, **options)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+# Loaders whose order somebody may move, by what they draw from.
+SHUFFLERS: dict[str, Callable[..., DataLoader[Any]]] = {
+    "generator=": lambda **how: loader(shuffle=True, generator=seeded(), **how),
+    "generator= of a sampler": lambda **how: loader(sampler=RandomSampler(range(N), generator=seeded()), **how),
+    "weighted": lambda **how: loader(sampler=WeightedRandomSampler([1.0] * N, N, False, seeded()), **how),
+    "subset": lambda **how: loader(sampler=SubsetRandomSampler(range(N), generator=seeded()), **how),
+    "random.Random": lambda **how: loader(sampler=Shuffles(random.Random(3)), **how),
+    "random.Random, lazily": lambda **how: loader(sampler=Shuffles(random.Random(3), lazily=True), **how),
+    "numpy Generator": lambda **how: loader(sampler=Shuffles(np.random.default_rng(3)), **how),
+    "numpy RandomState": lambda **how: loader(sampler=Shuffles(np.random.RandomState(3)), **how),
+    "torch.Generator": lambda **how: loader(sampler=Shuffles(seeded()), **how),
+    "counter": lambda **how: loader(sampler=Counts(), **how),
+    "batch sampler": lambda **how: loader(batch_sampler=Batches(random.Random(3)), **how),
+    "sampler in a batch sampler": lambda **how: loader(
+        batch_sampler=BatchSampler(Shuffles(random.Random(3)), SIZE, False), **how
+    ),
+}
