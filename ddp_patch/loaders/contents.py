@@ -111,9 +111,10 @@ def rows_of(dataset: Any, known: Collection[str] = ()) -> dict[str, Row]:
         with suppress(Exception):  # as above
             for name, is_held, values in _contents(part):
                 told = [*values]
-                identifies = bool(told) and _identifies(told)
+                identifies = _identifies(told)
                 numbers = [_whole_number(value) for value in told]
-                is_order = is_held and identifies and all(number in range(len(part)) for number in numbers)
+                # Rows that were not shuffled yet count too: another rank may have shuffled its own.
+                is_order = is_held and _are_distinct(told) and all(number in range(len(part)) for number in numbers)
                 names_samples = identifies and all(isinstance(value, tuple | int) for value in told)
                 if told and (not is_held or names_samples or is_order or (identifies and name in known)):
                     again = sum(other.partition(" (")[0] == name for other in found)
@@ -129,7 +130,11 @@ def _whole_number(told: Any) -> int | None:
 
 def _identifies(told: list[Any]) -> bool:
     """Return whether no two elements are alike; but positions are the same for any data."""
-    return len({fingerprint([value]) for value in told}) == len(told) and told != _positions(told)
+    return _are_distinct(told) and told != _positions(told)
+
+
+def _are_distinct(told: list[Any]) -> bool:
+    return bool(told) and len({fingerprint([value]) for value in told}) == len(told)
 
 
 def _positions(told: list[Any]) -> list[int]:

@@ -156,6 +156,7 @@ def test_the_notes_of_a_pass_that_is_over_keep_nothing_of_it() -> None:
 FILES, OTHERS = Row("files", identifies=True), Row("others", identifies=True)
 LOSSES, MORE = Row("losses", identifies=False), Row("more", identifies=False)
 ORDER, REVERSED = Row("order", True, is_order=True), Row("reversed", True, is_order=True)
+UNSHUFFLED = Row("unshuffled", False, is_order=True)
 
 ROWS: list[tuple[dict[str, Row], dict[str, Row], tuple[str, ...]]] = [
     ({"a": FILES}, {"a": FILES}, ()),
@@ -163,6 +164,8 @@ ROWS: list[tuple[dict[str, Row], dict[str, Row], tuple[str, ...]]] = [
     ({"a": FILES, "b": LOSSES}, {"a": FILES, "b": MORE}, ()),
     ({"b": LOSSES}, {"b": MORE}, ("b",)),
     ({"a": FILES, "b": ORDER}, {"a": FILES, "b": REVERSED}, ("b",)),
+    ({"b": UNSHUFFLED}, {"b": ORDER}, ("b",)),
+    ({"a": FILES, "b": UNSHUFFLED}, {"a": FILES, "b": ORDER}, ("b",)),
     ({"a": FILES}, {"b": OTHERS}, ()),
     ({}, {}, ()),
 ]
@@ -198,6 +201,7 @@ def words() -> Iterator[str]:
     [
         ({"files": list(words())}, (), {"Data.files"}),
         ({"order": torch.randperm(20)}, (), {"Data.order"}),
+        ({"order": list(range(20))}, (), {"Data.order"}),  # which one rank alone may shuffle
         ({"losses": [random.random() for _ in range(20)]}, (), set()),
         ({"losses": [random.random() for _ in range(20)]}, ("Data.losses",), {"Data.losses"}),
         ({"counts": [0] * 20}, (), set()),
