@@ -76,6 +76,10 @@ class Act(NamedTuple):
     step: int
     amount: int
 
+    def when(self) -> tuple[int, int, bool]:
+        """Return what programs order acts by."""
+        return self.epoch, self.step, "seed the generator" in self.what
+
     def __str__(self) -> str:
         when = f"after step {self.step} of epoch {self.epoch}" if self.step else f"before epoch {self.epoch}"
         return f"{'all ranks' if self.rank < 0 else f'rank {self.rank}'}, {when}: {self.what} ({self.amount})"
@@ -130,12 +134,15 @@ class Plan:
         chosen = [numbers.choice(may) for _ in range(numbers.randint(1, 4))]
         if not is_honest:
             chosen[0] = numbers.choice(loses if numbers.random() < 0.7 else may)
-        acts = sorted((ACTS[what].drawn(what, plan, numbers) for what in chosen), key=lambda act: (act.epoch, act.step))
+        acts = sorted((ACTS[what].drawn(what, plan, numbers) for what in chosen), key=Act.when)
         return cls(**{**vars(plan), "acts": tuple(_together(acts))})
 
 
 def _together(acts: Sequence[Act]) -> Iterator[Act]:
-    """Yield acts that go together: one end of each epoch, and no resumption of what a state does not hold."""
+    """Yield acts that go together: one end of each epoch, and no resumption of what a state does not hold.
+
+    Whoever seeds a generator does so last: what one rank then draws from it hides that it was seeded.
+    """
     ended: set[int] = set()
     changes = any(ACTS[act.what].is_not_saved for act in acts)
     for act in acts:
@@ -354,6 +361,11 @@ def look(training: Training, act: Act) -> None:
     list(islice(training.train, act.amount))
 
 
+def short_look(training: Training, act: Act) -> None:
+    """Look at no more than half of an epoch's batches."""
+    list(islice(training.train, min(act.amount, N // SIZE // training.me.world // 2)))
+
+
 def all_look(training: Training, act: Act) -> None:
     """Look at batches on every rank."""
     look(training, act)
@@ -432,14 +444,16 @@ HARMLESS: dict[str, How] = {
     "waits": How(lambda training, act: time.sleep(0.03 * act.amount), in_steps=True),
     "asks for length and position": How(ask, in_steps=True),
     "reads a copy": How(copy_raw, in_steps=True, iterates=True, copies=True),
-    "looks, then all set the epoch": How(look, then=set_epoch, passes=True),
+    "looks, then all set the epoch": How(short_look, then=set_epoch, passes=True),
 }
 ALIKE: dict[str, How] = {
     "all look": How(all_look, alike=True),
     "all set the epoch": How(set_epoch, alike=True),
     "all break off": How(lambda training, act: None, alike=True),
     "all resume": How(lambda training, act: None, alike=True),
-    "all seed the generator": How(lambda training, act: seed_rng(training, act.amount), SEEDABLE, alike=True),
+    "all seed the generator": How(
+        lambda training, act: seed_rng(training, 10 * act.epoch + act.amount + 3), SEEDABLE, alike=True
+    ),
     "all learn alike": How(lambda training, act: learn(training, act), LEARNERS, alike=True, is_not_saved=True),
     "all set weights": How(
         lambda training, act: weigh(training, act.amount), ["weighted"], alike=True, is_not_saved=True

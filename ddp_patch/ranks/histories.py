@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ class State(IntEnum):
     OPEN = 0  # it may continue
     LEFT = 1  # broken off before its end
     ENDED = 2  # it came to its end
-    UNKNOWN = 3  # how far it came is not known, or no longer counts
+    UNKNOWN = 3  # how far it came is not known
+    WITHDRAWN = 4  # an epoch was chosen since: it counts no longer against ranks that chose it too
 
 
 class Standing(NamedTuple):
@@ -53,6 +54,10 @@ class Run(NamedTuple):
     def last(self) -> int:
         """The last pass's epoch."""
         return self.epoch + self.passes - 1
+
+    def is_more_than(self, look: int) -> bool:
+        """Return whether these are more than looks that take so many items."""
+        return self.items > look and self.state is not State.WITHDRAWN
 
     def followed_by(self, run: "Run") -> bool:
         """Return whether another run continues where this one ends, alike in all else."""
@@ -90,7 +95,7 @@ class Record:
 
     def top(self, look: int, attempt: int | None = None) -> int:
         """Return the latest epoch of which more than a look was taken, in one attempt or in any; -1 if none."""
-        tops = (run.last for run in self.runs if run.items > look and attempt in {None, run.attempt})
+        tops = (run.last for run in self.runs if run.is_more_than(look) and attempt in {None, run.attempt})
         return max(tops, default=-1)
 
     def after(self, epoch: int) -> int:
@@ -100,6 +105,22 @@ class Record:
     def chosen_before(self, epoch: int) -> int:
         """Return the latest epoch that ``set_epoch`` chose, up to this one; -1 if there is none."""
         return max((min(run.last, epoch) for run in self.runs if run.chosen and run.epoch <= epoch), default=-1)
+
+    def seen_by(self, other: "Record") -> "Record":
+        """Return it with passes that were withdrawn as left, if another rank did not choose what came after them."""
+        runs: list[Run] = []
+        choice = None
+        for run in reversed(self.runs):
+            if run.state is State.WITHDRAWN:
+                is_common = choice is None or other.has_chosen(choice)
+                run = run._replace(items=0, state=State.UNKNOWN) if is_common else run._replace(state=State.LEFT)
+            choice = run.epoch if run.chosen else choice
+            runs.append(run)
+        return replace(self, runs=runs[::-1])
+
+    def has_chosen(self, epoch: int) -> bool:
+        """Return whether ``set_epoch`` chose an epoch, as far as that is known."""
+        return epoch < self.since or any(run.chosen and run.epoch <= epoch <= run.last for run in self.runs)
 
     def first_lacking(self, epochs: Run) -> int:
         """Return the first epoch of a run that has no pass here; one past its last if all have."""
@@ -126,9 +147,9 @@ class Pace:
     drop_last: bool = False
     readers: int = 1
 
-    def taken(self, asked: int) -> int:
-        """Return how many items were surely taken when this many were asked for."""
-        taken = max(0, asked - self.ahead)
+    def taken(self, asked: int, *, is_over: bool = False) -> int:
+        """Return how many items were surely taken when this many were asked for; or also if the loop is over."""
+        taken = asked if is_over else max(0, asked - self.ahead)
         return taken - taken % self.size if self.drop_last else taken
 
 
@@ -171,8 +192,8 @@ class _Pass:
             self._standing = told._replace(state=State.LEFT)
 
     def withdraw(self) -> None:
-        """Let it no longer count."""
-        self._standing = Standing(0, State.UNKNOWN)
+        """Let it no longer count against ranks that choose the same epoch."""
+        self._standing = _withdrawn(self.standing)
 
 
 class History:
@@ -239,7 +260,7 @@ class History:
 
     def _go_back_to(self, epoch: int, long_look: Callable[[], int] | None) -> None:
         """Drop the passes from an epoch on; if they were more than looks, this is another attempt."""
-        made = [run for run in self.record().runs if run.items > self.look and run.last > self._furthest]
+        made = [run for run in self.record().runs if run.is_more_than(self.look) and run.last > self._furthest]
         # What nobody chose may have been a look.
         most = long_look() if long_look and any(not run.chosen for run in made) else self.look
         self._furthest = max((run.last for run in made if run.chosen or run.items > most), default=self._furthest)
@@ -258,7 +279,12 @@ class History:
                 return
             one.withdraw()
         first = max((place for place, run in enumerate(self._settled, 1) if run.chosen), default=0)
-        self._settled[first:] = [run._replace(items=0, state=State.UNKNOWN) for run in self._settled[first:]]
+        self._settled[first:] = [run._replace(**_withdrawn(run)._asdict()) for run in self._settled[first:]]
+
+
+def _withdrawn(standing: Standing | Run) -> Standing:
+    known = standing.state is not State.UNKNOWN
+    return Standing(standing.items, State.WITHDRAWN) if known else Standing(0, State.UNKNOWN)
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
@@ -303,6 +329,7 @@ def contradiction(
     """
     at_most = (lambda: look) if long_look is None else long_look
     found = []
+    mine, theirs = mine.seen_by(theirs), theirs.seen_by(mine)
     for is_mine, behind, further in ((True, mine, theirs), (False, theirs, mine)):
         for run in further.runs:
             if run.items > look:
@@ -326,9 +353,12 @@ def _broken_off(
         epoch = max(run.epoch, further.epoch)
         is_left = run.state is State.LEFT and further.state is not State.UNKNOWN and run.attempt == further.attempt
         if is_left and further.items > run.items + slack and epoch <= min(run.last, further.last, top - 1):
-            is_alike = behind.chosen_before(epoch) == other.chosen_before(epoch)
-            if is_alike or (epoch < behind.top(long_look()) and further.items > long_look()):
-                return epoch, run.items, behind.after(epoch)
+            following, chosen = behind.after(epoch), other.chosen_before(epoch)
+            goes_on = further.chosen or behind.chosen_before(following) == chosen
+            if (goes_on and behind.chosen_before(epoch) == chosen) or (
+                epoch < behind.top(long_look()) and further.items > long_look()
+            ):
+                return epoch, run.items, following
     return None
 
 

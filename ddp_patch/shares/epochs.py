@@ -261,9 +261,6 @@ class EpochSampler(DistributedSampler[T]):
         if self.place is None:
             self.latest = one
 
-    def note_exhausted(self, one: Pass[Any]) -> None:
-        """Record that the training loop has seen the end of a pass."""
-
     def _measured(self) -> tuple[int, Done, int]:
         """Return what ``len()`` counts: an epoch, what other numbers of ranks took of it, what each rank took since.
 

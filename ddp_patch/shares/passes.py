@@ -167,7 +167,8 @@ class Pass(Progress, Generic[T]):
     def standing(self) -> Standing:
         """Return how many items of the share were surely taken, and the record of the pass."""
         pace, known = self._watch.pace, _KNOWN[self.state]
-        taken = self.skip + pace.taken(self.taken + self._awaited - self.skip)
+        asked = self.taken + self._awaited - self.skip
+        taken = self.skip + pace.taken(asked, is_over=self.is_exhausted and self.is_ended)
         if not self.source.is_counted:
             return Standing(taken, Known.UNKNOWN)
         if not self.source.ends_elsewhere():
@@ -193,8 +194,16 @@ class Pass(Progress, Generic[T]):
         self.handed_out = batches
 
     def note_exhausted(self) -> None:
-        """Record that the training loop has seen the end."""
+        """Record that the training loop has seen the end, and compare if nothing before told that.
+
+        What workers fetched ahead is taken now; and where only they find an end, no index tells of it.
+
+        Raises:
+            RankMismatchError: As ``Watch.compare``.
+        """
         self.is_exhausted = True
+        if self._watch.pace.ahead or self.source.ends_elsewhere():
+            self._watch.compare(self.epoch, at_end=True)
 
     def note_interleaved(self) -> None:
         """Record that an iterator of an earlier pass gave a batch."""

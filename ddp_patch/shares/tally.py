@@ -54,7 +54,6 @@ class Tally:
         self._find_pass()
         if self._pass is not None and not self._has_failed:
             self._pass.note_exhausted()
-            self._sampler.note_exhausted(self._pass)
 
     def _find_pass(self) -> None:
         """Remember the pass, once: it is the latest one now, and another iterator may begin another."""

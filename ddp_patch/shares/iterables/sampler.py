@@ -147,10 +147,6 @@ class StreamSampler(EpochSampler[None]):
         finally:
             self.dataset.forget(number)
 
-    def note_exhausted(self, one: Pass[Any]) -> None:
-        """Compare what was read to the end: only workers find it, so no index tells of it; see ``EpochSampler``."""
-        self.watch.compare(one.epoch, at_end=True)
-
     def __len__(self) -> int:
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
 
