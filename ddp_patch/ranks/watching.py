@@ -108,9 +108,11 @@ class Watch:
         if notes.epoch <= self._furthest:
             self._attempt, self._furthest = self._attempt + 1, notes.epoch - 1
         notes.attempt = self._attempt
-        for before in self._noted:
+        # A look at an epoch that begins anew, or at a later one, is no pass of this attempt.
+        kept = [before for before in self._noted if before.attempt < notes.attempt or before.epoch < notes.epoch]
+        for before in kept:
             before.settle()
-        self._noted = [*self._noted, notes][-_NOTED:]
+        self._noted = [*kept, notes][-_NOTED:]
 
     def compare(self, epoch: int, *, at_end: bool = False) -> None:
         """Report to the others how far this rank has come, in this pass and before, and compare with them.
