@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import quick
 import torch
+import torch.distributed as dist
 import users
 from after_patch import Me, Run, Together, run_case, verdict
 from pages import markdown, put, show_and_put
@@ -502,8 +503,15 @@ def run_plan(plan: Plan, me: Me) -> None:
 
 
 def run_plans(rank: int, world: int, plans: Sequence[Plan]) -> list[Run]:
-    """Run programs on this rank, one after the other."""
-    return [run_case(rank, world, partial(run_plan, plan), plan.together) for plan in plans]
+    """Run programs on this rank, one after the other, up to one after which ranks have patched unequally often."""
+    runs: list[Run] = []
+    for plan in plans:
+        runs.append(run_case(rank, world, partial(run_plan, plan), plan.together))
+        patches = torch.tensor([runs[-1].patches, -runs[-1].patches])
+        dist.all_reduce(patches, dist.ReduceOp.MAX)
+        if patches.sum():
+            break
+    return runs
 
 
 def launched(plans: Sequence[Plan]) -> list[str]:
@@ -512,12 +520,12 @@ def launched(plans: Sequence[Plan]) -> list[str]:
         ranks = quick.run_ranks(run_plans, plans[0].ranks, plans, timeout=LIMIT_S)
     except RanksFailedError as error:
         return [f"failed: {error}"] if len(plans) == 1 else [said for plan in plans for said in launched([plan])]
-    found = []
+    found: list[str] = []
     for runs in zip(*ranks, strict=True):
         warned = [text for run in runs for text in run.warned]
         said, told = verdict(runs), next((run.told for run in runs if run.told), "")
         found.append(f"warned: {warned[0]}" if said == "right" and warned else f"told: {told}" if told else said)
-    return found
+    return found + (launched(plans[len(found) :]) if len(found) < len(plans) else [])
 
 
 @dataclass

@@ -153,7 +153,7 @@ class SamplerError(DDPPatchError, ValueError):
 
 
 class StateError(DDPPatchError, ValueError):
-    """A loader's state cannot be saved, or a saved one is damaged, too new or of another loader."""
+    """A loader's state cannot be saved, or a saved one is damaged, too new or of another loader; or a pass failed."""
 
 
 class OutputsError(DDPPatchError, ValueError):

@@ -76,6 +76,7 @@ class Run:
         failed: Another error that ended it.
         is_stuck: Whether it waited for ranks that had ended.
         warned: Warnings of this package.
+        patches: How many loaders it patched.
     """
 
     epochs: list[Epoch] = field(default_factory=list)
@@ -83,6 +84,7 @@ class Run:
     failed: str = ""
     is_stuck: bool = False
     warned: list[str] = field(default_factory=list)
+    patches: int = 0
 
 
 class _OthersStopped(Exception):  # noqa: N818 - no error: their launcher would end this rank
@@ -105,6 +107,7 @@ class Me:
 
     def patch(self, raw: Any, **options: Any) -> Any:
         """Patch a loader."""
+        self.run.patches += 1
         return patch_dataloader_to_ddp(raw, **{"timeout": _TIMEOUT_S, **options})
 
     def begin(self, due: Iterable[int] = range(N), **how: Any) -> Epoch:

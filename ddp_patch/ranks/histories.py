@@ -215,6 +215,11 @@ class History:
         self._furthest = -1  # the latest epoch of this attempt of which more than a look was taken
         self._is_chosen = False
 
+    @property
+    def attempt(self) -> int:
+        """How often this rank has started again at an epoch that it had trained."""
+        return self._attempt
+
     def choose(self) -> None:
         """Record that the user chose the epoch that comes next."""
         self._is_chosen = True

@@ -25,11 +25,14 @@ _MOST_READ = 32
 _given: WeakKeyDictionary[Any, tuple[int, Counter[str]]] = WeakKeyDictionary()
 
 
+# What stores raise that are gone; a fake group's holds nothing that can be read.
+_STORE_ERRORS = (RuntimeError, ValueError)
+
 _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
 
-# What ranks leave each other letters about: which passes they make, and the orders in which they read.
-_Subject = Literal["", "orders", "marks"]
-_SUBJECTS: tuple[_Subject, ...] = ("", "orders", "marks")
+# What ranks leave each other letters about: which passes they make, how they read, and how far they have come.
+_Subject = Literal["", "orders", "marks", "steps"]
+_SUBJECTS: tuple[_Subject, ...] = ("", "orders", "marks", "steps")
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -151,16 +154,28 @@ class Letters:
 
         Once the process group is gone, or its store, there is nobody to compare with.
         """
+        if text is not None:
+            self.leave(text)
         store = self._open_store()
-        if store is None:
-            return {}
         try:
-            if text is not None:
-                store.set(self._own_key, text)
-            return self._read(store)
-        except (RuntimeError, ValueError):  # what stores raise; a fake group's holds nothing that can be read
+            return {} if store is None else self._read(store)
+        except _STORE_ERRORS:
             self._store = None
             return {}
+
+    def leave(self, text: str) -> None:
+        """Leave a text. The store gives no answer to that, so it takes little time."""
+        store = self._open_store()
+        try:
+            if store is not None:
+                store.set(self._own_key, text)
+        except _STORE_ERRORS:
+            self._store = None
+
+    @property
+    def are_open(self) -> bool:
+        """Whether somebody may still leave or read some."""
+        return self._open_store() is not None
 
     def drop(self, rank: int) -> None:
         """Read no more of what a rank leaves."""

@@ -13,12 +13,18 @@ from ddp_patch.ranks.stream_marks import decoded as decoded_marks
 from ddp_patch.ranks.stream_marks import encoded as encoded_marks
 from ddp_patch.ranks.stream_orders import Finding, Notes, Verdict, compare_parts, decoded, encoded
 
-__all__ = ["EndGuard", "Marked", "Noted", "OrderGuard", "compare_workers"]
+__all__ = ["ONE_STREAM", "EndGuard", "Marked", "Noted", "OrderGuard", "compare_workers"]
 
 # What to do where no package is known to shuffle.
 _SEED = (
     "Give its shuffle a seed that is the same on every rank and follows from the epoch, such as random.Random(epoch) "
     "with the epoch that the dataset gets by set_epoch(), and list files in sorted order"
+)
+
+# What to do where ranks read different streams.
+ONE_STREAM = (
+    "Let the dataset give every rank the same: skip an unreadable item on all of them or raise an error, and raise an "
+    "error where a connection is lost. Or use iterable_sharding='by_worker', where each rank reads a part of its own."
 )
 
 
@@ -189,7 +195,5 @@ class EndGuard:
         return RankMismatchError(
             f"Iterating the loader that was patched as number {self._number}: rank {self._rank} and "
             f"{ranks_text([rank])} read different streams. {what[0].upper()}{what[1:]}. Each rank keeps its shard of "
-            "what should be one stream, so samples would be lost and steps would not be equal. Let the dataset give "
-            "every rank the same: skip an unreadable item on all of them or raise an error, and raise an error where a "
-            "connection is lost. Or use iterable_sharding='by_worker', where each rank reads a part of its own."
+            f"what should be one stream, so samples would be lost and steps would not be equal. {ONE_STREAM}"
         )

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Mapping
 from threading import get_ident
 from time import perf_counter
+from typing import cast
 from weakref import WeakMethod
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.ranks.comparison import ranks_text
 from ddp_patch.ranks.histories import Contradiction, History, Pace, Standing, contradiction
 from ddp_patch.ranks.notices import Notices, Peers
+from ddp_patch.ranks.order_guard import ONE_STREAM
 from ddp_patch.ranks.pass_notes import Difference, PassNotes, difference
+from ddp_patch.ranks.step_counts import StepCounts
 
 __all__ = ["Watch"]
 
@@ -41,6 +44,7 @@ class Watch:
     def __init__(self, peers: Peers | None = None, name: str = "", *, keeps: bool = False) -> None:
         self._peers = peers
         self._notices = None if peers is None else Notices(peers)
+        self._steps: StepCounts | None = None  # for streams whose end nobody knows before
         self._history = History()
         self._noted: list[PassNotes] = []
         self._attempt, self._furthest = 0, -1  # the latest epoch that was gone through to its end in this attempt
@@ -140,6 +144,35 @@ class Watch:
             compare()
         self._ended_s = perf_counter()
         self._made, self._cost_s = self._made + 1, self._ended_s - began_s
+
+    def note_step(self, epoch: int, begins_at: str, batches: int) -> None:
+        """Tell the others how many batches this rank was given of a pass whose end nobody knows before."""
+        self._step_counts().leave(epoch, self._which(begins_at), batches)
+
+    def compare_ends(self, epoch: int, begins_at: str, batches: int) -> None:
+        """Compare how many batches such a pass had; wait a moment for ranks that may be given more.
+
+        Raises:
+            RankMismatchError: Another rank was given more.
+        """
+        if found := self._step_counts().longer(epoch, self._which(begins_at), batches):
+            peers = cast(Peers, self._peers)
+            ranks, most = ranks_text(sorted(found)), max(found.values())
+            raise RankMismatchError(
+                f"Iterating the {self._name} that was patched as number {peers.number}: rank {peers.rank} and {ranks} "
+                f"read different streams. Epoch {epoch} ended after {batches} {self._units[batches != 1]} on rank "
+                f"{peers.rank}, and {ranks} had {most} by then. Each rank keeps its shard of what should be one "
+                f"stream, so samples would be lost and steps would not be equal. {ONE_STREAM}"
+            )
+
+    def _which(self, begins_at: str) -> str:
+        """Return what all ranks call a pass over an epoch."""
+        return f"{begins_at} ({self._history.attempt})"
+
+    def _step_counts(self) -> StepCounts:
+        if self._steps is None:
+            self._steps = StepCounts(cast(Peers, self._peers), self.pace.readers if self._keeps else 0)
+        return self._steps
 
     def _is_too_soon(self, times: int) -> bool:
         return self._made >= _FREE and perf_counter() - self._ended_s < times * self._cost_s

@@ -101,7 +101,11 @@ class EpochSampler(DistributedSampler[T]):
 
         The draw is one of the pass's, its first, if samplers draw from that generator too. If it is from the global
         generator, another thread's sampler may not have put private states there.
+
+        Raises:
+            StateError: The latest pass ended by an error, so that this rank alone would leave out its rest.
         """
+        self._require_no_failure(loader)
         if not self._holders.holds(loader.generator):
             # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
             return one_at_a_time() if self.agreed.leader is None else nullcontext()
@@ -112,6 +116,18 @@ class EpochSampler(DistributedSampler[T]):
             self._begin_holders()
             self._has_begun_holders, self._drawn_from = True, loader.generator
         return self._holders.drawing()
+
+    def _require_no_failure(self, loader: DataLoader[Any]) -> None:
+        one = self.latest
+        if one is not None and one.has_failed and self.place is None and self.watch.is_on:
+            raise StateError(  # no RuntimeError, which a script may catch because of torch's workers
+                f"Iterating the {type(loader).__name__} again: its pass over epoch {one.epoch} ended by an error, "
+                f"raised in place of batch {one.handed_out or 0} (from 0). The script caught it, and a new pass would "
+                "begin on this rank alone: the rest of its shard of that epoch would be lost, and the ranks' steps "
+                "would not match. Correct what raised the error, and let it end the training: all ranks then resume "
+                "from a checkpoint. Or tell the other ranks of it, and call loader.set_epoch(N) with the same N on "
+                "every rank, which leaves out the rest of the epoch."
+            )
 
     def _begin_holders(self) -> None:
         """Put back what the samplers draw from, for the upcoming pass."""

@@ -60,6 +60,7 @@ class Pass(Progress, Generic[T]):
         handed_out: How many batches the training loop was given, without those that workers fetched ahead; None if
             nobody counts them.
         is_exhausted: Whether the loop has seen the end.
+        has_failed: Whether the loop was given an error of the loader's instead of a batch, and nothing since.
         is_interleaved: Whether an iterator of an earlier pass gave batches while this was the latest one.
     """
 
@@ -82,6 +83,7 @@ class Pass(Progress, Generic[T]):
         self.before: Done = before
         self.handed_out: int | None = None
         self.is_exhausted: bool = False
+        self.has_failed: bool = False
         self.is_interleaved: bool = False
         self.source: Source[T] = source
         self._resumes, self._at_end = resumes, at_end
@@ -97,6 +99,8 @@ class Pass(Progress, Generic[T]):
             # It counts items of another number of ranks' shares.
             self._snapshots = replace(self._snapshots, latest=None)
         self._notes = None if note is None else note(self)
+        # Whether another rank's stream may be longer, and no rank know it before the end.
+        self._is_unsure = watch.is_on and source.is_counted and not source.is_drawn_at_once
 
     @property
     def epoch(self) -> int:
@@ -191,7 +195,13 @@ class Pass(Progress, Generic[T]):
 
     def note_handed_out(self, batches: int | None) -> None:
         """Record how many of its batches the training loop was given; None if that is no longer known."""
-        self.handed_out = batches
+        self.handed_out, self.has_failed = batches, False
+        if batches and self._is_unsure:
+            self._watch.note_step(self.epoch, self.begins_at, batches)
+
+    def note_failed(self) -> None:
+        """Record that the training loop was given an error of the loader's instead of a batch."""
+        self.has_failed = True
 
     def note_exhausted(self) -> None:
         """Record that the training loop has seen the end, and compare if nothing before told that.
@@ -204,6 +214,8 @@ class Pass(Progress, Generic[T]):
         self.is_exhausted = True
         if self._watch.pace.ahead or self.source.ends_elsewhere():
             self._watch.compare(self.epoch, at_end=True)
+        if self._is_unsure and self.handed_out is not None:
+            self._watch.compare_ends(self.epoch, self.begins_at, self.handed_out)
 
     def note_interleaved(self) -> None:
         """Record that an iterator of an earlier pass gave a batch."""

@@ -48,6 +48,8 @@ class Tally:
         """Record that an error came instead of a batch."""
         self._find_pass()
         self._has_failed = True
+        if self._pass is not None:
+            self._pass.note_failed()
 
     def end(self) -> None:
         """Record that the loop has seen the end."""

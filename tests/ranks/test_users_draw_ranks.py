@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import users
 from after_patch import Case, Me, Run, cases_of, disappointed, run_cases
 from quick import run_ranks
@@ -209,7 +210,7 @@ def some_ranks_look_long_and_all_set_a_later_epoch(me: Me, make: Make) -> None:
     train = me.patch(make())
     for epoch in (0, 3, 4):
         if me.rank:
-            list(islice(train, 2 + me.rank))
+            list(islice(train, 2))
         train.set_epoch(epoch)
         me.train(train)
 
@@ -431,6 +432,25 @@ def an_error_in_a_look_is_caught(me: Me) -> None:
                     raise IndexError
         train.set_epoch(epoch)
         me.train(train)
+
+
+@case("right", of={"shuffled": True, "in order": False}, together="never")
+def a_worker_dies_and_all_begin_the_next_epoch(me: Me, shuffle: bool) -> None:
+    dataset = users.Dies(is_alive=me.rank != 1)
+    train = me.patch(loader(dataset, shuffle=shuffle, num_workers=1))
+    for number in range(3):
+        train.set_epoch(number)
+        epoch, batches = me.begin(is_part=number == 0), iter(train)
+        while True:
+            try:
+                batch = next(batches, None)
+            except RuntimeError:
+                batch, dataset.is_alive = None, True
+            are_given = torch.tensor(batch is not None, dtype=torch.int64)
+            dist.all_reduce(are_given, dist.ReduceOp.MIN)
+            if not are_given:
+                break
+            epoch.take(batch)
 
 
 def on_rank(rank: int, world_size: int) -> dict[str, Run]:
