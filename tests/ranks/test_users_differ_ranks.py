@@ -271,6 +271,15 @@ def one_rank_looks_later_without_steps(me: Me, make: Callable[[], DataLoader[Any
     me.train(train)
 
 
+@case("told", of=SHUFFLERS)
+def one_rank_goes_back(me: Me, make: Callable[[], DataLoader[Any]]) -> None:
+    train = me.patch(make())
+    for epoch in range(3):
+        if me.rank == 0 and epoch == 2:
+            train.set_epoch(0)
+        me.train(train)
+
+
 SEEDED = {"generator=": lambda: loader(shuffle=True, generator=users.seeded()), "own": SHUFFLERS["random.Random"]}
 
 

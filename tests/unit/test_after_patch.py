@@ -1,0 +1,33 @@
+"""The judge of users' programs sees what is lost."""
+
+import pytest
+from after_patch import Epoch, Run, verdict
+
+
+def epoch(*samples: int, steps: int = 1) -> Epoch:
+    return Epoch([*range(4)], samples=[*samples], steps=steps)
+
+
+WHOLE, LOST, UNEVEN = [epoch(0, 1), epoch(2, 3)], [epoch(0, 1), epoch(2, 2)], [epoch(0, 1), epoch(2, 3, steps=2)]
+OF_EPOCH_0 = "lost in silence: epoch 0: 0 of 4 lost, 0 too many, steps [1, 2]"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "told", "said"),
+    [
+        ([WHOLE], "", "right"),
+        ([WHOLE, LOST], "", "lost in silence: epoch 1: 1 of 4 lost, 1 too many, steps [1, 1]"),
+        ([UNEVEN], "", OF_EPOCH_0),
+        ([WHOLE, LOST], "RankMismatchError", "told"),
+        ([UNEVEN, WHOLE], "RankMismatchError", f"{OF_EPOCH_0}; told in epoch 1"),
+    ],
+)
+def test_the_judge_sees_what_is_lost(epochs: list[list[Epoch]], told: str, said: str) -> None:
+    runs = [Run([ranks[rank] for ranks in epochs], told=told if rank else "") for rank in range(2)]
+    assert verdict(runs) == said
+
+
+def test_the_judge_sees_ranks_that_wait() -> None:
+    stuck, ended = Run([epoch(0, 1)], is_stuck=True), Run([epoch(2, 3)])
+    assert verdict([stuck, ended]) == "lost in silence: ranks wait for others that have ended"
+    assert verdict([Run(failed="KeyError: 1"), ended]) == "failed: KeyError: 1"
