@@ -93,8 +93,8 @@ class _Counted:
         except StopIteration:
             self.tally.end()
             raise
-        except BaseException:
-            self.tally.fail()
+        except BaseException as error:
+            self.tally.fail(error)
             raise
         self.tally.count()
         return batch

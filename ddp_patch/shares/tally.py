@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ddp_patch.errors import DDPPatchError
 from ddp_patch.shares.epochs import EpochSampler
 from ddp_patch.shares.passes import Pass
 
@@ -44,11 +45,11 @@ class Tally:
             elif latest is not one:
                 latest.note_interleaved()
 
-    def fail(self) -> None:
-        """Record that an error came instead of a batch."""
+    def fail(self, error: BaseException) -> None:
+        """Record that an error came instead of a batch; one of this package's leaves no doubt about what is lost."""
         self._find_pass()
         self._has_failed = True
-        if self._pass is not None:
+        if self._pass is not None and isinstance(error, Exception) and not isinstance(error, DDPPatchError | Warning):
             self._pass.note_failed()
 
     def end(self) -> None:
