@@ -140,17 +140,22 @@ class Plan:
 
 
 def _together(acts: Sequence[Act]) -> Iterator[Act]:
-    """Yield acts that go together: one end of each epoch, and no resumption of what a state does not hold.
+    """Yield acts that go together: one beginning and end of each epoch, and no resumption of what a state does not hold.
 
     Whoever seeds a generator does so last: what one rank then draws from it hides that it was seeded.
     """
     ended: set[int] = set()
+    chosen: set[int] = set()
     changes = any(ACTS[act.what].is_not_saved for act in acts)
     for act in acts:
         if act.what in ENDS:
             if act.epoch in ended or (changes and act.what == "all resume"):
                 continue
             ended.add(act.epoch)
+        if ACTS[act.what].does is set_epoch or ACTS[act.what].then is set_epoch:
+            if act.epoch in chosen:
+                continue
+            chosen.add(act.epoch)
         yield act
 
 
@@ -258,6 +263,8 @@ class Training:
             self.due, is_part=end is not None and end.what == "all break off", padding=(self.me.world - 1) * SIZE
         )
         most = end.amount if end is not None and end.rank in {-1, self.me.rank} else None
+        if end is not None and end.what == "all resume":
+            most = end.amount + 1  # a checkpoint after one batch may be of a look
         for step, _ in enumerate(self.me.step(epoch, self.train, most), 1):
             for act in acts:
                 if act.step == step and act.what not in ENDS:
@@ -291,6 +298,7 @@ class How:
         is_not_saved: Whether a state holds nothing of what it changes.
         passes: Whether it begins a pass over the patched loader: where ranks wait for each other, all must.
         copies: Whether it copies the loader, with what it draws from.
+        grows: Whether it adds rows.
     """
 
     does: Does
@@ -304,10 +312,13 @@ class How:
     is_not_saved: bool = False
     passes: bool = False
     copies: bool = False
+    grows: bool = False
 
     def fits(self, plan: Plan) -> bool:
         """Tell whether it can be done in a program."""
         if self.passes and not self.loses and {"verify", "agreement"} & set(plan.options):
+            return False
+        if self.grows and plan.persistent:  # workers would not see the rows
             return False
         if self.copies and (plan.workers or plan.kind in (*TORCHS, "global")):  # which nobody can copy
             return False
@@ -460,7 +471,7 @@ ALIKE: dict[str, How] = {
         lambda training, act: weigh(training, act.amount), ["weighted"], alike=True, is_not_saved=True
     ),
     "all shuffle rows alike": How(lambda training, act: shuffle_rows(training, act), ROWS, alike=True),
-    "all add rows": How(lambda training, act: add_rows(training, 12 * act.amount), ROWS, alike=True),
+    "all add rows": How(lambda training, act: add_rows(training, 12 * act.amount), ROWS, alike=True, grows=True),
     "all set the stream's length": How(
         lambda training, act: change_stream(training, n=N * act.amount), ["stream"], alike=True
     ),
@@ -470,14 +481,17 @@ LOSING: dict[str, How] = {
     "looks alone": How(look, in_steps=True, iterates=True),
     "makes an iterator alone": How(lambda training, act: iter(training.train), in_steps=True, iterates=True),
     "sets another epoch alone": How(lambda training, act: training.train.set_epoch(act.epoch + act.amount)),
-    "breaks off alone": How(lambda training, act: None, in_last=False),
+    # Where all epochs have the same order, it is one of the looks that lose nothing.
+    "breaks off alone": How(
+        lambda training, act: None, [kind for kind in KINDS if kind != "rows in order"], in_last=False
+    ),
     "seeds the generator alone": How(lambda training, act: seed_rng(training, 99 + act.amount), SEEDABLE),
     "learns alone": How(
         lambda training, act: learn(training, mine(training, act)), LEARNERS, in_steps=True, is_not_saved=True
     ),
     "sets weights alone": How(lambda training, act: weigh(training, 99 + act.amount), ["weighted"], is_not_saved=True),
     "shuffles rows alone": How(lambda training, act: shuffle_rows(training, mine(training, act)), ROWS),
-    "adds rows alone": How(lambda training, act: add_rows(training, 12 * act.amount), ROWS),
+    "adds rows alone": How(lambda training, act: add_rows(training, 12 * act.amount), ROWS, grows=True),
     "drops a row alone": How(lambda training, act: training.dataset.rows.pop(act.amount), ROWS),
     "skips an item alone": How(
         lambda training, act: change_stream(training, skips=(position(training, act),)), ["stream"]

@@ -266,11 +266,12 @@ class Stream(IterableDataset[Any]):
         self.n, self.made = n, made
         self.skips: tuple[int, ...] = ()
         self.ends = self.repeats = -1
-        self.shuffled_from = n
+        self.shuffled_from: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        rest = range(self.n)[self.shuffled_from :]
-        numbers = [*range(self.n)[: self.shuffled_from], *random.SystemRandom().sample(rest, len(rest))]
+        start = self.n if self.shuffled_from is None else self.shuffled_from
+        rest = range(self.n)[start:]
+        numbers = [*range(self.n)[:start], *random.SystemRandom().sample(rest, len(rest))]
         info = get_worker_info()
         for number in numbers if info is None else numbers[info.id :: info.num_workers]:
             if number == self.ends:

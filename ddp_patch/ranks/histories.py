@@ -59,6 +59,10 @@ class Run(NamedTuple):
         """Return whether these are more than looks that take so many items."""
         return self.items > look and self.state is not State.WITHDRAWN
 
+    def is_longer_than(self, long_look: int) -> bool:
+        """Return whether these are surely no long looks: they are whole, or take more than so many items."""
+        return self.items > long_look or (self.items > 0 and self.state is State.ENDED)
+
     def followed_by(self, run: "Run") -> bool:
         """Return whether another run continues where this one ends, alike in all else."""
         return run.epoch == self.last + 1 and run[2:] == self[2:]
@@ -97,6 +101,10 @@ class Record:
         """Return the latest epoch of which more than a look was taken, in one attempt or in any; -1 if none."""
         tops = (run.last for run in self.runs if run.is_more_than(look) and attempt in {None, run.attempt})
         return max(tops, default=-1)
+
+    def top_of_long(self, long_look: int) -> int:
+        """Return the latest epoch of which more than a long look was taken; -1 if none."""
+        return max((run.last for run in self.runs if run.is_longer_than(long_look)), default=-1)
 
     def after(self, epoch: int) -> int:
         """Return the epoch of the first pass after one over ``epoch``."""
@@ -268,7 +276,9 @@ class History:
         made = [run for run in self.record().runs if run.is_more_than(self.look) and run.last > self._furthest]
         # What nobody chose may have been a look.
         most = long_look() if long_look and any(not run.chosen for run in made) else self.look
-        self._furthest = max((run.last for run in made if run.chosen or run.items > most), default=self._furthest)
+        self._furthest = max(
+            (run.last for run in made if run.chosen or run.is_longer_than(most)), default=self._furthest
+        )
         if self._furthest >= epoch:
             self._left = [*self._left, (self._attempt, self._furthest)][-_MOST_LEFT:]
             self._attempt, self._furthest = self._attempt + 1, epoch - 1
@@ -359,10 +369,9 @@ def _broken_off(
         is_left = run.state is State.LEFT and further.state is not State.UNKNOWN and run.attempt == further.attempt
         if is_left and further.items > run.items + slack and epoch <= min(run.last, further.last, top - 1):
             following, chosen = behind.after(epoch), other.chosen_before(epoch)
-            goes_on = further.chosen or behind.chosen_before(following) == chosen
-            if (goes_on and behind.chosen_before(epoch) == chosen) or (
-                epoch < behind.top(long_look()) and further.items > long_look()
-            ):
+            goes_on = further.chosen or behind.chosen_before(following) == chosen or further.is_longer_than(long_look())
+            has_left = behind.chosen_before(epoch) == chosen or epoch < behind.top_of_long(long_look())
+            if goes_on and has_left:
                 return epoch, run.items, following
     return None
 
@@ -376,7 +385,7 @@ def _skipped(
         return None
     following = behind.after(epoch)
     is_alike = further.chosen or behind.chosen_before(following) == other.chosen_before(epoch)
-    return (epoch, 0, following) if is_alike or further.items > long_look() else None
+    return (epoch, 0, following) if is_alike or further.is_longer_than(long_look()) else None
 
 
 def _gone_back(behind: Record, further: Run, long_look: Callable[[], int]) -> tuple[int, int, int] | None:
@@ -384,7 +393,7 @@ def _gone_back(behind: Record, further: Run, long_look: Callable[[], int]) -> tu
     top = dict(behind.left).get(further.attempt)
     if top is None or further.last <= top or further.state is State.UNKNOWN:
         return None
-    if not further.chosen and further.items <= long_look():
+    if not further.chosen and not further.is_longer_than(long_look()):
         return None
     again = min((run.epoch for run in behind.runs if run.attempt > further.attempt), default=top)
     return max(further.epoch, top + 1), 0, again

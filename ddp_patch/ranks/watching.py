@@ -22,6 +22,8 @@ _FREE = 100
 _TIMES_THEIR_COST = 200
 # At a pass's end one part in this many: in the last epoch nobody would tell later.
 _TIMES_AT_AN_END = 20
+# A look at a stream of unknown length may take so many batches.
+_LONG_LOOK = 32
 # Notes of this many passes are left, for ranks that are epochs behind; of these many in full.
 _NOTED, _IN_FULL = 16, 2
 
@@ -102,9 +104,10 @@ class Watch:
             self.compare(epoch)
 
     def _long_look(self) -> int:
-        """Return how many items a long look takes at most: half of a share, if its size is known."""
+        """Return how many items a long look takes at most: half of a share, or some batches if its size is unknown."""
         share = self._share()
-        return self.pace.size if share is None else max(self.pace.size, (share() or 0) // 2)
+        items = None if share is None else share()
+        return self.pace.size * _LONG_LOOK if items is None else max(self.pace.size, items // 2)
 
     def _note(self, notes: PassNotes) -> None:
         """Keep the notes of a new pass. Who goes back to an epoch that was whole makes another attempt at it."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import ref
 
 from ddp_patch.plan import Done
 from ddp_patch.ranks.histories import Standing
@@ -84,6 +85,7 @@ class Pass(Progress, Generic[T]):
         self.handed_out: int | None = None
         self.is_exhausted: bool = False
         self.has_failed: bool = False
+        self._counter: Callable[[], object] | None = None
         self.is_interleaved: bool = False
         self.source: Source[T] = source
         self._resumes, self._at_end = resumes, at_end
@@ -173,6 +175,11 @@ class Pass(Progress, Generic[T]):
         pace, known = self._watch.pace, _KNOWN[self.state]
         asked = self.taken + self._awaited - self.skip
         taken = self.skip + pace.taken(asked, is_over=self.is_exhausted and self.is_ended)
+        if known is Known.ENDED and pace.ahead and self.handed_out is not None and not self.is_exhausted:
+            # Workers were asked for all, and the loop may not have taken it.
+            taken = min(self.taken, self.skip + self.handed_out * pace.size)
+            if taken < self.taken:
+                known = Known.OPEN if self._counter is not None and self._counter() is not None else Known.LEFT
         if not self.source.is_counted:
             return Standing(taken, Known.UNKNOWN)
         if not self.source.ends_elsewhere():
@@ -192,6 +199,15 @@ class Pass(Progress, Generic[T]):
             for item in part:
                 self.sizes.add(size_of(item))
         return part if self._division is None else list(map(self._division, part))
+
+    def note_loop(self, counter: object) -> None:
+        """Record that a loop begins to take batches, and what counts them: it is gone when the iterator is."""
+        self._counter = ref(counter)
+        self.note_handed_out(0)
+
+    def note_left(self) -> None:
+        """Record that the loop asks for no more batches, though its iterator lives."""
+        self._counter = None
 
     def note_handed_out(self, batches: int | None) -> None:
         """Record how many of its batches the training loop was given; None if that is no longer known."""

@@ -22,13 +22,16 @@ class Tally:
 
     def __init__(self, sampler: EpochSampler[Any], *, begins_ahead: bool) -> None:
         self._sampler, self._begins_ahead = sampler, begins_ahead
+        self._pass: Pass[Any] | None = None
         self.begin()
 
     def begin(self) -> None:
         """Record that a pass begins."""
+        if self._pass is not None:
+            self._pass.note_left()
         self._batches = 0
         self._has_failed = self._has_pass = False
-        self._pass: Pass[Any] | None = None
+        self._pass = None
         if self._begins_ahead:
             self._find_pass()
 
@@ -64,4 +67,4 @@ class Tally:
             return
         self._has_pass, self._pass = True, self._sampler.latest
         if self._pass is not None:
-            self._pass.note_handed_out(0)
+            self._pass.note_loop(self)
