@@ -51,10 +51,16 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(requires=["package"])
 def soak(session: nox.Session) -> None:
-    """Run the long tests that CI leaves out, then random faults against random trainings: ``-- --rounds 500``."""
+    """Run the long tests that CI leaves out, then random faults against random trainings: ``-- --rounds 500``.
+
+    ``-- programs --seed 1`` runs random programs of users instead.
+    """
     install_wheel(session, "test")
+    environment = {"PYTHONPATH": "benchmarks:tests", "PYTHONSAFEPATH": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if session.posargs[:1] == ["programs"]:
+        session.run("python", "-W", "ignore", "benchmarks/programs.py", *session.posargs[1:], env=environment)
+        return
     run_tests(session, "-m", "soak", *WITHOUT_INTEGRATIONS)
-    environment = {"PYTHONPATH": "benchmarks", "PYTHONSAFEPATH": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     session.run("python", "-W", "ignore", "benchmarks/soak.py", *session.posargs, env=environment)
 
 

@@ -5,7 +5,7 @@ seed, learn, change data, break off, resume. In a *faulty* program one rank acts
 rank must tell within the epoch in which the first would be lost. In an *honest* one, all ranks act alike, or
 harmlessly: each sample must come once, and nothing may be told or warned of.
 
-``python benchmarks/programs.py --programs 500 --seed 0`` runs so many of each kind; 100 or more write the table of
+``nox -s soak -- programs --programs 500 --seed 0`` runs so many of each kind; 100 or more write the table of
 ``docs/reliability.md``. A program that fails is shown, and ``--first`` runs it again.
 """
 
@@ -140,7 +140,7 @@ class Plan:
 
 
 def _together(acts: Sequence[Act]) -> Iterator[Act]:
-    """Yield acts that go together: one beginning and end of each epoch, and no resumption of what a state does not hold.
+    """Yield acts that go together: one beginning and one end of an epoch; no resumption of what no state holds.
 
     Whoever seeds a generator does so last: what one rank then draws from it hides that it was seeded.
     """
