@@ -54,7 +54,7 @@ class StepCounts:
     """
 
     def __init__(self, peers: Peers, slack: int = 0) -> None:
-        self._others, self.slack = peers.others, slack
+        self._others, self._slack = peers.others, slack
         self._letters = Letters(peers, "steps")
         self._left, self._left_s, self._cost_s = 0, 0.0, 0.0
 
@@ -80,7 +80,7 @@ class StepCounts:
         while True:
             counts = {rank: _Count.decoded(text) for rank, text in self._letters.exchange(None).items()}
             alike = {rank: count.batches for rank, count in counts.items() if count[:2] == mine[:2]}
-            found = {rank: given for rank, given in alike.items() if given > batches + self.slack}
+            found = {rank: given for rank, given in alike.items() if given > batches + self._slack}
             is_open = len(counts) < len(self._others) or any(count.may_grow_to(mine) for count in counts.values())
             if found or not is_open or not self._letters.are_open or perf_counter() > until_s:
                 return found

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_patch.streams.fingerprint import Fingerprint, fingerprint
+from ddp_patch.streams.fingerprint import Fingerprint, fingerprint, is_known
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,29 @@ def test_order_type_and_value_count() -> None:
     prints = [fingerprint(stream) for stream in STREAMS]
     same = [(a, b) for (a, one), (b, other) in combinations(enumerate(prints), 2) if one == other]
     assert [(STREAMS[a], STREAMS[b]) for a, b in same] == []
+
+
+class Cuts:
+    """Holds its parts in a list, and others."""
+
+    def __init__(self, *cuts: Any) -> None:
+        self.cuts, self.opened = [*cuts], [object()] * 99
+
+    def __len__(self) -> int:
+        return len(self.cuts)
+
+
+class Odd:
+    def __len__(self) -> int:
+        raise OSError
+
+
+def test_an_object_counts_by_lists_as_long_as_it_is() -> None:
+    assert fingerprint([Cuts("a", "b")]) == fingerprint([Cuts("a", "b")]) != fingerprint([Cuts("b", "a")])
+    assert is_known(Cuts("a"))
+    assert is_known(Cuts())
+    assert fingerprint([Odd()]) == fingerprint([Odd()])
+    assert not is_known(Odd())
 
 
 def test_what_has_no_order_has_none() -> None:
