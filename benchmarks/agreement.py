@@ -14,11 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from pages import show_and_put
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import ddp_patch.ranks.exchange
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.ranks import watching
 from ddp_patch.ranks.packing import packed
 from ddp_patch.streams.chunks import begun, draw
 from ddp_patch.streams.pass_fingerprint import PassFingerprint
@@ -28,12 +27,12 @@ from ddp_patch.testing import run_ranks
 ITEMS = 100_000
 REPEATS = 5
 STEPS, STEP_MS = 1000, 10
-MOMENTS = 2 + 6 + (STEPS - 32) // 32  # a pass begins, ends, and takes 1, 2, 4, ... 32, 64, 96, ... batches
 MEASURED = (
     "patch, bytes of a record",
     "patch, ms",
-    "passes, ms",
-    "passes, % of steps",
+    "comparison of passes, ms",
+    "all comparisons, % of steps",
+    "of a stream, % of steps",
     "fingerprint, times as slow",
     "leader, bytes to a rank",
     "leader, ms",
@@ -45,11 +44,24 @@ PAGE = Path(__file__).parents[1] / "docs" / "agreement.md"
 class Shuffled(Sampler[int]):
     """A sampler that is not torch's, so that its order is compared by drawing."""
 
+    def __init__(self, items: int = ITEMS) -> None:
+        self.items = items
+
     def __len__(self) -> int:
-        return ITEMS
+        return self.items
 
     def __iter__(self) -> Any:
-        return iter(torch.randperm(ITEMS).tolist())
+        return iter(torch.randperm(self.items).tolist())
+
+
+class Stream(IterableDataset[int]):
+    """Numbers, of which nobody knows how many come."""
+
+    def __init__(self, items: int) -> None:
+        self.items = items
+
+    def __iter__(self) -> Any:
+        return iter(range(self.items))
 
 
 def measure(rank: int, world_size: int) -> tuple[float, ...]:
@@ -71,19 +83,63 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     plain_ms = timed(lambda: list(plain.batch_sampler or ()))
     verified_ms = timed(lambda: list(verified.batch_sampler or ()))
     led_ms = timed(lambda: list(led.batch_sampler or ()))
-    watching._FREE = 10**9  # every one is made, however soon after another
-    compared_ms = timed(lambda: [plain.sampler.watch.compare(0) for _ in range(MOMENTS)]) / MOMENTS  # type: ignore[attr-defined]  # ours
+    indices, stream = (in_steps(patch_dataloader_to_ddp(made(world_size))) for made in (drawn, streamed))
     share = [index for batch in led.batch_sampler or () for index in batch]
-    compared = compared_ms, 100 * compared_ms * MOMENTS / (STEPS * STEP_MS), fingerprinted()
+    compared = statistics.median(indices), percent(indices), percent(stream), fingerprinted(rank)
     return records[0], patch_ms, *compared, len(packed(share)), led_ms, verified_ms - plain_ms
 
 
-def fingerprinted() -> float:
-    """How many times as long it takes to draw whole numbers with a fingerprint as without, in turn."""
-    ratios = []
-    for _ in range(4 * REPEATS):
+def drawn(world_size: int) -> DataLoader[Any]:
+    """Make a loader of whole numbers that are drawn, with as many batches for each rank as there are steps."""
+    items = 4 * STEPS * world_size
+    return DataLoader(np.arange(items), batch_size=4, sampler=Shuffled(items))  # type: ignore[arg-type]  # as above
+
+
+def streamed(world_size: int) -> DataLoader[Any]:
+    """Make a loader of a stream whose end nobody knows."""
+    return DataLoader(Stream(4 * STEPS * world_size), batch_size=4)
+
+
+def in_steps(loader: DataLoader[Any]) -> list[float]:
+    """Take an epoch in steps, and return how many milliseconds each comparison took, and each count that was left."""
+    watch: Any = loader.sampler.watch  # type: ignore[attr-defined]  # ours
+    spent: list[float] = []
+    for name in ("compare", "note_step"):
+        setattr(watch, name, timing(getattr(watch, name), spent))
+    dist.barrier()
+    for _ in loader:
+        time.sleep(STEP_MS / 1000)
+    return spent
+
+
+def timing(act: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+    """Return a function that notes how many milliseconds it takes."""
+
+    def timed(*args: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return act(*args, **options)
+        finally:
+            spent.append(1000 * (time.perf_counter() - start))
+
+    return timed
+
+
+def percent(spent: list[float]) -> float:
+    """Return how much of the steps that is."""
+    return 100 * sum(spent) / (STEPS * STEP_MS)
+
+
+def fingerprinted(rank: int) -> float:
+    """How many times as long it takes to draw whole numbers with a fingerprint as without, in turn, on the first rank.
+
+    The others wait: ranks have more cores in a training than here.
+    """
+    ratios = [1.0]
+    for _ in range(20 * REPEATS if rank == 0 else 0):
         without, taken = (drawn_s(noted) for noted in (None, PassFingerprint()))
         ratios.append(taken / without)
+    dist.barrier()
     return statistics.median(ratios)
 
 

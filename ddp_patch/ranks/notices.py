@@ -247,10 +247,14 @@ class Notices:
 
     def __init__(self, peers: Peers) -> None:
         self._letters = Letters(peers)
+        self._known: dict[int, tuple[bytes, Record]] = {}
 
     def exchange(self, record: Record) -> dict[int, Record]:
         """Leave this rank's record, and return those that others left; see ``Letters``."""
-        return {rank: Record.decoded(text) for rank, text in self._letters.exchange(record.encoded()).items()}
+        for rank, text in (came := self._letters.exchange(record.encoded())).items():
+            if rank not in self._known or self._known[rank][0] != text:
+                self._known[rank] = text, Record.decoded(text)
+        return {rank: self._known[rank][1] for rank in came}
 
 
 def _read_by(rank: int, ranks: list[int]) -> list[int]:
