@@ -104,8 +104,9 @@ def in_steps(loader: DataLoader[Any]) -> list[float]:
     """Take an epoch in steps, and return how many milliseconds each comparison took, and each count that was left."""
     watch: Any = loader.sampler.watch  # type: ignore[attr-defined]  # ours
     spent: list[float] = []
-    for name in ("compare", "note_step"):
-        setattr(watch, name, timing(getattr(watch, name), spent))
+    watch.compare = timing(watch.compare, spent)
+    steps = watch.steps(0, "")
+    steps.leave = timing(steps.leave, spent)
     dist.barrier()
     for _ in loader:
         time.sleep(STEP_MS / 1000)
@@ -179,7 +180,7 @@ def main() -> None:
     for world_size in (2, 4, 8):
         ranks = run_ranks(measure, world_size, timeout=300)
         slowest = [max(values) for values in zip(*ranks, strict=True)]
-        figures = (f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in slowest)
+        figures = (f"{value:,.0f}" if value >= 10 else f"{value:.2f}" for value in slowest)
         columns.append([f"{world_size} ranks", *figures])
     show_and_put(PAGE, "table", list(zip(*columns, strict=True)), f"{ITEMS:,} items, the slowest rank")
 

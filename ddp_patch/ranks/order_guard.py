@@ -179,8 +179,7 @@ class EndGuard:
         self._left = news
         for rank, text in others.items():
             theirs = decoded_marks(text)
-            # Shortened as the others' are.
-            for name, parts in decoded_marks(news).items():
+            for name, parts in mine.items():
                 found = divergence(parts, theirs.get(name, ()))
                 if found is not None:
                     raise self._error(name, rank, found)

@@ -11,7 +11,7 @@ __all__ = ["StepCounts"]
 # Who comes to the end waits at most so long for ranks that may be given more: with DDP they are a step behind at most.
 _MOMENT_S, _AGAIN_S = 1.0, 0.002
 # The first steps are all told. Later ones may take one part in so many of the time.
-_FREE, _TIMES_THEIR_COST = 1000, 200
+_FREE, _TIMES_THEIR_COST = 1000, 100
 
 
 class _Count(NamedTuple):
@@ -28,9 +28,6 @@ class _Count(NamedTuple):
     which: str
     batches: int
     is_over: bool
-
-    def encoded(self) -> str:
-        return f"{self.epoch}|{self.which}|{self.batches}|{self.is_over:d}"
 
     @classmethod
     def decoded(cls, text: bytes) -> "_Count":
@@ -56,27 +53,36 @@ class StepCounts:
     def __init__(self, peers: Peers, slack: int = 0) -> None:
         self._others, self._slack = peers.others, slack
         self._letters = Letters(peers, "steps")
+        self._epoch, self._which = -1, ""
         self._left, self._left_s, self._cost_s = 0, 0.0, 0.0
 
-    def leave(self, epoch: int, which: str, batches: int) -> None:
-        """Leave how many batches this rank was given of a pass."""
-        now_s = perf_counter()
-        if self._left >= _FREE and now_s - self._left_s < _TIMES_THEIR_COST * self._cost_s:
-            return
-        self._letters.leave(_Count(epoch, which, batches, False).encoded())
-        self._left_s = perf_counter()
-        self._left, self._cost_s = self._left + 1, self._left_s - now_s
-
-    def longer(self, epoch: int, which: str, batches: int) -> Mapping[int, int]:
-        """Return, at the end of a pass, who was given more of it, and how many batches; wait a moment for the others.
+    def begin(self, epoch: int, which: str) -> None:
+        """Record that a pass begins.
 
         Args:
             epoch: The epoch.
-            which: Which pass over it.
+            which: Which pass over it, the same on all ranks.
+        """
+        self._epoch, self._which = epoch, which
+
+    def leave(self, batches: int) -> None:
+        """Leave how many batches this rank was given of the pass. It is called in each step, so it calls little."""
+        now_s = perf_counter()
+        if self._left >= _FREE and now_s - self._left_s < _TIMES_THEIR_COST * self._cost_s:
+            return
+        self._letters.leave_at_once(f"{self._epoch}|{self._which}|{batches}|0")
+        self._left += 1
+        self._left_s = perf_counter()
+        self._cost_s = self._left_s - now_s
+
+    def longer(self, batches: int) -> Mapping[int, int]:
+        """Return, at the end of the pass, who was given more of it, and how many batches; wait a moment for the others.
+
+        Args:
             batches: How many batches this rank was given.
         """
-        mine, until_s = _Count(epoch, which, batches, True), perf_counter() + _MOMENT_S
-        self._letters.leave(mine.encoded())
+        mine, until_s = _Count(self._epoch, self._which, batches, True), perf_counter() + _MOMENT_S
+        self._letters.leave_at_once(f"{self._epoch}|{self._which}|{batches}|1")
         while True:
             counts = {rank: _Count.decoded(text) for rank, text in self._letters.exchange(None).items()}
             alike = {rank: count.batches for rank, count in counts.items() if count[:2] == mine[:2]}

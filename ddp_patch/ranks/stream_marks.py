@@ -4,11 +4,15 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ddp_patch.ranks.stream_orders import Notes, Verdict, compare
 from ddp_patch.streams.item_hashes import ItemHashes
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike  # slow to import
 
 __all__ = ["Divergence", "PartMarks", "decoded", "divergence", "encoded", "following", "position"]
 
@@ -19,6 +23,7 @@ _KEPT = 16
 # Augmentation may change an item here and there. From a skipped item on most differ: so many, and a quarter.
 _FEWEST, _PART = 3, 4
 _NAMES, _NUMBERS = 1, 2
+_BYTES = 3 * 4  # of the hashes of an item
 
 
 def following(place: int) -> int:
@@ -47,19 +52,36 @@ class PartMarks:
     """What a reader marked of a part of a stream.
 
     Attributes:
-        items: The hashes of the items at the positions that are marked.
+        packed: The hashes of the items at the positions that are marked, three whole numbers of 32 bits for each.
         end: How many items the part has; None as long as its end was not found.
     """
 
-    items: Sequence[ItemHashes] = ()
+    packed: bytes = b""
     end: int | None = None
+
+    @classmethod
+    def of(cls, hashes: "ArrayLike", end: int | None = None) -> "PartMarks":
+        """Return marks of which 31 bits are kept, with the lowest bits, which say what they are of; 0 stays 0."""
+        whole = np.asarray(hashes, dtype=np.int64).reshape(-1, 3)
+        return cls((whole & 0x3FFFFFFF | (whole != 0).astype(np.int64) << 30).astype("<i4").tobytes(), end)
+
+    @property
+    def items(self) -> list[ItemHashes]:
+        """The hashes."""
+        return [ItemHashes(*item) for item in np.frombuffer(self.packed, dtype="<i4").reshape(-1, 3).tolist()]
 
     @property
     def read(self) -> int:
         """How many items were surely read."""
         if self.end is not None:
             return self.end
-        return position(len(self.items) - 1) + 1 if self.items else 0
+        marks = len(self.packed) // _BYTES
+        return position(marks - 1) + 1 if marks else 0
+
+    def agrees_with(self, other: "PartMarks") -> bool:
+        """Return whether another reader has the same marks, as far as both have come."""
+        shared = min(len(self.packed), len(other.packed))
+        return self.packed[:shared] == other.packed[:shared]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +105,7 @@ def divergence(mine: Sequence[PartMarks], theirs: Sequence[PartMarks]) -> Diverg
         for ended, goes_on in ((one, other), (other, one)):
             if ended.end is not None and goes_on.read > ended.end:
                 return Divergence(part, ended.end, is_end=True)
-        if (count := _other_items(one.items, other.items)) is not None:
+        if not one.agrees_with(other) and (count := _other_items(one.items, other.items)) is not None:
             return Divergence(part, count, is_end=False)
     return None
 
@@ -108,25 +130,14 @@ def _other_items(mine: Sequence[ItemHashes], theirs: Sequence[ItemHashes]) -> in
 
 def encoded(passes: Mapping[str, Sequence[PartMarks]]) -> str:
     """Return marks as a text that ``decoded`` reads: each pass's parts, by what the ranks call the pass."""
-    return json.dumps({name: [[part.end, _packed(part.items)] for part in parts] for name, parts in passes.items()})
+    return json.dumps(
+        {name: [[part.end, base64.b64encode(part.packed).decode()] for part in parts] for name, parts in passes.items()}
+    )
 
 
 def decoded(text: str | bytes) -> dict[str, list[PartMarks]]:
-    """Return what ``encoded`` made a text of; of each hash 31 bits are kept."""
+    """Return what ``encoded`` made a text of."""
     return {
-        name: [PartMarks(_unpacked(items), end) for end, items in parts] for name, parts in json.loads(text).items()
+        name: [PartMarks(base64.b64decode(packed), end) for end, packed in parts]
+        for name, parts in json.loads(text).items()
     }
-
-
-def _packed(items: Sequence[ItemHashes]) -> str:
-    short = [_shortened(item) for item in items]
-    return base64.b64encode(np.array(short, dtype="<i4").tobytes()).decode()
-
-
-def _unpacked(text: str) -> list[ItemHashes]:
-    return [ItemHashes(*item) for item in np.frombuffer(base64.b64decode(text), dtype="<i4").reshape(-1, 3).tolist()]
-
-
-def _shortened(item: ItemHashes) -> ItemHashes:
-    """Return hashes of 31 bits that are 0 where these are, and have their lowest bits, which say what they are of."""
-    return ItemHashes(*((value & 0x3FFFFFFF) | (value and 1 << 30) for value in item))

@@ -148,9 +148,12 @@ class Watch:
         self._ended_s = perf_counter()
         self._made, self._cost_s = self._made + 1, self._ended_s - began_s
 
-    def note_step(self, epoch: int, begins_at: str, batches: int) -> None:
-        """Tell the others how many batches this rank was given of a pass whose end nobody knows before."""
-        self._step_counts().leave(epoch, self._which(begins_at), batches)
+    def steps(self, epoch: int, begins_at: str) -> StepCounts:
+        """Return where to leave how many batches this rank is given of a pass whose end nobody knows before."""
+        if self._steps is None:
+            self._steps = StepCounts(cast(Peers, self._peers), self.pace.readers if self._keeps else 0)
+        self._steps.begin(epoch, f"{begins_at} ({self._history.attempt})")
+        return self._steps
 
     def compare_ends(self, epoch: int, begins_at: str, batches: int) -> None:
         """Compare how many batches such a pass had; wait a moment for ranks that may be given more.
@@ -158,7 +161,7 @@ class Watch:
         Raises:
             RankMismatchError: Another rank was given more.
         """
-        if found := self._step_counts().longer(epoch, self._which(begins_at), batches):
+        if found := self.steps(epoch, begins_at).longer(batches):
             peers = cast(Peers, self._peers)
             ranks, most = ranks_text(sorted(found)), max(found.values())
             raise RankMismatchError(
@@ -167,15 +170,6 @@ class Watch:
                 f"{peers.rank}, and {ranks} had {most} by then. Each rank keeps its shard of what should be one "
                 f"stream, so samples would be lost and steps would not be equal. {ONE_STREAM}"
             )
-
-    def _which(self, begins_at: str) -> str:
-        """Return what all ranks call a pass over an epoch."""
-        return f"{begins_at} ({self._history.attempt})"
-
-    def _step_counts(self) -> StepCounts:
-        if self._steps is None:
-            self._steps = StepCounts(cast(Peers, self._peers), self.pace.readers if self._keeps else 0)
-        return self._steps
 
     def _is_too_soon(self, times: int) -> bool:
         return self._made >= _FREE and perf_counter() - self._ended_s < times * self._cost_s

@@ -10,6 +10,7 @@ from ddp_patch.plan import Done
 from ddp_patch.ranks.histories import Standing
 from ddp_patch.ranks.histories import State as Known
 from ddp_patch.ranks.pass_notes import PassNotes
+from ddp_patch.ranks.step_counts import StepCounts
 from ddp_patch.ranks.watching import Watch
 from ddp_patch.shares.division import Division
 from ddp_patch.shares.held import Held, Holders
@@ -102,6 +103,7 @@ class Pass(Progress, Generic[T]):
             self._snapshots = replace(self._snapshots, latest=None)
         self._notes = None if note is None else note(self)
         # Whether another rank's stream may be longer, and no rank know it before the end.
+        self._step_counts: StepCounts | None = None
         self._is_unsure = watch.is_on and source.is_counted and not source.is_drawn_at_once
 
     @property
@@ -213,7 +215,9 @@ class Pass(Progress, Generic[T]):
         """Record how many of its batches the training loop was given; None if that is no longer known."""
         self.handed_out, self.has_failed = batches, False
         if batches and self._is_unsure:
-            self._watch.note_step(self.epoch, self.begins_at, batches)
+            if self._step_counts is None:
+                self._step_counts = self._watch.steps(self.epoch, self.begins_at)
+            self._step_counts.leave(batches)
 
     def note_failed(self) -> None:
         """Record that the training loop was given an error of the loader's instead of a batch."""

@@ -22,7 +22,7 @@ def marked(items: Iterable[Any], *, upto: int | None = None) -> PartMarks:
         if place == wanted:
             marks.append(hashes_if_any(item))
             wanted = following(place)
-    (parts,) = decoded(encoded({"": [PartMarks(marks, len(listed) if upto is None else None)]})).values()
+    (parts,) = decoded(encoded({"": [PartMarks.of(marks, len(listed) if upto is None else None)]})).values()
     return parts[0]
 
 

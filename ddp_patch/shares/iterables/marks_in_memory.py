@@ -9,7 +9,7 @@ import torch
 
 from ddp_patch.ranks.stream_marks import PartMarks, following
 from ddp_patch.shares.iterables.board import shared
-from ddp_patch.streams.item_hashes import ItemHashes, hashes_if_any
+from ddp_patch.streams.item_hashes import hashes_if_any
 
 __all__ = ["MarksInMemory"]
 
@@ -59,7 +59,7 @@ class MarksInMemory:
         self._numbers[slot] = number
         self._names[number] = f"{name} ({self._whole[name]})"
         for known in sorted(self._names)[:-_COMPARED]:
-            self._earlier[self._names.pop(known)] = [PartMarks((), part.end) for part in self._of(known)]
+            self._earlier[self._names.pop(known)] = [PartMarks(end=part.end) for part in self._of(known)]
         self._earlier = dict(list(self._earlier.items())[-_EARLIER:])
 
     def watching(self, part: int, number: int, items: Iterator[T]) -> Iterator[T]:
@@ -93,9 +93,8 @@ class MarksInMemory:
         slot = number % _KEPT
         ends, counts = self._ends[slot].tolist(), self._counts[slot].tolist()  # read first: marks are made before
         return [
-            PartMarks(
-                [ItemHashes(*item) for item in self._hashes[slot, part, : max(0, counts[part])].tolist()],
-                None if ends[part] < 0 else ends[part],
+            PartMarks.of(
+                self._hashes[slot, part, : max(0, counts[part])].numpy(), None if ends[part] < 0 else ends[part]
             )
             for part in range(self._parts)
         ]
