@@ -364,3 +364,10 @@ SHUFFLERS: dict[str, Callable[..., DataLoader[Any]]] = {
         batch_sampler=BatchSampler(Shuffles(random.Random(3)), SIZE, False), **how
     ),
 }
+# All kinds for which the errors have remedies.
+REMEDIED: dict[str, Callable[..., DataLoader[Any]]] = {
+    **SHUFFLERS,
+    "plain": lambda **how: loader(shuffle=True, **how),
+    "an iterator": lambda **how: loader(sampler=Iterates(lambda: random.Random(3)), **how),
+    "a stream": lambda **how: loader(Stream(), **how),
+}

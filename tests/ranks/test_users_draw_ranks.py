@@ -16,7 +16,7 @@ import users
 from after_patch import Case, Me, Run, cases_of, disappointed, run_cases
 from quick import run_ranks
 from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
-from users import SHUFFLERS, SIZE, N, loader
+from users import REMEDIED, SHUFFLERS, SIZE, N, loader
 
 from ddp_patch import loader_state, restore_loader
 
@@ -58,7 +58,7 @@ def rank_0_lists_the_sampler(me: Me, make: Make) -> None:
         me.train(train)
 
 
-@case("right", of=SHUFFLERS)
+@case("right", of=REMEDIED)
 def rank_0_looks_and_all_set_the_epoch(me: Me, make: Make) -> None:
     train = me.patch(make())
     for epoch in range(3):
@@ -68,7 +68,7 @@ def rank_0_looks_and_all_set_the_epoch(me: Me, make: Make) -> None:
         me.train(train)
 
 
-@case("right", of=SHUFFLERS)
+@case("right", of=REMEDIED)
 def the_last_rank_iterates_the_unpatched_loader(me: Me, make: Make) -> None:
     raw = make()
     train = me.patch(raw)

@@ -16,7 +16,7 @@ from after_patch import Case, Me, Run, cases_of, disappointed, run_cases
 from iterables import ShardPerWorker
 from quick import run_ranks
 from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
-from users import SHUFFLERS, SIZE, N, loader
+from users import REMEDIED, SHUFFLERS, SIZE, N, loader
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 
@@ -242,7 +242,7 @@ def two_loops_share_a_loader(me: Me, at_once: bool) -> None:
                     epoch.take(batch)
 
 
-@right(of=SHUFFLERS)
+@right(of=REMEDIED)
 def all_look_and_all_break(me: Me, make: Callable[[], DataLoader[Any]]) -> None:
     train = me.patch(make())
     next(iter(train))
