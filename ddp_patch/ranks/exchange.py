@@ -134,7 +134,7 @@ class _Meeting:
         except DDPPatchError as error:
             answers = dict.fromkeys(self.members, ("raise", error))
         except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever happens here
-            failure = RankMismatchError(f"{self.doing}: comparing the ranks raised {error!r}.")
+            failure = RankMismatchError(self._elsewhere() or f"{self.doing}: comparing the ranks raised {error!r}.")
             answers = dict.fromkeys(self.members, ("raise", failure))
         self.announce(answers)
         return answers[self.rank]
@@ -224,6 +224,17 @@ class _Meeting:
             f"{ranks_text(came)} did. {self._last_seen(missing)}Every rank must get here, at the same point of the "
             "script. Look for what the missing ranks do instead (an error, an if rank == 0, slow preparation), or pass "
             "a longer timeout=."
+        )
+
+    def _elsewhere(self) -> str:
+        """Say which ranks do something else here; return an empty text if none does."""
+        doing = {rank: self.store.get(f"{self.base}/at/{rank}").decode() for rank in self.members}
+        others = [f"{ranks_text([rank])} is at {what!r}" for rank, what in doing.items() if what != self.doing]
+        if not others:
+            return ""
+        return (
+            f"{self.doing}: {'; '.join(others)}. Every rank must get here, at the same point of the script. Look for "
+            "what these ranks do instead (an error that was caught, an if rank == 0)."
         )
 
     def _too_late(self) -> MissingRanksError:

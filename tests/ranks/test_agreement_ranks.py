@@ -638,6 +638,20 @@ def test_a_rank_that_peeked_says_where_the_others_are() -> None:
     assert_tells(told, (*where, "ranks 1, 2 of 3", "4 s", "rank 0 did"), "timeout=")
 
 
+def elsewhere(rank: int, world_size: int) -> tuple[str, str]:
+    patched = patch_dataloader_to_ddp(loader(), verify=True)
+    told = said(lambda: patch_dataloader_to_ddp(loader()) if rank else list(patched))
+    dist.barrier()
+    return told
+
+
+def test_ranks_that_meet_for_different_operations_are_told_at_which_the_others_are() -> None:
+    ranks = run_ranks(elsewhere, 3)
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert ranks[0][0] == "RankMismatchError"
+    assert_tells(ranks[0][1], ("Beginning an epoch", "rank 1 is at 'Agreeing", "rank 2 is at 'Agreeing"), "Look for")
+
+
 class DrawsSlowly(Unsized):
     def __iter__(self) -> Iterator[int]:
         time.sleep(9)
