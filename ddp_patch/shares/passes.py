@@ -179,20 +179,26 @@ class Pass(Progress, Generic[T]):
         taken = self.skip + pace.taken(asked, is_over=self.is_exhausted and self.is_ended)
         if known is Known.ENDED and pace.ahead and self.handed_out is not None and not self.is_exhausted:
             # Workers were asked for all, and the loop may not have taken it.
-            taken = min(self.taken, self.skip + self.handed_out * pace.size)
+            taken = self._in_batches()
             if taken < self.taken:
                 known = Known.OPEN if self._counter is not None and self._counter() is not None else Known.LEFT
+        if self.has_failed:  # other ranks may have been given the batch that the loop asked for here
+            taken = max(taken, self._in_batches())
         if not self.source.is_counted:
             return Standing(taken, Known.UNKNOWN)
         if not self.source.ends_elsewhere():
             self._surely_taken = taken
         elif self.handed_out is not None:
             # When a worker finds the end depends on chance, and then more is asked for. Only the batches count.
-            self._surely_taken = max(self._surely_taken, self.skip + self.handed_out * pace.size)
+            self._surely_taken = max(self._surely_taken, self._in_batches())
             known = Known.ENDED if self.is_exhausted else known
         else:
             known = Known.ENDED
         return Standing(self._surely_taken, known)
+
+    def _in_batches(self) -> int:
+        """Return how many items are in the batches that the loop was given, and in one that failed."""
+        return min(self.taken, self.skip + ((self.handed_out or 0) + self.has_failed) * self._watch.pace.size)
 
     def _prepared(self, part: Sequence[T]) -> Sequence[T]:
         """Record the sizes of the next items and divide them, if asked to."""

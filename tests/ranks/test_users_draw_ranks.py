@@ -434,9 +434,10 @@ def an_error_in_a_look_is_caught(me: Me) -> None:
         me.train(train)
 
 
-@case("right", of={"shuffled": True, "in order": False}, together="never")
-def a_worker_dies_and_all_begin_the_next_epoch(me: Me, shuffle: bool) -> None:
-    dataset = users.Dies(is_alive=me.rank != 1)
+@case("right", of={"shuffled": (True, 0), "in order": (False, 0), "later": (True, 8)}, together="never")
+def a_worker_dies_and_all_begin_the_next_epoch(me: Me, how: tuple[bool, int]) -> None:
+    shuffle, after = how
+    dataset = users.Dies(is_alive=me.rank != 1, after=after)
     train = me.patch(loader(dataset, shuffle=shuffle, num_workers=1))
     for number in range(3):
         train.set_epoch(number)
