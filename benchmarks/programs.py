@@ -2,7 +2,8 @@
 
 A program makes a loader, patches it and trains some epochs. Before and in them, ranks act: they draw, look, list, set,
 seed, learn, change data, break off, resume. In a *faulty* program one rank acts alone: each sample must come once, or a
-rank must tell within the epoch in which the first would be lost. In an *honest* one, all ranks act alike, or
+rank must tell within the epoch in which the first would be lost (or in the next, if a rank broke off alone and ranks do
+not meet in each step). In an *honest* one, all ranks act alike, or
 harmlessly: each sample must come once, and nothing may be told or warned of.
 
 ``nox -s soak -- programs --programs 500 --seed 0`` runs so many of each kind; 100 or more write the table of
@@ -13,6 +14,7 @@ import argparse
 import copy
 import multiprocessing
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -145,13 +147,16 @@ def _together(acts: Sequence[Act]) -> Iterator[Act]:
     Whoever seeds a generator does so last: what one rank then draws from it hides that it was seeded.
     """
     ended: set[int] = set()
+    left: set[int] = set()
     chosen: set[int] = set()
     changes = any(ACTS[act.what].is_not_saved for act in acts)
     for act in acts:
         if act.what in ENDS:
-            if act.epoch in ended or (changes and act.what == "all resume"):
+            # Where one rank broke off, that is found in the next epoch, of which there must be enough.
+            if act.epoch in ended or act.epoch - 1 in left or (changes and act.what == "all resume"):
                 continue
             ended.add(act.epoch)
+            left |= {act.epoch} if act.what == "breaks off alone" else set()
         if ACTS[act.what].does is set_epoch or ACTS[act.what].then is set_epoch:
             if act.epoch in chosen:
                 continue
@@ -264,7 +269,8 @@ class Training:
         )
         most = end.amount if end is not None and end.rank in {-1, self.me.rank} else None
         if end is not None and end.what == "all resume":
-            most = end.amount + 1  # a checkpoint after one batch may be of a look
+            # A checkpoint after one batch may be of a look; one after the last batch is of the next epoch.
+            most = min(end.amount + 1, N // (SIZE * self.me.world) - 1)
         for step, _ in enumerate(self.me.step(epoch, self.train, most), 1):
             for act in acts:
                 if act.step == step and act.what not in ENDS:
@@ -538,8 +544,18 @@ def launched(plans: Sequence[Plan]) -> list[str]:
     for runs in zip(*ranks, strict=True):
         warned = [text for run in runs for text in run.warned]
         said, told = verdict(runs), next((run.told for run in runs if run.told), "")
-        found.append(f"warned: {warned[0]}" if said == "right" and warned else f"told: {told}" if told else said)
+        found.append(
+            f"warned: {warned[0]}" if said == "right" and warned else f"told: {told}" if said == "told" else said
+        )
     return found + (launched(plans[len(found) :]) if len(found) < len(plans) else [])
+
+
+def _is_told_next(plan: Plan, lost: str) -> bool:
+    """Return whether a break of one rank alone was told in the next epoch: where ranks do not meet, none is later."""
+    found = re.search(r"epoch (\d+): .*; told in epoch (\d+)$", lost)
+    epoch, told = map(int, found.groups()) if found else (0, 0)
+    broken = any(act.what == "breaks off alone" and act.epoch == epoch for act in plan.acts)
+    return told == epoch + 1 and broken and plan.together != "steps"
 
 
 @dataclass
@@ -551,26 +567,32 @@ class Found:
         wrong: Those that fail, with what came of them.
     """
 
+    CAME = ("right", "told", "told in the next epoch", "lost in silence")
+
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     wrong: list[tuple[Plan, str]] = field(default_factory=list)
 
     def note(self, plan: Plan, said: str, is_honest: bool) -> None:
         """Note what came of a program."""
-        word = said.partition(":")[0]
-        allowed = {"right"} if is_honest else {"right", "told", "warned"}
-        if word not in allowed:
+        came, _, rest = said.partition(":")
+        if came == "warned" and not is_honest:
+            came = "right"
+        elif _is_told_next(plan, rest):
+            came = "told in the next epoch"
+        if came not in ({"right"} if is_honest else {"right", "told", "told in the next epoch"}):
             self.wrong.append((plan, said))
+            came = came if came in {"told"} else "lost in silence"
         for what in {"all programs", *(act.what for act in plan.acts)}:
-            self.counts[what, word if word in {"right", "told"} else "right" if word in allowed else "lost"] += 1
+            self.counts[what, came] += 1
 
     def row(self, what: str) -> tuple[str, ...]:
         """Return a row of the table."""
-        return (what, *(str(self.counts[what, came]) for came in ("right", "told", "lost")))
+        return (what, *(str(self.counts[what, came]) for came in self.CAME))
 
 
-def run_all(plans: Sequence[Plan], is_honest: bool) -> Found:
-    """Run programs, many in one launch, and say how far it came."""
-    found, done = Found(), 0
+def run_all(plans: Sequence[Plan], seed: int, is_honest: bool) -> Found:
+    """Run programs, many in one launch; say how far it came, and show those that fail."""
+    found, done, shown, kind = Found(), 0, 0, "honest" if is_honest else "faulty"
     for ranks in (2, 3):
         alike = [plan for plan in plans if plan.ranks == ranks]
         for start in range(0, len(alike), AT_ONCE):
@@ -578,7 +600,11 @@ def run_all(plans: Sequence[Plan], is_honest: bool) -> Found:
             for plan, said in zip(some, launched(some), strict=True):
                 found.note(plan, said, is_honest)
             done += len(some)
-            print(f"{done} {'honest' if is_honest else 'faulty'} programs, {len(found.wrong)} wrong", flush=True)
+            for plan, said in found.wrong[shown:]:
+                again = f"--seed {seed} --first {plan.number} --programs 1 --only {kind}"
+                print(f"\nProgram {plan.number} ({kind}): {said}\n  {plan}\n  again: {again}\n", flush=True)
+            shown = len(found.wrong)
+            print(f"{done} {kind} programs, {shown} wrong", flush=True)
     return found
 
 
@@ -586,11 +612,12 @@ def told_of(found: dict[str, Found], seed: int) -> str:
     """Return what came of all programs in a sentence."""
     counts = {kind: those.counts for kind, those in found.items()}
     faulty, honest = (counts[kind]["all programs", "right"] for kind in ("faulty", "honest"))
-    told = counts["faulty"]["all programs", "told"]
+    told, later = (counts["faulty"]["all programs", came] for came in Found.CAME[1:3])
     return (
-        f"Seed {seed}, 2 and 3 ranks. {faulty + told:,} faulty programs: {faulty:,} lost nothing, {told:,} were told "
-        f"within the epoch, none lost samples in silence. {honest:,} honest programs: none was told or warned of "
-        "anything, and none lost a sample."
+        f"Seed {seed}, 2 and 3 ranks. {faulty + told + later:,} faulty programs: {faulty:,} lost nothing, {told:,} were "
+        f"told within the epoch, {later:,} in the next: a rank broke off alone, and ranks do not meet in each step. "
+        f"None lost samples in silence. {honest:,} honest programs: none was told or warned of anything, and none lost "
+        "a sample."
     )
 
 
@@ -606,13 +633,10 @@ def main() -> None:
     numbers, found = range(given.first, given.first + given.programs), {}
     for kind in ("faulty", "honest") if given.only is None else (given.only,):
         plans = [Plan.drawn(given.seed, number, kind == "honest") for number in numbers]
-        found[kind] = run_all(plans, kind == "honest")
-        for plan, said in found[kind].wrong:
-            again = f"--seed {given.seed} --first {plan.number} --programs 1 --only {kind}"
-            print(f"\nProgram {plan.number} ({kind}): {said}\n  {plan}\n  again: {again}", flush=True)
-    rows: list[tuple[str, ...]] = [("what was done", "right", "told", "lost in silence")]
+        found[kind] = run_all(plans, given.seed, kind == "honest")
+    rows: list[tuple[str, ...]] = [("what was done", *Found.CAME)]
     for kind, those in found.items():
-        done = [what for what in ACTS if any(those.counts[what, came] for came in ("right", "told", "lost"))]
+        done = [what for what in ACTS if any(those.counts[what, came] for came in Found.CAME)]
         rows += [(f"{kind}: {those.row(what)[0]}", *those.row(what)[1:]) for what in ["all programs", *done]]
     if len(found) == 2 and given.programs >= WRITTEN_FROM and not any(those.wrong for those in found.values()):
         show_and_put(PAGE, "programs", rows)

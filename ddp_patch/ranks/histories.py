@@ -63,6 +63,10 @@ class Run(NamedTuple):
         """Return whether these are surely no long looks: they are whole, or take more than so many items."""
         return self.items > long_look or (self.items > 0 and self.state is State.ENDED)
 
+    def is_whole_before(self, epoch: int) -> bool:
+        """Return whether these came to their ends, up to the one before an epoch."""
+        return self.state is State.ENDED and self.last == epoch - 1
+
     def followed_by(self, run: "Run") -> bool:
         """Return whether another run continues where this one ends, alike in all else."""
         return run.epoch == self.last + 1 and run[2:] == self[2:]
@@ -115,12 +119,15 @@ class Record:
         return max((min(run.last, epoch) for run in self.runs if run.chosen and run.epoch <= epoch), default=-1)
 
     def seen_by(self, other: "Record") -> "Record":
-        """Return it with passes that were withdrawn as left, if another rank did not choose what came after them."""
+        """Return it with passes that were withdrawn as left, if another rank did not choose what came after them.
+
+        They are left, too, if the other went through that epoch and came to the choice from there.
+        """
         runs: list[Run] = []
         choice = None
         for run in reversed(self.runs):
             if run.state is State.WITHDRAWN:
-                is_common = choice is None or other.has_chosen(choice)
+                is_common = (choice is None or other.has_chosen(choice)) and not other.has_ended(run.last)
                 run = run._replace(items=0, state=State.UNKNOWN) if is_common else run._replace(state=State.LEFT)
             choice = run.epoch if run.chosen else choice
             runs.append(run)
@@ -129,6 +136,10 @@ class Record:
     def has_chosen(self, epoch: int) -> bool:
         """Return whether ``set_epoch`` chose an epoch, as far as that is known."""
         return epoch < self.since or any(run.chosen and run.epoch <= epoch <= run.last for run in self.runs)
+
+    def has_ended(self, epoch: int) -> bool:
+        """Return whether a pass over an epoch came to its end, and counts."""
+        return any(run.state is State.ENDED and run.epoch <= epoch <= run.last for run in self.runs)
 
     def first_lacking(self, epochs: Run) -> int:
         """Return the first epoch of a run that has no pass here; one past its last if all have."""
@@ -245,7 +256,7 @@ class History:
         self._settle()
         self._go_back_to(epoch, long_look)
         if chosen:
-            self._withdraw()
+            self._withdraw(epoch)
         self._open.append(_Pass(epoch, standing, chosen, self._attempt))
 
     def doubt(self, epoch: int) -> None:
@@ -287,14 +298,21 @@ class History:
         self._open = [one for one in self._open if one.epoch < epoch]
         self._since = min(self._since, epoch)
 
-    def _withdraw(self) -> None:
-        """Let the passes no longer count that were made since an epoch was chosen for the last time."""
+    def _withdraw(self, epoch: int) -> None:
+        """Let the passes no longer count that were made since an epoch was chosen for the last time.
+
+        A whole pass over the epoch before the chosen one was no look: so trains a script that sets only some epochs.
+        """
         for one in reversed(self._open):
             if one.chosen:
                 return
-            one.withdraw()
+            if not one.run.is_whole_before(epoch):
+                one.withdraw()
         first = max((place for place, run in enumerate(self._settled, 1) if run.chosen), default=0)
-        self._settled[first:] = [run._replace(**_withdrawn(run)._asdict()) for run in self._settled[first:]]
+        self._settled[first:] = [
+            run if run.is_whole_before(epoch) else run._replace(**_withdrawn(run)._asdict())
+            for run in self._settled[first:]
+        ]
 
 
 def _withdrawn(standing: Standing | Run) -> Standing:

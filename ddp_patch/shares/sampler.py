@@ -1,7 +1,7 @@
 """A sampler that gives one rank its share of another sampler's stream."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -164,6 +164,12 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         with states:
             yield
         self._counts_quietly |= isinstance(states, PrivateRNG) and states.is_unmoved
+
+    def _identity(self, length: int | None = None) -> Mapping[str, object]:
+        if not self._is_torchs:
+            return self._facts
+        # Rows may have been added since the patch. A pass that has begun has those that were there then.
+        return {**self._facts, "stream length": self._stream_length(self.epochs.upcoming) if length is None else length}
 
     def _sure_length(self, epoch: int) -> int | None:
         if not (self._is_looked_up() or self.plan.needs_length):

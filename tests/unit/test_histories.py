@@ -53,6 +53,13 @@ CASES: list[tuple[str, Sequence[Pass], Sequence[Pass], tuple[int, int, int] | No
     ("theirs chose it too", [(AUTO, 0, 4, LEFT), WHOLE1, (SET, 5, 8, OPEN)], [WHOLE, (SET, 5, 0, OPEN)], None),
     ("theirs may be about to", [(AUTO, 0, 4, LEFT), (SET, 5, 8, OPEN)], [(AUTO, 0, 6, OPEN)], None),
     ("mine looked before, and chose alone", [WHOLE, (AUTO, 1, 6, LEFT), (SET, 3, 8, OPEN)], [WHOLE, WHOLE1], (1, 6, 3)),
+    (
+        "mine broke off, both chose the next",
+        [(AUTO, 0, 8, LEFT), (SET, 1, 8, OPEN)],
+        [WHOLE, (SET, 1, 5, OPEN)],
+        (0, 8, 1),
+    ),
+    ("mine looked, both chose the next", [(AUTO, 0, 4, LEFT), (SET, 1, 8, OPEN)], [(SET, 1, 5, OPEN)], None),
     ("mine went on, theirs trains", [(SET, 3, 5, OPEN)], [(AUTO, 0, 7, OPEN)], (0, 0, 3)),
 ]
 

@@ -300,6 +300,30 @@ class Numbers(Dataset[int]):
         return index
 
 
+@pytest.mark.parametrize("share", ["samples", "batches"])
+@pytest.mark.parametrize("grows_again", [False, True])
+def test_rows_that_were_added_after_the_patch_are_there_when_a_state_is_restored(share: Any, grows_again: bool) -> None:
+    """Rows that are added once the pass has begun come in the next one: to resume it, there must be none of them."""
+
+    def made(rows: list[int]) -> Any:
+        loader: DataLoader[int] = DataLoader(rows, batch_size=4, shuffle=True)  # type: ignore[arg-type]  # it will do
+        return patch_dataloader_to_ddp(loader, rank=0, num_replicas=2, seed=5, share=share)
+
+    rows = list(range(24))
+    running = made(rows)
+    list(running)
+    rows += range(24, 40)
+    whole = [batch.tolist() for batch in copy.deepcopy(running)]
+    next(iter(running))
+    if grows_again:
+        rows += range(40, 44)
+    again = made(list(range(40)))
+    restore_loader(again, loader_state(running))
+    assert [batch.tolist() for batch in again] == whole[1:]
+    with pytest.raises(StateError, match=r"stream length: (40|10) in the state; (24|6) here"):
+        restore_loader(made(list(range(24))), loader_state(running))
+
+
 def test_set_epoch_keeps_the_place_in_that_epoch_and_drops_it_for_another() -> None:
     whole = start(loader(shuffle=True))
     first, second = list(whole), list(whole)
