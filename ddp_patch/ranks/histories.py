@@ -1,7 +1,7 @@
 """The passes that a rank made over its loader, and how to find contradictions between two ranks. Without a store."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -22,6 +22,10 @@ class State(IntEnum):
     ENDED = 2  # it came to its end
     UNKNOWN = 3  # how far it came is not known
     WITHDRAWN = 4  # an epoch was chosen since: it counts no longer against ranks that chose it too
+    WHOLE = 5  # withdrawn, but it had come to its end, so it was no look
+
+
+_WITHDRAWN = frozenset({State.WITHDRAWN, State.WHOLE})
 
 
 class Standing(NamedTuple):
@@ -57,15 +61,11 @@ class Run(NamedTuple):
 
     def is_more_than(self, look: int) -> bool:
         """Return whether these are more than looks that take so many items."""
-        return self.items > look and self.state is not State.WITHDRAWN
+        return self.items > look and self.state not in _WITHDRAWN
 
     def is_longer_than(self, long_look: int) -> bool:
         """Return whether these are surely no long looks: they are whole, or take more than so many items."""
         return self.items > long_look or (self.items > 0 and self.state is State.ENDED)
-
-    def is_whole_before(self, epoch: int) -> bool:
-        """Return whether these came to their ends, up to the one before an epoch."""
-        return self.state is State.ENDED and self.last == epoch - 1
 
     def followed_by(self, run: "Run") -> bool:
         """Return whether another run continues where this one ends, alike in all else."""
@@ -121,14 +121,16 @@ class Record:
     def seen_by(self, other: "Record") -> "Record":
         """Return it with passes that were withdrawn as left, if another rank did not choose what came after them.
 
-        They are left, too, if the other went through that epoch and came to the choice from there.
+        They count, too, where one rank went through the epoch and the other through a part of it: the one trained.
         """
         runs: list[Run] = []
         choice = None
         for run in reversed(self.runs):
-            if run.state is State.WITHDRAWN:
-                is_common = (choice is None or other.has_chosen(choice)) and not other.has_ended(run.last)
-                run = run._replace(items=0, state=State.UNKNOWN) if is_common else run._replace(state=State.LEFT)
+            if run.state in _WITHDRAWN:
+                is_common = choice is None or other.has_chosen(choice)
+                counts = not is_common or other.withdrew(run.last, _WITHDRAWN - {run.state})
+                state = State.ENDED if is_common and run.state is State.WHOLE else State.LEFT
+                run = run._replace(state=state) if counts else run._replace(items=0, state=State.UNKNOWN)
             choice = run.epoch if run.chosen else choice
             runs.append(run)
         return replace(self, runs=runs[::-1])
@@ -137,9 +139,9 @@ class Record:
         """Return whether ``set_epoch`` chose an epoch, as far as that is known."""
         return epoch < self.since or any(run.chosen and run.epoch <= epoch <= run.last for run in self.runs)
 
-    def has_ended(self, epoch: int) -> bool:
-        """Return whether a pass over an epoch came to its end, and counts."""
-        return any(run.state is State.ENDED and run.epoch <= epoch <= run.last for run in self.runs)
+    def withdrew(self, epoch: int, states: Collection[State]) -> bool:
+        """Return whether a pass over an epoch was withdrawn, in one of these states."""
+        return any(run.state in states and run.epoch <= epoch <= run.last for run in self.runs)
 
     def first_lacking(self, epochs: Run) -> int:
         """Return the first epoch of a run that has no pass here; one past its last if all have."""
@@ -219,7 +221,8 @@ class History:
     """The passes that this rank made over one loader.
 
     A pass over an epoch replaces what was there of that epoch and of later ones. What the rank did of its own accord
-    before it chose an epoch, by ``set_epoch`` or by resuming, no longer counts: the choice sets right what it skipped.
+    before it chose an epoch, by ``set_epoch`` or by resuming, no longer counts: the choice sets right what it skipped;
+    but for a part of an epoch through which another rank went.
 
     Args:
         look: How many items a mere look takes at most: a batch.
@@ -256,7 +259,7 @@ class History:
         self._settle()
         self._go_back_to(epoch, long_look)
         if chosen:
-            self._withdraw(epoch)
+            self._withdraw()
         self._open.append(_Pass(epoch, standing, chosen, self._attempt))
 
     def doubt(self, epoch: int) -> None:
@@ -298,26 +301,20 @@ class History:
         self._open = [one for one in self._open if one.epoch < epoch]
         self._since = min(self._since, epoch)
 
-    def _withdraw(self, epoch: int) -> None:
-        """Let the passes no longer count that were made since an epoch was chosen for the last time.
-
-        A whole pass over the epoch before the chosen one was no look: so trains a script that sets only some epochs.
-        """
+    def _withdraw(self) -> None:
+        """Let the passes no longer count that were made since an epoch was chosen for the last time."""
         for one in reversed(self._open):
             if one.chosen:
                 return
-            if not one.run.is_whole_before(epoch):
-                one.withdraw()
+            one.withdraw()
         first = max((place for place, run in enumerate(self._settled, 1) if run.chosen), default=0)
-        self._settled[first:] = [
-            run if run.is_whole_before(epoch) else run._replace(**_withdrawn(run)._asdict())
-            for run in self._settled[first:]
-        ]
+        self._settled[first:] = [run._replace(**_withdrawn(run)._asdict()) for run in self._settled[first:]]
 
 
 def _withdrawn(standing: Standing | Run) -> Standing:
-    known = standing.state is not State.UNKNOWN
-    return Standing(standing.items, State.WITHDRAWN) if known else Standing(0, State.UNKNOWN)
+    if standing.state is State.UNKNOWN:
+        return Standing(0, State.UNKNOWN)
+    return Standing(standing.items, State.WHOLE if standing.state in {State.ENDED, State.WHOLE} else State.WITHDRAWN)
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:

@@ -8,7 +8,7 @@ from ddp_patch.ranks import watching
 from ddp_patch.ranks.histories import Contradiction, History, Pace, Record, Run, Standing, State, contradiction
 from ddp_patch.ranks.notices import Peers
 
-OPEN, LEFT, ENDED, UNKNOWN, WITHDRAWN = State
+OPEN, LEFT, ENDED, UNKNOWN, WITHDRAWN, _ = State
 SIZE = 4
 
 # A pass: which epoch was set before it, if one was; its epoch; the items taken; its state.
@@ -50,7 +50,14 @@ CASES: list[tuple[str, Sequence[Pass], Sequence[Pass], tuple[int, int, int] | No
     ("mine went back, theirs is slower", [WHOLE, (SET, 0, 12, OPEN)], [(AUTO, 0, 8, OPEN)], None),
     ("mine went on, theirs looks", [(SET, 3, 5, OPEN)], [(AUTO, 0, 6, OPEN)], None),
     ("mine broke off, and chose since", [(AUTO, 0, 4, LEFT), WHOLE1, (SET, 5, 8, OPEN)], [WHOLE], (0, 4, 1)),
-    ("theirs chose it too", [(AUTO, 0, 4, LEFT), WHOLE1, (SET, 5, 8, OPEN)], [WHOLE, (SET, 5, 0, OPEN)], None),
+    (
+        "theirs chose it too",
+        [(AUTO, 0, 4, LEFT), WHOLE1, (SET, 5, 8, OPEN)],
+        [(AUTO, 0, 6, LEFT), (SET, 5, 0, OPEN)],
+        None,
+    ),
+    ("theirs had trained", [(AUTO, 0, 4, LEFT), WHOLE1, (SET, 5, 8, OPEN)], [WHOLE, (SET, 5, 0, OPEN)], (0, 4, 1)),
+    ("mine looked whole, both chose", [WHOLE, (SET, 1, 8, OPEN)], [(SET, 1, 5, OPEN)], None),
     ("theirs may be about to", [(AUTO, 0, 4, LEFT), (SET, 5, 8, OPEN)], [(AUTO, 0, 6, OPEN)], None),
     ("mine looked before, and chose alone", [WHOLE, (AUTO, 1, 6, LEFT), (SET, 3, 8, OPEN)], [WHOLE, WHOLE1], (1, 6, 3)),
     (
