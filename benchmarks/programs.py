@@ -50,6 +50,7 @@ LEARNERS = ("learner", "alike batches")
 KINDS = (*SHUFFLERS, "plain", "module", "global", *ROWS, *STREAMS, *LEARNERS)
 WITH_RNG = tuple(kind for kind in SHUFFLERS if kind != "counter")
 SEEDABLE = tuple(kind for kind in WITH_RNG if kind != "numpy Generator")
+SHUFFLED = tuple(kind for kind in KINDS if kind != "rows in order")
 MAPS = tuple(kind for kind in KINDS if kind not in STREAMS)
 OPTIONS: list[dict[str, Any]] = [
     {"share": "batches"},
@@ -484,13 +485,11 @@ ALIKE: dict[str, How] = {
     "all set the dataset's epoch": How(all_set_dataset_epoch, ["epoch stream"], alike=True, is_not_saved=True),
 }
 LOSING: dict[str, How] = {
-    "looks alone": How(look, in_steps=True, iterates=True),
+    # Where all epochs have the same order, who is an epoch ahead loses nothing, and is compared an epoch late.
+    "looks alone": How(look, SHUFFLED, in_steps=True, iterates=True),
     "makes an iterator alone": How(lambda training, act: iter(training.train), in_steps=True, iterates=True),
-    "sets another epoch alone": How(lambda training, act: training.train.set_epoch(act.epoch + act.amount)),
-    # Where all epochs have the same order, it is one of the looks that lose nothing.
-    "breaks off alone": How(
-        lambda training, act: None, [kind for kind in KINDS if kind != "rows in order"], in_last=False
-    ),
+    "sets another epoch alone": How(lambda training, act: training.train.set_epoch(act.epoch + act.amount), SHUFFLED),
+    "breaks off alone": How(lambda training, act: None, SHUFFLED, in_last=False),
     "seeds the generator alone": How(lambda training, act: seed_rng(training, 99 + act.amount), SEEDABLE),
     "learns alone": How(
         lambda training, act: learn(training, mine(training, act)), LEARNERS, in_steps=True, is_not_saved=True
@@ -523,13 +522,17 @@ def run_plan(plan: Plan, me: Me) -> None:
 
 
 def run_plans(rank: int, world: int, plans: Sequence[Plan]) -> list[Run]:
-    """Run programs on this rank, one after the other, up to one after which ranks have patched unequally often."""
+    """Run programs on this rank, one after the other, up to one after which ranks would not meet again.
+
+    They have patched unequally often, or led each other unequally far.
+    """
     runs: list[Run] = []
     for plan in plans:
         runs.append(run_case(rank, world, partial(run_plan, plan), plan.together))
-        patches = torch.tensor([runs[-1].patches, -runs[-1].patches])
-        dist.all_reduce(patches, dist.ReduceOp.MAX)
-        if patches.sum():
+        patches, is_led = runs[-1].patches, {"agreement", "verify"} & set(plan.options)
+        found = torch.tensor([patches, -patches, bool(runs[-1].told and is_led)])
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        if found[0] + found[1] or found[2]:
             break
     return runs
 

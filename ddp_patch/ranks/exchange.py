@@ -113,13 +113,14 @@ class _Meeting:
         self.store = default_store()
         self.base = "ddp_patch/" + hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
         self.unread = _unread.setdefault(self.base, {})
+        self.elsewhere: dict[int, str] = {}  # what other ranks do here, where it is something else
 
     def bring(self, record: Any) -> None:
         # Count in the store, so that a new process group starts from zero.
         self.number = self.store.add(f"{self.base}/count/{self.rank}", 1)
         self.store.set(f"{self.base}/at/{self.rank}", self.doing)
         self.unread[self.number] = [self._key("decision")] if self.leads else []
-        self._put(self._key("record", self.rank), record)
+        self._put(self._key("record", self.rank), (self.doing, record))
 
     def judged(self, judge: Callable[[Mapping[int, Any]], Mapping[int, Any]]) -> _Answer:
         """Answer all members, on the first of them; return its own answer."""
@@ -134,7 +135,8 @@ class _Meeting:
         except DDPPatchError as error:
             answers = dict.fromkeys(self.members, ("raise", error))
         except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever happens here
-            failure = RankMismatchError(self._elsewhere() or f"{self.doing}: comparing the ranks raised {error!r}.")
+            why = self._said_elsewhere() or f"comparing the ranks raised {error!r}."
+            failure = RankMismatchError(f"{self.doing}: {why}")
             answers = dict.fromkeys(self.members, ("raise", failure))
         self.announce(answers)
         return answers[self.rank]
@@ -143,9 +145,10 @@ class _Meeting:
         keys = {rank: self._key("record", rank) for rank in self.members}
         if not self._wait(list(keys.values()), self.timeout):
             raise self._missing(self.timeout)
-        records = {rank: self._take(key) for rank, key in keys.items()}
+        came = {rank: self._take(key) for rank, key in keys.items()}
         self._clear_earlier()
-        return records
+        self.elsewhere = {rank: doing for rank, (doing, _) in came.items() if doing != self.doing}
+        return {rank: record for rank, (_, record) in came.items()}
 
     def announce(self, answers: Mapping[int, _Answer]) -> None:
         for rank in self.members[1:]:
@@ -226,15 +229,11 @@ class _Meeting:
             "a longer timeout=."
         )
 
-    def _elsewhere(self) -> str:
-        """Say which ranks do something else here; return an empty text if none does."""
-        doing = {rank: self.store.get(f"{self.base}/at/{rank}").decode() for rank in self.members}
-        others = [f"{ranks_text([rank])} is at {what!r}" for rank, what in doing.items() if what != self.doing]
-        if not others:
-            return ""
-        return (
-            f"{self.doing}: {'; '.join(others)}. Every rank must get here, at the same point of the script. Look for "
-            "what these ranks do instead (an error that was caught, an if rank == 0)."
+    def _said_elsewhere(self) -> str:
+        listed = "; ".join(f"{ranks_text(ranks)} at {doing!r}" for doing, ranks in by_value(self.elsewhere).items())
+        return listed and (
+            f"{listed}. Every rank must get here, at the same point of the script. Look for what these ranks do instead "
+            "(an error that was caught, an if rank == 0)."
         )
 
     def _too_late(self) -> MissingRanksError:

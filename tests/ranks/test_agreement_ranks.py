@@ -649,7 +649,7 @@ def test_ranks_that_meet_for_different_operations_are_told_at_which_the_others_a
     ranks = run_ranks(elsewhere, 3)
     assert ranks[0] == ranks[1] == ranks[2]
     assert ranks[0][0] == "RankMismatchError"
-    assert_tells(ranks[0][1], ("Beginning an epoch", "rank 1 is at 'Agreeing", "rank 2 is at 'Agreeing"), "Look for")
+    assert_tells(ranks[0][1], ("Beginning an epoch", "ranks 1, 2 at 'Agreeing"), "Look for")
 
 
 class DrawsSlowly(Unsized):
