@@ -232,8 +232,8 @@ class _Meeting:
     def _said_elsewhere(self) -> str:
         listed = "; ".join(f"{ranks_text(ranks)} at {doing!r}" for doing, ranks in by_value(self.elsewhere).items())
         return listed and (
-            f"{listed}. Every rank must get here, at the same point of the script. Look for what these ranks do instead "
-            "(an error that was caught, an if rank == 0)."
+            f"{listed}. Every rank must get here, at the same point of the script. Look for what these ranks do "
+            "instead (an error that was caught, an if rank == 0)."
         )
 
     def _too_late(self) -> MissingRanksError:
