@@ -3,8 +3,8 @@
 A program makes a loader, patches it and trains some epochs. Before and in them, ranks act: they draw, look, list, set,
 seed, learn, change data, break off, resume. In a *faulty* program one rank acts alone: each sample must come once, or a
 rank must tell within the epoch in which the first would be lost (or in the next, if a rank broke off alone, which may
-have been a look). In an *honest* one, all ranks act alike, or harmlessly: each sample must come once, and nothing may be
-told or warned of.
+have been a look). In an *honest* one, all ranks act alike, or harmlessly: each sample must come once, and nothing may
+be told or warned of.
 
 ``nox -s soak -- programs --programs 500 --seed 0`` runs so many of each kind; 100 or more write the table of
 ``docs/reliability.md``. A program that fails is shown, and ``--first`` runs it again.
