@@ -56,7 +56,7 @@ def _guards_all(config: pytest.Config) -> bool:
 @pytest.fixture(autouse=True)
 def _ddp_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     if _guards_all(request.config) or request.node.get_closest_marker("ddp_guard") is not None:
-        from ddp_patch.testing.guard import guarded
+        from ddp_patch.testing.ranks import guarded
 
         with guarded():
             yield

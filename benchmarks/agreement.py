@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import ddp_patch.ranks.exchange
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.ranks.packing import packed
-from ddp_patch.streams.chunks import begun, draw
-from ddp_patch.streams.pass_fingerprint import PassFingerprint
-from ddp_patch.streams.random_states import PrivateRNG
+from ddp_patch.orders.chunks import begun, draw
+from ddp_patch.orders.pass_fingerprint import PassFingerprint
+from ddp_patch.orders.random_states import PrivateRNG
+from ddp_patch.ranks.exchange import packed
 from ddp_patch.testing import run_ranks
 
 ITEMS = 100_000

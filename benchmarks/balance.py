@@ -31,8 +31,8 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.costs import CostOf
 from ddp_patch.options import COST_WINDOW
-from ddp_patch.streams.dealing import deal, deal_batch
-from ddp_patch.streams.seeding import dealing_key
+from ddp_patch.orders.random_states import dealing_key
+from ddp_patch.sharding.balancing import deal, deal_batch
 
 PAGE = Path(__file__).parents[1] / "docs" / "balance.md"
 BATCH, TOKENS = 16, 40  # samples of a batch; what a batch by tokens holds is that of so many samples of mean length

@@ -16,7 +16,7 @@ from agreement import meet_as_torchrun_does
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.compat.torch_loaders import MAKE_ITERATOR
+from ddp_patch.compat.private_torch import MAKE_ITERATOR
 from ddp_patch.testing import run_ranks
 
 STEP_S, STEPS, REPEATS = 0.01, 300, 3

@@ -29,10 +29,10 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from zoo import BY_NAME, KINDS, STEPS, Kind, comparable, seed_ambient
 
 from ddp_patch import RanksFailedError, patch_dataloader_to_ddp
-from ddp_patch.shares import sources
-from ddp_patch.streams.generators import random_generators, unmoved
-from ddp_patch.streams.orders import Order, order_of
-from ddp_patch.streams.random_states import ambient_unmoved
+from ddp_patch.orders.generators import random_generators, unmoved
+from ddp_patch.orders.orders import Order, order_of
+from ddp_patch.orders.random_states import ambient_unmoved
+from ddp_patch.sharding import sources
 from ddp_patch.testing import run_ranks
 
 SEED = 100

@@ -487,7 +487,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.rounds == sys.maxsize and given.minutes == float("inf"):
         given.rounds = 20
-    multiprocessing.set_forkserver_preload(["soak", "ddp_patch.shares.iterables.dataset"])
+    multiprocessing.set_forkserver_preload(["soak", "ddp_patch.streams.dataset"])
     if given.ranks:
         print(told := run_many(*given.ranks))
         put(PAGE, "soaked-ranks", told)

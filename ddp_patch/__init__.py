@@ -30,34 +30,34 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
     WorldError,
 )
+from ddp_patch.loader import PatchedLoader
 from ddp_patch.loaders.copying import extract_loader_parameters
-from ddp_patch.patched import PatchedLoader
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 
 if TYPE_CHECKING:
     from ddp_patch.auditing import audit
-    from ddp_patch.autopatching import autopatch, leave_alone, unpatched
-    from ddp_patch.checking import assert_loaders_patched, check_loaders_is_patched
     from ddp_patch.evaluation import gather_in_order, gather_step, iter_with_mask, iter_with_weights
+    from ddp_patch.loader import assert_loaders_patched, check_loaders_is_patched
+    from ddp_patch.patching import patch_dataloaders_to_ddp
     from ddp_patch.resume import loader_state, restore_loader
-    from ddp_patch.several import patch_dataloaders_to_ddp
+    from ddp_patch.running import autopatch, leave_alone, unpatched
 else:
     # Import late what the first patch does without.
     _LATER = {
-        "assert_loaders_patched": "ddp_patch.checking",
+        "assert_loaders_patched": "ddp_patch.loader",
         "audit": "ddp_patch.auditing",
-        "autopatch": "ddp_patch.autopatching",
-        "check_loaders_is_patched": "ddp_patch.checking",
+        "autopatch": "ddp_patch.running",
+        "check_loaders_is_patched": "ddp_patch.loader",
         "gather_in_order": "ddp_patch.evaluation",
         "gather_step": "ddp_patch.evaluation",
         "iter_with_mask": "ddp_patch.evaluation",
         "iter_with_weights": "ddp_patch.evaluation",
-        "leave_alone": "ddp_patch.autopatching",
+        "leave_alone": "ddp_patch.running",
         "loader_state": "ddp_patch.resume",
-        "patch_dataloaders_to_ddp": "ddp_patch.several",
+        "patch_dataloaders_to_ddp": "ddp_patch.patching",
         "restore_loader": "ddp_patch.resume",
-        "unpatched": "ddp_patch.autopatching",
+        "unpatched": "ddp_patch.running",
     }
 
     def __getattr__(name):
@@ -116,7 +116,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 if "DDP_PATCH_GUARD" in os.environ:  # a guarded test sets it, so that test started this process
-    import_module("ddp_patch.testing.guard").guard_this_process()
+    import_module("ddp_patch.testing.ranks").guard_this_process()
 
 
 def __dir__() -> list[str]:

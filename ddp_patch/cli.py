@@ -21,7 +21,7 @@ def loaded(arguments: Sequence[str]) -> Callable[[], object]:
         arguments: The command's name and arguments.
     """
     if arguments[:1] == ["run"]:
-        from ddp_patch.autopatching.command import run
+        from ddp_patch.running.command import run
 
         return partial(run, arguments[1:])
     if (here := str(Path.cwd())) not in sys.path:

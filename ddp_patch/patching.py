@@ -1,40 +1,66 @@
-"""Shard a finished DataLoader in one call: look at it, agree with the other ranks, copy it with this rank's share."""
+"""Patch one loader, several, or all that a call is given: look at it, agree with the other ranks, rebuild it."""
 
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, SupportsIndex, TypeVar, cast
+from functools import partial
+from typing import Any, Protocol, SupportsIndex, TypeVar, Unpack, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
+from ddp_patch.compat.packages import ACCELERATE_PREPARED
+from ddp_patch.compat.private_torch import MAKE_ITERATOR
 from ddp_patch.costs import Cost, CostOf
 from ddp_patch.devices import Device, device_here
-from ddp_patch.errors import NotDistributedWarning
-from ddp_patch.loaders.copying import copy_loader
-from ddp_patch.loaders.facts import LoaderFacts, look_at
-from ddp_patch.loaders.nests import told_at
-from ddp_patch.loaders.on_device import copies_ahead
-from ddp_patch.loaders.recognition import require_loader, tell_if_assumed
+from ddp_patch.errors import AlreadyPatchedError, NotALoaderError, NotDistributedWarning
+from ddp_patch.loader import OwnMethods, PatchedLoader
+from ddp_patch.loaders.copying import OneIterator, copy_loader
+from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
+from ddp_patch.loaders.moving import ON_DEVICE, Mover, copies_ahead, device_for, device_of, require_movable
+from ddp_patch.loaders.recognition import (
+    Keys,
+    copied,
+    is_empty,
+    nested,
+    place_of,
+    require_loader,
+    tell_if_assumed,
+    told_at,
+)
 from ddp_patch.options import COST_WINDOW, Agreement, IterableSharding, Layout, Options, Share, Uneven
-from ddp_patch.patched import PatchedLoader
-from ddp_patch.ranks.agreement import ONE, Subject, agree, refusals_told
+from ddp_patch.orders.random_states import WorkerSeeding
+from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, refusals_told
+from ddp_patch.ranks.histories import Pace
 from ddp_patch.ranks.world import World, find_world
-from ddp_patch.sharding import only_moved, require_device, shard
-from ddp_patch.shares.balance import costs_compared
-from ddp_patch.shares.description import describe_share
-from ddp_patch.shares.refusals import require_shareable, require_shuffle
-from ddp_patch.shares.units import unit_shared
+from ddp_patch.sharding.batches import describe_share
+from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.refusals import costs_compared, require_shareable, require_shuffle, unit_shared
+from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, SharingOptions, split_options
 
-__all__ = ["log_patched", "patch_dataloader_to_ddp", "patch_each"]
+__all__ = [
+    "PatchOptions",
+    "log_patched",
+    "only_moved",
+    "patch_dataloader_to_ddp",
+    "patch_dataloaders_to_ddp",
+    "patch_each",
+    "require_device",
+    "shard",
+]
+
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
 
 T = TypeVar("T")
 L = TypeVar("L", bound=DataLoader[Any])
+T1 = TypeVar("T1")
+T2 = TypeVar("T2")
+T3 = TypeVar("T3")
+N = TypeVar("N")
 
 
 def patch_dataloader_to_ddp(
@@ -266,3 +292,257 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options) -> Subject:
         return Subject(facts.described, None, ahead, facts.made_for, place)
     compared = {**facts.described, **costs_compared(facts, options)}
     return Subject(compared, facts.stream, ahead, facts.made_for, place)
+
+
+class _NamedTuple(Protocol):
+    """A named tuple, which keeps its names."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+Named = TypeVar("Named", bound=_NamedTuple)
+
+
+class PatchOptions(SharingOptions, total=False):
+    """The keywords of ``patch_dataloader_to_ddp``, which describes them."""
+
+    iterable_sharding: IterableSharding
+    share: Share
+    scalable_shuffle: bool
+    cost: Cost | None
+    cost_of: CostOf
+    cost_window: int
+    device: Device | None
+
+
+@overload
+def patch_dataloaders_to_ddp(loaders: DataLoader[T], **options: Unpack[PatchOptions]) -> PatchedLoader[T]: ...
+@overload
+def patch_dataloaders_to_ddp(loaders: Named, **options: Unpack[PatchOptions]) -> Named: ...
+@overload
+def patch_dataloaders_to_ddp(
+    loaders: tuple[DataLoader[T1], DataLoader[T2]], **options: Unpack[PatchOptions]
+) -> tuple[PatchedLoader[T1], PatchedLoader[T2]]: ...
+@overload
+def patch_dataloaders_to_ddp(
+    loaders: tuple[DataLoader[T1], DataLoader[T2], DataLoader[T3]], **options: Unpack[PatchOptions]
+) -> tuple[PatchedLoader[T1], PatchedLoader[T2], PatchedLoader[T3]]: ...
+# Lists and dicts keep their type: to a type checker, a list of patched loaders is no list of loaders.
+@overload
+def patch_dataloaders_to_ddp(loaders: N, **options: Unpack[PatchOptions]) -> N: ...
+def patch_dataloaders_to_ddp(loaders: Any, **options: Unpack[PatchOptions]) -> Any:
+    """Shard several finished loaders as ``patch_dataloader_to_ddp`` shards one; the ranks synchronise only once.
+
+    The result is the same as if you patched them one by one. If one cannot be patched, or differs between the ranks,
+    every rank raises an error that names it, and none is patched.
+
+    Args:
+        loaders: A list, tuple (also named) or dict of loaders, nested as you like; or one loader. It stays unchanged.
+            A loader that appears several times is patched once. None means no loader, and stays None.
+        options: The keywords of ``patch_dataloader_to_ddp``, for all of the loaders.
+
+    Returns:
+        The same lists, tuples and dicts with patched loaders in them. A loader that is already sharded is not sharded
+        again. If there is only one process and no ``device``, ``loaders`` itself, with a ``NotDistributedWarning``.
+
+    Raises:
+        NotALoaderError: Something in ``loaders`` is not a loader, or its lists or dicts cannot be copied.
+        RankMismatchError: The ranks' loaders or options differ, or the keys of a dict, or their order.
+        DDPPatchError: Whatever ``patch_dataloader_to_ddp`` raises.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> train, val = DataLoader(range(8), batch_size=2), DataLoader(range(4))
+        >>> train, val = patch_dataloaders_to_ddp((train, val), rank=1, num_replicas=2)
+        >>> [batch.tolist() for batch in train], [batch.tolist() for batch in val]
+        ([[1, 3], [5, 7]], [[1], [3]])
+        >>> nest = patch_dataloaders_to_ddp({"train": train, "val": [val], "test": None}, rank=1, num_replicas=2)
+        >>> nest["train"] is train, nest["test"]
+        (True, None)
+    """
+    where, chosen = split_options("patch_dataloaders_to_ddp", options, PatchOptions)
+    world = find_world(**where)
+    with refusals_told(world):
+        leaves = list(nested(loaders))
+        given = _by_place(leaves)
+        copied(loaders, leaves, {id(loader): loader for loader in given.values()})  # raises here if it cannot be
+    nest = _in_words(leaves, given)
+    patched = patch_each("patch_dataloaders_to_ddp", given, world, lambda: Options(**chosen), nest)
+    if world is None and chosen.get("device") is None:
+        return loaders
+    log_patched(given, patched)
+    return copied(loaders, leaves, {id(old): new for old, new in zip(given.values(), patched, strict=True)})
+
+
+def _by_place(leaves: Sequence[tuple[Keys, Any]]) -> dict[str, Any]:
+    """Return each loader once, by the name of its first appearance."""
+    paths = {id(leaf): path for path, leaf in reversed(leaves) if not _is_no_loader(leaf)}
+    given = {place_of(path) if path else "": leaf for path, leaf in leaves if paths.get(id(leaf)) == path}
+    if len(given) < len(paths):
+        raise NotALoaderError(
+            f"Several loaders would be called the same in errors ({', '.join(given)}), because different keys have the "
+            "same repr(). Use strings as keys."
+        )
+    return given
+
+
+def _is_no_loader(leaf: object) -> bool:
+    return leaf is None or is_empty(leaf)
+
+
+def _in_words(leaves: Sequence[tuple[Keys, Any]], given: Mapping[str, Any]) -> str:
+    """Describe all loaders and their keys, for the ranks to compare."""
+    if given.keys() == {""}:
+        return ONE
+    first = {id(loader): place for place, loader in given.items()}
+    return ", ".join(_what_stands(place_of(path), leaf, first) for path, leaf in leaves)
+
+
+def _what_stands(place: str, leaf: object, first: Mapping[int, str]) -> str:
+    if _is_no_loader(leaf):
+        return f"{place} ({'None' if leaf is None else 'empty'})"
+    return place if first[id(leaf)] == place else f"{place} (the same as {first[id(leaf)]})"
+
+
+def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_loader) -> L:
+    """Return a loader with its sampler or dataset sharded and its workers seeded by rank.
+
+    Args:
+        facts: The loader to shard.
+        agreed: What the ranks agreed on.
+        place: Places what shards into a copy of the loader (``copy_loader``) or into itself (``change_loader``).
+    """
+    agreed = replace(agreed, options=replace(agreed.options, device=device_for(facts, agreed.options)))
+    share_of = _iterable_share if facts.level is Level.ITERABLE else _sampler_share
+    sharded, new = share_of(facts, agreed)
+    ahead = facts.batches_ahead + copies_ahead(facts, agreed.options)
+    sharded.watch.set_pace(type(facts.loader).__name__, _pace(facts, ahead), sharded.least_share)
+    if facts.num_workers > 0:
+        init = new.get("worker_init_fn", facts.loader.worker_init_fn)
+        new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
+    make_mover, device = _mover_of(facts, agreed.options)
+    patched = place(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True}, **device)
+    make_iterator = _iterators_of(patched, facts, sharded, new, make_mover)
+    # A single iterator for all epochs moves its batches by itself.
+    OwnMethods(patched, sharded, make_iterator, make_mover if facts.repeater is None else None)
+    # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
+    own = getattr(patched, "set_epoch", None)
+    vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
+    return patched
+
+
+def require_device(facts: LoaderFacts[Any], device: torch.device) -> None:
+    """Refuse a loader whose batches cannot be moved to the device."""
+    before = device_of(facts.loader)
+    if before == device:
+        return
+    if MAKE_ITERATOR in vars(facts.loader):
+        chosen = None if before is None else str(before)
+        raise AlreadyPatchedError(
+            f"The loader was patched with device={chosen!r} and cannot be patched again with device='{device}'. "
+            "Pass device= when the original loader is patched."
+        )
+    require_movable(facts, device)
+
+
+def only_moved(facts: LoaderFacts[L], device: torch.device | None, place: Callable[..., L] = copy_loader) -> L:
+    """Return a copy of a loader that moves batches to the device; the loader itself if there is no ``device``.
+
+    Args:
+        facts: The loader.
+        device: Which device; None if batches stay where they are.
+        place: As in ``shard``.
+    """
+    if device is None or device_of(facts.loader) == device:
+        return facts.loader
+    require_device(facts, device)
+    make_mover, on_device = _mover_of(facts, Options(device=device))
+    moved = place(facts.loader, **on_device)
+    OwnMethods(moved, None, make_mover=make_mover)
+    if facts.repeater is not None:
+        vars(moved).update(dict.fromkeys(facts.running, OneIterator(moved)))
+    return moved
+
+
+def _mover_of(facts: LoaderFacts[Any], options: Options) -> tuple[Callable[[], Mover] | None, dict[str, Any]]:
+    """Return a function that makes movers of a loader's batches, and the attributes that name the device."""
+    device = device_for(facts, options)
+    if device is None:
+        return None, {}
+    return partial(Mover, device, copies_ahead=copies_ahead(facts, options)), {ON_DEVICE: device}
+
+
+def _pace(facts: LoaderFacts[Any], ahead: int) -> Pace:
+    """Return how a loader takes the items of its share, with this many batches ahead of the loop."""
+    if facts.level in {Level.BATCH, Level.UNBATCHED}:
+        return Pace(1, ahead)
+    size = facts.batch_size or 1
+    readers = max(1, facts.num_workers) if facts.level is Level.ITERABLE else 1
+    return Pace(size, ahead * size, facts.drop_last and facts.level is Level.SAMPLE, readers)
+
+
+def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
+    """Return the sampler of this rank's share, and the loader's attributes that hold it."""
+    if facts.level is Level.BATCH:
+        batches: DDPBatchSamplerWrapper[Any] = DDPBatchSamplerWrapper.of(facts.stream, agreed)
+        # Nothing draws from loader.sampler, but frameworks look for a DistributedSampler there, users for set_epoch.
+        return batches, {"sampler": batches, "batch_sampler": batches}
+    sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(facts.stream, agreed, facts.batching)
+    if facts.level is Level.UNBATCHED:
+        return sharded, {"sampler": sharded}
+    batch_sampler: Any = facts.makes_batches(sharded, facts.batch_size, facts.drop_last)
+    # accelerate's skip_first_batches keeps only the batch sampler, so that must take epochs too.
+    batch_sampler.set_epoch = sharded.set_epoch
+    new = {"sampler": sharded, "batch_sampler": batch_sampler}
+    return sharded, new | {"batch_size": facts.batch_size, "drop_last": facts.drop_last}
+
+
+def _iterators_of(
+    patched: DataLoader[Any],
+    facts: LoaderFacts[Any],
+    sharded: Any,
+    new: Mapping[str, Any],
+    make_mover: Callable[[], Mover] | None,
+) -> Callable[[DataLoader[Any]], Any] | None:
+    """Return what makes a loader's iterators; None if its class does."""
+    world, options = sharded.agreed.world, sharded.agreed.options
+    if facts.repeater is not None:
+        from ddp_patch.sharding.repeated import RepeatedPasses  # most loaders do not need it
+
+        # A loader with one iterator for all epochs draws from another, which goes through the sharded epochs.
+        passes = RepeatedPasses(patched, sharded, new, make_mover)
+        vars(patched).update(dict.fromkeys(facts.running, passes))
+        return passes.begin_anew
+    is_split = facts.level is Level.ITERABLE and options.iterable_sharding == "by_worker"
+    if is_split and world.members is not None and world.num_replicas > 1:
+        from ddp_patch.streams.by_worker import EvenIterators  # most loaders do not need it
+
+        # Ranks make equally many steps that read unequally much.
+        return EvenIterators(sharded, facts.num_workers, type(patched).__name__)
+    return None
+
+
+def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
+    """Return the sampler that begins a sharded iterable dataset's epochs, and the attributes that hold both."""
+    # Imported here, because most loaders do not need it.
+    from ddp_patch.streams.dataset import IterableWorkerInit, ShardedIterable
+    from ddp_patch.streams.sampler import StreamSampler
+
+    plan = agreed.plan(agreed.world.rank)
+    readers, ahead = max(1, facts.num_workers), getattr(facts.loader, "prefetch_factor", None) or 2
+    ahead += copies_ahead(facts, agreed.options)
+    dataset = ShardedIterable(
+        facts.dataset, plan, agreed.options, agreed.seed, facts.batching, readers, ahead, division=agreed.division
+    )
+    sampler = StreamSampler(dataset, facts, agreed)
+    new: dict[str, Any] = {"dataset": dataset, "sampler": sampler}
+    if facts.num_workers > 0:
+        new["worker_init_fn"] = IterableWorkerInit(facts.loader.worker_init_fn, sampler.epochs)
+    if facts.batch_size is not None:
+        new["batch_sampler"] = facts.makes_batches(sampler, sampler.indices_per_batch, facts.drop_last)
+    return sampler, new
+
+
+def _tell_both(first: Callable[[int], object], second: Callable[[int], object], epoch: int) -> None:
+    first(epoch)
+    second(epoch)

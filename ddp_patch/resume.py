@@ -5,15 +5,15 @@ from typing import Any, SupportsIndex
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.torch_loaders import forget_iterator
+from ddp_patch.compat.private_torch import forget_iterator
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.options import as_index
+from ddp_patch.orders.fingerprint import fingerprint
+from ddp_patch.orders.generators import random_generators
 from ddp_patch.ranks.agreement import refusals_told
-from ddp_patch.shares.batches import Batches, patched_sampler, require_batches
-from ddp_patch.shares.iterables.dataset import ShardedIterable
-from ddp_patch.shares.place import Place
-from ddp_patch.streams.fingerprint import fingerprint
-from ddp_patch.streams.generators import random_generators
+from ddp_patch.sharding.batches import Batches, patched_sampler, require_batches
+from ddp_patch.sharding.position import Place
+from ddp_patch.streams.dataset import ShardedIterable
 
 __all__ = ["go_on", "loader_state", "restore_loader", "state_as_found"]
 

@@ -6,16 +6,16 @@ from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack, cast
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_patch.compat.frameworks import LIGHTNING_REMAKES
+from ddp_patch.compat.packages import LIGHTNING_REMAKES
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError, WorldError
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.recognition import samplers_within, shards_itself
 from ddp_patch.options import Agreement, Layout, Options, Uneven, as_index, check_flag
+from ddp_patch.orders.orders import is_random_access
 from ddp_patch.ranks.agreement import Agreed, Subject, agree, refusals_told
 from ddp_patch.ranks.world import find_world
-from ddp_patch.shares.refusals import require_length, require_steps_known
-from ddp_patch.shares.sampler import ShardedSampler
-from ddp_patch.streams.random_access import is_random_access
+from ddp_patch.sharding.refusals import require_length, require_steps_known
+from ddp_patch.sharding.sampler import ShardedSampler
 
 __all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions", "split_options", "with_mesh"]
 

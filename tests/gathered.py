@@ -8,15 +8,20 @@ from torch.utils.data import DataLoader
 from zoo import loader
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.evaluation.connection import Connection, Members
-from ddp_patch.evaluation.got import got_in_pass, got_in_step
-from ddp_patch.evaluation.judging import judge
-from ddp_patch.evaluation.nests import filled
-from ddp_patch.evaluation.one_stream import require_one_stream
-from ddp_patch.evaluation.places import StepStand, WholeStand, placed_in_step, placed_whole
-from ddp_patch.evaluation.readings import Kind, cut
-from ddp_patch.evaluation.report import report
-from ddp_patch.evaluation.transfer import Given, gathered
+from ddp_patch.evaluation.gather import got_in_pass, got_in_step
+from ddp_patch.evaluation.judging import judge, report
+from ddp_patch.evaluation.outputs import Kind, cut, filled
+from ddp_patch.evaluation.send import (
+    Connection,
+    Given,
+    Members,
+    StepStand,
+    WholeStand,
+    gathered,
+    placed_in_step,
+    placed_whole,
+)
+from ddp_patch.evaluation.steps import require_one_stream
 
 __all__ = ["shares", "together"]
 

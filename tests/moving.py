@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_patch.loaders import moving, on_device
+from ddp_patch.loaders import moving
 
 __all__ = ["Streams", "pretend_streams"]
 
@@ -61,7 +61,6 @@ def pretend_streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     def record(tensor: torch.Tensor, stream: Any) -> None:
         streams.calls.append(f"{tuple(tensor.shape)} recorded in {stream.name}")
 
-    for module in (moving, on_device):
-        monkeypatch.setattr(module, "streams_of", streams_of)
+    monkeypatch.setattr(moving, "streams_of", streams_of)
     monkeypatch.setattr(torch.Tensor, "record_stream", record)
     return streams

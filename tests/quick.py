@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 # What a loader imports when it is patched, read and evaluated; and datasets' workers, when they begin.
 OF_LOADERS = [f"ddp_patch.{room}" for room in ("evaluation.gather", "shares.iterables.even_steps")]
-OF_DATASETS = ["zoo", "ddp_patch.shares.iterables.dataset"]
+OF_DATASETS = ["zoo", "ddp_patch.streams.dataset"]
 # The two of torch are what DistributedDataParallel imports when it is first used; scikit-learn has what is trained on.
 OF_TRAINING = ["torch._dynamo", "torch.nn.parallel", "sklearn.datasets"]
 OF_RANKS = ["ddp_patch.testing", *OF_TRAINING, "pytest", *OF_LOADERS, *OF_DATASETS, "frozen"]

@@ -5,10 +5,7 @@
 """
 
 from ddp_patch.auditing.auditing import audit
-from ddp_patch.auditing.epoch_report import EpochReport
-from ddp_patch.auditing.pictured import Pictured
-from ddp_patch.auditing.problems import Kind, Problem, problem_kinds
-from ddp_patch.auditing.report import Report
-from ddp_patch.auditing.reports import Reports
+from ddp_patch.auditing.epoch_report import EpochReport, Kind, Pictured, Problem, problem_kinds
+from ddp_patch.auditing.report import Report, Reports
 
 __all__ = ["EpochReport", "Kind", "Pictured", "Problem", "Report", "Reports", "audit", "problem_kinds"]

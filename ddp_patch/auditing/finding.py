@@ -12,10 +12,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.draw.simulate import called, returned_by
-from ddp_patch.auditing.draw.subject import Factory, name_of
+from ddp_patch.auditing.simulate import called, returned_by
+from ddp_patch.auditing.subject import Factory, name_of
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
-from ddp_patch.loaders.nests import Keys, is_empty, nested
+from ddp_patch.loaders.recognition import Keys, is_empty, nested
 
 __all__ = ["find", "leaves_of", "look_up"]
 

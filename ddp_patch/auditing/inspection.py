@@ -6,16 +6,25 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_patch.auditing.draw.drawn import Drawn, Epoch, signature
-from ddp_patch.auditing.draw.made_up_world import MadeUpWorld
-from ddp_patch.auditing.epoch_report import EpochReport
-from ddp_patch.auditing.judge.about import About
-from ddp_patch.auditing.judge.binning import pictured
-from ddp_patch.auditing.judge.causes import cause_of, coverage_kinds, unsharded
-from ddp_patch.auditing.judge.counting import repeats_rank_0
-from ddp_patch.auditing.judge.judging import Allowance, Judged, allowance, judge, judge_against
-from ddp_patch.auditing.judge.measures import SampleCosts, global_batches, imbalance, step_costs
-from ddp_patch.auditing.judge.properties import (
+from ddp_patch.auditing.binning import pictured
+from ddp_patch.auditing.causes import cause_of, coverage_kinds, unsharded
+from ddp_patch.auditing.counting import (
+    About,
+    Allowance,
+    Judged,
+    SampleCosts,
+    allowance,
+    global_batches,
+    imbalance,
+    judge,
+    judge_against,
+    repeats_rank_0,
+    step_costs,
+)
+from ddp_patch.auditing.drawn import Drawn, Epoch, signature
+from ddp_patch.auditing.epoch_report import EpochReport, Pictured, Problem
+from ddp_patch.auditing.made_up_world import MadeUpWorld
+from ddp_patch.auditing.properties import (
     Lost,
     error_problem,
     idle_problem,
@@ -25,10 +34,8 @@ from ddp_patch.auditing.judge.properties import (
     no_step_problem,
     order_problem,
     steps_problem,
+    unpatched_problem,
 )
-from ddp_patch.auditing.judge.unpatched import unpatched_problem
-from ddp_patch.auditing.pictured import Pictured
-from ddp_patch.auditing.problems import Problem
 from ddp_patch.auditing.report import Report
 from ddp_patch.loaders.facts import LoaderFacts
 

@@ -1,21 +1,171 @@
-"""Report what an audit found, as a frozen value that prints as text, Markdown, JSON or HTML."""
+"""The report of an audit, several of them, their page, and where they come from."""
 
+import inspect
 import json
+import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-from ddp_patch.auditing.epoch_report import EpochReport, Units, balance_text, batches_text, epoch_text
-from ddp_patch.auditing.pictured import Pictured
-from ddp_patch.auditing.problems import Problem
-from ddp_patch.auditing.provenance import versions
-from ddp_patch.auditing.show.figure import Figure
-from ddp_patch.auditing.show.figures import figures_of
-from ddp_patch.auditing.show.section import beside, notebook, section
-from ddp_patch.errors import AuditError
+from torch.utils.data import DataLoader
 
-__all__ = ["Report", "as_markdown"]
+from ddp_patch.auditing.drawing import PATTERNS, Figure, figure_html, with_own_patterns
+from ddp_patch.auditing.drawing import STYLE as FIGURES
+from ddp_patch.auditing.epoch_report import (
+    EpochReport,
+    Pictured,
+    Problem,
+    Units,
+    balance_text,
+    batches_text,
+    epoch_text,
+)
+from ddp_patch.auditing.figures import figures_of
+from ddp_patch.errors import AuditError
+from ddp_patch.loaders.hooks import made
+
+__all__ = [
+    "STYLE",
+    "Provenance",
+    "Report",
+    "Reports",
+    "as_markdown",
+    "beside",
+    "facts_html",
+    "notebook",
+    "page",
+    "place_in_code",
+    "section",
+    "versions",
+]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that a report depends on."""
+    found = {"python": platform.python_version()}
+    for package in ("ddp-patch", "torch", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # a checkout that is imported without being installed
+            found[package] = "not installed"
+    return found
+
+
+def place_in_code(audited: DataLoader[Any] | Any) -> str | None:
+    """Return the file and line where a function is defined, or where a loader was made; None if it is not known.
+
+    Examples:
+        >>> from tokenize import open as function
+        >>> place_in_code(function).split("/")[-1].split(":")[0]
+        'tokenize.py'
+    """
+    if isinstance(audited, DataLoader):
+        where = made(audited)
+        return None if where is None else _from_here(where.place)
+    while isinstance(audited, partial):
+        audited = audited.func
+    function = inspect.unwrap(audited)
+    if not hasattr(function, "__code__"):  # an object that can be called
+        function = getattr(type(function), "__call__", None)  # noqa: B004 - it is the method's code that tells
+    code = getattr(function, "__code__", None)
+    return None if code is None else _from_here(f"{code.co_filename}:{code.co_firstlineno}")
+
+
+def _from_here(place: str) -> str:
+    """Return a place in a file as seen from the working folder, if the file is in there."""
+    here = f"{Path.cwd()}/"
+    return place.removeprefix(here)
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Tell when, how and with what reports were made.
+
+    Attributes:
+        command: The command line, or what stands for it.
+        date: The date and time, as text.
+        versions: Versions by package.
+    """
+
+    command: str
+    date: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
+    versions: Mapping[str, str] = field(default_factory=versions)
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return what is told as pairs of a name and a text."""
+        used = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        return [("date", self.date), ("command", self.command), ("versions", used)]
+
+
+# Names no colour of texts and backgrounds: a page or a notebook, light or dark, has its own.
+STYLE = (
+    """
+.ddp-report { min-width: 0; }
+.ddp-report h2 { font-size: 1.25rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
+.ddp-beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem 2.5rem; }
+.ddp-good, .ddp-bad { white-space: nowrap; }
+.ddp-good { color: #1a8a4c; color: color-mix(in srgb, #1a9c54 65%, currentColor); }
+.ddp-bad { color: #d3453c; color: color-mix(in srgb, #e0392f 65%, currentColor); }
+.ddp-facts { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .25rem 1rem; margin: .75rem 0; }
+.ddp-facts dt { opacity: .8; font-weight: 400; } .ddp-facts dd { margin: 0; overflow-wrap: anywhere; }
+.ddp-problem { border-left: 4px solid #d3453c; background: rgba(128, 138, 153, .12); padding: .5rem .9rem;
+  margin: .75rem 0; }
+.ddp-problem p { margin: .25rem 0; overflow-wrap: anywhere; }
+@media (max-width: 34rem) { .ddp-facts { grid-template-columns: minmax(0, 1fr); gap: 0; }
+  .ddp-facts dd { margin-bottom: .5rem; } }
+"""
+    + FIGURES
+)
+
+
+def section(
+    heading: str, ok: bool, problems: Sequence[Problem], facts: Sequence[tuple[str, str]], figures: Sequence[Figure]
+) -> str:
+    """Return a report as HTML: its verdict, the two most important figures, problems, facts, more figures.
+
+    Args:
+        heading: The name of the loader, and what was done with it.
+        ok: Whether it passes.
+        problems: What is wrong.
+        facts: What was found, as pairs of a name and a text.
+        figures: The figures, the most important one first.
+    """
+    mark = '<span class="ddp-good">✔ PASS</span>' if ok else '<span class="ddp-bad">✘ FAIL</span>'
+    shown = [figure_html(figure) for figure in figures] or ["<p>No sample was seen, so there is nothing to show.</p>"]
+    return (
+        f'<section class="ddp-report"><h2>{escape(heading)} {mark}</h2>'
+        f"{''.join(shown[:2])}{''.join(map(_problem, problems))}{facts_html(facts)}{''.join(shown[2:])}</section>"
+    )
+
+
+def beside(sections: Sequence[str]) -> str:
+    """Return sections side by side, or one below the other where there is no room."""
+    return f'<div class="ddp-beside">{"".join(sections)}</div>'
+
+
+def notebook(sections: str) -> str:
+    """Return sections with all that they need, to show in a notebook."""
+    return f"<div><style>{STYLE}</style>{with_own_patterns(PATTERNS + sections)}</div>"
+
+
+def facts_html(facts: Sequence[tuple[str, str]]) -> str:
+    """Return pairs of a name and a text as a list."""
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
+    return f'<dl class="ddp-facts">{rows}</dl>'
+
+
+def _problem(problem: Problem) -> str:
+    return (
+        f'<div class="ddp-problem"><p><strong class="ddp-bad">✘ {problem.kind}</strong> '
+        f"({escape(problem.where)})</p><p>{escape(problem.what)} {escape(problem.why)}</p>"
+        f"<p><strong>Remedy:</strong> {escape(problem.remedy)}</p></div>"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +354,107 @@ def as_markdown(text: str) -> str:
     # Leave underscores within a word: Markdown takes them as they are.
     special = r"[\\`*\[\]<>|]|(?<![^\W_])_+|_+(?![^\W_])"
     return re.sub(special, lambda found: "".join(f"\\{each}" for each in found[0]), " ".join(text.split()))
+
+
+@dataclass(frozen=True, slots=True)
+class Reports(Mapping[str, Report]):
+    """Map the places of several loaders to their reports. A notebook shows it with figures.
+
+    Attributes:
+        by_place: The reports by place, such as ``train`` or ``val[0]``.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from ddp_patch import audit
+        >>> reports = audit({"train": DataLoader(range(10)), "val": [DataLoader(range(4))]}, world_size=2)
+        >>> list(reports), reports.ok, reports["val[0]"].epochs[0].expected
+        (['train', 'val[0]'], True, 4)
+    """
+
+    by_place: Mapping[str, Report]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all loaders pass."""
+        return all(report.ok for report in self.by_place.values())
+
+    @property
+    def verdict(self) -> bool:
+        """Whether all loaders pass once they are patched, with ``patched=True``; otherwise whether they pass."""
+        return all(report.verdict for report in self.by_place.values())
+
+    def raise_for_problems(self) -> None:
+        """Raise an error that lists the problems, unless all pass; with ``patched=True``, once they are patched.
+
+        Raises:
+            AuditError: The verdict is False.
+        """
+        if not self.verdict:
+            raise AuditError(str(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the reports as JSON values, by place."""
+        return {place: report.to_dict() for place, report in self.by_place.items()}
+
+    def to_markdown(self) -> str:
+        """Return the reports as Markdown, each below a heading with its place."""
+        return "\n\n".join(
+            f"## {as_markdown(place)}\n\n{report.to_markdown()}" for place, report in self.by_place.items()
+        )
+
+    def _repr_html_(self) -> str:
+        """Show the reports in a notebook."""
+        return notebook("".join(report.html(place) for place, report in self.by_place.items()))
+
+    def __getitem__(self, place: str) -> Report:
+        return self.by_place[place]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.by_place)
+
+    def __len__(self) -> int:
+        return len(self.by_place)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{place}: {report}" for place, report in self.by_place.items())
+
+
+_PAGE = """
+:root { color-scheme: light dark; --ink: #1c2330; --line: #c9d0da; --paper: #ffffff; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e7ebf2; --line: #465063; --paper: #12161d; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.25rem 1rem 3rem; max-width: 72rem; font: 1rem/1.5 system-ui, sans-serif;
+  color: var(--ink); background: var(--paper); }
+body:has(.ddp-beside) { max-width: 96rem; }
+h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .25rem; }
+main > *, footer { margin-top: 2rem; border-top: 2px solid var(--line); padding-top: 1.25rem; }
+"""
+
+
+def page(reports: Mapping[str, Report], provenance: Provenance) -> str:
+    """Return reports as an HTML page that holds everything it shows.
+
+    Args:
+        reports: The reports by the places of their loaders, such as ``loaders.train``.
+        provenance: When, how and with what they were made.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from ddp_patch import audit
+        >>> report = audit(DataLoader(range(10), batch_size=2), world_size=4)
+        >>> html = page({"train": report}, Provenance("a test"))
+        >>> html.count('class="ddp-figure'), "http" in html
+        (3, False)
+    """
+    failed = sum(not report.verdict for report in reports.values())
+    verdict = f"✘ {failed} of {len(reports)} FAIL" if failed else f"✔ {len(reports)} of {len(reports)} PASS"
+    if any(report.patched is not None for report in reports.values()):
+        verdict += " once patched"
+    sections = "".join(report.html(place) for place, report in reports.items())
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>DDP audit: {verdict}</title><style>{_PAGE}{STYLE}</style></head><body>{PATTERNS}<header>"
+        f'<h1>DDP audit: <span class="{"ddp-bad" if failed else "ddp-good"}">{verdict}</span></h1></header>'
+        f"<main>{sections}</main><footer>{facts_html(provenance.lines())}</footer></body></html>\n"
+    )

@@ -1,21 +1,56 @@
-"""The batches of a pass, each with the number of samples of its step."""
+"""The step that a loop is in: its mask, its weight, and what all ranks have of it."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import chain
+from typing import Any, TypeAlias, cast
+from weakref import WeakKeyDictionary
 
+import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import UnsupportedLoaderError
+from ddp_patch.compat.packages import changes_of
+from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError, WorldError
 from ddp_patch.loaders.facts import Level, look_at
-from ddp_patch.loaders.moving import Mover
-from ddp_patch.loaders.on_device import device_of, without_device
-from ddp_patch.shares.batches import Batches
-from ddp_patch.shares.epochs import EpochSampler
-from ddp_patch.shares.passes import Pass
-from ddp_patch.shares.step_samples import StepSamples
+from ddp_patch.loaders.moving import Mover, device_of, without_device
+from ddp_patch.loaders.recognition import require_loader, sharded_by
+from ddp_patch.ranks.channel import opened_sums
+from ddp_patch.sharding.batches import Batches, require_batches
+from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.schedule import StepSamples
 
-__all__ = ["Steps", "steps_alone", "steps_of"]
+__all__ = [
+    "Steps",
+    "WeightOf",
+    "is_alone",
+    "iter_with_mask",
+    "iter_with_weights",
+    "require_one_stream",
+    "steps_alone",
+    "steps_of",
+]
+
+
+def is_alone(operation: str, loader: DataLoader[Any]) -> bool:
+    """Return whether the loader is unpatched and this process the only one."""
+    require_loader(operation, loader)
+    return sharded_by(loader) is None and (not dist.is_initialized() or dist.get_world_size() == 1)
+
+
+def require_one_stream(operation: str, loader: DataLoader[Any]) -> Batches:
+    """Return how a loader makes batches of its share; raise if its ranks do not share one stream."""
+    batches = require_batches(operation, loader)
+    if batches.sampler.agreed.options.iterable_sharding == "by_worker" and batches.level is Level.ITERABLE:
+        raise UnsupportedLoaderError(
+            f"{operation} was given a loader with iterable_sharding='by_worker': its dataset decides what each worker "
+            "reads, so there is no common order and no padding. Use iterable_sharding='exact'."
+        )
+    return batches
+
 
 # A batch, and the samples of its step. Steps that are surely alike have one object.
 Steps = Iterator[tuple[Any, StepSamples]]
@@ -88,3 +123,216 @@ class _Counted:
 
     def __call__(self, samples: Any) -> tuple[int, Any]:
         return len(samples), self.collate_fn(samples)
+
+
+_MASKING = "iter_with_mask"
+
+
+def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each batch of a pass with a mask that is False on padding.
+
+    Args:
+        loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, which has no
+            padding.
+
+    Yields:
+        The batch and its mask, a bool tensor of shape [samples], or of shape [] with ``batch_size=None``. It is on the
+        loader's ``device=``, if it has one, else on the CPU.
+
+    Raises:
+        NotPatchedError: The loader was not patched, and there are several ranks.
+        UnsupportedLoaderError: It is unknown which samples a batch holds.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from ddp_patch import patch_dataloader_to_ddp
+        >>> loader = patch_dataloader_to_ddp(DataLoader(range(5), batch_size=2), rank=1, num_replicas=2)
+        >>> for batch, mask in iter_with_mask(loader):
+        ...     print(batch.tolist(), mask.tolist())
+        [1, 3] [True, True]
+        [0] [False]
+    """
+    if is_alone(_MASKING, loader):
+        return _masked(steps_alone(_MASKING, loader), loader)
+    batches = require_one_stream(_MASKING, loader)
+    return _masked(steps_of(_MASKING, loader, batches), loader)
+
+
+def _masked(steps: Steps, loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    is_unbatched, device = loader.batch_sampler is None, device_of(loader) or "cpu"
+    for batch, step in steps:
+        mask = torch.arange(step.items, device=device) < step.real
+        yield batch, mask[0] if is_unbatched else mask
+
+
+WeightOf: TypeAlias = Callable[[Any], "torch.Tensor | Sequence[float] | float"]
+Weighed: TypeAlias = Iterator[tuple[Any, torch.Tensor]]
+
+_WEIGHING = "iter_with_weights"
+
+# What earlier passes over a loader left in the store.
+_STALE: WeakKeyDictionary[EpochSampler[Any], list[str]] = WeakKeyDictionary()
+
+
+def iter_with_weights(
+    loader: DataLoader[Any], *, weight_of: WeightOf | None = None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each batch of a pass with a weight per sample, so that all ranks train what one process trains.
+
+    Let ``loss = (loss_per_sample * weights).sum()``. ``DistributedDataParallel`` averages the ranks' gradients, and the
+    average is then the gradient of the mean loss over the step's real samples: those that all ranks got, without
+    padding. A real sample weighs ``ranks / real samples of the step``, padding weighs 0.
+
+    The ranks know how many samples a step has without communicating. They communicate once a step, a number each,
+    where ``weight_of`` is given, and where one rank cannot know: whole batches of a batch sampler under a leader or
+    with ``layout="contiguous"``, and parts of an iterable dataset, one for each worker, with ``uneven="keep"``.
+
+    Args:
+        loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, where a sample
+            weighs ``1 / samples of the batch``.
+        weight_of: Returns how much each sample of a batch counts, at least 0: for a loss that is summed over tokens,
+            each sample's number of tokens. A real sample then weighs ``ranks / sum of these over the step``, so
+            ``loss_per_sample`` must be a sum over its tokens, not their mean.
+        dtype: The weights' dtype. Default: ``torch.get_default_dtype()``.
+
+    Yields:
+        The batch, and its weights, of shape [samples], or of shape [] with ``batch_size=None``. They are on the
+        loader's ``device=``, if it has one, else on the CPU. Steps that are alike may get the same tensor.
+
+    Raises:
+        NotPatchedError: The loader was not patched, and there are several ranks.
+        UnsupportedLoaderError: It is unknown which samples a batch holds.
+        InvalidOptionError: ``weight_of`` is no function, or gives something else than a number of at least 0 for each
+            sample; or ``dtype`` holds no fractions.
+        WorldError: The ranks must communicate, and the world was given by ``rank=`` and ``num_replicas=``.
+        RankMismatchError: Where ranks communicate, another one broke off.
+        MissingRanksError: Where ranks communicate, another one did not come to the step in time.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from ddp_patch import patch_dataloader_to_ddp
+        >>> loader = DataLoader(range(7), batch_size=4)
+        >>> for rank in range(2):
+        ...     patched = patch_dataloader_to_ddp(loader, share="within_batches", rank=rank, num_replicas=2)
+        ...     print([(batch.tolist(), weights.tolist()) for batch, weights in iter_with_weights(patched)])
+        [([0, 2], [0.5, 0.5]), ([4, 6], [0.6666666865348816, 0.6666666865348816])]
+        [([1, 3], [0.5, 0.5]), ([5, 4], [0.6666666865348816, 0.0])]
+
+    Source:
+        The gradient of a mean is the weighted mean of the parts' gradients; DistributedDataParallel weighs each rank
+        ``1 / ranks``, as ``torch.nn.parallel.DistributedDataParallel`` documents.
+    """
+    dtype = _dtype_of(dtype)
+    if not (weight_of is None or callable(weight_of)):
+        raise InvalidOptionError(
+            f"weight_of={weight_of!r} is no function. Pass one that takes a batch and returns a number per sample."
+        )
+    if is_alone(_WEIGHING, loader):
+        steps, like = steps_alone(_WEIGHING, loader), _like(loader, dtype)
+        weighed = _counted(steps, 1, like) if weight_of is None else _summed(steps, 1, like, weight_of, float)
+    else:
+        batches = require_one_stream(_WEIGHING, loader)
+        weighed = _shared(steps_of(_WEIGHING, loader, batches), batches.sampler, _like(loader, dtype), weight_of)
+    if loader.batch_sampler is not None:
+        return weighed
+    return ((item, weights.reshape(())) for item, weights in weighed)
+
+
+def _like(loader: DataLoader[Any], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor with the weights' dtype and device."""
+    return torch.empty(0, dtype=dtype, device=device_of(loader) or "cpu")
+
+
+def _dtype_of(given: torch.dtype | None) -> torch.dtype:
+    dtype = torch.get_default_dtype() if given is None else given
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidOptionError(
+            f"dtype={given!r} cannot hold weights, which are fractions. Pass a floating-point dtype such as "
+            "torch.float32, or leave it out."
+        )
+    return dtype
+
+
+def _shared(steps: Steps, sampler: EpochSampler[Any], like: torch.Tensor, weight_of: WeightOf | None) -> Weighed:
+    """Yield the batches of a patched loader, with their weights."""
+    world = sampler.agreed.world
+    ranks = world.num_replicas
+    with closing(steps):  # type: ignore[type-var]  # a generator, which has a close()
+        # What a rank can know is known once its pass has begun.
+        first = [step for step in [next(steps, None)] if step is not None]
+        one, all_steps = sampler.latest, chain(first, steps)
+        if weight_of is None and (one is None or sampler.knows_totals(one)):
+            yield from _counted(all_steps, ranks, like)
+            return
+        if ranks == 1:
+            yield from _summed(all_steps, ranks, like, weight_of, float)
+            return
+        if world.members is None:
+            raise WorldError(
+                f"{_WEIGHING} cannot weigh the samples of {ranks} ranks here: they must exchange how much theirs "
+                "count, and the loader's world was given by rank= and num_replicas=, and nothing says which processes "
+                "these are. Patch it with a process group."
+            )
+        facts = {"patched as": f"number {sampler.agreed.number}", "epoch": sampler.epoch}
+        timeout, stale = sampler.agreed.options.timeout, _STALE.setdefault(sampler, [])
+        with opened_sums(world.column(), "Weighing samples", facts, timeout, stale) as sums:
+            yield from _summed(all_steps, ranks, like, weight_of, sums.of)
+
+
+def _counted(steps: Steps, ranks: int, like: torch.Tensor) -> Weighed:
+    """Yield batches whose steps' numbers of samples are known."""
+    latest, weights, version = None, None, object()
+    for batch, step in steps:
+        if weights is None or step is not latest or changes_of(weights) != version:  # the user may have changed it
+            latest, weights = step, _weights(step, ranks, step.total or 0, like)
+            version = changes_of(weights)
+        yield batch, weights
+
+
+def _summed(
+    steps: Steps, ranks: int, like: torch.Tensor, weight_of: WeightOf | None, sum_of: Callable[[float], float]
+) -> Weighed:
+    """Yield batches. In each step, the ranks sum how much its samples count.
+
+    Args:
+        steps: The batches.
+        ranks: How many ranks there are.
+        like: A tensor with the weights' dtype and device.
+        weight_of: What the samples of a batch count; None where each counts 1.
+        sum_of: Sums a number over the ranks.
+    """
+    for batch, step in steps:
+        own = step.real if weight_of is None else _counts(batch, step, weight_of)
+        yield batch, _weights(step, ranks, sum_of(own), like)
+
+
+def _counts(batch: Any, step: StepSamples, weight_of: WeightOf) -> float:
+    """Return how much the samples of a batch count that are not padding."""
+    given = weight_of(batch)
+    try:
+        each = torch.as_tensor(given, dtype=torch.float64, device="cpu").reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidOptionError(
+            f"weight_of returned a {type(given).__name__} that holds no numbers ({error}). Return a tensor or a list "
+            "with a number per sample."
+        ) from error
+    if len(each) != step.items:
+        raise InvalidOptionError(
+            f"weight_of returned {len(each)} numbers for a batch of {step.items} samples. Return one per sample, in "
+            "order, padding included."
+        )
+    real = each[: step.real]
+    if not bool(((real >= 0) & (real < math.inf)).all()):
+        raise InvalidOptionError(
+            f"weight_of returned {real[~((real >= 0) & (real < math.inf))][0].item()} for a sample. Return finite "
+            "numbers of at least 0."
+        )
+    return real.sum().item()
+
+
+def _weights(step: StepSamples, ranks: int, total: float, like: torch.Tensor) -> torch.Tensor:
+    """Return the weights of a rank's samples in a step whose samples count so much on all ranks together."""
+    with torch.inference_mode(False):  # where tensors do not count their changes
+        weights = like.new_full((step.items,), ranks / total if total else 0.0)
+    weights[step.real :] = 0
+    return weights

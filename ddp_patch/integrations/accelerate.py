@@ -7,11 +7,11 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.frameworks import ACCELERATE_NON_BLOCKING, ACCELERATE_UNCUT, AccelerateLeavesAlone
+from ddp_patch.compat.packages import ACCELERATE_NON_BLOCKING, ACCELERATE_UNCUT, AccelerateLeavesAlone
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.resume import go_on, loader_state
-from ddp_patch.shares.batches import patched_sampler
-from ddp_patch.shares.epochs import EpochSampler
+from ddp_patch.sharding.batches import patched_sampler
+from ddp_patch.sharding.epochs import EpochSampler
 
 __all__ = ["prepare_patched"]
 

@@ -8,14 +8,13 @@ from ignite.engine import Engine
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, StateError, message_of
+from ddp_patch.loader import PatchedLoader
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.patched import PatchedLoader
-from ddp_patch.patching import patch_dataloader_to_ddp
+from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
 from ddp_patch.resume import go_on, loader_state
-from ddp_patch.several import PatchOptions
-from ddp_patch.shares.epochs import EpochSampler
-from ddp_patch.shares.states import no_state
+from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.position import no_state
 
 __all__ = ["attach_loader"]
 

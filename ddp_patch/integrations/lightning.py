@@ -11,12 +11,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.compat.frameworks import LIGHTNING_TAKES_LOADERS, lightning_place
+from ddp_patch.compat.packages import LIGHTNING_TAKES_LOADERS, lightning_place
 from ddp_patch.errors import InvalidOptionError, NotDistributedWarning, StateError
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.patching import patch_dataloader_to_ddp
-from ddp_patch.several import PatchOptions
+from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
 from ddp_patch.wrappers import with_mesh
 
 __all__ = ["PatchDataLoaders"]

@@ -10,13 +10,12 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
-from ddp_patch.compat.frameworks import TRAINER_SHARES_ITSELF, TRAINER_SKIPS
+from ddp_patch.compat.packages import TRAINER_SHARES_ITSELF, TRAINER_SKIPS
 from ddp_patch.errors import DDPPatchError, StateError, message_of
-from ddp_patch.patching import patch_dataloader_to_ddp
+from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
 from ddp_patch.resume import go_on, loader_state
-from ddp_patch.several import PatchOptions
-from ddp_patch.shares.epochs import EpochSampler
-from ddp_patch.shares.states import no_state
+from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.position import no_state
 from ddp_patch.wrappers import with_mesh
 
 __all__ = ["PatchedLoadersMixin"]

@@ -11,33 +11,32 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.compat.frameworks import ITERATORS_KEPT_FOR_STATES
-from ddp_patch.compat.torch_loaders import (
+from ddp_patch.compat.packages import ITERATORS_KEPT_FOR_STATES
+from ddp_patch.compat.private_torch import (
     RUNNING_ITERATOR,
     RunningLoader,
     has_own_iteration,
     is_torch_batch_sampler,
     torchdata_batch_sampler,
 )
-from ddp_patch.loaders.contents import Content, Row, chosen_samples, rows_of
-from ddp_patch.loaders.nesting import nested_samplers
-from ddp_patch.loaders.overlap import FirstSamples, first_samples
-from ddp_patch.loaders.recognition import samplers_in_use, sharded_by
-from ddp_patch.loaders.repeating import OneIterator, repeated_in, repeater_in, with_repeated
+from ddp_patch.loaders.contents import Content, FirstSamples, Row, chosen_samples, first_samples, rows_of
+from ddp_patch.loaders.copying import OneIterator, repeated_in, repeater_in, with_repeated
+from ddp_patch.loaders.recognition import HeldWorld, samplers_in_use, sharded_by, world_of
 from ddp_patch.loaders.samples import (
     FirstOrder,
     first_order,
     first_order_of_iterator,
     is_one_shot,
     length_of,
+    nested_samplers,
     or_unknown,
 )
-from ddp_patch.loaders.worlds import HeldWorld, world_of
+from ddp_patch.orders.generators import LOOKED_AT, torch_generators
+from ddp_patch.orders.orders import why_not_scalable
 from ddp_patch.plan import ITEMS, Batching
-from ddp_patch.streams.generators import LOOKED_AT, torch_generators
-from ddp_patch.streams.orders import why_not_scalable
 
 __all__ = ["Level", "LoaderFacts", "StreamFacts", "look_at"]
+
 
 L = TypeVar("L", bound=DataLoader[Any])
 

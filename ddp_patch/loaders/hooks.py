@@ -1,4 +1,4 @@
-"""Run code before a method of every loader class, for a while: the classes are restored afterwards."""
+"""Watch loaders from outside: hooks on their construction, and on their first use."""
 
 import functools
 import os
@@ -6,15 +6,48 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
 import torch
 from torch.utils.data import DataLoader
 
-__all__ = ["OURS", "Made", "called_before", "made", "places_recorded"]
+__all__ = ["OURS", "Made", "Use", "about_to_use", "called_before", "made", "places_recorded", "told_of_uses"]
+
+
+class Use(Enum):
+    """What happens to a loader."""
+
+    ITERATED = "iterated"
+    MEASURED = "measured by len()"
+    ASKED = "asked about"  # by a function of this package
+    HANDED = "handed to a framework"
+
+
+Told: TypeAlias = Callable[[DataLoader[Any], Use], object]
+
+_told: list[Told] = []
+
+
+def about_to_use(loader: object, use: Use = Use.ASKED) -> None:
+    """Tell that a loader is about to be used; what is no ``DataLoader`` is no matter."""
+    if _told and issubclass(type(loader), DataLoader):  # isinstance() believes what accelerate's say of themselves
+        for tell in reversed(_told):
+            tell(loader, use)  # type: ignore[arg-type]  # its class was asked
+
+
+@contextmanager
+def told_of_uses(tell: Told) -> Iterator[None]:
+    """Call ``tell(loader, use)``, while entered, before a loader is used."""
+    _told.append(tell)
+    try:
+        yield
+    finally:
+        _told.remove(tell)
+
 
 # Files in these folders are not the user's: torch's and this package's.
 OURS = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (torch, sys.modules["ddp_patch"]))

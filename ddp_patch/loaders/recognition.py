@@ -1,29 +1,138 @@
-"""Recognise a loader, and find what shards it already."""
+"""Recognise what shards a loader already, for which rank of how many, and loaders within containers."""
 
+import copy
 import logging
+import re
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from itertools import islice
+from operator import getitem
+from types import MemberDescriptorType
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
+import numpy as np
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from ddp_patch.compat.datasets import is_split_by_node
-from ddp_patch.compat.frameworks import LISTED_LOADERS, held_loaders, is_fastai_loader, shards_in_accelerate
-from ddp_patch.errors import AssumedShardedWarning, NotALoaderError
-from ddp_patch.loaders.nesting import iterated_by, nested_samplers
-from ddp_patch.loaders.worlds import held_parts, world_of
+from ddp_patch.compat.packages import (
+    LISTED_LOADERS,
+    READERS,
+    WORLD_NAMES,
+    WORLD_WORDS,
+    held_loaders,
+    is_fastai_loader,
+    is_split_by_node,
+    shards_in_accelerate,
+    splits_by_node,
+    webdataset_world,
+)
+from ddp_patch.errors import AssumedShardedWarning, DDPPatchError, NotALoaderError, message_of
+from ddp_patch.loaders.samples import iterated_by, nested_samplers
+from ddp_patch.orders.generators import LOOKED_AT
 
 __all__ = [
+    "HeldWorld",
+    "Keys",
+    "copied",
+    "held_parts",
+    "is_empty",
     "is_loader",
     "line_for_inner",
+    "nested",
     "nested_datasets",
+    "place_of",
     "require_loader",
     "samplers_in_use",
     "samplers_within",
     "sharded_by",
     "shards_itself",
+    "stored",
     "tell_if_assumed",
+    "told_at",
+    "world_of",
 ]
+
+N = TypeVar("N")
+
+
+# A rank and the number of ranks.
+HeldWorld: TypeAlias = tuple[int, int]
+
+
+def stored(holder: object) -> dict[str, Any]:
+    """Return the attributes that an object stores, in its ``__dict__`` or in slots.
+
+    No property is asked: it runs the user's code, which may cost, raise or change something.
+    """
+    kept = dict(getattr(holder, "__dict__", {}))
+    for kind in type(holder).__mro__:
+        for name, slot in vars(kind).items():
+            if isinstance(slot, MemberDescriptorType) and kind.__module__ != "builtins":
+                try:
+                    kept[name] = slot.__get__(holder)
+                except AttributeError:
+                    continue  # an empty slot
+    return kept
+
+
+def held_parts(holder: object) -> Iterator[Any]:
+    """Yield what an object stores, and the datasets and samplers that lists, tuples and dicts among it hold.
+
+    A container may hold as many samples as a dataset has, so only one that begins with a dataset or sampler is read.
+    """
+    for value in stored(holder).values():
+        yield value
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        if any(isinstance(part, Dataset | Sampler) for part in islice(held, LOOKED_AT)):
+            yield from held
+
+
+def world_of(holder: object) -> HeldWorld | None:
+    """Return the rank and the number of ranks that a sampler or dataset was made for, or None if it holds no such.
+
+    It holds them itself, or in an object that holds such numbers alone, as mosaicml's ``World`` does. A smaller world
+    counts before a larger one, because ranks that replicate each other share the data as one.
+
+    Examples:
+        >>> from torch.utils.data import DistributedSampler
+        >>> world_of(DistributedSampler(range(8), num_replicas=4, rank=1))
+        (1, 4)
+        >>> world_of(range(8)) is None
+        True
+    """
+    kept = stored(holder)
+    if splits_by_node(kept):
+        return webdataset_world()
+    if isinstance(holder, DistributedSampler):  # torch documents these, and ours compute them
+        kept |= {name: getattr(holder, name, None) for name in WORLD_NAMES[0]}
+    found = [*_worlds(kept)]
+    for name, value in kept.items():
+        inner = stored(value)
+        if inner and (name in READERS or _is_world(value, inner)):
+            found += _worlds(inner)
+    return min(found, key=lambda world: (world[1] == 1, world[1]), default=None)
+
+
+def _worlds(attributes: Mapping[str, Any]) -> Iterator[HeldWorld]:
+    for underscore in ("", "_"):
+        for names in WORLD_NAMES:
+            rank, ranks = (attributes.get(underscore + name) for name in names)
+            if _is_whole(rank) and _is_whole(ranks) and 0 <= rank < ranks:
+                yield int(rank), int(ranks)
+
+
+def _is_world(value: object, inner: Mapping[str, Any]) -> bool:
+    """Return whether it holds numbers of a world alone, and is neither a dataset nor a sampler: those are asked."""
+    if not all(any(word in name for word in WORLD_WORDS) for name in inner):
+        return False
+    gives = any(hasattr(type(value), name) for name in ("__iter__", "__getitem__", "__len__"))
+    return not gives and all(isinstance(number, int) for number in inner.values())
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
 
@@ -155,3 +264,95 @@ def nested_datasets(dataset: object) -> Iterator[object]:
             seen.add(id(found))
             yield found
             waiting += [part for part in held_parts(found) if isinstance(part, Dataset)]
+
+
+# An object's address in memory, which differs between ranks.
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
+
+# The keys that lead to a loader.
+Keys: TypeAlias = tuple[Any, ...]
+
+
+def nested(found: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yield everything in nested dicts, lists and tuples with the keys that lead to it, also what is empty.
+
+    Examples:
+        >>> list(nested({"train": 1, "val": [2, ()]}))
+        [(('train',), 1), (('val', 0), 2), (('val', 1), ())]
+    """
+    if not _is_container(found) or is_empty(found):
+        yield path, found
+        return
+    for key, value in found.items() if isinstance(found, Mapping) else enumerate(found):
+        yield from nested(value, (*path, key))
+
+
+def is_empty(found: object) -> bool:
+    """Return whether it is an empty dict, list or tuple."""
+    return _is_container(found) and not found
+
+
+def _is_container(found: object) -> bool:
+    return isinstance(found, Mapping | list | tuple) and not isinstance(found, DataLoader)
+
+
+def place_of(path: Keys, root: str = "loaders") -> str:
+    """Return the code that gets the element at these keys.
+
+    Examples:
+        >>> place_of(("val", 1))
+        "loaders['val'][1]"
+    """
+    return root + "".join(f"[{_ADDRESS.sub('', repr(key))}]" for key in path)
+
+
+@contextmanager
+def told_at(place: str) -> Iterator[None]:
+    """Make errors name the loader that they are about; ``place`` is empty for a single one."""
+    try:
+        yield
+    except DDPPatchError as error:
+        if place:
+            error.args = (f"{place}: {message_of(error)}",)
+        raise
+
+
+def copied(nest: N, leaves: Sequence[tuple[Keys, Any]], new: Mapping[int, Any]) -> N:
+    """Return a copy of nested lists, tuples and dicts, of the same classes, with some elements replaced.
+
+    Args:
+        nest: The lists, tuples and dicts.
+        leaves: What ``nested`` found in them.
+        new: What replaces an element, by that element's id.
+
+    Raises:
+        NotALoaderError: One of its dicts, lists or tuples cannot be copied so.
+    """
+    keys = {id(key): key for path, _ in leaves for key in path}  # a copy of a key may not equal it
+    try:
+        made = copy.deepcopy(nest, keys | dict(new))
+        for inner in {path[:length] for path, _ in leaves for length in range(len(path))}:
+            _mirror(_at(nest, inner), _at(made, inner))
+        found = dict(nested(made))
+    except Exception as error:
+        raise _not_copied(nest, f"copying it raised {type(error).__name__}: {error}") from error
+    if any(found.get(path) is not new[id(leaf)] for path, leaf in leaves if id(leaf) in new):
+        raise _not_copied(nest, "a copy of it has other elements")
+    return made
+
+
+def _at(nest: Any, path: Keys) -> Any:
+    return reduce(getitem, path, nest)
+
+
+def _mirror(given: Any, made: Any) -> None:
+    """Make the copy of a dict whose attributes are its items such a dict again; copying alone does not."""
+    if getattr(given, "__dict__", None) is given:
+        made.__dict__ = made
+
+
+def _not_copied(nest: object, why: str) -> NotALoaderError:
+    return NotALoaderError(
+        f"The {type(nest).__name__} of loaders cannot be returned with patched ones in it: {why}. Pass a list, tuple "
+        "or dict of the loaders."
+    )

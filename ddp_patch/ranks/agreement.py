@@ -1,34 +1,319 @@
-"""Make every rank see the same stream: compare the ranks at the patch and, if the user asks, in every epoch."""
+"""Agree with the other ranks on how data is sharded: what they report, how it is judged, what follows."""
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from ddp_patch.errors import InvalidOptionError, LeaderWarning
+from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
+from ddp_patch.loaders.contents import Content, FirstSamples, relation_of
 from ddp_patch.loaders.facts import StreamFacts
-from ddp_patch.loaders.nests import told_at
-from ddp_patch.loaders.worlds import HeldWorld
+from ddp_patch.loaders.recognition import HeldWorld, told_at
 from ddp_patch.options import Agreement, Options
+from ddp_patch.orders.fingerprint import fingerprint
+from ddp_patch.orders.random_states import Seed, loader_seed
 from ddp_patch.plan import Plan
-from ddp_patch.ranks.comparison import require_same
-from ddp_patch.ranks.exchange import exchange, refuse
+from ddp_patch.ranks.exchange import by_value, exchange, ranks_text, refuse, require_same
 from ddp_patch.ranks.notices import Peers, agreed_peers, given_peers
-from ddp_patch.ranks.shards import TELLING_APART, why_each_differs
-from ddp_patch.ranks.verdicts import AGREEING, Record, Told, Verdict, judge
 from ddp_patch.ranks.world import World
-from ddp_patch.streams.fingerprint import fingerprint
-from ddp_patch.streams.seeding import Seed
 
 if TYPE_CHECKING:
     from ddp_patch.ranks.leader import Leader
 
-__all__ = ["ONE", "Agreed", "Subject", "agree", "refusals_told"]
+__all__ = [
+    "AGREEING",
+    "ONE",
+    "TELLING_APART",
+    "Agreed",
+    "Record",
+    "Subject",
+    "Told",
+    "Verdict",
+    "agree",
+    "judge",
+    "refusals_told",
+    "require_all_shares",
+    "require_same_samples",
+    "why_each_differs",
+    "why_orders_differ",
+]
+
+
+TELLING_APART = "Finding out why the ranks' orders differ"
+
+_MARK = "say is_ddp_aware = True in {name}, and its loader is returned unchanged"
+_LEADS = (
+    "From now on rank 0 draws each epoch and sends every rank its share, about 1 / num_replicas of the indices, at the "
+    "epoch's start. "
+)
+
+
+def require_all_shares(doing: str, held: Mapping[int, tuple[int, HeldWorld]]) -> None:
+    """Raise unless the loaders, which are sharded already, were made for these ranks, each share equally often.
+
+    Args:
+        doing: What the ranks are doing, for the error.
+        held: Which shard each rank takes, and the rank and number of ranks that its loader was made for.
+    """
+    by_place = dict(held.values())
+    taken, ranks = Counter(by_place.values()), next(iter(by_place.values()))[1]
+    is_alike = all(by_place[place] == world for place, world in held.values())
+    is_covered = taken.keys() == {(rank, ranks) for rank in range(ranks)} and len(set(taken.values())) == 1
+    if is_alike and is_covered:
+        return
+    listed = "; ".join(
+        f"rank {rank} of {ranks} on {ranks_text(members)}"
+        for (rank, ranks), members in by_value({member: world for member, (_, world) in held.items()}).items()
+    )
+    raise RankMismatchError(
+        f"{doing}: the loaders are sharded already, but not for these {len(by_place)} ranks. They were made for "
+        f"{listed}, so some samples would be lost or repeated. Build each rank's sampler or dataset for its own rank, "
+        "or pass the process_group= or device_mesh= that it was made for."
+    )
+
+
+def require_same_samples(doing: str, told: Mapping[int, Sequence[Content]]) -> None:
+    """Raise unless the ranks' datasets hold the same samples, as far as all ranks know.
+
+    Attributes of datasets may hold other things than samples, such as random numbers. So one that identifies the
+    samples, and is the same on all ranks, proves that the samples are.
+
+    Args:
+        doing: What the ranks are doing, for the error.
+        told: What each rank reports about its dataset.
+    """
+    named = {rank: {content.name: content for content in contents} for rank, contents in told.items()}
+    known = [{rank: named[rank][name] for rank in named} for name in _common(named)]
+    differing = [contents for contents in known if len({one.fingerprint for one in contents.values()}) > 1]
+    held = [contents for contents in known if all(one.is_held for one in contents.values())]
+    if any(contents not in differing and all(one.identifies for one in contents.values()) for contents in held):
+        differing = [contents for contents in differing if contents not in held]
+    if not differing:
+        return
+    prints = {rank: tuple(contents[rank].fingerprint for contents in differing) for rank in named}
+    listed = " and ".join(ranks_text(ranks) for ranks in by_value(prints).values())
+    names = ", ".join(next(iter(contents.values())).name for contents in differing)
+    raise RankMismatchError(
+        f"{doing}: the datasets of {listed} have different samples at the same indices: they differ in {names}. Each "
+        "rank would take a shard of its own part only, and the rest would be lost. Patch a loader of the whole "
+        "dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and with random_split(), "
+        "shuffle(), listed files and random data made alike on every rank. If you want each rank to have its own part, "
+        "say is_ddp_aware = True in the dataset's class, and its loader is returned unchanged. If only the content "
+        "differs, agreement='seeded' does not compare it."
+    )
+
+
+def _common(named: Mapping[int, Mapping[str, Content]]) -> list[str]:
+    first, *others = named.values()
+    return [name for name in first if all(name in other for other in others)]
+
+
+def why_each_differs(
+    asked: Mapping[str, tuple[Mapping[int, str | None], str]],
+    ranks: int,
+    told: Mapping[int, Mapping[str, tuple[int, FirstSamples] | None]],
+) -> dict[int, dict[str, str]]:
+    """Return for each rank the warnings that ``why_orders_differ`` has, by the names of the loaders.
+
+    Args:
+        asked: The loaders whose orders differ, by their names: these orders, and the class that they come from.
+        ranks: How many ranks share.
+        told: What each rank reports about these loaders, by their names.
+
+    Raises:
+        RankMismatchError: The streams of a loader are parts already.
+    """
+    whys = {}
+    for place, (orders, name) in asked.items():
+        with told_at(place):
+            whys[place] = why_orders_differ(orders, name, ranks, {rank: said[place] for rank, said in told.items()})
+    return dict.fromkeys(told, whys)
+
+
+def why_orders_differ(
+    orders: Mapping[int, str | None], name: str, ranks: int, told: Mapping[int, tuple[int, FirstSamples] | None]
+) -> str:
+    """Return the warning that says why the ranks' orders differ.
+
+    Args:
+        orders: A fingerprint of each rank's order.
+        name: The class that they come from.
+        ranks: How many ranks share.
+        told: Each rank's length of the dataset and first samples, where these can be told.
+
+    Raises:
+        RankMismatchError: The streams are parts already.
+    """
+    parties = by_value(orders)
+    listed = " and ".join(ranks_text(members) for members in parties.values())
+    relation = _relation([told[members[0]] for members in parties.values()], ranks)
+    mark = _MARK.format(name=name)
+    if relation == "parts":
+        raise RankMismatchError(
+            f"The samplers of {listed} are sharded already: {name} gives each rank other samples, with none in common "
+            f"but padding. Sharding them again would lose most samples. Build {name} for one process and patch that; "
+            f"or, if you want each rank to have its own part, {mark}."
+        )
+    own = "has a random generator of its own that is seeded by rank, or follows the order of a set or of files"
+    if relation == "overlapping":
+        cause = f"the sampler {own}. {_LEADS}Make the sampler's order the same on every rank to do without."
+    else:
+        cause = (
+            f"{name} either {own}, or is sharded already, and then most samples are lost from now on. Its first "
+            f"samples do not show which. {_LEADS}Make the sampler's order the same on every rank; or, if it is "
+            f"sharded, {mark}."
+        )
+    return f"{listed.capitalize()} would draw different orders: {cause}"
+
+
+def _relation(parties: Sequence[tuple[int, FirstSamples] | None], ranks: int) -> str:
+    known = [party for party in parties if party is not None]
+    return relation_of([first for _, first in known], known[0][0], ranks) if len(known) == len(parties) else "unclear"
+
+
+AGREEING = "Agreeing on how data is sharded"
+_numbers = count(1)
+# How many loaders without a seed these ranks have patched that had such a stream.
+_numbers_of_like: Counter[tuple[int | str, ...]] = Counter()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What each rank reports about one loader.
+
+    Attributes:
+        place: Its name among several loaders; empty for a single one.
+        compared: What must be the same on every rank, by name.
+        order: A fingerprint of the stream's first items; None if unknown.
+        samples: Fingerprints of the samples that the dataset holds, as far as they are known.
+        stream: A fingerprint of what distinguishes the loader's stream from others.
+        seed: The seed that was chosen, if one was.
+        base_seed: What the seed follows from if none was chosen.
+        generators: The states of the user's generators.
+        synchronises: Whether the ranks synchronise in every epoch.
+        ahead: How many batches the loader's workers prefetch.
+        share: Which shard this rank takes.
+        made_for: For which rank of how many the loader is sharded already; None if unknown.
+    """
+
+    place: str
+    compared: Mapping[str, object]
+    order: str | None
+    samples: Sequence[Content]
+    stream: str
+    seed: int | None
+    base_seed: int
+    generators: Sequence[torch.Tensor]
+    synchronises: bool
+    ahead: int
+    share: int
+    made_for: HeldWorld | None
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What each rank reports.
+
+    Attributes:
+        nest: A description of its loaders.
+        common: What must be the same on every rank for all of its loaders, by name.
+        records: One for each loader.
+    """
+
+    nest: str
+    common: Mapping[str, object]
+    records: Sequence[Record]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the first rank concludes about one loader.
+
+    Attributes:
+        seed: The loader's own seed.
+        generators: The states of the first rank's generators.
+        orders: The ranks' orders where they differ; else empty.
+        number: The number of this agreement.
+    """
+
+    seed: int
+    generators: Sequence[torch.Tensor]
+    orders: Mapping[int, str | None]
+    number: int
+
+
+_OfOneLoader: TypeAlias = Mapping[int, Record]
+
+
+def judge(told: Mapping[int, Told]) -> dict[int, tuple[Verdict, ...]]:
+    """Compare the ranks' loaders, and decide for each what is used on all ranks.
+
+    Raises:
+        RankMismatchError: They differ. No seed counts as given then.
+    """
+    require_same(AGREEING, {rank: {"loaders": said.nest} for rank, said in told.items()})
+    by_rank = (said.records for said in told.values())
+    loaders = [dict(zip(told, records, strict=True)) for records in zip(*by_rank, strict=True)]
+    for records in loaders:
+        with told_at(_place(records)):
+            require_same_samples(AGREEING, {rank: record.samples for rank, record in records.items()})
+    require_same(AGREEING, {rank: _facts(said) for rank, said in told.items()})
+    for records in loaders:
+        with told_at(_place(records)):
+            _require_alike(records)
+    return dict.fromkeys(told, tuple(map(_verdict, loaders)))
+
+
+def _place(records: _OfOneLoader) -> str:
+    return next(iter(records.values())).place
+
+
+def _facts(said: Told) -> dict[str, object]:
+    """Return everything that must be the same on every rank, by names that include the loader's."""
+    facts = {
+        f"{record.place} {name}".strip(): value for record in said.records for name, value in record.compared.items()
+    }
+    return facts | dict(said.common)
+
+
+def _require_alike(records: _OfOneLoader) -> None:
+    """Raise RankMismatchError if the ranks' loaders are sharded in ways that do not fit, or prefetch differently."""
+    held = {rank: (record.share, record.made_for) for rank, record in records.items() if record.made_for is not None}
+    if len(held) == len(records):
+        require_all_shares(AGREEING, held)
+    if _differing_orders(records) or any(record.synchronises for record in records.values()):
+        require_same(AGREEING, {rank: {"batches fetched ahead": record.ahead} for rank, record in records.items()})
+
+
+def _verdict(records: _OfOneLoader) -> Verdict:
+    first = next(iter(records.values()))
+    seed = _own_seed(list(records), first) if first.seed is None else first.seed
+    return Verdict(seed, first.generators, _differing_orders(records), next(_numbers))
+
+
+def _own_seed(members: Sequence[int], first: Record) -> int:
+    """Return a seed for one loader alone, so that no two loaders of these ranks have the same order.
+
+    Count per group and stream: tensor-parallel ranks in another group must come to the same seed, even if only one of
+    the groups has patched, say, a loader for validation before.
+    """
+    loader: tuple[int | str, ...] = (*members, first.stream)
+    _numbers_of_like[loader] += 1
+    return loader_seed(first.base_seed, first.stream, _numbers_of_like[loader])
+
+
+def _differing_orders(records: _OfOneLoader) -> Mapping[int, str | None]:
+    orders = {rank: record.order for rank, record in records.items()}
+    parties = by_value(orders)
+    return {} if None in parties or len(parties) == 1 else orders
+
 
 # How a call for a single loader or sampler is described.
 ONE = "one"

@@ -4,26 +4,150 @@ It is a separate gloo group, made when the pass begins and closed when it ends. 
 background of the step, and a rank that leaves or fails is named to the others.
 """
 
+import atexit
+import json
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
-from ddp_patch.compat.torch_groups import default_store, gather_in_background, gloo_group
-from ddp_patch.errors import DDPPatchError, MissingRanksError, message_of
-from ddp_patch.ranks.comparison import ranks_text, require_same
-from ddp_patch.ranks.exchange import exchange, store_reached
-from ddp_patch.ranks.last_words import Kind, LastWords
-from ddp_patch.ranks.lingering import NO_TAG, cut, let_go, linger
-from ddp_patch.ranks.packing import from_parts, in_parts
+from ddp_patch.compat.private_torch import default_store, gather_in_background, gloo_group
+from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
+from ddp_patch.ranks.exchange import exchange, from_parts, in_parts, ranks_text, require_same, store_reached
 
-__all__ = ["Channel", "opened"]
+__all__ = ["NO_TAG", "Channel", "Kind", "LastWords", "StepSums", "cut", "let_go", "linger", "opened", "opened_sums"]
+
+
+# A tag that nothing is sent with.
+NO_TAG = 2**30
+
+
+class _Lingering(NamedTuple):
+    """What is left of a channel while others may still need what this rank has said."""
+
+    group: Any
+    work: Any
+    members: int
+    place: int
+
+
+_lingering: list[_Lingering] = []
+
+
+def linger(group: Any, work: Any, members: int, place: int) -> None:
+    """Keep a group until its work is over. To drop it before would wait for the others."""
+    _lingering.append(_Lingering(group, work, members, place))
+
+
+def let_go() -> None:
+    """Drop what lingers and is over."""
+    _lingering[:] = [channel for channel in _lingering if not channel.work.is_completed()]
+
+
+@atexit.register
+def _cut_all() -> None:
+    """Break what lingers, so that no process waits for others at its end."""
+    for channel in _lingering:
+        cut(channel.group, channel.members, channel.place)
+    _lingering.clear()
+
+
+def cut(group: Any, members: int, place: int) -> None:
+    """Break all connections of a group."""
+    for other in range(members):
+        if other != place:
+            # gloo breaks all connections when a time is over.
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], other, NO_TAG).wait(timedelta(milliseconds=1))
+
+
+Kind: TypeAlias = Literal["left", "failed", "missing"]
+
+
+class LastWords:
+    """What the members of a channel write into the store: who left it first, and who waits.
+
+    The first word stays until its writer opens its next channel; the rest goes with the channel.
+
+    Args:
+        name: The channel's name.
+        members: The global ranks that take part.
+        doing: What they are doing, for errors.
+        stale: Keys of earlier channels, which are deleted; this channel's come there.
+    """
+
+    def __init__(self, name: str, members: Sequence[int], doing: str, stale: list[str]) -> None:
+        self.name = name
+        self._members, self._doing, self._stale = members, doing, stale
+        self._store: Any = default_store()
+        self._first, self._waits = f"ddp_patch/words/{name}", f"ddp_patch/waits/{name}"
+        self._is_waiting = False
+        while stale:
+            self._store.delete_key(stale.pop())
+
+    def leave(self, place: int, kind: Kind, said: str, steps: int = 0) -> None:
+        """Write why this rank leaves, unless another has written already.
+
+        Args:
+            place: This rank's number among the members.
+            kind: Whether it asks for no more, cannot continue, or misses others.
+            said: After which batch, why, or the whole error.
+            steps: In how many steps it took part.
+        """
+        word = json.dumps([place, kind, said, steps])
+        if self._store.compare_set(self._first, "", word).decode() == word:
+            self._stale.append(self._first)
+
+    def require_none(self, step: int | None = None) -> None:
+        """Raise the error of the member that left first, if one did.
+
+        Args:
+            step: The step that this rank waits for. A member that left after its part in that step is not to blame.
+        """
+        if not self._store.check([self._first]):
+            return
+        place, kind, said, steps = json.loads(self._store.get(self._first))
+        if kind != "left" or step is None or step >= steps:
+            raise self._error(place, kind, said)
+
+    def _error(self, place: int, kind: Kind, said: str) -> DDPPatchError:
+        who = ranks_text([self._members[place]])
+        if kind == "missing":
+            return MissingRanksError(said)
+        if kind == "failed":
+            return RankMismatchError(
+                f"{self._doing}: {who} could not continue.\n  {who}: {said}\n"
+                "Correct the error above and start all ranks again."
+            )
+        return RankMismatchError(
+            f"{self._doing}: {who} left this pass after {said}, and others ask for more. The ranks communicate in "
+            "each step, so every pass needs all of them. Let every rank take equally many batches: break after the "
+            "same one on all, or iterate to the end."
+        )
+
+    def wait(self, place: int, step: int) -> None:
+        """Write that this rank waits for a step."""
+        self._store.set(f"{self._waits}/{place}", f"{step}")
+        self._is_waiting = True
+
+    def not_waiting(self, step: int) -> list[int]:
+        """Return the numbers of the members that do not wait for a step."""
+        keys = [f"{self._waits}/{place}" for place in range(len(self._members))]
+        said = [int(self._store.get(key)) if self._store.check([key]) else -1 for key in keys]
+        return [place for place, waits_for in enumerate(said) if waits_for != step]
+
+    def tidy(self, place: int) -> None:
+        """Delete what this rank wrote about waiting."""
+        if self._is_waiting:
+            self._store.delete_key(f"{self._waits}/{place}")
+
 
 # After so long, a rank that waits looks whether another has left, and says that it waits.
 _SLICE_S = 1.0
@@ -232,3 +356,48 @@ class Channel:
         with suppress(RuntimeError):  # the store may be gone
             self._words.leave(self.place, "missing", text)
         return MissingRanksError(text)
+
+
+class _Sum(NamedTuple):
+    value: float
+    is_over: bool  # whether no rank has a step any more
+
+
+class StepSums:
+    """Sums over the ranks, one a step. Ranks may make different numbers of steps."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def of(self, value: float) -> float:
+        """Return the sum of all ranks' values of this step.
+
+        Raises:
+            RankMismatchError: A rank broke off or failed.
+            MissingRanksError: A rank did not come to this step in time.
+        """
+        return self._next(value, has_step=True).value
+
+    def finish(self) -> None:
+        """Take part in the other ranks' steps until no rank has one."""
+        while not self._next(0.0, has_step=False).is_over:
+            pass
+
+    def _next(self, value: float, *, has_step: bool) -> _Sum:
+        (bits,) = struct.unpack("q", struct.pack("d", value))
+        self._channel.say([bits, has_step])
+        said = self._channel.heard()
+        values = struct.unpack(f"{len(said)}d", struct.pack(f"{len(said)}q", *(row[0] for row in said)))
+        self._channel.given += has_step
+        return _Sum(sum(values), not any(row[1] for row in said))
+
+
+@contextmanager
+def opened_sums(
+    members: Sequence[int], doing: str, facts: Mapping[str, object], timeout: float, stale: list[str]
+) -> Iterator[StepSums]:
+    """Meet the other ranks, and connect with them for a pass; see ``opened``."""
+    with opened(members, doing, facts, timeout, stale) as channel:
+        sums = StepSums(channel)
+        yield sums
+        sums.finish()

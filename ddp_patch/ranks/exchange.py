@@ -5,21 +5,132 @@ subset of ranks, leaves no group behind, and can name the missing ranks.
 """
 
 import hashlib
+import io
+import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
-from ddp_patch.compat.torch_groups import default_store
+from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
-from ddp_patch.ranks.comparison import by_value, ranks_text
-from ddp_patch.ranks.packing import packed, unpacked
 
-__all__ = ["exchange", "refuse", "store_reached"]
+__all__ = [
+    "by_value",
+    "bytes_of",
+    "exchange",
+    "from_parts",
+    "in_parts",
+    "packed",
+    "ranks_text",
+    "refuse",
+    "require_same",
+    "store_reached",
+    "unpacked",
+]
 
 V = TypeVar("V")
+
+
+def ranks_text(numbers: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 0, 2"."""
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+
+
+def by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
+    """Return the ranks that have each value."""
+    holders: dict[Any, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        holders[value].append(rank)
+    return holders
+
+
+def require_same(doing: str, records: Mapping[int, Mapping[str, object]]) -> None:
+    """Raise RankMismatchError, with a table of who has what, unless every rank's facts are the same."""
+    rows = []
+    for name in dict.fromkeys(name for record in records.values() for name in record):
+        holders = by_value({rank: str(record.get(name, "nothing")) for rank, record in records.items()})
+        if len(holders) > 1:
+            rows.append(
+                f"  {name}: " + "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in holders.items())
+            )
+    if rows:
+        raise RankMismatchError(
+            f"{doing}: the ranks differ, so their shards would overlap or their steps would not be equal.\n"
+            + "\n".join(rows)
+            + "\nMake these the same on every rank, and call and iterate the same loaders on each."
+        )
+
+
+def packed(value: Any, beside: Callable[[pickle.PickleBuffer], object] | None = None) -> bytes:
+    """Pickle a value; tensors arrive detached, and those of other devices than the CPU travel through it.
+
+    Args:
+        value: Anything that can be pickled.
+        beside: Called with the memory of each tensor and array, which then stays out of the pickle.
+    """
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=beside).dump(value)
+    return file.getvalue()
+
+
+def unpacked(data: Any, beside: Sequence[torch.Tensor] = ()) -> Any:
+    """Return a pickled value.
+
+    Args:
+        data: What ``packed`` returned.
+        beside: The memory that stayed out of the pickle, in order. The value then lives in it.
+    """
+    return pickle.loads(data, buffers=[part.numpy() for part in beside])  # noqa: S301 - our own ranks'
+
+
+def in_parts(value: Any) -> list[torch.Tensor]:
+    """Return a value as bytes to send: its pickle, then the memory of each tensor and array, uncopied if possible."""
+    parts: list[torch.Tensor] = []
+    data = packed(value, lambda memory: parts.append(_as_tensor(memory.raw())))
+    return [_as_tensor(memoryview(bytearray(data))), *parts]
+
+
+def from_parts(parts: Sequence[torch.Tensor]) -> Any:
+    """Return the value of which ``in_parts`` made these."""
+    data, *beside = parts
+    return unpacked(data.numpy().data, beside)
+
+
+def _as_tensor(memory: memoryview) -> torch.Tensor:
+    """Return the same memory as a tensor; a copy where it may not be written to."""
+    if not len(memory):
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's values: the same memory where it lies there in order, on the CPU."""
+    plain: torch.Tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles the values of tensors alone; torch would pickle all of the storage that a view is a part of."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to make a tensor again, or NotImplemented for the usual way."""
+        is_plain = type(value) is torch.Tensor and value.layout == torch.strided and not value.is_quantized
+        if not is_plain or value.is_meta:
+            return NotImplemented
+        data = bytes_of(value).numpy() if value.numel() else np.empty(0, np.uint8)
+        return _tensor, (data, value.dtype, tuple(value.shape), value.device.type)
+
+
+def _tensor(data: Any, dtype: torch.dtype, shape: Sequence[int], device: str) -> torch.Tensor:
+    """Make a tensor of these bytes again."""
+    return torch.from_numpy(data).view(dtype).reshape(shape).to(device)
+
 
 # The first member waits for all; the others wait this much longer for its answer.
 MARGIN_S = 5.0

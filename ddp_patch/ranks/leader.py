@@ -8,9 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch.distributed as dist
 
 from ddp_patch.errors import LeaderError
-from ddp_patch.ranks.comparison import require_same
-from ddp_patch.ranks.exchange import exchange
-from ddp_patch.ranks.packing import packed, unpacked
+from ddp_patch.ranks.exchange import exchange, packed, require_same, unpacked
 
 __all__ = ["FIRST_PIECE", "LARGEST_PIECE", "Leader"]
 

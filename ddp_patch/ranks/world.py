@@ -9,7 +9,7 @@ from typing import SupportsIndex
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_patch.compat.torch_groups import root_mesh
+from ddp_patch.compat.private_torch import root_mesh
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.options import check_rank, whole_number
 

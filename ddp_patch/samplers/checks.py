@@ -11,6 +11,7 @@ from ddp_patch.errors import SamplerError
 
 __all__ = ["Integers", "flag", "integers", "randomness", "sequence", "whole"]
 
+
 _LARGEST = np.iinfo(np.int64).max
 
 Integers: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor

@@ -1,22 +1,220 @@
-"""Samplers whose epochs follow from a key: the seed and the epoch, or a number that the pass draws."""
+"""The base of these samplers: passes that are keyed by seed and epoch, their states, and a scalable shuffle."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from itertools import chain
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import Sampler
 
 from ddp_patch.errors import SamplerError
-from ddp_patch.samplers.checks import randomness
-from ddp_patch.samplers.passes import At, CountingSampler, Positions
-from ddp_patch.samplers.states import check_number, named_state
-from ddp_patch.streams.seeding import shuffle_key
+from ddp_patch.orders.chunks import Progress
+from ddp_patch.orders.orders import Permutation
+from ddp_patch.orders.random_states import EpochCounter, shuffle_key
+from ddp_patch.plan import blocks
+from ddp_patch.samplers.checks import randomness, whole
 
-__all__ = ["KeyedSampler", "LatestEpoch", "generator_of", "taken_from"]
+__all__ = [
+    "At",
+    "CountingSampler",
+    "KeyedSampler",
+    "LatestEpoch",
+    "Positions",
+    "ResumableSampler",
+    "ScalableRandomSampler",
+    "Stateful",
+    "check_names",
+    "check_number",
+    "generator_of",
+    "named_state",
+    "taken_from",
+]
 
 T = TypeVar("T")
 Epoch = TypeVar("Epoch")
+
+
+# Raise this number when states get other contents, or when an epoch's order changes.
+_VERSION = 1
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state can be saved and loaded, by torch's protocol."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from a saved state."""
+
+
+def named_state(sampler: object, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with the sampler's kind and the version in it.
+
+    Examples:
+        >>> named_state(range(3), {"taken": 2})
+        {'kind': 'range', 'version': 1, 'taken': 2}
+    """
+    return {"kind": type(sampler).__name__, "version": _VERSION, **values}
+
+
+def check_names(sampler: object, state: Mapping[str, Any], names: set[str]) -> None:
+    """Raise SamplerError unless a state has this sampler's kind and version, and exactly these names."""
+    name = type(sampler).__name__
+    if not isinstance(state, Mapping) or state.get("kind") != name:
+        kind = state.get("kind", "nothing named") if isinstance(state, Mapping) else f"a {type(state).__name__}"
+        raise SamplerError(
+            f"{name}.load_state_dict() was given the state of {kind}, which another kind of sampler saved. Pass what "
+            f"the state_dict() of a {name} returned."
+        )
+    if state.get("version") != _VERSION:
+        raise SamplerError(
+            f"{name}.load_state_dict() was given version {state.get('version')!r} and reads {_VERSION}: the order of "
+            "an epoch may differ. Use the version of ddp_patch that saved it, or begin the epoch again."
+        )
+    if differing := sorted(names ^ state.keys()):
+        raise SamplerError(
+            f"{name}.load_state_dict() was given {sorted(state)} and needs {sorted(names)}: "
+            f"{', '.join(differing)} is in only one of them, as when one sampler was given generator= and the other "
+            "was not. Make the sampler with the arguments of the one that was saved."
+        )
+
+
+def check_number(sampler: object, name: str, value: object, least: int, most: int | None = None) -> None:
+    """Raise SamplerError unless a number in a state lies in the range that the sampler can have saved."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not (is_whole and least <= value and (most is None or value <= most)):  # type: ignore[operator]  # a whole one
+        bounds = f"at least {least}" if most is None else f"{least} to {most}"
+        raise SamplerError(
+            f"{type(sampler).__name__} cannot resume from a state with {name}={value!r}: it must be a whole number, "
+            f"{bounds}. Pass what the state_dict() of a sampler with the same arguments returned."
+        )
+
+
+Positions: TypeAlias = npt.NDArray[np.int64]
+# An epoch, as a function that returns the items at any of its positions.
+At: TypeAlias = Callable[[Positions], Sequence[Any] | npt.NDArray[Any]]
+
+
+class ResumableSampler(Sampler[T]):
+    """A sampler whose pass can be stopped and resumed, in this process or another.
+
+    A subclass implements ``_begin``, which begins a pass and returns its items in parts. It also implements ``_state``,
+    ``_check_state`` and ``_load_state`` for all that a pass follows from, except how many items were taken.
+    """
+
+    _count = "taken"  # the name in a state for how far the pass has come
+    _first = 0  # where that count begins
+    _block = 4096  # how many items are looked up at once, at most
+    _progress: Progress | None = None  # of the latest pass
+    _skip = 0  # where the next pass begins
+
+    def __iter__(self) -> Iterator[T]:
+        return chain.from_iterable(self._parts())
+
+    def _parts(self) -> Iterator[Iterator[T]]:
+        """Yield a pass in parts, and draw nothing before the first item is asked for, as torch's samplers do."""
+        skip, self._skip = self._skip, self._first
+        parts = self._begin(skip)
+        self._progress = progress = Progress(skip)
+        for part in parts:
+            yield progress.give(part)
+        progress.end()
+
+    def _begin(self, skip: int) -> Iterator[Sequence[Any]]:
+        raise NotImplementedError
+
+    def _looked_up(self, at: At, skip: int, length: int) -> Iterator[Sequence[Any]]:
+        """Look an epoch's items up in parts, from position ``skip`` on."""
+        self._require_count(skip, length)
+        parts = (at(np.arange(run.start, run.stop)) for run in blocks(range(skip, length), self._block))
+        return (found.tolist() if isinstance(found, np.ndarray) else found for found in parts)
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether a pass has begun and not ended."""
+        return self._progress is not None and not self._progress.is_ended
+
+    def _leave(self) -> None:
+        """Forget the pass that is running or was loaded, so that the next one begins at its first item."""
+        self._progress, self._skip = None, self._first
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the latest pass, as plain values.
+
+        The state counts the items taken from this sampler, and a ``DataLoader`` with workers takes them ahead of the
+        training. In a patched loader, save the state of that loader's own sampler instead.
+        """
+        if self._progress is None or self._progress.is_ended:
+            return self.state_between_passes()
+        return named_state(self, {self._count: self._progress.taken, **self._state(in_pass=True)})
+
+    def state_between_passes(self) -> dict[str, Any]:
+        """Return the state from which the next pass begins, as if a pass that is running were left."""
+        return named_state(self, {self._count: self._skip, **self._state(in_pass=False)})
+
+    def _state(self, *, in_pass: bool) -> dict[str, Any]:
+        """Return what the running pass follows from if ``in_pass``, else what the next one follows from."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Make the next pass resume where a sampler with the same arguments was saved.
+
+        ``len()`` stays the length of a whole pass.
+
+        Args:
+            state_dict: What ``state_dict()`` returned.
+
+        Raises:
+            SamplerError: The state is damaged or belongs to something else. Nothing has changed then.
+        """
+        check_names(self, state_dict, set(self.state_between_passes()))
+        self._require_count(state_dict[self._count])
+        self._check_state(state_dict)
+        self._leave()
+        self._load_state(state_dict)
+        self._skip = state_dict[self._count]
+
+    def _require_count(self, taken: object, most: int | None = None) -> None:
+        check_number(self, self._count, taken, self._first, most)
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise SamplerError unless ``_load_state`` can load the state."""
+        raise NotImplementedError
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class CountingSampler(ResumableSampler[T]):
+    """A resumable sampler that counts its own epochs."""
+
+    def __init__(self) -> None:
+        self.epochs: EpochCounter = EpochCounter()
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch; before the first pass, the next one."""
+        return self.epochs.current
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one. If this is never called, each pass that draws an item is the next epoch's."""
+        before = None if self._is_running else self.epochs.upcoming
+        self.epochs.set(whole("epoch", epoch, 0, "an epoch's order is derived from its number"))
+        if self.epochs.upcoming != before:  # the same epoch again keeps a pass that was loaded
+            self._leave()
+
+    def _state(self, *, in_pass: bool) -> dict[str, Any]:
+        return {"epoch": self.epochs.current if in_pass else self.epochs.upcoming}
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        check_number(self, "epoch", state["epoch"], 0)
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        self.epochs.set(state["epoch"])
 
 
 def generator_of(key: np.random.SeedSequence) -> np.random.Generator:
@@ -158,3 +356,34 @@ class KeyedSampler(CountingSampler[T]):
         self._to_come = state["drawn"]
         if self.generator is not None:
             self.generator.set_state(state["generator"])
+
+
+class ScalableRandomSampler(KeyedSampler[int]):
+    """Shuffle ``range(n)`` in constant memory: each item is computed when it is needed.
+
+    Args:
+        n: How many samples there are, from 0 to 2**63 - 1.
+        seed: Every epoch's order follows from it and the epoch's number.
+        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
+
+    Raises:
+        SamplerError: ``n`` is no such number, or ``seed`` and ``generator`` are both given.
+
+    Examples:
+        >>> sampler = ScalableRandomSampler(10**12, seed=0)
+        >>> first = next(iter(sampler))
+        >>> first == sampler.items_at(np.array([0]), epoch=0).item()
+        True
+    """
+
+    _block = 2**16  # the permutation takes some hundred numpy calls for however few positions
+
+    def __init__(self, n: int, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
+        super().__init__(seed, generator)
+        self.n: int = whole("n", n, 0, "it is the number of samples to shuffle", bits=63)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def _order(self, key: np.random.SeedSequence) -> At:
+        return Permutation(self.n, key)

@@ -8,11 +8,9 @@ import numpy.typing as npt
 import torch
 
 from ddp_patch.errors import SamplerError
-from ddp_patch.samplers.categories import categories_of
 from ddp_patch.samplers.checks import whole
-from ddp_patch.samplers.classes import Classes, Labels, smallest
-from ddp_patch.samplers.keyed import KeyedSampler, generator_of, taken_from
-from ddp_patch.samplers.passes import At
+from ddp_patch.samplers.classes import Classes, Labels, categories_of, smallest
+from ddp_patch.samplers.keyed import At, KeyedSampler, generator_of, taken_from
 
 __all__ = ["PKBatchSampler"]
 

@@ -14,8 +14,7 @@ import torch
 from ddp_patch.errors import SamplerError
 from ddp_patch.samplers.checks import whole
 from ddp_patch.samplers.classes import Classes, Labels, plain
-from ddp_patch.samplers.keyed import KeyedSampler, generator_of, taken_from
-from ddp_patch.samplers.passes import At
+from ddp_patch.samplers.keyed import At, KeyedSampler, generator_of, taken_from
 
 __all__ = ["WeightedClassSampler"]
 

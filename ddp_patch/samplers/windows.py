@@ -10,10 +10,9 @@ import torch
 from torch.utils.data import Dataset
 
 from ddp_patch.errors import SamplerError
+from ddp_patch.orders.orders import Permutation
 from ddp_patch.samplers.checks import flag, whole
-from ddp_patch.samplers.keyed import KeyedSampler, generator_of
-from ddp_patch.samplers.passes import At, Positions
-from ddp_patch.streams.permutation import Permutation
+from ddp_patch.samplers.keyed import At, KeyedSampler, Positions, generator_of
 
 __all__ = ["WindowDataset", "WindowSampler"]
 

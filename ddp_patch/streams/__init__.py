@@ -1,3 +1,3 @@
-"""Streams of items: their order, their random states, and how they are drawn."""
+"""One rank's share of an iterable dataset, which is read inside the workers."""
 
 __all__: list[str] = []

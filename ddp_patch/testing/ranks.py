@@ -1,4 +1,4 @@
-"""Real ranks for tests: ``run_ranks`` calls a function on every rank of a new gloo group."""
+"""Run a function on real ranks, and guard tests against loaders that nobody patched."""
 
 import contextlib
 import faulthandler
@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import resource_tracker
@@ -19,17 +20,72 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, TypeVar, TypeVarTuple, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
-from ddp_patch.errors import InvalidOptionError, RanksFailedError
+from ddp_patch.errors import InvalidOptionError, NotPatchedError, RanksFailedError
+from ddp_patch.loaders.hooks import about_to_use, called_before, made, places_recorded
+from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.options import is_seconds, whole_number
-from ddp_patch.testing.guard import guard_this_process
 
-__all__ = ["run_ranks"]
+__all__ = ["guard_this_process", "guarded", "run_ranks"]
 
 R = TypeVar("R")
+
+
+# An environment variable, so that ranks are guarded too, however a guarded test starts them.
+_VARIABLE = "DDP_PATCH_GUARD"
+_for_good = ExitStack()  # guards this process as long as it is open
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Raise when an unpatched loader is iterated in a process group of several ranks: a context manager.
+
+    Ranks that are started inside are guarded too, once they import ``ddp_patch``.
+
+    Raises:
+        NotPatchedError: From ``iter(loader)``, with the file and line that made the loader.
+
+    Examples:
+        >>> with guarded():
+        ...     len(list(DataLoader(range(4))))  # no process group is up
+        4
+    """
+    with patch.dict(os.environ, {_VARIABLE: "1"}), _iteration_guarded():
+        yield
+
+
+def guard_this_process() -> None:
+    """Guard this process from now on if its environment says so, and otherwise stop guarding it."""
+    _for_good.close()
+    if _VARIABLE in os.environ:
+        _for_good.enter_context(_iteration_guarded())
+
+
+@contextmanager
+def _iteration_guarded() -> Iterator[None]:
+    with places_recorded(), called_before("__iter__", _require_sharded):
+        yield
+
+
+def _require_sharded(loader: DataLoader[Any]) -> None:
+    about_to_use(loader)
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1 and sharded_by(loader) is None:
+        where = made(loader)
+        unknown = "an unknown line, before the guard was on"
+        place = unknown if where is None else where.place
+        raise NotPatchedError(
+            f"Rank {dist.get_rank()} of {ranks} iterates a {type(loader).__name__} that is not sharded, so every rank "
+            f"gets all of its data. It was made at {place}. Pass it through patch_dataloader_to_ddp() there. If its "
+            "sampler or dataset shards by itself, set is_ddp_aware = True in that class."
+        )
+
+
 Arguments = TypeVarTuple("Arguments")
 
 

@@ -17,7 +17,7 @@ from zoo import seed_ambient
 
 from ddp_patch import StateError, autopatch, patch_dataloader_to_ddp
 from ddp_patch.integrations.transformers import PatchedLoadersMixin, _LoaderPlace
-from ddp_patch.several import PatchOptions
+from ddp_patch.patching import PatchOptions
 
 RANKS = 2
 ROWS: Any = [{"numbers": torch.tensor([float(number)]), "labels": number} for number in range(26)]

@@ -34,10 +34,9 @@ from ddp_patch import (
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import Options
 from ddp_patch.ranks.world import World
-from ddp_patch.shares.iterables.dataset import ShardedIterable
-from ddp_patch.shares.iterables.reading import this_worker
-from ddp_patch.shares.iterables.starts import Items
-from ddp_patch.shares.refusals import require_shareable
+from ddp_patch.sharding.refusals import require_shareable
+from ddp_patch.streams.dataset import ShardedIterable
+from ddp_patch.streams.reading import Items, this_worker
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 

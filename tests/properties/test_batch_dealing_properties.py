@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ddp_patch.options import Uneven
 from ddp_patch.plan import Plan
-from ddp_patch.streams.dealing import deal_batch
+from ddp_patch.sharding.balancing import deal_batch
 
 ROUNDING = 1e-5  # of single precision, over some additions: of all that a batch costs
 

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ddp_patch.costs import CostOf
-from ddp_patch.streams.dealing import deal, deal_batch
+from ddp_patch.sharding.balancing import deal, deal_batch
 
 ROUNDING = 1e-5  # of single precision, over some additions: of all that a batch costs
 TINY = 1e-37  # of the dearest cost: what is less is nothing to single precision

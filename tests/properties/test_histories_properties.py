@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
+from ddp_patch.orders.random_states import EpochCounter
 from ddp_patch.ranks.histories import History, Record, Standing, State, contradiction
-from ddp_patch.streams.seeding import EpochCounter
 
 SIZE = 2  # items in a batch
 

@@ -15,7 +15,7 @@ from zoo import Indices, PKBatches, Source, seed_ambient
 
 import ddp_patch
 from ddp_patch import MissingRanksError, NotPatchedError, RankMismatchError, autopatch, leave_alone, unpatched
-from ddp_patch.testing.guard import guarded
+from ddp_patch.testing.ranks import guarded
 
 N = 23
 WAYS = ("ddp_patch.unpatched()", "ddp_patch.leave_alone(loader)", "--except")

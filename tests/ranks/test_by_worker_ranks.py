@@ -32,8 +32,8 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.compat.torch_groups import default_store
-from ddp_patch.shares.iterables import even_steps
+from ddp_patch.compat.private_torch import default_store
+from ddp_patch.streams import by_worker
 
 BATCH = 2
 
@@ -245,7 +245,7 @@ def left_and_begun_again(rank: int, world_size: int) -> list[tuple[str, object]]
             iter(copy.copy(loader))
     pinned: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(even_steps, "pinned_by", lambda _, batch: [pinned.append(batch), batch][1])  # type: ignore[func-returns-value]  # it notes what comes
+        patch.setattr(by_worker, "pinned_by", lambda _, batch: [pinned.append(batch), batch][1])  # type: ignore[func-returns-value]  # it notes what comes
         given_out = list(made(Case([3, 9])))
     received = [batch for batch in given_out if any(batch is one for one in pinned)]
     found.append(("what came is pinned", len(received) == len(pinned) == (2 if rank == 0 else 0)))

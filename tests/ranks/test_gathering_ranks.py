@@ -30,7 +30,7 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.errors import message_of
-from ddp_patch.evaluation import transfer
+from ddp_patch.evaluation import send
 from ddp_patch.plan import Plan
 
 SEED = 100
@@ -144,7 +144,7 @@ def by_steps(name: str, given: DataLoader[Any]) -> Iterator[list[Any]]:
 
 def every_form(rank: int, world_size: int) -> None:
     for most in (50, 2**26):  # bytes at once
-        transfer._LARGEST_MESSAGE = most
+        send._LARGEST_MESSAGE = most
         ways: list[dict[str, Any]] = [{"uneven": "pad"}, {"uneven": "keep", "layout": "contiguous"}]
         for n, way in product((0, 1, N), ways):
             given = patch_dataloader_to_ddp(loader(sampler=list(range(n))), **way)
@@ -401,10 +401,10 @@ def failing(rank: int, world_size: int) -> tuple[str, str]:
     given = patched("sequential", rank, timeout=6)
     own = torch.tensor(outputs_of("sequential", given))
     if rank == 1:
-        bytes_of, transfer._bytes_of = transfer._bytes_of, None  # type: ignore[assignment]
+        bytes_of, send._bytes_of = send._bytes_of, None  # type: ignore[assignment]
         with pytest.raises(TypeError):
             gather_in_order(own, given)
-        transfer._bytes_of = bytes_of
+        send._bytes_of = bytes_of
         return "", ""
     with pytest.raises(MissingRanksError) as broken:
         gather_in_order(own, given)

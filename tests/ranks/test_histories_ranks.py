@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from zoo import Indices, Source, as_it_is, seed_ambient
 
 from ddp_patch import DDPSamplerWrapper, audit, loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.compat.torch_groups import default_store
+from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import DDPPatchError
 
 N = 21

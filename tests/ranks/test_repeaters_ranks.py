@@ -9,7 +9,7 @@ from repeaters import Infinite
 from zoo import Indices
 
 from ddp_patch import NotPatchedError, patch_dataloader_to_ddp
-from ddp_patch.testing.guard import guarded
+from ddp_patch.testing.ranks import guarded
 
 N = 21
 # Options, and the number of workers.

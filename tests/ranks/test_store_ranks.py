@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from zoo import Indices, Source, as_it_is, seed_ambient
 
 from ddp_patch import DDPPatchError, DDPSamplerWrapper, patch_dataloader_to_ddp, patch_dataloaders_to_ddp
-from ddp_patch.compat.torch_groups import default_store
+from ddp_patch.compat.private_torch import default_store
 
 MANY = 25
 

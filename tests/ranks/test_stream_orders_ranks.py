@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import as_it_is, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.compat.torch_groups import default_store
+from ddp_patch.compat.private_torch import default_store
 
 N = 400
 BATCHES = 12  # of 16 samples: 256 are noted within eight

@@ -36,11 +36,10 @@ from zoo import ALL_KINDS, BY_NAME, Indices, Kind, draw_ambient, loader, seed_am
 from ddp_patch import AuditError, InvalidOptionError, NoStepsError, NotALoaderError, audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import auditing, problem_kinds
 from ddp_patch.auditing.commands import commands
-from ddp_patch.auditing.draw.coding import Coding
-from ddp_patch.auditing.draw.simulate import ranks_of
-from ddp_patch.auditing.draw.subject import Subject
-from ddp_patch.auditing.page import page
-from ddp_patch.auditing.provenance import Provenance
+from ddp_patch.auditing.drawn import Coding
+from ddp_patch.auditing.report import Provenance, page
+from ddp_patch.auditing.simulate import ranks_of
+from ddp_patch.auditing.subject import Subject
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.samplers import PKBatchSampler
 

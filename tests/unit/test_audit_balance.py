@@ -17,12 +17,10 @@ from zoo import ALL_KINDS, Kind
 
 from ddp_patch import audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import Report
-from ddp_patch.auditing.page import page
-from ddp_patch.auditing.provenance import Provenance
+from ddp_patch.auditing.report import Provenance, page
 from ddp_patch.samplers import PKBatchSampler
-from ddp_patch.shares import dealing
-from ddp_patch.shares.dealing import Dealing
-from ddp_patch.streams.dealing import Dealt
+from ddp_patch.sharding import balancing
+from ddp_patch.sharding.balancing import Dealing, Dealt
 
 N = 400
 COSTS = np.random.default_rng(3).lognormal(3, 0.8, N).round() + 1
@@ -253,13 +251,13 @@ def test_batches_that_are_repeated_in_a_deal_are_found(monkeypatch: pytest.Monke
 
 
 def test_a_deal_that_mixes_two_batches_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    dealt = dealing._dealt
+    dealt = balancing._dealt
 
     def mixed(*given: Any) -> Iterator[Any]:
         for (first, second, *rest), places in dealt(*given):
             yield [[*first[:2], *second[2:]], [*second[:2], *first[2:]], *rest], places
 
-    monkeypatch.setattr(dealing, "_dealt", mixed)
+    monkeypatch.setattr(balancing, "_dealt", mixed)
     labels = [index % 8 for index in range(N)]
     given = plain(batch_sampler=PKBatchSampler(labels, 2, 2))
     assert audit(given, 2).ok

@@ -9,8 +9,7 @@ from messages import missing, raises
 from torch.utils.data import DataLoader, Subset
 
 from ddp_patch import InvalidOptionError, audit
-from ddp_patch.auditing.page import page
-from ddp_patch.auditing.provenance import Provenance
+from ddp_patch.auditing.report import Provenance, page
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -127,7 +127,7 @@ def test_importing_it_hooks_nothing() -> None:
         from torch.utils.data import DataLoader
         before = dict(vars(DataLoader)), dict(vars(DistributedDataParallel))
         import ddp_patch
-        assert "ddp_patch.autopatching" not in sys.modules
+        assert "ddp_patch.running" not in sys.modules
         ddp_patch.autopatch, ddp_patch.autopatch()
         assert (dict(vars(DataLoader)), dict(vars(DistributedDataParallel))) == before
     """

@@ -41,8 +41,8 @@ from ddp_patch import (
     patch_dataloaders_to_ddp,
     restore_loader,
 )
+from ddp_patch.orders.random_states import dealing_key
 from ddp_patch.plan import Plan
-from ddp_patch.streams.seeding import dealing_key
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
 

@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader
 
 import ddp_patch
 from ddp_patch import audit, patch_dataloader_to_ddp
-from ddp_patch.auditing.commands import commands
+from ddp_patch.auditing.commands import commands, refusal_text
 from ddp_patch.auditing.finding import find
 from ddp_patch.auditing.fixture import audit_or_fail
-from ddp_patch.auditing.refusals import refusal_text
 from ddp_patch.auditing.report import Report
 from ddp_patch.errors import AuditError, InvalidOptionError, NotALoaderError
 from ddp_patch.loaders.hooks import OURS
@@ -345,7 +344,7 @@ RAISING_BESIDE = "def make(rank, world_size):\n    raise LookupError('here')\n"
 @pytest.mark.parametrize("of", [ddp_patch, torch], ids=["ours", "torch"])
 def test_a_folder_whose_name_begins_like_ours_is_the_users(tmp_path: Path, of: Any, monkeypatch: Any) -> None:
     ours = tmp_path / of.__name__
-    monkeypatch.setattr("ddp_patch.auditing.refusals.OURS", (f"{ours}{os.sep}",))
+    monkeypatch.setattr("ddp_patch.auditing.commands.OURS", (f"{ours}{os.sep}",))
     file = ours.with_name(of.__name__ + "_runs") / "beside.py"
     file.parent.mkdir()
     file.write_text(RAISING_BESIDE)

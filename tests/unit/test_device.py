@@ -46,10 +46,8 @@ from ddp_patch import (
 )
 from ddp_patch.devices import checked_device, device_here
 from ddp_patch.evaluation import gather
-from ddp_patch.evaluation.connection import Connection, Members
-from ddp_patch.evaluation.places import Placed
-from ddp_patch.evaluation.rows import Form
-from ddp_patch.evaluation.transfer import Column, Given, gathered
+from ddp_patch.evaluation.outputs import Form
+from ddp_patch.evaluation.send import Column, Connection, Given, Members, Placed, gathered
 from ddp_patch.options import Options
 
 N = 23

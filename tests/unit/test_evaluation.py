@@ -47,10 +47,10 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.evaluation.places import places_of_rows as _places
+from ddp_patch.evaluation.send import places_of_rows as _places
 from ddp_patch.options import Layout, Uneven
 from ddp_patch.plan import Plan
-from ddp_patch.ranks.packing import packed
+from ddp_patch.ranks.exchange import packed
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
 

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_patch.streams.fingerprint import Fingerprint, fingerprint, is_known
+from ddp_patch.orders.fingerprint import Fingerprint, fingerprint, is_known
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def test_any_swap_shows(stream: list[int]) -> None:
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_it_is_the_same_in_every_process_and_under_every_hash_seed(hash_seed: str) -> None:
     stream = "[{'a', 'b', 'c', 'd'}, {'x': {'y', 'z'}}, 'text', (1, 2.5), b'']"
-    script = f"from ddp_patch.streams.fingerprint import fingerprint; print(fingerprint({stream}))"
+    script = f"from ddp_patch.orders.fingerprint import fingerprint; print(fingerprint({stream}))"
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
     output = subprocess.run(  # noqa: S603 - our own script
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True

@@ -9,11 +9,10 @@ from torch.utils.data import DataLoader
 from zoo import Source, as_it_is
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.ranks.stream_orders import Notes
-from ddp_patch.shares.iterables import first_items
-from ddp_patch.shares.iterables.first_items import FirstItems
-from ddp_patch.streams.fingerprint import COMPARED
-from ddp_patch.streams.item_hashes import hashes_of
+from ddp_patch.orders.fingerprint import COMPARED, hashes_of
+from ddp_patch.ranks.order_guard import Notes
+from ddp_patch.streams import marks
+from ddp_patch.streams.marks import FirstItems
 
 
 def noted(first: FirstItems, number: int = 1, part: int = 0) -> tuple[int, bool, bool]:
@@ -102,7 +101,7 @@ def test_an_item_that_cannot_be_looked_into_counts_as_any_other_such() -> None:
 
 def test_large_items_are_noted_only_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count(0, 0.3)  # so many seconds from one look at it to the next
-    monkeypatch.setattr(first_items, "thread_time", lambda: next(clock))
+    monkeypatch.setattr(marks, "thread_time", lambda: next(clock))
     first = FirstItems(1)
     read(first, 300)
     assert noted(first) == (4, True, False)

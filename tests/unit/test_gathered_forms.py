@@ -21,7 +21,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.evaluation.rows import form_of
+from ddp_patch.evaluation.outputs import form_of
 
 N = 23
 

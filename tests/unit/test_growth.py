@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from zoo import Indices, as_it_is
 
 from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
+from ddp_patch.orders.chunks import MOST_AHEAD
+from ddp_patch.orders.orders import Permutation
 from ddp_patch.plan import Plan
-from ddp_patch.streams.chunks import MOST_AHEAD
-from ddp_patch.streams.permutation import Permutation
 
 RANKS = [1, 16, 1024, 16_384]
 SIZES = [10**6, 10**9, 10**12]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 from zoo import as_it_is, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.streams.generators import (
+from ddp_patch.orders.generators import (
     as_read,
     random_generators,
     same_state,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ddp_patch.ranks import watching
+from ddp_patch.ranks import pass_monitor
 from ddp_patch.ranks.histories import Contradiction, History, Pace, Record, Run, Standing, State, contradiction
 from ddp_patch.ranks.notices import Peers
 
@@ -113,9 +113,9 @@ def test_comparisons_take_no_more_than_a_small_part_of_the_time(monkeypatch: pyt
             made.append(now)
             return {}
 
-    monkeypatch.setattr(watching, "Notices", Counted)
-    monkeypatch.setattr(watching, "perf_counter", lambda: now)
-    watch = watching.Watch(Peers("loader", 1, 0, [1]))
+    monkeypatch.setattr(pass_monitor, "Notices", Counted)
+    monkeypatch.setattr(pass_monitor, "perf_counter", lambda: now)
+    watch = pass_monitor.Watch(Peers("loader", 1, 0, [1]))
     for due in range(10_000):
         watch.compare(due)
         if due == 50:

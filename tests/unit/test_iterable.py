@@ -26,10 +26,10 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.options import Options
+from ddp_patch.orders.fingerprint import fingerprint
+from ddp_patch.orders.random_states import Seed
 from ddp_patch.plan import Batching, Plan
-from ddp_patch.shares.iterables.dataset import ShardedIterable
-from ddp_patch.streams.fingerprint import fingerprint
-from ddp_patch.streams.seeding import Seed
+from ddp_patch.streams.dataset import ShardedIterable
 
 
 def batches(dataset: IterableDataset[Any], rank: int, workers: int, **options: Any) -> list[Any]:

@@ -22,8 +22,8 @@ from zoo import Indices, loader
 
 import ddp_patch
 from ddp_patch import TorchVersionError, UnsupportedLoaderError, patch_dataloader_to_ddp
-from ddp_patch.compat import arrays, torch_groups, torch_loaders, torch_workers
-from ddp_patch.compat.missing import private
+from ddp_patch.compat import packages, private_torch
+from ddp_patch.compat.private_torch import private
 
 WORLD: Any = {"rank": 0, "num_replicas": 2}
 WORKER = torch.utils.data._utils.worker
@@ -38,25 +38,25 @@ def taken_away(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     [
         (
             "distributed.distributed_c10d._get_default_store",
-            torch_groups.default_store,
+            private_torch.default_store,
             "agreement",
             ("compatibility.md", "rank=", "num_replicas="),
         ),
         (
             "distributed.ProcessGroupGloo",
-            lambda: torch_groups.gloo_group(None, 0, 1, timedelta()),  # type: ignore[arg-type]  # not reached
+            lambda: private_torch.gloo_group(None, 0, 1, timedelta()),  # type: ignore[arg-type]  # not reached
             "send each other",
             "compatibility.md",
         ),
         (
             "_C._distributed_c10d.AllgatherOptions",
-            lambda: torch_groups.gather_in_background(None, torch.zeros(1), torch.zeros(1), timedelta()),
+            lambda: private_torch.gather_in_background(None, torch.zeros(1), torch.zeros(1), timedelta()),
             "by_worker",
             "compatibility.md",
         ),
         (
             "utils.data._utils.worker._generate_state",
-            lambda: torch_workers.seed_as_worker(0, 0),
+            lambda: private_torch.seed_as_worker(0, 0),
             "unpatched loader's workers",
             "compatibility.md",
         ),
@@ -80,16 +80,16 @@ def test_the_error_is_an_import_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
+    "name",
     [
-        (torch_loaders, "utils.data.dataloader._BaseDataLoaderIter"),
-        (torch_loaders, "utils.data.dataloader._BaseDataLoaderIter._reset"),
-        (torch_loaders, "utils.data.dataloader.DataLoader._get_iterator"),
-        (torch_workers, "utils.data._utils.worker.WorkerInfo"),
+        "utils.data.dataloader._BaseDataLoaderIter",
+        "utils.data.dataloader._BaseDataLoaderIter._reset",
+        "utils.data.dataloader.DataLoader._get_iterator",
+        "utils.data._utils.worker.WorkerInfo",
     ],
 )
-def test_without_these_nothing_is_imported(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec: Any = importlib.util.spec_from_file_location("another", module.__file__)
+def test_without_these_nothing_is_imported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec: Any = importlib.util.spec_from_file_location("another", private_torch.__file__)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))  # as long as nothing is taken away
     taken_away(monkeypatch, name)
     with raises(TorchVersionError, f"torch.{name}", "compatibility.md"):
@@ -100,32 +100,32 @@ def test_workers_that_are_kept_elsewhere_are_not_taken_for_new_ones() -> None:
     given = patch_dataloader_to_ddp(DataLoader(Indices()), **WORLD)
     del vars(given)["_iterator"]
     with raises(TorchVersionError, ("new workers", "DataLoader._iterator"), "persistent_workers=False"):
-        torch_loaders.forget_iterator(given)
+        private_torch.forget_iterator(given)
 
 
 def test_a_dataset_that_would_not_hear_which_worker_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A newer torch looks for a thread's worker info first."""
-    of_a_thread = torch_workers.made_worker_info(1, 2, 3, None)
-    telling = torch_workers.worker_info_told(torch_workers.made_worker_info(0, 2, 3, None))
+    of_a_thread = private_torch.made_worker_info(1, 2, 3, None)
+    telling = private_torch.worker_info_told(private_torch.made_worker_info(0, 2, 3, None))
     with monkeypatch.context() as patched, raises(TorchVersionError, "_worker_info", "compatibility.md"):
-        patched.setattr(torch_workers, "get_worker_info", lambda: of_a_thread)
+        patched.setattr(private_torch, "get_worker_info", lambda: of_a_thread)
         telling.__enter__()  # what follows would read the dataset
     assert WORKER._worker_info is None
-    with torch_workers.worker_info_told(of_a_thread):
+    with private_torch.worker_info_told(of_a_thread):
         assert torch.utils.data.get_worker_info() is of_a_thread
 
 
 def test_a_seed_that_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_workers, "get_worker_info", lambda: (0, 1, 2))
+    monkeypatch.setattr(private_torch, "get_worker_info", lambda: (0, 1, 2))
     with raises(TorchVersionError, ("Seeding workers by rank", "worker info"), "num_workers=0"):
-        torch_workers.replace_worker_seed(7)
+        private_torch.replace_worker_seed(7)
 
 
 def test_without_its_name_torch_is_asked_for_the_rank_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[None] = []
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delattr("torch.distributed.distributed_c10d._rank_not_in_group")
-    with torch_groups.rank_noted(lambda: asked.append(None)):
+    with private_torch.rank_noted(lambda: asked.append(None)):
         assert os.environ["RANK"] == "3"
         assert os.getenv("HOME_OF_NOBODY") is None
     assert len(asked) == 1
@@ -134,30 +134,30 @@ def test_without_its_name_torch_is_asked_for_the_rank_unseen(monkeypatch: pytest
 
 
 def test_a_batch_is_not_pinned_where_torch_does_not_tell_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch_loaders.pinned_by(object(), "batch") == "batch"
+    assert private_torch.pinned_by(object(), "batch") == "batch"
     monkeypatch.delattr(torch.utils.data._utils.pin_memory, "pin_memory")
-    assert torch_loaders.pinned_by(SimpleNamespace(_pin_memory=True), "batch") == "batch"
+    assert private_torch.pinned_by(SimpleNamespace(_pin_memory=True), "batch") == "batch"
 
 
 def test_a_batch_is_pinned_as_a_loaders_iterator_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.data._utils.pin_memory, "pin_memory", lambda batch, device: (batch, device))
     iterator: Any = iter(loader())
-    assert torch_loaders.pinned_by(iterator, "batch") == "batch"
+    assert private_torch.pinned_by(iterator, "batch") == "batch"
     iterator._pin_memory, iterator._pin_memory_device = True, "cuda"  # as where there is an accelerator
-    assert torch_loaders.pinned_by(iterator, "batch") == ("batch", "cuda")
-    assert torch_loaders.pinned_by(SimpleNamespace(_pin_memory=True), "batch") == ("batch", None)
+    assert private_torch.pinned_by(iterator, "batch") == ("batch", "cuda")
+    assert private_torch.pinned_by(SimpleNamespace(_pin_memory=True), "batch") == ("batch", None)
 
 
 def test_a_tensor_whose_changes_nobody_counts_counts_as_changed() -> None:
     counted: Any = torch.ones(2)
     uncounted: Any = SimpleNamespace()
-    assert arrays.changes_of(counted) == arrays.changes_of(counted)
-    assert arrays.changes_of(uncounted) != arrays.changes_of(uncounted)
+    assert packages.changes_of(counted) == packages.changes_of(counted)
+    assert packages.changes_of(uncounted) != packages.changes_of(uncounted)
 
 
 def test_a_normal_may_be_held_where_numpy_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np.random, "get_state", lambda legacy=True: {"has_gauss": 0})
-    assert arrays.may_hold_a_normal()
+    assert packages.may_hold_a_normal()
 
 
 class Mesh:
@@ -175,7 +175,7 @@ PART: Any = Mesh(2)
 def root_of(mesh: Any, monkeypatch: pytest.MonkeyPatch, **ways: object) -> DeviceMesh:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     monkeypatch.setattr(torch.distributed.device_mesh, "_mesh_resources", SimpleNamespace(**ways), raising=False)
-    return torch_groups.root_mesh(mesh)
+    return private_torch.root_mesh(mesh)
 
 
 def test_every_way_in_which_torch_told_what_a_mesh_was_cut_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_patch.ranks.order_guard import compare_workers
-from ddp_patch.ranks.stream_orders import Notes, Verdict, compare, compare_parts, decoded, encoded
-from ddp_patch.streams.item_hashes import ItemHashes, hashes_of
+from ddp_patch.orders.fingerprint import ItemHashes, hashes_of
+from ddp_patch.ranks.order_guard import Notes, Verdict, compare, compare_parts, compare_workers, decoded, encoded
 
 ALIKE, OTHER_ORDER, UNKNOWN = Verdict.ALIKE, Verdict.OTHER_ORDER, Verdict.UNKNOWN
 

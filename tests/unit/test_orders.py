@@ -30,11 +30,10 @@ from ddp_patch import (
     StreamLengthError,
     patch_dataloader_to_ddp,
 )
+from ddp_patch.orders.chunks import MOST_AHEAD, MOST_PLAIN
+from ddp_patch.orders.orders import ScalableShuffle, has_order, order_of
+from ddp_patch.orders.random_states import PrivateRNG, Seed, epoch_seed
 from ddp_patch.plan import Plan, blocks
-from ddp_patch.streams.chunks import MOST_AHEAD, MOST_PLAIN
-from ddp_patch.streams.orders import ScalableShuffle, has_order, order_of
-from ddp_patch.streams.random_states import PrivateRNG
-from ddp_patch.streams.seeding import Seed, epoch_seed
 
 WORDS = [f"{index}.jpg" for index in range(103)]
 SEED = Seed(0, is_chosen=True)

@@ -18,7 +18,7 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.loaders.facts import StreamFacts
-from ddp_patch.streams.chunks import begun
+from ddp_patch.orders.chunks import begun
 
 N = 300
 

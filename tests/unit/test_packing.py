@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_patch.ranks import exchange
-from ddp_patch.ranks.packing import from_parts, in_parts
+from ddp_patch.ranks.exchange import from_parts, in_parts
 
 
 def sent(value: Any) -> Any:

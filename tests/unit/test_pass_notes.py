@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import RandomSampler
 
 from ddp_patch.loaders.contents import Row, rows_of
+from ddp_patch.orders.chunks import begun, draw
+from ddp_patch.orders.orders import order_of
+from ddp_patch.orders.pass_fingerprint import PassFingerprint
 from ddp_patch.ranks.histories import Standing, State
-from ddp_patch.ranks.pass_notes import PassNotes, difference
-from ddp_patch.streams.chunks import begun, draw
-from ddp_patch.streams.orders import order_of
-from ddp_patch.streams.pass_fingerprint import PassFingerprint
+from ddp_patch.ranks.pass_monitor import PassNotes, difference
 
 KINDS: dict[str, Callable[[int], Any]] = {
     "indices": int,

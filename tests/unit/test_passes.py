@@ -21,10 +21,10 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.orders.chunks import State
+from ddp_patch.orders.orders import Order, order_of
 from ddp_patch.ranks.histories import State as Known
-from ddp_patch.shares import sources
-from ddp_patch.streams.orders import Order, order_of
-from ddp_patch.streams.progress import State
+from ddp_patch.sharding import sources
 
 
 def patched(sampler: Any, **options: Any) -> Any:

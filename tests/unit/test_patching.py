@@ -29,7 +29,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
 )
 from ddp_patch.loaders.recognition import shards_itself
-from ddp_patch.streams.seeding import WorkerSeeding, epoch_seed
+from ddp_patch.orders.random_states import WorkerSeeding, epoch_seed
 
 WORLD: dict[str, Any] = {"rank": 1, "num_replicas": 3}
 

@@ -9,8 +9,8 @@ import torch
 from messages import raises
 
 from ddp_patch import InvalidOptionError
-from ddp_patch.streams import permutation
-from ddp_patch.streams.permutation import Permutation
+from ddp_patch.orders import orders
+from ddp_patch.orders.orders import Permutation
 
 Shuffle = Callable[[int, int], npt.NDArray[np.int64]]
 
@@ -27,7 +27,7 @@ def torchs(n: int, seed: int) -> npt.NDArray[np.int64]:
 def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ranges are shuffled in a table; here also by the network, which has to hold for larger ones."""
     if not request.param:
-        monkeypatch.setattr(permutation, "_TABLE", 3)
+        monkeypatch.setattr(orders, "_TABLE", 3)
 
 
 @pytest.mark.usefixtures("_either")
@@ -113,11 +113,11 @@ def test_the_statistics_find_a_bad_shuffle() -> None:
         return (np.arange(n) + seed * 7919) % n
 
     def few_rounds(n: int, seed: int) -> npt.NDArray[np.int64]:
-        before, permutation._ROUNDS, permutation._TABLE = permutation._TABLE, 2, 3
+        before, orders._ROUNDS, orders._TABLE = orders._TABLE, 2, 3
         try:
             return keyed(n, seed)
         finally:
-            permutation._TABLE, permutation._ROUNDS = before, 8
+            orders._TABLE, orders._ROUNDS = before, 8
 
     for bad in (rotated, few_rounds):
         assert max(map(abs, scores(bad, 1000).values())) > BOUND

@@ -11,7 +11,7 @@ from messages import raises
 from torch.utils.data import DataLoader
 
 from ddp_patch import NotPatchedError
-from ddp_patch.testing.guard import guarded
+from ddp_patch.testing.ranks import guarded
 
 pytest_plugins = ["pytester"]
 

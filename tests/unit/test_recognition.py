@@ -34,8 +34,7 @@ from ddp_patch import (
     check_loaders_is_patched,
     patch_dataloader_to_ddp,
 )
-from ddp_patch.loaders.recognition import shards_itself
-from ddp_patch.loaders.worlds import world_of
+from ddp_patch.loaders.recognition import shards_itself, world_of
 
 # Stand-ins hold what the real classes hold, under the same names.
 

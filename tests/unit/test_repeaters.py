@@ -29,8 +29,8 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.loaders.copying import repeater_in
 from ddp_patch.loaders.facts import Level, look_at
-from ddp_patch.loaders.repeating import repeater_in
 
 N = 21
 

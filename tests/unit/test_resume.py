@@ -44,9 +44,9 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.orders.orders import order_of
 from ddp_patch.plan import Batching, Plan
 from ddp_patch.samplers import GroupedBatchSampler, WeightedClassSampler
-from ddp_patch.streams.orders import order_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
 

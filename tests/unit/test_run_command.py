@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
-import ddp_patch.autopatching.command as command
+import ddp_patch.running.command as command
 from ddp_patch.auditing.commands import commands
-from ddp_patch.autopatching import autopatch
-from ddp_patch.autopatching.command import run
-from ddp_patch.autopatching.running import process_group
 from ddp_patch.options import Options
+from ddp_patch.running import autopatch
+from ddp_patch.running.command import process_group, run
 
 SCRIPT = """
     import json, sys

@@ -37,6 +37,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.orders.orders import has_order
 from ddp_patch.samplers import (
     GroupedBatchSampler,
     IterationBatchSampler,
@@ -49,8 +50,7 @@ from ddp_patch.samplers import (
     aspect_ratio_groups,
     pk,
 )
-from ddp_patch.samplers.batches import Batches
-from ddp_patch.streams.orders import has_order
+from ddp_patch.samplers.lengths import Batches
 
 MANY = 2000
 BOUND = 5.0  # standard deviations, as in test_permutation.py

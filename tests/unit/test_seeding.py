@@ -9,9 +9,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from zoo import draw_ambient, seed_ambient
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.compat.arrays import may_hold_a_normal
-from ddp_patch.streams.random_states import PrivateRNG
-from ddp_patch.streams.seeding import EpochCounter
+from ddp_patch.compat.packages import may_hold_a_normal
+from ddp_patch.orders.random_states import EpochCounter, PrivateRNG
 
 
 def test_a_private_stream_goes_on_where_it_stopped() -> None:

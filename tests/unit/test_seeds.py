@@ -18,7 +18,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.streams.seeding import Seed, loader_seed
+from ddp_patch.orders.random_states import Seed, loader_seed
 
 SAVED = 2**70  # any whole number, and none that fits into 64 bits
 

@@ -50,8 +50,8 @@ from ddp_patch import (
 )
 from ddp_patch.plan import Plan
 from ddp_patch.samplers import ScalableRandomSampler
-from ddp_patch.shares.passes import Pass
-from ddp_patch.shares.sources import LookedUp
+from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.sources import LookedUp
 
 # Samplers of other packages, as they are there.
 

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from zoo import Indices, as_it_is, out_of_order
 
 from ddp_patch import StateError, loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.shares.iterables import sampler
+from ddp_patch.streams import sampler
 
 N = 24
 

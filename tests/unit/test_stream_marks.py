@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_patch.ranks.stream_marks import PartMarks, decoded, divergence, encoded, following, position
-from ddp_patch.shares.iterables.marks_in_memory import MarksInMemory
-from ddp_patch.streams.item_hashes import hashes_if_any
+from ddp_patch.orders.fingerprint import hashes_if_any
+from ddp_patch.ranks.order_guard import PartMarks, decoded_marks, divergence, encoded_marks, following, position
+from ddp_patch.streams.marks import MarksInMemory
 
 
 def marked(items: Iterable[Any], *, upto: int | None = None) -> PartMarks:
@@ -22,7 +22,7 @@ def marked(items: Iterable[Any], *, upto: int | None = None) -> PartMarks:
         if place == wanted:
             marks.append(hashes_if_any(item))
             wanted = following(place)
-    (parts,) = decoded(encoded({"": [PartMarks.of(marks, len(listed) if upto is None else None)]})).values()
+    (parts,) = decoded_marks(encoded_marks({"": [PartMarks.of(marks, len(listed) if upto is None else None)]})).values()
     return parts[0]
 
 

@@ -1,3 +1,0 @@
-"""Show what ranks got as figures of bars, in HTML or as SVG files."""
-
-__all__: list[str] = []

@@ -1,0 +1,429 @@
+"""Draw a loader's epochs as a rank of a made-up world would, workers included."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from multiprocessing.managers import BaseProxy
+from multiprocessing.sharedctypes import SynchronizedBase
+from multiprocessing.synchronize import SemLock
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Subset
+
+from ddp_patch.auditing.drawn import (
+    Coding,
+    Content,
+    Drawn,
+    Numbers,
+    Traits,
+    base_of,
+    contents,
+    digest,
+    divides_batches,
+    in_base,
+    layers_of,
+    length_of,
+    made_of_batches,
+    narrow,
+    traits_of,
+)
+from ddp_patch.auditing.subject import Factory, Subject, made_by
+from ddp_patch.compat.private_torch import made_worker_info, seed_as_worker, worker_info_told
+from ddp_patch.errors import StreamLengthWarning
+from ddp_patch.loaders.facts import Level, LoaderFacts
+from ddp_patch.loaders.samples import deep_copy, tell_epoch
+from ddp_patch.orders.chunks import begun, own
+from ddp_patch.orders.generators import LOOKED_AT, generator_state, random_generators, set_generator_state, unmoved
+from ddp_patch.orders.random_states import PrivateRNG
+from ddp_patch.ranks.notices import unwatched
+from ddp_patch.streams.dataset import ShardedIterable
+from ddp_patch.streams.reading import Reader
+from ddp_patch.streams.shared_state import Board
+
+__all__ = ["Rank", "Workers", "base_seed", "called", "draw", "ranks_of", "returned_by"]
+
+
+# What processes share that were forked, beside tensors in shared memory.
+_IN_SHARED_MEMORY = (Board, SynchronizedBase, SemLock, BaseProxy)
+# How deep it is looked for: a dataset in a dataset, an object that it holds, and the attributes of that.
+_DEPTH = 4
+
+
+def base_seed(loader: DataLoader[Any]) -> int:
+    """Draw the seed that a DataLoader draws for its workers, because that moves a generator that samplers share."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+
+
+class Workers:
+    """The workers of one loader of an iterable dataset, or the main process where it has none.
+
+    Args:
+        facts: What a look at the loader told.
+    """
+
+    def __init__(self, facts: LoaderFacts[Any]) -> None:
+        self._facts = facts
+        self._latest: list[_Worker] = []
+
+    @property
+    def have_asked(self) -> bool:
+        """Tell whether the dataset asked in the latest pass which worker it is in, in any of them."""
+        return any(worker.reader.has_asked for worker in self._latest)
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """Return the numbers of the workers that gave nothing in the latest pass."""
+        return tuple(number for number, worker in enumerate(self._latest) if worker.given == 0)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Return how long each part of the latest pass is, where workers of a patched loader read one each; else ()."""
+        dataset = self._facts.dataset
+        if not isinstance(dataset, ShardedIterable):
+            return ()
+        number = dataset.board.latest_pass
+        found = tuple(length for length in dataset.board.lengths(number) if length is not None)
+        return found if dataset.board.ways(number) == {"parts"} and len(found) == dataset.board.readers else ()
+
+    def batches(self) -> Iterator[list[Any]]:
+        """Yield the batches of the next pass, in the order in which the loader gives them."""
+        facts = self._facts
+        tasks, has_batches = iter(facts.iterated), facts.loader.batch_sampler is not None
+        self._latest = self._begun()
+        if facts.num_workers > 0:
+            tasks = iter(facts.iterated)  # torch begins its sampler a second time where it has workers
+        workers = [*self._latest]
+        while workers:
+            for worker in list(workers):
+                task = next(tasks, None)
+                if task is None and has_batches:
+                    return
+                size = 1 if task is None or not has_batches else len(task)
+                if not (batch := worker.batch(size, facts.drop_last)):
+                    workers.remove(worker)
+                    continue
+                yield batch
+                if len(batch) < size:
+                    workers.remove(worker)
+
+    def _begun(self) -> "list[_Worker]":
+        """Return workers that begin to read: new ones, or those of the pass before where they are persistent."""
+        if self._latest and self._facts.num_workers > 0 and self._facts.loader.persistent_workers:
+            for worker in self._latest:
+                worker.begin()
+            return self._latest
+        seed = base_seed(self._facts.loader)
+        return [_Worker.started(self._facts, number, seed) for number in range(max(1, self._facts.num_workers))]
+
+
+@dataclass
+class _Worker:
+    """Simulate one worker with its copy of the dataset, or the main process where the loader has no workers.
+
+    Attributes:
+        dataset: Its copy of the dataset; the dataset itself in the main process.
+        info: What ``get_worker_info()`` returns in the worker; None in the main process.
+        rng: The worker's global random states; None in the main process.
+        reader: Notes whether the dataset asks which worker it is in.
+        items: The samples that it has not yet read.
+        given: How many it has given in this pass.
+    """
+
+    dataset: Any
+    info: Any = None
+    rng: PrivateRNG | None = None
+    reader: Reader = field(default_factory=Reader)
+    items: Iterator[Any] = field(default_factory=lambda: iter(()))
+    given: int = 0
+
+    @classmethod
+    def started(cls, facts: LoaderFacts[Any], number: int, seed: int) -> "_Worker":
+        """Start a worker as torch does in a new worker process."""
+        if facts.num_workers == 0:
+            worker = cls(facts.dataset)
+        else:
+            dataset = deep_copy(facts.dataset, sharing=_in_shared_memory(facts.dataset, _DEPTH))
+            info = made_worker_info(number, facts.num_workers, seed + number, dataset)
+            worker = cls(dataset, info, PrivateRNG(seed, number))
+            with worker._at_work():
+                seed_as_worker(seed, number)
+                if (prepare := facts.loader.worker_init_fn) is not None:
+                    worker.reader.prepare(dataset, prepare, number)
+        worker.begin()
+        return worker
+
+    def begin(self) -> None:
+        """Begin a pass over the dataset."""
+        self.given = 0
+        with self._at_work():
+            self.items = begun(self.dataset)
+
+    def batch(self, size: int, drop_last: bool) -> list[Any]:
+        """Read the next batch; an empty one at the end."""
+        with self._at_work():
+            batch = list(islice(self.items, size))
+        self.given += len(batch)
+        return [] if drop_last and len(batch) < size else batch
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        if self.rng is None:
+            yield
+            return
+        with self.rng, worker_info_told(self.info):
+            info = self.reader.info(self.info.id, self.info.num_workers, self.info.seed, self.dataset)
+            with worker_info_told(info):
+                yield
+
+
+def _in_shared_memory(holder: object, depth: int) -> Iterator[object]:
+    """Yield what an object shares with its copies in forked processes."""
+    held = getattr(holder, "__dict__", {}).values()
+    match holder:
+        case dict():
+            held = holder.values()
+        case list() | tuple():
+            held = holder
+    for value in islice(held, LOOKED_AT):
+        if isinstance(value, torch.Tensor):
+            if value.is_shared():  # type: ignore[no-untyped-call]  # torch's
+                yield value
+        elif isinstance(value, _IN_SHARED_MEMORY):
+            yield value
+        elif depth:
+            yield from _in_shared_memory(value, depth - 1)
+
+
+# Draw this many batches before recording them.
+_BLOCK = 1024
+
+
+def draw(facts: LoaderFacts[Any], workers: Workers, coding: Coding, subject: Subject) -> Drawn:
+    """Draw an epoch, or its first ``subject.max_items`` items, and record it.
+
+    Args:
+        facts: What a look at one rank's loader told.
+        workers: Read an iterable dataset.
+        coding: Gives every item its number.
+        subject: Says how many items to draw, and whether to compare samples by their contents.
+    """
+    length_before = length_of(facts.loader)
+    record = _Record(coding)
+    steps = workers.batches() if facts.level is Level.ITERABLE else _steps(facts)
+    if facts.level is not Level.ITERABLE:
+        steps = _as_samples(facts.dataset, steps, subject.by_contents)
+    ended = False
+    while record.count < subject.max_items and record.error is None and not ended:
+        has_drawn = record.draw_block(steps, subject.max_items - record.count)
+        ended = not has_drawn and record.error is None
+    if record.error is None and not ended:
+        # Ask for one step more: the epoch may end right here. An error beyond the last item asked for is no finding.
+        with suppress(Exception):
+            ended = next(steps, None) is None
+    drawn = record.drawn(ended, (length_before, length_of(facts.loader)))
+    # Each batch that is divided is shared by itself.
+    parts = tuple(drawn.sizes.tolist()) if divides_batches(facts) else workers.parts
+    return replace(drawn, asked=workers.have_asked, idle=workers.idle, parts=parts)
+
+
+class _Record:
+    """Record blocks of batches as numbers, with the time and memory that drawing them took.
+
+    Args:
+        coding: Gives every item its number.
+
+    Attributes:
+        count: Items recorded so far.
+        error: The exception that the sampler or dataset raised, as text.
+    """
+
+    def __init__(self, coding: Coding) -> None:
+        self.count: int = 0
+        self.error: str | None = None
+        self._coding = coding
+        self._items: list[Numbers] = []
+        self._sizes: list[Numbers] = []
+        self._seconds = 0.0
+        self._resident_before, self._grown = _resident_bytes(), 0
+
+    def draw_block(self, steps: Iterator[list[Any]], most: int) -> bool:
+        """Draw the next block of batches, of at most about ``most`` items; tell whether there was a batch."""
+        # Draw the first batch alone: a sampler that makes its whole order at once holds it now, and may drop it later.
+        batches = _BLOCK if self._items else 1
+        block: list[list[Any]] = []
+        begun = time.perf_counter()
+        try:
+            block.extend(islice(_until(steps, most), batches))
+        except Exception as raised:  # noqa: BLE001 - the user's own: this rank would see it, too
+            self.error = f"{type(raised).__name__}: {raised}"
+        self._seconds += time.perf_counter() - begun
+        recorded = sum(part.nbytes for part in (*self._items, *self._sizes))
+        self._grown = max(self._grown, _resident_bytes() - self._resident_before - recorded)
+        if block:
+            self._sizes.append(narrow(np.fromiter(map(len, block), np.int64, len(block))))
+            self._items.append(narrow(self._coding.codes(list(chain.from_iterable(block)))))
+            self.count += len(self._items[-1])
+        return bool(block)
+
+    def drawn(self, ended: bool, lengths: tuple[int | None, int | None]) -> Drawn:
+        """Return all that was recorded."""
+        memory = self._grown if self._resident_before else None
+        return Drawn(_joined(self._items), _joined(self._sizes), ended, lengths, self._seconds, memory, self.error)
+
+
+def _as_samples(dataset: Any, steps: Iterator[list[Any]], by_contents: bool) -> Iterator[list[Any]]:
+    """Yield what the indices of each step stand for: samples' contents, or indices below ``Subset`` layers."""
+    held = contents(dataset) if by_contents else None
+    if held is not None:
+        return ([Content(held[item]) for item in step] for step in steps)
+    return (in_base(dataset, step) for step in steps) if isinstance(dataset, Subset) else steps
+
+
+def _until(steps: Iterator[list[Any]], most: int) -> Iterator[list[Any]]:
+    """Yield steps until they hold ``most`` items."""
+    while most > 0 and (step := next(steps, None)) is not None:
+        most -= max(1, len(step))
+        yield step
+
+
+def _joined(parts: list[Numbers]) -> Numbers:
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+def _resident_bytes() -> int:
+    """Return how much memory this process holds, in bytes; 0 where the system does not report it."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    except OSError:
+        return 0
+
+
+def _steps(facts: LoaderFacts[Any]) -> Iterator[list[Any]]:
+    """Yield the items of every step, as the loader would ask its dataset for them."""
+    indices = begun(facts.iterated)
+    base_seed(facts.loader)
+    if facts.level is Level.SAMPLE:
+        yield from indices  # torch's batch sampler makes a new list for each batch, so nothing needs copying
+    elif facts.level is Level.BATCH or made_of_batches(facts):
+        yield from (list(own(batch)) for batch in indices)
+    else:
+        yield from ([own(item)] for item in indices)
+
+
+# Seed simulated ranks with this and their rank, so that no two are seeded alike.
+_SEED = 20_000
+
+
+class Rank:
+    """Simulate one rank.
+
+    A rank has its own loader and its own global random states. Copies of a loader may share a random generator, so each
+    rank also keeps its own state of every shared generator.
+
+    Args:
+        build: Makes the rank's loader and looks at it.
+        subject: What is audited.
+        seeded_as: The rank whose global random states this one starts with.
+    """
+
+    def __init__(self, build: Callable[[], LoaderFacts[Any]], subject: Subject, seeded_as: int) -> None:
+        self._subject = subject
+        self._ambient = PrivateRNG(_SEED, seeded_as)
+        make = subject.make
+        given, reached = (make.stream.holders, []) if isinstance(make, LoaderFacts) else ((), _reached_by(make))
+        with self._ambient, unmoved(random_generators(reached)), unwatched():
+            self._facts: LoaderFacts[Any] = build()
+            held = random_generators([*reached, *self._facts.stream.holders, *given])
+        self._workers = Workers(self._facts)
+        self._held = [[generator, generator_state(generator)] for generator in held]
+
+    @property
+    def traits(self) -> Traits:
+        """Return the traits of its loader."""
+        return traits_of(self._facts)
+
+    @property
+    def base(self) -> object:
+        """Return the dataset below torch's ``Subset`` layers."""
+        return base_of(self._facts.dataset)
+
+    @property
+    def digest(self) -> str | None:
+        """Return a hash of the samples that this dataset holds in memory; None where it holds none."""
+        return digest(self.base)
+
+    @property
+    def layers(self) -> Sequence[Numbers]:
+        """Return the indices of this dataset and of each ``Subset`` above it."""
+        return layers_of(self._facts.dataset)
+
+    def epoch(self, number: int, coding: Coding) -> Drawn:
+        """Draw the loader's next pass as epoch ``number``."""
+        with warnings.catch_warnings(), self._ambient, self._own_generators():
+            warnings.simplefilter("ignore", StreamLengthWarning)  # the audit reports wrong lengths itself
+            if self._subject.set_epoch:
+                _set_epoch(self._facts, number)
+            return draw(self._facts, self._workers, coding, self._subject)
+
+    @contextmanager
+    def _own_generators(self) -> Iterator[None]:
+        """Give shared generators this rank's states, and restore the others' afterwards."""
+        with unmoved(generator for generator, _ in self._held):
+            for generator, state in self._held:
+                set_generator_state(generator, state)
+            yield
+            for held in self._held:
+                held[1] = generator_state(held[0])
+
+
+def ranks_of(subject: Subject, seeds: Sequence[int]) -> list[Rank]:
+    """Return all ranks of a world, simulated.
+
+    Args:
+        subject: What is audited.
+        seeds: For each rank, as which one it is seeded.
+    """
+
+    def build(rank: int) -> Callable[[], LoaderFacts[Any]]:
+        return lambda: subject.made_for(rank, len(seeds))
+
+    return [Rank(build(rank), subject, seed) for rank, seed in enumerate(seeds)]
+
+
+def called(make: Callable[[], Any]) -> Any:
+    """Call the user's function, and leave all random states as they are."""
+    with _random_states_kept(make):
+        return make()
+
+
+def returned_by(make: Factory) -> Any:
+    """Return what a factory returns for a single process, and leave all random states as they are."""
+    with _random_states_kept(make):
+        return made_by(make, 0, 1)
+
+
+@contextmanager
+def _random_states_kept(make: Callable[..., Any]) -> Iterator[None]:
+    with PrivateRNG(_SEED, 0), unmoved(random_generators(_reached_by(make))), unwatched():
+        yield
+
+
+def _reached_by(make: Callable[..., Any]) -> list[object]:
+    """Return what may hold generators that a factory uses for all ranks: itself, and the object of a method."""
+    return [SimpleNamespace(make=make), getattr(make, "__self__", make)]
+
+
+def _set_epoch(facts: LoaderFacts[Any], epoch: int) -> None:
+    if callable(tell := getattr(facts.loader, "set_epoch", None)):
+        tell(epoch)
+    else:
+        tell_epoch(facts.iterated, epoch)
+        if facts.level is Level.ITERABLE and callable(tell := getattr(facts.dataset, "set_epoch", None)):
+            tell(epoch)

@@ -1,0 +1,374 @@
+"""What other packages' datasets, samplers, arrays and worlds look like, told by their classes' full names."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+__all__ = [
+    "ACCELERATE_NON_BLOCKING",
+    "ACCELERATE_PREPARED",
+    "ACCELERATE_TAKES_LOADERS",
+    "ACCELERATE_UNCUT",
+    "ITERATORS_KEPT_FOR_STATES",
+    "LIGHTNING_ARGUMENTS",
+    "LIGHTNING_REMAKES",
+    "LIGHTNING_TAKES_LOADERS",
+    "LISTED_LOADERS",
+    "READERS",
+    "SAMPLE_KEY",
+    "TAKE_LOADERS",
+    "TRAINER_SHARES_ITSELF",
+    "TRAINER_SKIPS",
+    "WORLD_NAMES",
+    "WORLD_WORDS",
+    "AccelerateLeavesAlone",
+    "accelerate_is_on",
+    "arranges_neighbours",
+    "asks_for_its_own_dataset",
+    "changes_of",
+    "forget_loaded_state",
+    "full_name",
+    "held_loaders",
+    "is_fastai_loader",
+    "is_hugging_face_table",
+    "is_interleaved",
+    "is_single_node_only",
+    "is_split_by_node",
+    "lightning_place",
+    "loses_items_when_loaded",
+    "may_hold_a_normal",
+    "order_remedy",
+    "shards_in_accelerate",
+    "splits_by_node",
+    "webdataset_world",
+]
+
+
+def full_name(kind: type) -> str:
+    """Return a class's full name, by which it is known where its package is not imported."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def changes_of(tensor: torch.Tensor) -> object:
+    """Return a value that stays equal until the tensor is changed in place; torch has no public name for it.
+
+    If this torch lacks it, the value equals nothing, as if the tensor had changed.
+    """
+    return getattr(tensor, "_version", object())
+
+
+class _Stateless:
+    """A stub of a bit generator, so that its state is not copied."""
+
+    @property
+    def state(self) -> dict[str, object]:
+        return {"bit_generator": ""}
+
+
+def may_hold_a_normal() -> bool:
+    """Return whether numpy's global generator holds the second of two normal draws, or may do so.
+
+    It lies beside the bit generator. The public ``np.random.get_state()`` tells, and copies 624 numbers one by one
+    before that, which takes longer than all the rest of a swap of random states. So a stub is there meanwhile.
+    """
+    try:
+        numpys = np.random.get_state.__self__  # type: ignore[attr-defined]  # a bound method, in numpy's stubs a function
+        bit_generator = numpys._bit_generator
+    except AttributeError:
+        return True
+    try:
+        numpys._bit_generator = _Stateless()
+        return bool(numpys.get_state(legacy=False)["has_gauss"])
+    finally:
+        numpys._bit_generator = bit_generator
+
+
+# ---- Hugging Face datasets, seen in 5.2.0 ----
+
+
+def is_split_by_node(dataset: object) -> bool:
+    """Return whether an iterable dataset went through ``split_dataset_by_node()``, which leaves only a private mark."""
+    return isinstance(dataset, IterableDataset) and getattr(dataset, "_distributed", None) is not None
+
+
+def is_hugging_face_table(dataset: object) -> bool:
+    """Return whether it is a map-style ``datasets.Dataset``, which is not imported."""
+    is_table = "datasets.arrow_dataset.Dataset" in map(full_name, type(dataset).__mro__)
+    return is_table and not isinstance(dataset, IterableDataset)
+
+
+_HUGGING_FACE: Final = "datasets.iterable_dataset"
+_INTERLEAVES: Final = f"{_HUGGING_FACE}.CyclingMultiSourcesExamplesIterable"
+_BUFFERS: Final = f"{_HUGGING_FACE}.BufferShuffledExamplesIterable"
+
+
+def loses_items_when_loaded(dataset: object) -> bool:
+    """Return whether a dataset's ``load_state_dict`` leaves items out: what ``.shuffle(buffer_size=...)`` had buffered.
+
+    The package warns of it. Its stages hold each other in attributes, alone or in lists; a dataset of the user's may
+    hold them too.
+    """
+    return _has_stage(dataset, _BUFFERS)
+
+
+def is_interleaved(dataset: object) -> bool:
+    """Return whether ``interleave_datasets()`` made it, which in datasets 4.4.1 undoes a split and leaves no mark."""
+    return _has_stage(dataset, _INTERLEAVES)
+
+
+def _has_stage(dataset: object, name: str) -> bool:
+    left, seen = [dataset], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if any(full_name(kind) == name for kind in type(one).__mro__):
+            return True
+        for value in getattr(one, "__dict__", {}).values():
+            parts = value if isinstance(value, list | tuple) else [value]
+            left += [part for part in parts if isinstance(part, IterableDataset) or _is_hugging_face_stage(part)]
+    return False
+
+
+def forget_loaded_state(dataset: object) -> None:
+    """Make a dataset's next pass over an epoch whole: it would begin again where the latest state was taken."""
+    if getattr(dataset, "_starting_state_dict", None) is not None and _is_hugging_face_stage(dataset):
+        vars(dataset)["_starting_state_dict"] = None
+
+
+def _is_hugging_face_stage(value: object) -> bool:
+    return any(kind.__module__ == _HUGGING_FACE for kind in type(value).__mro__)
+
+
+# ---- what shuffles an iterable dataset ----
+
+# The field by which webdataset names a sample, seen in 1.0.2. It is the name of the sample's files.
+SAMPLE_KEY: Final = "__key__"
+
+# How a package's datasets are made to shuffle alike in every process. Seen in webdataset 1.0.2, whose detshuffle=True
+# alone takes its seed from Python's global generator, and in Hugging Face datasets 5.2.0.
+_ORDER_REMEDIES: Final = {
+    "webdataset": "Pass a seed that is the same on every rank: WebDataset(..., detshuffle=True, seed=0) for shards, "
+    "and .compose(webdataset.detshuffle(1000, seed=0)) or .shuffle(1000, seed=0) in place of .shuffle(1000)",
+    "datasets": "Pass a seed that is the same on every rank: .shuffle(seed=0, buffer_size=1000)",
+}
+
+
+def order_remedy(dataset: object) -> str | None:
+    """Return how to make a dataset of another package, or one inside it, shuffle alike on every rank."""
+    for one in (dataset, *getattr(dataset, "__dict__", {}).values()):
+        for kind in type(one).__mro__:
+            if (remedy := _ORDER_REMEDIES.get(kind.__module__.split(".")[0])) is not None:
+                return remedy
+    return None
+
+
+# ---- accelerate, seen in 1.15.0 ----
+
+# The mark of a loader that `accelerator.prepare` leaves alone. There is no public one.
+ACCELERATE_PREPARED: Final = "_is_accelerate_prepared"
+# Arguments of its DataLoaderShard. By the first, gather_for_metrics cuts off nothing: it would take samples for
+# padding, by the length of the unsharded dataset. The second is its setting of the same name. Neither has a public way.
+ACCELERATE_UNCUT: Final = {"_drop_last": True}
+ACCELERATE_NON_BLOCKING: Final = "_non_blocking"
+# What shards in accelerate. None of it is a DistributedSampler, and none bears a public mark.
+_ACCELERATE_SHARDS: Final = {
+    "accelerate.data_loader.BatchSamplerShard",
+    "accelerate.data_loader.IterableDatasetShard",
+    "accelerate.data_loader.DataLoaderDispatcher",
+}
+
+
+# The method by which it takes a loader over: module, class and name. The method is public.
+ACCELERATE_TAKES_LOADERS: Final = ("accelerate.accelerator", "Accelerator", "prepare_data_loader")
+
+
+def accelerate_is_on() -> bool:
+    """Return whether the script has made an ``Accelerator``, to which it will hand its loaders. It is not imported."""
+    state: Any = sys.modules.get("accelerate.state")
+    return state is not None and bool(state.is_initialized())
+
+
+class AccelerateLeavesAlone:
+    """Base of a loader that ``accelerator.prepare`` registers for ``save_state`` and does nothing else to."""
+
+    _is_accelerate_prepared = True
+
+    def _update_state_dict(self) -> None:
+        """Do nothing: accelerate calls this before it saves, and the state follows from how many batches were given."""
+
+
+def shards_in_accelerate(kind: type) -> bool:
+    """Return whether a class of samplers, datasets or loaders is one that accelerate shards with."""
+    return not _ACCELERATE_SHARDS.isdisjoint(map(full_name, kind.__mro__))
+
+
+# ---- Lightning, seen in 2.6.6 ----
+
+# The methods by which it takes loaders over, by module and class. Fabric's is public. The Trainer has no public one
+# that sees all loaders when the process group exists.
+TAKE_LOADERS: Final[Sequence[tuple[str, str, str]]] = (
+    ("lightning.pytorch.trainer.connectors.data_connector", "_DataConnector", "_prepare_dataloader"),
+    ("pytorch_lightning.trainer.connectors.data_connector", "_DataConnector", "_prepare_dataloader"),
+    ("lightning.fabric.fabric", "Fabric", "setup_dataloaders"),
+    ("lightning_fabric.fabric", "Fabric", "setup_dataloaders"),
+)
+
+# Where a Trainer keeps the first of these, and the method: in this one Trainer, each loader of any nest passes through
+# it before its sampler is replaced. The strategy's public `process_dataloader` comes after that.
+LIGHTNING_TAKES_LOADERS: Final = ("_data_connector", "_prepare_dataloader")
+
+# The arguments that Lightning's hooks note while a loader is made, to rebuild it. They are the unpatched loader's.
+LIGHTNING_ARGUMENTS: Final = frozenset({"__dataset", "__pl_saved_arg_names", "__pl_saved_args", "__pl_saved_kwargs"})
+
+# The arguments, and no others, by which it rebuilds a batch sampler for predict and overfit_batches.
+LIGHTNING_REMAKES: Final = frozenset({"batch_size", "drop_last"})
+
+
+def lightning_place(checkpoint: Mapping[str, Any]) -> tuple[int, Sequence[Any]]:
+    """Return how many batches of an unfinished epoch a checkpoint counts, and the states of the training loaders."""
+    fitting = checkpoint.get("loops", {}).get("fit_loop", {})
+    batches = fitting.get("epoch_loop.batch_progress", {"is_last_batch": True})
+    done = 0 if batches["is_last_batch"] else batches["current"]["ready"]
+    return done, fitting.get("state_dict", {}).get("combined_loader", ())
+
+
+# ---- speechbrain, seen in 1.1.2 ----
+
+# Where its SaveableDataLoader keeps the latest iterator, to save how far it came. Iterating makes a new one.
+ITERATORS_KEPT_FOR_STATES: Final = frozenset({"_speechbrain_iterator"})
+
+# ---- wrappers that hold loaders: Lightning's CombinedLoader, seen in 2.6.6, PyG's PrefetchLoader, in 2.8.1, timm's, in
+# 1.0.31, speechbrain's LoopedLoader, in 1.1.2, and webdataset's WebLoader, in 1.0.2 ----
+
+# Where they hold them: public attributes, but no class that could be imported without the package declares them.
+_HELD_LOADERS: Final[Sequence[str]] = ("iterables", "loader")
+_STAGES: Final = "pipeline"
+
+# Where a CombinedLoader lists the loaders of its nest. Setting the list puts others into the nest.
+LISTED_LOADERS: Final = "flattened"
+
+
+def held_loaders(wrapper: object) -> tuple[str, object] | None:
+    """Return where a wrapper holds loaders, as code behind its name, and what it holds there; None if nowhere."""
+    for name in _HELD_LOADERS:
+        if hasattr(wrapper, name):
+            return name, getattr(wrapper, name)
+    stages = getattr(wrapper, _STAGES, None)
+    return (f"{_STAGES}[0]", stages[0]) if isinstance(stages, list) and stages else None
+
+
+# ---- fastai, seen in 2.8.12 ----
+
+
+def is_fastai_loader(kind: type) -> bool:
+    """Return whether a class is fastai's own ``DataLoader``, which is no subclass of torch's."""
+    return "fastai.data.load.DataLoader" in map(full_name, kind.__mro__)
+
+
+# ---- litdata, seen in 0.2.76 ----
+
+
+def asks_for_its_own_dataset(loader_kind: type) -> bool:
+    """Return whether a class is litdata's ``StreamingDataLoader``, which takes only litdata's own datasets.
+
+    Its ``__iter__`` takes any other dataset for one that mixes several, and asks it for methods that those have.
+    """
+    return "litdata.streaming.dataloader.StreamingDataLoader" in map(full_name, loader_kind.__mro__)
+
+
+# ---- Hugging Face transformers, seen in 5.23.0 ----
+
+# By this name its Trainer calls accelerate's function that skips batches after a checkpoint. It is given no way to
+# leave it out that keeps its count of steps.
+TRAINER_SKIPS: Final = "transformers.trainer.skip_first_batches"
+
+# The arguments of a Trainer whose batch sampler shards by itself, and which has accelerate leave it alone.
+TRAINER_SHARES_ITSELF: Final = {"train_sampling_strategy": "batch_rebalance"}
+
+
+# They give single indices, and make those of a batch as a group: a few samples of each class, a triplet, a prompt
+# again and again. A rank that took every num_replicas-th index would get parts of groups. No sampler bears a mark of
+# this, so they are known by name. Samplers that sort by length or only balance an epoch's classes are not among them:
+# their neighbours may go to different ranks.
+_ARRANGE_NEIGHBOURS: Final = {
+    # pytorch-metric-learning, seen in 2.9.0
+    "pytorch_metric_learning.samplers.fixed_set_of_triplets.FixedSetOfTriplets",
+    "pytorch_metric_learning.samplers.m_per_class_sampler.MPerClassSampler",
+    # trl, seen in 1.16.0; the others in 0.17
+    "trl.trainer.utils.RepeatSampler",
+    "trl.trainer.grpo_trainer.RepeatRandomSampler",
+    "trl.trainer.grpo_trainer.RepeatSampler",
+    # open-metric-learning's flattened batches, read in its repository of 2022; later editions have batch samplers alone
+    "oml.samplers.balanced.SequentialBalanceSampler",
+    "oml.samplers.balanced.SequentialCategoryBalanceSampler",
+    # torchreid, read in its repository
+    "torchreid.data.sampler.RandomIdentitySampler",
+}
+
+
+def arranges_neighbours(sampler: object) -> bool:
+    """Return whether a sampler of single indices makes those of a batch as a group, so that batches must stay whole."""
+    return not _ARRANGE_NEIGHBOURS.isdisjoint(map(full_name, type(sampler).__mro__))
+
+
+# Attributes that hold a rank and the number of ranks, also with an underscore before each. No package promises them.
+# Each pair by where it was seen:
+WORLD_NAMES: Final[Sequence[tuple[str, str]]] = (
+    ("rank", "num_replicas"),  # torch 2.13.0, torchvision 0.29.1, timm 1.0.31, Ultralytics 8.4.190
+    ("rank", "world_size"),  # mmengine 0.10.7, lhotse 1.33.0; with underscores in detectron2 0.6
+    ("rank", "num_ranks"),  # World of mosaicml-streaming 0.10.0
+    ("global_rank", "world_size"),  # _DistributedEnv of litdata 0.2.76
+    ("dist_rank", "dist_num_replicas"),  # the readers of timm 1.0.31
+    ("rank", "dp_size"),  # BatchRebalanceSampler of transformers 5.23.0
+    ("process_index", "num_processes"),  # accelerate 1.15.0, transformers 4.57.6
+    ("data_parallel_rank", "data_parallel_size"),  # Megatron-LM
+)
+
+# Words in the names of all attributes of an object that describes only a world, such as mosaicml's and litdata's. A
+# script's arguments may be only whole numbers, too.
+WORLD_WORDS: Final = ("rank", "world", "node", "worker", "leader")
+
+# timm's IterableImageDataset keeps what shards in this attribute; its class is not a dataset.
+READERS: Final[Sequence[str]] = ("reader",)
+
+
+def splits_by_node(attributes: Mapping[str, Any]) -> bool:
+    """Return whether a stage of a webdataset's pipeline is ``split_by_node``, which ``nodesplitter=`` puts there.
+
+    The function stores no world; it asks for one when it runs. A copy of it in another package keeps its name. Seen in
+    webdataset 1.0.2.
+    """
+    return _has_function(attributes, "split_by_node")
+
+
+def is_single_node_only(attributes: Mapping[str, Any]) -> bool:
+    """Return whether a stage of a webdataset's pipeline is ``single_node_only``, the default of ``nodesplitter=``.
+
+    It raises a ValueError when it runs on several ranks, and else does nothing. Seen in webdataset 1.0.2.
+    """
+    return _has_function(attributes, "single_node_only")
+
+
+def webdataset_world() -> tuple[int, int]:
+    """Return the rank and the number of ranks that webdataset's stages see now."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def _has_function(attributes: Mapping[str, Any], name: str) -> bool:
+    stages = attributes.get("pipeline")
+    return isinstance(stages, list) and any(_function_name(stage) == name for stage in stages)
+
+
+def _function_name(value: Any) -> str | None:
+    return getattr(value.func if isinstance(value, partial) else value, "__name__", None)

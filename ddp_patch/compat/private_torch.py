@@ -1,0 +1,480 @@
+"""All that is private in torch and used here: loaders, workers, process groups; a clear error where it is missing.
+
+Seen in torch 2.4.0, 2.13.0 and 2.15.0, and in torchdata 0.11.0, whose loaders are torch's in all but name.
+"""
+
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, get_worker_info
+
+from ddp_patch.compat.packages import full_name
+from ddp_patch.errors import TorchVersionError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+__all__ = [
+    "MAKE_ITERATOR",
+    "RUNNING_ITERATOR",
+    "KeptIterator",
+    "RunningLoader",
+    "WorkerInfo",
+    "WrappedIterator",
+    "count_batches",
+    "default_store",
+    "forget_iterator",
+    "gather_in_background",
+    "gloo_group",
+    "has_own_iteration",
+    "has_own_iterators",
+    "imported_fsdp",
+    "is_torch_batch_sampler",
+    "lacking",
+    "made_worker_info",
+    "move_batches",
+    "noted_worker_info",
+    "pinned_by",
+    "private",
+    "rank_noted",
+    "replace_worker_seed",
+    "root_mesh",
+    "seed_as_worker",
+    "show_loaders",
+    "thread_workers",
+    "torchdata_batch_sampler",
+    "worker_info_told",
+]
+
+
+def private(name: str, needed_for: str, instead: str = "") -> Any:
+    """Return a private name of torch, looked up when it is needed.
+
+    Args:
+        name: The full name, such as ``torch.utils.data.dataloader._BaseDataLoaderIter``.
+        needed_for: What needs it, for the error.
+        instead: Another remedy than another torch: a sentence.
+
+    Raises:
+        TorchVersionError: This torch does not have it.
+    """
+    try:
+        return resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise lacking(name, needed_for, instead) from error
+
+
+def lacking(name: str, needed_for: str, instead: str = "") -> TorchVersionError:
+    """Return the error that torch lacks something.
+
+    Args:
+        name: What it lacks.
+        needed_for: What needs it.
+        instead: Another remedy than another torch: a sentence.
+    """
+    return TorchVersionError(
+        f"{needed_for} needs {name}, and torch {torch.__version__} does not have it: it is a private name, which any "
+        f"version may change. Use a version that docs/compatibility.md lists. {instead}".rstrip()
+    )
+
+
+if TYPE_CHECKING:
+    from torch.utils.data._utils.worker import WorkerInfo
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+else:
+    _BaseDataLoaderIter = private("torch.utils.data.dataloader._BaseDataLoaderIter", "Counting a loader's batches")
+    # The class of what ``get_worker_info()`` returns, which has no public name.
+    WorkerInfo = private("torch.utils.data._utils.worker.WorkerInfo", "Sharing an iterable dataset")
+
+
+def default_store() -> "Store":
+    """Return the key-value store that the default process group was made with.
+
+    torch hands it out under a private name only. The public way is to make a store of our own, which takes a free port
+    and an address that all ranks know.
+
+    Raises:
+        TorchVersionError: This torch does not provide it.
+    """
+    name = "torch.distributed.distributed_c10d._get_default_store"
+    store: Store = private(name, "The ranks' agreement", "Or give the world by rank= and num_replicas=.")()
+    return store
+
+
+def imported_fsdp() -> Any:
+    """Return the module of FSDP if the script has imported it, otherwise None; importing it takes long."""
+    return sys.modules.get("torch.distributed.fsdp")
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that a submesh such as ``mesh["dp"]`` was cut from, or a whole one itself.
+
+    torch has no public name for it, and three private ones: of the mesh (seen in 2.13 and 2.15), and of what keeps
+    all meshes (seen in 2.5 to 2.9, and in 2.4, which knows parents).
+
+    Raises:
+        TorchVersionError: This torch has none of these names, and the mesh does not contain all ranks.
+    """
+    of_all: Any = getattr(device_mesh, "_mesh_resources", None)
+    root: DeviceMesh
+    if hasattr(mesh, "_get_root_mesh"):
+        root = mesh._get_root_mesh()
+    elif hasattr(of_all, "get_root_mesh"):
+        root = of_all.get_root_mesh(mesh)
+    elif hasattr(of_all, "get_parent_mesh"):
+        parent = of_all.get_parent_mesh(mesh)
+        root = mesh if parent is None else root_mesh(parent)
+    elif mesh.size() == dist.get_world_size():
+        root = mesh
+    else:
+        name = "torch.distributed.device_mesh.DeviceMesh._get_root_mesh"
+        raise lacking(name, "A part of a device_mesh", "Or pass the mesh of all ranks that it was cut from.")
+    return root
+
+
+def gloo_group(store: "Store", rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a gloo group of these ranks alone.
+
+    The public ``dist.new_group`` needs all ranks of the job, or that each is in as many groups as the others, because
+    it names the new group by their number.
+
+    Raises:
+        TorchVersionError: This torch was built without gloo.
+    """
+    group = private("torch.distributed.ProcessGroupGloo", "What ranks send each other of batches and outputs")
+    return group(store, rank, size, timeout)
+
+
+def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, timeout: timedelta) -> Any:
+    """Begin to gather every member's row, and return the work to wait for.
+
+    It comes to an end by itself after ``timeout``, and may be waited for in slices before. The public functions take
+    registered groups alone.
+
+    Raises:
+        TorchVersionError: This torch takes no such options.
+    """
+    options = private("torch._C._distributed_c10d.AllgatherOptions", "iterable_sharding='by_worker'")()
+    options.timeout, options.asyncOp = timeout, True
+    return group.allgather([list(rows)], [row], options)
+
+
+# What launchers put into the environment of each rank.
+_OF_RANK: Final = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID"})
+# What ``get_rank`` and ``get_world_size`` look up, also where they were imported by name. torch has no public hook.
+_LOOKED_UP: Final = "_rank_not_in_group"
+
+
+@contextmanager
+def rank_noted(note: Callable[[], object]) -> Iterator[None]:
+    """While entered, call ``note`` whenever somebody asks torch or the environment for the rank of this process.
+
+    A torch that looks up something else is asked unseen.
+    """
+    environment: Any = type(os.environ)
+    looked_up, read = getattr(distributed_c10d, _LOOKED_UP, None), environment.__getitem__
+
+    def noted_look_up(*args: Any, **options: Any) -> Any:
+        note()
+        return looked_up(*args, **options)  # type: ignore[misc]  # None is not put there
+
+    def noted_read(self: Any, name: Any) -> Any:
+        if name in _OF_RANK:
+            note()
+        return read(self, name)
+
+    environment.__getitem__ = noted_read
+    if looked_up is not None:
+        setattr(distributed_c10d, _LOOKED_UP, noted_look_up)
+    try:
+        yield
+    finally:
+        environment.__getitem__ = read
+        if looked_up is not None:
+            setattr(distributed_c10d, _LOOKED_UP, looked_up)
+
+
+# A loader that runs. A copy must not share one. torch has no public name for what `iter(loader)` returns.
+RunningLoader: Final = _BaseDataLoaderIter
+
+# Where a loader with persistent workers keeps it. There is no public way to start again.
+RUNNING_ITERATOR: Final = "_iterator"
+
+# The method by which a loader makes it, for `iter(loader)` and for Ultralytics' `reset()`. There is no public one.
+MAKE_ITERATOR: Final = "_get_iterator"
+
+# Both are called by torch. A torch that called others would make us miscount, so they are looked for at once.
+private(f"torch.utils.data.dataloader.DataLoader.{MAKE_ITERATOR}", "Counting a loader's batches")
+private("torch.utils.data.dataloader._BaseDataLoaderIter._reset", "Counting a loader's batches")
+
+
+def has_own_iterators(loader_kind: type) -> bool:
+    """Return whether a class makes other iterators than torch's."""
+    return getattr(loader_kind, MAKE_ITERATOR, None) is not getattr(DataLoader, MAKE_ITERATOR)
+
+
+class KeptIterator:
+    """Base of what a loader keeps as its running iterator: with persistent workers, torch resets it for each pass."""
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        self.drop_pass()
+
+    def drop_pass(self) -> None:
+        """Leave the running pass."""
+        raise NotImplementedError
+
+
+class WrappedIterator(KeptIterator):
+    """Base of wrappers of the iterator that a loader's class makes.
+
+    Args:
+        loader: The loader.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        # Its class's, because the loader itself may have an attribute of that name.
+        self.wrapped: Any = getattr(type(loader), MAKE_ITERATOR)(loader)
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        super()._reset(loader)
+        self.wrapped._reset(loader)
+
+
+class _Counted:
+    """Comes before the class of a running iterator, and reports to a tally what the iterator gives."""
+
+    tally: Any
+
+    def __next__(self) -> Any:
+        try:
+            batch = super().__next__()  # type: ignore[misc]  # of torch's class, which comes next
+        except StopIteration:
+            self.tally.end()
+            raise
+        except BaseException as error:
+            self.tally.fail(error)
+            raise
+        self.tally.count()
+        return batch
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)  # type: ignore[misc]  # as above
+        self.tally.begin()
+
+
+class _Moved:
+    """Comes before the class of an iterator, and lets a mover put what it gives on a device."""
+
+    mover: Any
+
+    def __next__(self) -> Any:
+        return self.mover.next(super().__next__)  # type: ignore[misc]  # of the class that comes next
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)  # type: ignore[misc]  # as above
+        self.mover.begin()
+
+
+@cache
+def _before(kind: type, first: type) -> type:
+    """Return a class that is what another one is, but for the methods of ``first``."""
+    return type(kind.__name__, (first, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def move_batches(iterator: Any, mover: Any) -> None:
+    """Let a mover put on a device what an iterator gives, and reset the mover when the iterator is reset.
+
+    As in ``count_batches``, the iterator gets a derived class.
+
+    Raises:
+        TypeError: Its class cannot be subclassed, such as a generator's.
+    """
+    kind: Any = type(iterator)
+    vars(iterator)["mover"] = mover
+    iterator.__class__ = _before(kind, _Moved)
+
+
+def count_batches(iterator: Any, tally: Any) -> None:
+    """Report to a tally when an iterator gives a batch, fails to, is reset for another pass, or has no more.
+
+    torch counts in the iterator itself, which is gone after a ``break``, and calls none of our code. So the iterator
+    gets a class that is derived from its own; no wrapper has to refer to it. Iterators that are not torch's, nor around
+    one of torch's, stay as they are.
+    """
+    if isinstance(iterator, RunningLoader | WrappedIterator) and not isinstance(iterator, _Counted):
+        vars(iterator)["tally"] = tally
+        kind: Any = type(iterator)
+        iterator.__class__ = _before(kind, _Counted)
+
+
+# The function that torch's class has for `repr()` before it gets one of ours: torch gives it none of its own.
+_PLAIN_REPR: Final = DataLoader.__repr__
+
+
+def show_loaders(text_of: Callable[[DataLoader[Any]], str | None]) -> None:
+    """Make ``repr()`` of a loader show what ``text_of`` returns; if that is None, the usual text.
+
+    Python looks the method up in the class, and a patched loader keeps its class. So torch's class gets one; a class
+    derived from it that has its own keeps that.
+    """
+
+    def text(loader: DataLoader[Any]) -> str:
+        found = text_of(loader)
+        kind = type(loader)
+        return _PLAIN_REPR(loader) if found is None else f"<{kind.__module__}.{kind.__qualname__}: {found}>"
+
+    if DataLoader.__repr__ is _PLAIN_REPR:
+        DataLoader.__repr__ = text  # type: ignore[assignment, method-assign]  # it takes loaders only
+
+
+def pinned_by(iterator: Any, batch: Any) -> Any:
+    """Return a batch in pinned memory if a loader's iterator gives its batches so.
+
+    If this torch does not say so, the batch is not pinned: its copy to a device takes longer, and is the same.
+    """
+    if not getattr(iterator, "_pin_memory", False):
+        return batch
+    try:
+        pin_memory = private("torch.utils.data._utils.pin_memory.pin_memory", "Pinning a batch")
+    except TorchVersionError:
+        return batch
+    return pin_memory(batch, getattr(iterator, "_pin_memory_device", None))
+
+
+def forget_iterator(loader: DataLoader[Any]) -> None:
+    """Make the next pass start new workers: persistent ones do not see what changed in the main process.
+
+    Raises:
+        TorchVersionError: This torch keeps them elsewhere.
+    """
+    if not hasattr(loader, RUNNING_ITERATOR):
+        name = f"torch.utils.data.dataloader.DataLoader.{RUNNING_ITERATOR}"
+        raise lacking(name, "Starting new workers", "Or use persistent_workers=False.")
+    setattr(loader, RUNNING_ITERATOR, None)
+
+
+_TORCHDATA: Final = "torchdata.stateful_dataloader"
+_TORCH_BATCH_SAMPLERS: Final = {"torch.utils.data.sampler.BatchSampler", f"{_TORCHDATA}.sampler.BatchSampler"}
+
+
+def is_torch_batch_sampler(kind: type) -> bool:
+    """Return whether a class is torch's own ``BatchSampler``, and no subclass, which may make batches another way."""
+    return full_name(kind) in _TORCH_BATCH_SAMPLERS
+
+
+def torchdata_batch_sampler(loader_kind: type) -> type[Any] | None:
+    """Return torchdata's ``BatchSampler`` if a loader's class is a ``StatefulDataLoader``, which needs that one.
+
+    With torch's own it could not tell its position in an epoch. torchdata is looked up, not imported.
+    """
+    if f"{_TORCHDATA}.stateful_dataloader" not in {base.__module__ for base in loader_kind.__mro__}:
+        return None
+    found: type[Any] = sys.modules[f"{_TORCHDATA}.sampler"].BatchSampler
+    return found
+
+
+def has_own_iteration(loader_kind: type) -> bool:
+    """Return whether a loader's class has its own iteration, other than torch's and torchdata's."""
+    iterates: type = next((base for base in loader_kind.__mro__ if "__iter__" in vars(base)), DataLoader)
+    return iterates is not DataLoader and not iterates.__module__.startswith(f"{_TORCHDATA}.")
+
+
+# Holds the one variable that ``get_worker_info()`` reads in a process.
+_WORKER: Final[Any] = private("torch.utils.data._utils.worker", "Sharing an iterable dataset")
+
+
+def thread_workers(loader: object) -> tuple[str, str] | None:
+    """Return how a loader says that its workers are threads, and how it would say processes; None if they are.
+
+    torch 2.15.0 has fields for a ``worker_method`` in its worker info, but no such loader yet; this is how its
+    development has it. MONAI 1.6.1 makes a context for ``use_thread_workers=True`` whose processes are threads.
+    """
+    if getattr(loader, "worker_method", None) == "thread":
+        return "worker_method='thread'", "worker_method='multiprocessing'"
+    context = getattr(loader, "multiprocessing_context", None)
+    process = getattr(context, "Process", None)
+    if not (isinstance(process, type) and issubclass(process, threading.Thread)):
+        return None
+    if any(full_name(kind) == "monai.data.thread_buffer.ThreadDataLoader" for kind in type(loader).__mro__):
+        return "use_thread_workers=True", "use_thread_workers=False"
+    return f"multiprocessing_context={type(context).__name__}()", "multiprocessing_context='spawn'"
+
+
+def made_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> WorkerInfo:
+    """Return what ``get_worker_info()`` returns in a worker. torch makes such values for its own workers only."""
+    return WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
+
+
+# The attributes of a worker info.
+_TELLING: Final = frozenset({"id", "num_workers", "seed", "dataset"})
+
+
+class _NotedWorkerInfo(WorkerInfo):
+    """A worker info that records which of its attributes are read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _TELLING:
+            object.__getattribute__(self, "note")(name)
+        return object.__getattribute__(self, name)
+
+
+def noted_worker_info(worker: int, workers: int, seed: int, dataset: Any, note: Callable[[str], object]) -> WorkerInfo:
+    """Return what ``made_worker_info`` does, calling ``note`` with the name of each attribute that somebody reads."""
+    info = _NotedWorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
+    object.__setattr__(info, "note", note)  # frozen; set last, because making it reads nothing
+    return info
+
+
+@contextmanager
+def worker_info_told(info: object) -> Iterator[None]:
+    """Make ``get_worker_info()`` return ``info``. It reads this one variable, and there is no public way to set it.
+
+    Raises:
+        TorchVersionError: It reads another one: datasets would not learn which part is theirs.
+    """
+    before = getattr(_WORKER, "_worker_info", None)
+    _WORKER._worker_info = info
+    try:
+        if get_worker_info() is not info:
+            raise lacking("torch.utils.data._utils.worker._worker_info", "Setting get_worker_info()")
+        yield
+    finally:
+        _WORKER._worker_info = before
+
+
+def seed_as_worker(base_seed: int, worker: int) -> None:
+    """Seed the global generators of the CPU as torch seeds those of a worker, which it does in workers only.
+
+    Raises:
+        TorchVersionError: This torch seeds numpy in another way.
+    """
+    name = "torch.utils.data._utils.worker._generate_state"
+    numpy_seed = private(name, "Drawing what an unpatched loader's workers draw")(base_seed, worker)
+    random.seed(base_seed + worker)
+    torch.default_generator.manual_seed(base_seed + worker)
+    np.random.seed(numpy_seed)
+
+
+def replace_worker_seed(seed: int) -> None:
+    """Make this ``get_worker_info().seed``. The value is frozen, and datasets read their seed nowhere else.
+
+    Raises:
+        TorchVersionError: This torch does not let it be replaced: ranks would augment alike.
+    """
+    try:
+        object.__setattr__(get_worker_info(), "seed", seed)
+    except (AttributeError, TypeError) as error:
+        name = "a worker info whose seed can be replaced"
+        raise lacking(name, "Seeding workers by rank", "Or use num_workers=0.") from error

@@ -1,0 +1,349 @@
+"""What a patched loader has: its type, its position as a state, and the guard that finds loaders nobody patched."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from torch.utils.data import DataLoader, DistributedSampler
+
+from ddp_patch.compat.packages import held_loaders
+from ddp_patch.compat.private_torch import (
+    MAKE_ITERATOR,
+    RUNNING_ITERATOR,
+    count_batches,
+    has_own_iteration,
+    move_batches,
+    show_loaders,
+    torchdata_batch_sampler,
+)
+from ddp_patch.errors import (
+    DDPPatchError,
+    NotALoaderError,
+    NotPatchedError,
+    StateError,
+    UnsupportedLoaderError,
+    message_of,
+)
+from ddp_patch.loaders.copying import OWN_METHODS, copies_plainly
+from ddp_patch.loaders.hooks import about_to_use
+from ddp_patch.loaders.moving import Mover
+from ddp_patch.loaders.recognition import is_empty, is_loader, nested, place_of, sharded_by
+from ddp_patch.sharding.batches import Tally, describe_share
+from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.position import no_state
+
+__all__ = ["OwnMethods", "PatchedLoader", "assert_loaders_patched", "check_loaders_is_patched"]
+
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class _TypeOfPatched(type):
+    """Has ``isinstance`` tell whether a loader is patched, whatever its class: a patched loader keeps the user's."""
+
+    if not TYPE_CHECKING:  # type checkers narrow types by the usual ``isinstance`` alone
+
+        def __instancecheck__(cls, instance):
+            if cls is not PatchedLoader:
+                return super().__instancecheck__(instance)
+            # A loader around a wrapper that somebody made by hand cannot be told its epoch.
+            is_loader = isinstance(instance, DataLoader) and callable(getattr(instance, "set_epoch", None))
+            return is_loader and isinstance(sharded_by(instance), EpochSampler)
+
+
+class PatchedLoader(DataLoader[T_co], metaclass=_TypeOfPatched):
+    """A loader that this package has patched: a ``DataLoader`` that can be told its epoch.
+
+    It is a type for annotations. At run time a patched loader keeps the class of the loader that was given, and
+    ``isinstance(loader, PatchedLoader)`` tells whether it is patched. If your loader's class has attributes of its own,
+    ``assert isinstance(loader, YourLoader)`` shows them to a type checker, too.
+
+    Where there is only one process, ``patch_dataloader_to_ddp`` warns and returns the loader as it is, without
+    ``set_epoch``.
+
+    Attributes:
+        sampler: What shards; its ``set_epoch`` is the loader's.
+
+    Examples:
+        >>> from ddp_patch import patch_dataloader_to_ddp
+        >>> loader = DataLoader(range(4), shuffle=True)
+        >>> patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
+        >>> patched.set_epoch(3)
+        >>> isinstance(patched, PatchedLoader), isinstance(loader, PatchedLoader)
+        (True, False)
+    """
+
+    # torch leaves the type of a sampler open.
+    sampler: DistributedSampler[Any]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    if not TYPE_CHECKING:  # a class that cannot be made is none to narrow to
+
+        def __new__(cls, *args, **options):
+            """Refuse to be made."""
+            raise TypeError("PatchedLoader is a type for annotations. Call patch_dataloader_to_ddp(loader) to get one.")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one. Calling it is optional: a pass is followed by the next epoch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the epoch, by torch's Stateful protocol; see also ``loader_state``."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next pass resume where a state was taken; see also ``restore_loader``."""
+
+
+_COPY, _SELF = "__getstate__", "_ddp_patch_methods"
+_STATEFUL = ("state_dict", "load_state_dict")
+
+
+class OwnMethods:
+    """Methods of one patched loader. They are its attributes, because its class stays that of the given loader.
+
+    Its iterators count what they give, and put it on a device if asked to. ``state_dict`` and ``load_state_dict`` save
+    and restore its position. A deep copy and a pickled one have methods of their own. A shallow copy has none, because
+    it would get the iterators of the original.
+
+    Args:
+        loader: The loader. It is not kept alive, because it holds this.
+        sampler: What shards it; None if it is not shared, and only moved to a device.
+        make_iterator: Makes iterators of the loader. Default: its class does.
+        make_mover: Makes what moves the batches of one iterator to a device.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        sampler: EpochSampler[Any] | None,
+        make_iterator: Callable[[DataLoader[Any]], Any] | None = None,
+        make_mover: Callable[[], Mover] | None = None,
+    ) -> None:
+        self._sampler, self._make_iterator, self._make_mover = sampler, make_iterator, make_mover
+        self._counts = False
+        self._names = tuple(self._found_names(loader))
+        self._attach(loader)
+
+    def _found_names(self, loader: DataLoader[Any]) -> Iterator[str]:
+        """Yield the names of the methods that the loader gets; a loader that cannot be counted keeps its own."""
+        kind = type(loader)
+        is_plain = copies_plainly(kind)
+        if is_plain:
+            yield from (_COPY, _SELF)
+        iterates_plainly = is_plain and not has_own_iteration(kind) and torchdata_batch_sampler(kind) is None
+        self._counts = self._make_iterator is not None or (iterates_plainly and self._sampler is not None)
+        if self._counts or self._make_mover is not None:
+            yield MAKE_ITERATOR
+        if self._counts and self._is_resumable(loader):
+            yield from _STATEFUL
+
+    def _is_resumable(self, loader: DataLoader[Any]) -> bool:
+        """Return whether a loader can have states, and its class has none already."""
+        in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
+        is_seeded = self._sampler is not None and self._sampler.agreed.options.agreement != "ambient"
+        return in_order and is_seeded and not any(hasattr(loader, name) for name in _STATEFUL)
+
+    def _attach(self, loader: DataLoader[Any]) -> None:
+        self._loader = weakref.ref(loader)
+        methods = {
+            MAKE_ITERATOR: self.make_iterator,
+            "state_dict": self.state_dict,
+            "load_state_dict": self.load_state_dict,
+            _COPY: self.copied,
+            _SELF: self,
+        }
+        vars(loader).update({name: methods[name] for name in self._names})
+        show_loaders(describe_share)
+
+    def _found(self) -> DataLoader[Any]:
+        loader = self._loader()
+        if loader is None:
+            raise UnsupportedLoaderError(
+                "A method of a patched loader was called after the loader itself is gone. Keep what "
+                "patch_dataloader_to_ddp() returned, and iterate that."
+            )
+        return loader
+
+    def make_iterator(self) -> Any:
+        """Return an iterator of the loader that counts the batches it gives, and puts them on the device."""
+        loader = self._found()
+        # The class's method, because the loader's own attribute of that name is this one.
+        make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)
+        with nullcontext() if self._sampler is None else self._sampler.beginning(loader):
+            iterator = make(loader)
+        if self._make_mover is not None:
+            _move(loader, iterator, self._make_mover())
+        if self._counts and self._sampler is not None:
+            # It counts what comes to the loop, which a batch that is copied ahead has not.
+            count_batches(iterator, Tally(self._sampler, begins_ahead=loader.num_workers > 0))
+        return iterator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position, or why it is not known: the checkpoint may never be restored."""
+        from ddp_patch.resume import state_as_found  # most trainings do not need it
+
+        loader = self._found()
+        try:
+            self._require_none_ahead(loader)
+            return state_as_found(loader)
+        except DDPPatchError as error:
+            return no_state(message_of(error))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next pass resume where a state was taken.
+
+        Lengths stay those of whole epochs, because callers of this protocol count from the epoch's beginning.
+
+        Raises:
+            StateError: The state is damaged, newer than this package, of another loader, or none.
+        """
+        from ddp_patch.resume import go_on  # as above
+
+        go_on(self._found(), state_dict, tells_rest=False)
+
+    def _require_none_ahead(self, loader: DataLoader[Any]) -> None:
+        """Refuse a mid-epoch state if there is no len(): frameworks fetch a batch ahead to find the end."""
+        sampler = self._sampler
+        if sampler is None or sampler.place is not None or (one := sampler.latest) is None:
+            return
+        if one.handed_out and not one.is_exhausted and sampler.left(one.start) is None:
+            raise StateError(
+                f"The {type(loader).__name__} has no len(), so the framework that asks for its state may have fetched "
+                "a batch ahead of the training loop, to find the end. Give the dataset or sampler a __len__, or save "
+                "loader_state(loader) and pass it to restore_loader()."
+            )
+
+    def copied(self) -> Any:
+        """Return what a copy of the loader has for attributes: deep copies then attach methods of their own."""
+        loader = self._found()
+        state: Any = object.__getstate__(loader)
+        attributes, *slots = state if isinstance(state, tuple) else (state,)
+        kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS}
+        kept |= {_SELF: self, RUNNING_ITERATOR: None}  # its workers stay with the loader
+        if self._make_iterator is not None or self._make_mover is not None:
+            kept[MAKE_ITERATOR] = _OfOriginal(self)
+        return (kept, *slots) if slots else kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loader": self._loader()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._attach(state["_loader"])
+
+
+def _move(loader: DataLoader[Any], iterator: Any, mover: Mover) -> None:
+    try:
+        move_batches(iterator, mover)
+    except TypeError as error:
+        raise UnsupportedLoaderError(
+            f"device= does not work with a {type(loader).__name__}: its iterator is a {type(iterator).__name__}, which "
+            f"takes no other __next__ ({error}). Leave device= out, and call .to(device) in the loop."
+        ) from error
+
+
+class _OfOriginal:
+    """Stands in a shallow copy, of which no iterator can be made; a deep copy has its own method instead."""
+
+    def __init__(self, methods: OwnMethods) -> None:
+        self._methods = methods
+
+    def __call__(self) -> Any:
+        raise UnsupportedLoaderError(
+            "A shallow copy of this patched loader cannot be iterated: its iterators belong to the original. Iterate "
+            "what patch_dataloader_to_ddp() returned, or use copy.deepcopy()."
+        )
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._methods, "make_iterator")
+
+
+Loaders: TypeAlias = "DataLoader[Any] | Mapping[str, Loaders] | Sequence[Loaders] | None"
+
+_TOP = "loaders"  # what both functions call what they are given
+
+
+def check_loaders_is_patched(loaders: Loaders) -> bool:
+    """Return whether every loader is sharded: by this package, by another ``DistributedSampler``, or by itself.
+
+    Args:
+        loaders: A loader, or a list, tuple or dict of loaders, nested as you like. None means no loader.
+
+    Raises:
+        NotALoaderError: Something in it is not a loader, there is no loader at all, or a list or dict is empty.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> loader = DataLoader(range(10))
+        >>> from ddp_patch import patch_dataloader_to_ddp
+        >>> patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
+        >>> check_loaders_is_patched(patched), check_loaders_is_patched({"train": patched, "val": [loader]})
+        (True, False)
+    """
+    return all(sharded_by(loader) is not None for _, loader in _loaders(loaders))
+
+
+def assert_loaders_patched(loaders: Loaders) -> None:
+    """Raise unless every loader is sharded; the error names those that are not.
+
+    Args:
+        loaders: A loader, or a list, tuple or dict of loaders, nested as you like. None means no loader.
+
+    Raises:
+        NotPatchedError: At least one loader is not sharded. It is also an ``AssertionError``.
+        NotALoaderError: Something in it is not a loader, there is no loader at all, or a list or dict is empty.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from ddp_patch import patch_dataloader_to_ddp
+        >>> patched = patch_dataloader_to_ddp(DataLoader(range(10)), rank=0, num_replicas=2)
+        >>> assert_loaders_patched({"train": patched, "val": [patched, DataLoader(range(3))]})
+        Traceback (most recent call last):
+        ...
+        ddp_patch.errors.NotPatchedError: Every rank would get all data from 1 of 3 loaders: \
+loaders['val'][1]. Pass each through patch_dataloader_to_ddp() on every rank.
+        See "NotPatchedError" in docs/errors.md.
+    """
+    found = _loaders(loaders)
+    offenders = [place for place, loader in found if sharded_by(loader) is None]
+    if offenders:
+        raise NotPatchedError(
+            f"Every rank would get all data from {len(offenders)} of {len(found)} loaders: "
+            f"{', '.join('the loader' if place == _TOP else place for place in offenders)}. "
+            "Pass each through patch_dataloader_to_ddp() on every rank."
+        )
+
+
+def _loaders(given: Loaders) -> list[tuple[str, DataLoader[Any]]]:
+    """Return every loader, after the code that gets it, such as ``loaders['val'][1]``."""
+    leaves = list(_leaves(given, _TOP))
+    found = [(place, leaf) for place, leaf in leaves if leaf is not None]
+    if not found:
+        raise _no_loader(*leaves[0])
+    return found
+
+
+def _leaves(given: object, root: str) -> Iterator[tuple[str, Any]]:
+    """Yield all loaders and None, also those in wrappers, each after the code that gets it."""
+    for path, leaf in nested(given):
+        place = place_of(path, root)
+        if is_empty(leaf):
+            raise NotALoaderError(
+                f"Found an empty {type(leaf).__name__} at {place}: there is nothing to check in it. Pass the loaders, "
+                "or leave it out."
+            )
+        if leaf is None or is_loader(leaf):
+            about_to_use(leaf)
+            yield place, leaf
+        elif (found := held_loaders(leaf)) is not None and found[1] is not None:
+            name, held = found
+            yield from _leaves(held, f"{place}.{name}")
+        else:
+            raise _no_loader(place, leaf)
+
+
+def _no_loader(place: str, found: object) -> NotALoaderError:
+    return NotALoaderError(
+        f"Found {found!r} ({type(found).__name__}) at {place} where a DataLoader or a list, tuple or dict of them was "
+        "expected. Leave it out, or pass the loader itself."
+    )

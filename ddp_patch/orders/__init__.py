@@ -1,0 +1,3 @@
+"""Streams of items: their order, their random states, and how they are drawn."""
+
+__all__: list[str] = []

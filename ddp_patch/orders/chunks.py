@@ -1,0 +1,347 @@
+"""Take a stream apart in chunks, draw ahead of what is asked for, and know how far an iterator has come."""
+
+import copy
+import sys
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from itertools import compress, islice, repeat
+from operator import length_hint
+from types import WrapperDescriptorType
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from ddp_patch.orders.pass_fingerprint import PassFingerprint
+
+__all__ = [
+    "MOST_AHEAD",
+    "MOST_PLAIN",
+    "Chunk",
+    "Given",
+    "Progress",
+    "State",
+    "begun",
+    "draw",
+    "own",
+    "owned",
+    "returns_itself",
+]
+
+
+T = TypeVar("T")
+
+# About how many samples may be drawn ahead of the one in use, unless a round has more. Large chunks swap random states
+# less often, but a sampler that adapts during training must not be drawn far ahead.
+MOST_AHEAD = 8192
+# This many of a stream of indices, or of lists of them, if that is at most this part of what came before: then a chunk
+# takes no longer than that part of the time that the stream has taken, and how far it is ahead matters as little.
+MOST_PLAIN, _PART_AHEAD = 65536, 64
+
+_IMMUTABLE = (int, float, str, bytes, np.generic)
+
+
+def returns_itself(iterator: object) -> bool:
+    """Return whether ``iter(iterator)`` surely does nothing: it is written in C, as a generator's or a list's is."""
+    return isinstance(getattr(type(iterator), "__iter__", None), WrapperDescriptorType)
+
+
+def begun(iterable: Iterable[T]) -> Iterator[T]:
+    """Begin an iterable, and return what draws from it by ``next()`` alone.
+
+    ``for``, ``islice`` and ``chain`` call ``iter()`` on what they draw from, and a sampler that is its own iterator may
+    start again at every such call: each of lhotse's does.
+    """
+    iterator = iter(iterable)
+    return iterator if returns_itself(iterator) else _by_next(iterator)
+
+
+def _by_next(iterator: Iterator[T]) -> Iterator[T]:
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        yield item
+
+
+class Chunk(NamedTuple, Generic[T]):
+    """Items that were drawn at once.
+
+    Attributes:
+        length: How many were drawn.
+        items: All of them, or those alone that are kept.
+    """
+
+    length: int
+    items: list[T]
+
+
+def draw(
+    iterator: Iterator[T],
+    rng: AbstractContextManager[None],
+    *,
+    round_size: int,
+    ahead: bool = False,
+    rounds: Iterable[int] = repeat(1),
+    copies: bool = True,
+    kept: Callable[[int, int], slice] = lambda _start, _size: slice(None),
+    noted: "PassFingerprint | None" = None,
+) -> Iterator[Chunk[T]]:
+    """Yield the iterator's items in chunks, entering ``rng`` while drawing each.
+
+    Every chunk's length is a multiple of ``round_size``, except that the last may be shorter; none is empty. Chunks
+    depend only on the stream, so every rank draws the same ones at the same step.
+
+    Args:
+        iterator: What to draw from, as ``begun`` returns it. If it raises an exception, the whole rounds that came
+            before are yielded first, and then the exception is raised unchanged.
+        rng: Entered for each chunk.
+        round_size: Items in a round: one for each rank.
+        ahead: Whether chunks may grow. The first is one round, so that the first batch comes at once; each has twice
+            as many as the one before, up to ``MOST_AHEAD`` samples, or ``MOST_PLAIN`` in a long stream of indices. An
+            index is one sample. A round of batches counts as many as the largest that was looked at: the first of
+            each chunk.
+        rounds: How many rounds each chunk has, where they may not grow.
+        copies: Whether to copy the items that are kept, because their source may change them later.
+        kept: Tells which of some items to keep, by the position of the first and their number.
+        noted: Is told some of the items of each chunk, the same on every rank; None if nobody compares them.
+    """
+    source = _Source(iterator, round_size, copies=copies)
+    sizes = iter(rounds)
+    now = 1 if ahead else next(sizes)
+    while not source.is_ended:
+        start, size = source.drawn, now * round_size
+        items: list[T] = []
+        failure: Exception | None = None
+        with rng:
+            try:  # keep what comes before an exception
+                if looks := source.copies and (size > round_size or not start or noted is not None):
+                    source.look(items, kept(start, round_size), noted)
+                    size = min(size, source.rounds_ahead() * round_size)
+                if noted is not None:
+                    source.show(items, start + size, kept, noted, is_begun=looks)
+                if not source.is_ended:
+                    at, end = source.drawn, start + size
+                    source.take(items, end - at, kept(at, end - at))
+            except Exception as error:  # noqa: BLE001 - the user's own, raised again below
+                failure = error
+        length = source.drawn - start
+        if failure is not None:
+            length -= length % round_size  # an incomplete round would mean the end
+        if length < size:
+            del items[len(range(length)[kept(start, length)]) :]
+        if length:
+            yield Chunk(length, items)
+        if failure is not None:
+            raise failure
+        now = min(2 * now, source.rounds_ahead()) if ahead else next(sizes)
+
+
+class _Source:
+    """Draws from an iterator, and counts.
+
+    Attributes:
+        copies: Whether the items that are kept are copied.
+        is_ended: Whether the iterator has no more items.
+    """
+
+    def __init__(self, iterator: Iterator[Any], round_size: int, *, copies: bool) -> None:
+        self.copies: bool = copies
+        self.is_ended: bool = False
+        self._round_size = self._samples = round_size  # samples: in the largest round that was looked at
+        self._is_plain = False
+        self._left = repeat(True, sys.maxsize)
+        self._items: Iterator[Any] = compress(iterator, self._left)  # no faster way to count
+
+    @property
+    def drawn(self) -> int:
+        """How many items were drawn."""
+        return sys.maxsize - length_hint(self._left)
+
+    def rounds_ahead(self) -> int:
+        """Return how many rounds may be drawn at once."""
+        before = self.drawn // self._round_size // _PART_AHEAD if self._is_plain else 0
+        return max(1, MOST_AHEAD // self._samples, min(before, MOST_PLAIN // self._samples))
+
+    def look(self, kept: list[Any], part: slice, noted: "PassFingerprint | None") -> None:
+        """Draw a round and keep a part of it. What all of it shows, every rank learns alike."""
+        items, is_lazy, start = [], False, self.drawn
+        for item in islice(self._items, self._round_size):
+            is_lazy |= isinstance(item, Iterator)
+            items.append(own(item))
+        if is_lazy:  # read them all from now on: several may draw from the same source
+            self._items = map(own, self._items)
+        kept += items[part]
+        if noted is not None:
+            noted.add(start, items)
+        self.copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
+        self._is_plain = all(isinstance(_first(item), int | np.integer) for item in items)
+        self._samples = max(self._samples, sum(length_hint(item, 1) or 1 for item in items))
+        self.is_ended = len(items) < self._round_size
+
+    def show(
+        self,
+        kept: list[Any],
+        end: int,
+        part: Callable[[int, int], slice],
+        noted: "PassFingerprint",
+        *,
+        is_begun: bool,
+    ) -> None:
+        """Draw as many whole rounds before ``end`` as are to be noted, and keep a part of them.
+
+        Args:
+            kept: What is kept of the chunk.
+            end: Where the chunk ends.
+            part: Tells which to keep, as in ``draw``.
+            noted: Takes note of all of them.
+            is_begun: Whether it has some of the chunk already.
+        """
+        start = self.drawn
+        rounds = -(-noted.wanted(start, is_begun=is_begun) // self._round_size)
+        size = min(rounds * self._round_size, end - start)
+        if self.is_ended or size <= 0:
+            return
+        drawn = islice(self._items, size)
+        items = list(map(own, drawn) if self.copies else drawn)
+        kept += items[part(start, size)]
+        noted.add(start, items)
+        self.is_ended = len(items) < size
+
+    def take(self, kept: list[Any], size: int, part: slice) -> None:
+        """Draw this many items and keep a part of them; those that are not kept are not copied."""
+        before = self.drawn
+        first, last, step = part.indices(size)
+        items = islice(self._items, first, last, step)
+        kept.extend(map(own, items) if self.copies else items)
+        deque(islice(self._items, size - last), maxlen=0)
+        self.is_ended = self.drawn - before < size
+
+
+def _first(item: Any) -> Any:
+    """Return what a list begins with; anything else itself."""
+    return item[0] if type(item) is list and item else item
+
+
+def owned(stream: Iterator[T]) -> Iterator[T]:
+    """Yield copies of a stream's items; the items themselves where the first one shows that they are indices."""
+    first = list(islice(stream, 1))
+    yield from map(own, first)
+    yield from stream if first and isinstance(first[0], _IMMUTABLE) else map(own, stream)
+
+
+def own(item: Any) -> Any:
+    """Return a copy of a batch or key, because its sampler may reuse the object for the next one.
+
+    Copy containers with their contents, clone tensors, read iterators into lists; return anything else as it is.
+    """
+    if type(item) is list and item and isinstance(item[0], _IMMUTABLE) and isinstance(item[-1], _IMMUTABLE):
+        return item[:]  # most batches hold plain indices: don't look at each
+    match item:
+        case torch.Tensor():
+            return item.clone()
+        case Iterator():
+            return [own(part) for part in item]
+        case list() if type(item) is list:
+            return [own(part) for part in item]
+        case tuple() if type(item) is tuple:
+            return tuple(map(own, item))
+        case dict() if type(item) is dict:
+            return {key: own(value) for key, value in item.items()}
+        case list() | dict() | set() | bytearray() | deque() | array() | np.ndarray():
+            return copy.copy(item)
+    return item
+
+
+class State(Enum):
+    """The states of a pass, in the order in which it goes through them."""
+
+    NOT_BEGUN = "not begun"  # nothing was asked for
+    RUNNING = "running"
+    ENDED = "ended"  # all items were given
+    LEFT = "left"  # broken off before
+
+
+@dataclass
+class Given:
+    """How many batches of its current pass a loader with one iterator for all epochs has given.
+
+    After a ``break`` such a loader continues in the same pass, so a training loop's own count may be another.
+
+    Attributes:
+        batches: How many, since the pass began.
+        is_within: Whether the pass has begun and not ended.
+    """
+
+    batches: int = 0
+    is_within: bool = False
+
+    def begin(self) -> None:
+        """Record that a pass begins with the next batch."""
+        self.batches, self.is_within = 0, False
+
+    def count(self) -> None:
+        """Record that a batch was given."""
+        self.batches, self.is_within = self.batches + 1, True
+
+    def end(self) -> None:
+        """Record that there are no more batches."""
+        self.is_within = False
+
+
+class Progress:
+    """How far a pass has come. It changes by its methods alone.
+
+    Args:
+        skip: How many items were taken before the pass, which continues after these.
+
+    Attributes:
+        given: How many items were given, those before the pass included.
+        state: Which state the pass is in.
+    """
+
+    def __init__(self, skip: int = 0) -> None:
+        self.skip: int = skip
+        self.given: int = skip
+        self.state: State = State.NOT_BEGUN
+        self._run: Iterator[Any] = iter(())
+
+    @property
+    def taken(self) -> int:
+        """How many of the items given were taken, those before the pass included."""
+        return self.given - length_hint(self._run)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether all items were given."""
+        return self.state is State.ENDED
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be asked for."""
+        return self.state in {State.ENDED, State.LEFT}
+
+    def begin(self) -> None:
+        """Record that the first item was asked for."""
+        self.state = State.RUNNING
+
+    def give(self, part: Sequence[T]) -> Iterator[T]:
+        """Give the items that come next; return an iterator over them."""
+        self.given += len(part)
+        self._run = run = iter(part)
+        return run
+
+    def end(self) -> None:
+        """Record that there are no more items."""
+        self.state = State.ENDED
+
+    def leave(self) -> None:
+        """Record that nobody will ask for more; a pass that has ended stays so."""
+        if self.state is not State.ENDED:
+            self.state = State.LEFT

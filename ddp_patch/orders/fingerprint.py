@@ -1,0 +1,241 @@
+"""Fingerprints of what samplers give, and hashes of items of streams."""
+
+import hashlib
+import os
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import fields, is_dataclass
+from datetime import date, time, timedelta
+from enum import Enum
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+
+from ddp_patch.compat.packages import SAMPLE_KEY
+from ddp_patch.orders.chunks import Chunk
+
+__all__ = ["COMPARED", "Fingerprint", "ItemHashes", "fingerprint", "hashes_if_any", "hashes_of", "is_known"]
+
+
+T = TypeVar("T")
+
+# How many items of a stream ranks compare, if they do not compare all.
+COMPARED = 256
+
+# How many elements of such a list are looked at.
+_ELEMENTS = 8
+
+# Named, because importing their modules takes longer than importing this package.
+_TOLD_BY_REPR = {"decimal.Decimal", "fractions.Fraction", "uuid.UUID"}
+# A list of only these is encoded by its repr, which is a tenth of the work.
+_PLAIN = {bool, float, int, str, type(None)}
+
+
+class Fingerprint:
+    """Takes the fingerprint of items that come one after the other.
+
+    Examples:
+        >>> running = Fingerprint()
+        >>> running.add([3, 1])
+        >>> running.add([2])
+        >>> running.hexdigest() == fingerprint([3, 1, 2])
+        True
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(self, items: Iterable[Any]) -> None:
+        """Add items in their order."""
+        for item in items:
+            for part in _encoded(item):
+                self._hash.update(part)
+
+    def watching(self, chunks: Iterable[Chunk[T]]) -> Iterator[Chunk[T]]:
+        """Pass the chunks of a stream on, after adding their items."""
+        for chunk in chunks:
+            self.add(chunk.items)
+            yield chunk
+
+    def hexdigest(self) -> str:
+        """Return the fingerprint of all items so far, 32 hexadecimal digits."""
+        return self._hash.hexdigest()
+
+
+def fingerprint(items: Iterable[Any]) -> str:
+    """Return the fingerprint of items in their order, 32 hexadecimal digits.
+
+    Numbers, strings, bytes, paths, dates, enum members, tensors, arrays, dataclasses and containers of these count by
+    type and value. The order within sets and mappings does not count. Any other object counts by its type alone; with a
+    length, also by the first elements of the lists of that length that it holds, as lhotse's sets of cuts do.
+
+    Examples:
+        >>> fingerprint([1, 2]) == fingerprint([2, 1]), fingerprint([1]) == fingerprint([1.0])
+        (False, False)
+        >>> fingerprint([{"a", "b"}]) == fingerprint([{"b", "a"}])
+        True
+    """
+    running = Fingerprint()
+    running.add(items)
+    return running.hexdigest()
+
+
+def is_known(item: Any) -> bool:
+    """Return whether an item counts by its value, and not by its type alone.
+
+    Examples:
+        >>> is_known([]), is_known("7.png"), is_known(object())
+        (True, True, False)
+    """
+    return any(True for _ in _content(item)) or _size(item) == 0
+
+
+def _encoded(item: Any) -> Iterator[bytes]:
+    """Yield an encoding that no other item has: its type, its length and its content."""
+    kind = f"{type(item).__module__}.{type(item).__qualname__}".encode()
+    content = b"".join(_content(item))
+    yield b"%d:%b%d:" % (len(kind), kind, len(content))
+    yield content
+
+
+def _content(item: Any) -> Iterator[bytes]:  # noqa: C901 - one flat table of types
+    match item:
+        case Enum():  # before int(), because an IntEnum's members are ints
+            yield item.name.encode()
+        case None | bool() | int() | float() | complex() | str():
+            yield repr(item).encode("utf-8", "surrogatepass")
+        case bytes() | bytearray():
+            yield bytes(item)
+        case torch.Tensor() if item.is_meta or item.is_nested:
+            yield str(item.dtype).encode()
+        case torch.Tensor() if item.layout != torch.strided:
+            yield from _encoded(item.detach().to_dense())
+        case torch.Tensor():
+            plain = item.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+            yield f"{item.dtype}{tuple(item.shape)}".encode()
+            yield plain.view(torch.uint8).numpy().tobytes()
+        case np.ndarray() | np.generic():
+            yield f"{item.dtype.str}{item.shape}".encode()
+            yield from _encoded(item.tolist()) if item.dtype.hasobject else (item.tobytes(),)
+        case Mapping():
+            yield from sorted(b"".join((*_encoded(key), *_encoded(value))) for key, value in item.items())
+        case Set():
+            yield from sorted(b"".join(_encoded(member)) for member in item)
+        case os.PathLike():
+            yield os.fsencode(item)
+        case slice() | date() | time() | timedelta():
+            yield repr(item).encode()
+        case list() | tuple() if type(item) in {list, tuple} and _PLAIN.issuperset(map(type, item)):
+            yield repr(item).encode()
+        case list() | tuple() | range() | deque() | array():
+            for member in item:
+                yield from _encoded(member)
+        case _ if is_dataclass(item) and not isinstance(item, type):
+            for field in fields(item):
+                yield from _encoded(getattr(item, field.name))
+        case _ if not _TOLD_BY_REPR.isdisjoint(f"{kind.__module__}.{kind.__qualname__}" for kind in type(item).__mro__):
+            yield repr(item).encode()
+        case _ if _size(item):
+            for held in _lists(item):
+                yield from _encoded(held[:_ELEMENTS])
+
+
+def _size(item: Any) -> int | None:
+    try:
+        return len(item)
+    except Exception:  # noqa: BLE001 - it has none, or the user's code
+        return None
+
+
+def _lists(item: Any) -> list[Any]:
+    """Return the lists that an object holds with as many elements as it has."""
+    held = getattr(item, "__dict__", {}).values()
+    return [value for value in held if type(value) in {list, tuple} and len(value) == _size(item)]
+
+
+_Types: TypeAlias = tuple[type, ...]
+
+_NAMES: Final[_Types] = (str, bytes, os.PathLike, Enum)
+_NUMBERS: Final[_Types] = (int, date, time, timedelta)
+_NOTHING: Final = object()
+_TOKENS: Final = {str, bytes, bool, int, float}
+_HAS_SOME, _IS_KEY = 2, 1
+
+
+class ItemHashes(NamedTuple):
+    """What is recorded about an item: three numbers of less than 63 bits.
+
+    Strings and whole numbers are apart, because augmentation may change one of them: it may write where it cut an
+    image, or mask words of a text that keeps its label.
+
+    Attributes:
+        whole: A hash of all of it. An object of an unknown type counts by its type alone.
+        names: A hash of its strings, bytes, paths and enum members, or of its key alone if it has one; 0 if none.
+        numbers: A hash of its whole numbers, truth values, dates and times; 0 if none.
+    """
+
+    whole: int
+    names: int
+    numbers: int
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether ``names`` is a hash of the item's key."""
+        return bool(self.names & _IS_KEY)
+
+
+def hashes_of(item: Any) -> ItemHashes:
+    """Return an item's hashes; names and numbers are looked for in mappings, lists, tuples and dataclasses, too.
+
+    Examples:
+        >>> one, other = (hashes_of({"x": torch.rand(3), "file": "7.png", "cut at": cut}) for cut in (3, 8))
+        >>> one.whole == other.whole, one.names == other.names, one.numbers == other.numbers
+        (False, True, False)
+        >>> hashes_of(torch.zeros(3))[1:]
+        (0, 0)
+    """
+    whole, numbers = _hash(item), _hash_of_parts(item, _NUMBERS)
+    if isinstance(item, Mapping) and SAMPLE_KEY in item:
+        return ItemHashes(whole, _hash(item[SAMPLE_KEY]) << 2 | _HAS_SOME | _IS_KEY, numbers)
+    return ItemHashes(whole, _hash_of_parts(item, _NAMES), numbers)
+
+
+def hashes_if_any(item: Any) -> ItemHashes:
+    """Return an item's hashes; zeros where looking into it raises, because training never may."""
+    try:
+        return hashes_of(item)
+    except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
+        return ItemHashes(0, 0, 0)
+
+
+def _hash(value: Any) -> int:
+    return int(fingerprint([value])[:15], 16)
+
+
+def _hash_of_parts(item: Any, types: _Types) -> int:
+    parts = _parts(item, types)
+    return 0 if parts is _NOTHING else _hash(parts) << 2 | _HAS_SOME
+
+
+def _parts(value: Any, types: _Types) -> Any:
+    """Return what a value has of some types, or ``_NOTHING``."""
+    match value:
+        case _ if isinstance(value, types):
+            return value if types is _NAMES or not isinstance(value, Enum) else _NOTHING
+        case Mapping():
+            return _kept(value.items(), types)
+        case list() | tuple():
+            kinds = set(map(type, value))
+            if len(kinds) == 1 and kinds <= _TOKENS:  # as tokens are: not looked at one by one
+                return value if issubclass(kinds.pop(), types) else _NOTHING
+            return _kept(enumerate(value), types)
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            return _kept(((field.name, getattr(value, field.name)) for field in fields(value)), types)
+    return _NOTHING
+
+
+def _kept(parts: Iterable[tuple[Any, Any]], types: _Types) -> Any:
+    kept = {name: part for name, value in parts if (part := _parts(value, types)) is not _NOTHING}
+    return kept or _NOTHING

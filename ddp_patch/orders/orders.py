@@ -1,0 +1,534 @@
+"""Look up an epoch's order, so that a rank reads only the items of its shard.
+
+torch's own samplers draw an epoch's order at once. We draw it as they do, keep it in 32-bit integers if they suffice,
+and read this rank's positions. Computed permutations and samplers with ``items_at`` give any position at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from ddp_patch.compat.private_torch import is_torch_batch_sampler
+from ddp_patch.errors import InvalidOptionError, StreamLengthError
+from ddp_patch.orders.fingerprint import COMPARED
+from ddp_patch.orders.random_states import Seed, shuffle_key
+from ddp_patch.plan import blocks
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "InOrder",
+    "Order",
+    "Permutation",
+    "RandomAccess",
+    "ScalableShuffle",
+    "has_computed_order",
+    "has_order",
+    "is_always_alike",
+    "is_random_access",
+    "is_torch_sampler",
+    "order_of",
+    "order_parameters",
+    "scalable",
+    "spread",
+    "why_not_scalable",
+]
+
+
+_ROUNDS = 8
+# Up to this n a table holds the permutation, because a Feistel network of so few bits does not look random.
+_TABLE = 2**16
+# How many positions are computed at once: more do not fit in the processor's caches.
+_CHUNK = 2**16
+# The multipliers of splitmix64's finaliser, which is the round function.
+_MULTIPLY = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+class Permutation:
+    """Permute ``range(n)`` pseudo-randomly, and compute only the positions that are asked for.
+
+    Args:
+        n: How many numbers are permuted, from 0 to 2**63 - 1.
+        key: Chooses the permutation; the same key gives the same one.
+
+    Raises:
+        InvalidOptionError: ``n`` is out of range.
+
+    Examples:
+        >>> shuffled = Permutation(10**12, np.random.SeedSequence(7))
+        >>> shuffled(np.array([999_999_999_999])).item() < 10**12
+        True
+        >>> small = Permutation(5, np.random.SeedSequence(7))
+        >>> sorted(small(np.arange(5)).tolist())
+        [0, 1, 2, 3, 4]
+
+    Source:
+        A Feistel network over the smallest power of two that holds n, applied again until it falls below n (cycle
+        walking): Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002. That such networks shuffle
+        well is shown by Mitchell, Stokes, Frank and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs", 2021. The
+        round function is splitmix64's finaliser: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+        Generators", OOPSLA 2014.
+    """
+
+    def __init__(self, n: int, key: np.random.SeedSequence) -> None:
+        if not 0 <= n < 2**63:
+            raise InvalidOptionError(
+                f"range({n}) cannot be permuted: positions are 64-bit integers. Pass n from 0 to 2**63 - 1."
+            )
+        self.n = n
+        self._table: NDArray[np.int64] | None = None
+        if n <= _TABLE:
+            self._table = np.random.Generator(np.random.PCG64(key)).permutation(n)
+        else:
+            bits = (n - 1).bit_length()
+            self._low, self._high = np.uint64(bits // 2), np.uint64(bits - bits // 2)
+            self._keys = key.generate_state(_ROUNDS, np.uint64)
+
+    def __call__(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the numbers at these positions.
+
+        Args:
+            positions: Integers in ``range(n)``, in any order and number.
+
+        Returns:
+            Integers in ``range(n)``, in the shape ``(positions,)``.
+        """
+        if self._table is not None:
+            return np.take(self._table, positions)
+        if len(positions) <= _CHUNK:
+            return self._computed(positions)
+        chunks = [positions[start : start + _CHUNK] for start in range(0, len(positions), _CHUNK)]
+        return np.concatenate([self._computed(chunk) for chunk in chunks])
+
+    def _computed(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Apply the network until every number is below n (cycle walking)."""
+        found = self._feistel(positions.astype(np.uint64))
+        while len(outside := np.flatnonzero(found >= self.n)):
+            found[outside] = self._feistel(found[outside])
+        return found.view(np.int64)
+
+    def _feistel(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Permute the numbers that have at most as many bits as ``n - 1``."""
+        low, high = self._low, self._high
+        one = np.uint64(1)
+        left, right = values >> low, values & ((one << low) - one)  # of `high` and `low` bits
+        for key in self._keys:
+            mixed = right ^ key
+            mixed *= _MULTIPLY[0]
+            mixed ^= mixed >> np.uint64(27)
+            mixed *= _MULTIPLY[1]
+            mixed >>= np.uint64(64) - high
+            mixed ^= left
+            left, right = right, mixed
+            low, high = high, low
+        return (left << low) | right
+
+
+class RandomAccess(Protocol):
+    """A sampler that can look up the items at any positions of any epoch.
+
+    Give your sampler these methods, and each rank looks up only its own items, so the cost does not grow with the
+    number of ranks. The items must depend on position and epoch only, and be those that iterating gives. A subclass
+    that overrides ``__iter__`` but not ``items_at`` is iterated. If some samplers of a class cannot be looked up, set
+    their attribute ``has_random_access`` to False.
+
+    Examples:
+        >>> class Strided:
+        ...     def __len__(self):
+        ...         return 10**9
+        ...     def __iter__(self):
+        ...         return iter(self.items_at(np.arange(len(self)), 0))
+        ...     def items_at(self, positions, epoch):
+        ...         return (positions * 7 + epoch) % len(self)
+        >>> from ddp_patch import DDPSamplerWrapper
+        >>> share = DDPSamplerWrapper(Strided(), False, num_replicas=1000, rank=3)
+        >>> next(iter(share)), len(share)
+        (21, 1000000)
+    """
+
+    def __len__(self) -> int:
+        """Return how many items an epoch has."""
+
+    def items_at(self, positions: NDArray[np.int64], epoch: int) -> Sequence[Any] | NDArray[Any]:
+        """Return the items at some positions of an epoch.
+
+        Args:
+            positions: In ``range(len(self))``, in any order and number.
+            epoch: From 0.
+
+        Returns:
+            The items, in the order of the positions.
+        """
+
+
+def is_random_access(sampler: object) -> TypeGuard[RandomAccess]:
+    """Return whether a sampler can be looked up.
+
+    Its class or a base must define ``items_at``, and no class below that base may override ``__iter__`` alone. A
+    sampler whose ``has_random_access`` is False cannot be looked up, whatever its class has.
+
+    Examples:
+        >>> from ddp_patch.samplers import ScalableRandomSampler
+        >>> is_random_access(ScalableRandomSampler(9, seed=1)), is_random_access(ScalableRandomSampler(9))
+        (True, False)
+    """
+    if getattr(sampler, "has_random_access", True) is False:
+        return False
+    for base in type(sampler).__mro__:
+        if "items_at" in vars(base):
+            names = list(inspect.signature(vars(base)["items_at"]).parameters)[1:]
+            return names == ["positions", "epoch"] and hasattr(type(sampler), "__len__")
+        if "__iter__" in vars(base):
+            return False
+    return False
+
+
+# Minimum items per turn, for orders that are drawn in turns.
+_TURN = 2**17
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One epoch's stream, for looking up items.
+
+    Attributes:
+        length: The number of items.
+        at: Returns the items at some positions, all in ``range(length)``. Positions must increase, also from call to
+            call.
+        finish: Draws what the sampler draws after its last item.
+        array: Returns them as an array, shape (items,) or for batches of equal size (items, size); None if they are
+            no such indices.
+        sizes: Returns how many samples the batches at some positions have, and how many batches have that size, in
+            runs; None if only the batches themselves show it.
+        free: How many of the first items may be looked up in any order before all others; None for all.
+    """
+
+    length: int
+    at: Callable[[range], Sequence[Any]]
+    finish: Callable[[], object] = lambda: None
+    array: Callable[[range], NDArray[Any] | None] = lambda _: None
+    sizes: Callable[[range], Sequence[tuple[int, int]]] | None = None
+    free: int | None = None
+
+    def items(self) -> Iterator[Any]:
+        """Yield all items, then draw what the sampler draws after its last one."""
+        for positions in blocks(range(self.length)):
+            yield from self.at(positions)
+        self.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchSampler:
+    """What we know about one of torch's sampler types.
+
+    Attributes:
+        order: Draws an epoch's order with the same calls as the sampler's ``__iter__``, but as a whole and in the
+            smallest integers that hold it. The values are the same. It draws from the sampler's generator; if that has
+            none, from the one given, or from the global one.
+        parameters: Returns what the order depends on, besides the random states.
+    """
+
+    order: Callable[[Any, torch.Generator | None], Order]
+    parameters: Callable[[Any], list[object]]
+
+
+def _given(sampler: Any) -> torch.Generator | None:
+    """Return a sampler's generator; None if that is the global one, from which everybody draws."""
+    return None if sampler.generator is torch.default_generator else sampler.generator
+
+
+def _sequential_order(sampler: SequentialSampler, _: torch.Generator | None) -> Order:
+    return Order(len(sampler.data_source), lambda positions: positions, array=_as_array)
+
+
+def _random_order(sampler: RandomSampler, private: torch.Generator | None) -> Order:
+    n, num_samples, given = len(sampler.data_source), sampler.num_samples, _given(sampler)
+    generator = given
+    if generator is None:
+        seed = torch.empty((), dtype=torch.int64).random_(generator=private)
+        generator = torch.Generator().manual_seed(int(seed.item()))
+    dtype = _integers(n)
+
+    def permuted(size: int) -> torch.Tensor:
+        turns = [torch.randperm(n, generator=generator, dtype=dtype) for _ in range(-(-size // n))]
+        return (turns[0] if len(turns) == 1 else torch.cat(turns))[:size]
+
+    if sampler.replacement:
+        drawn = _Turns(num_samples, _TURN, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator))
+        return Order(num_samples, drawn.at, free=_TURN)
+    if num_samples > n:
+        turn = n * -(-_TURN // n)
+        return Order(num_samples, _Turns(num_samples, turn, permuted).at, free=turn)
+    # After n samples torch draws once more and discards the result, which moves the user's generator.
+    return _drawn(permuted(num_samples), lambda: permuted(n) if given is not None and num_samples == n else None)
+
+
+def _subset_order(sampler: SubsetRandomSampler, private: torch.Generator | None) -> Order:
+    indices, generator = sampler.indices, _given(sampler) or private
+    drawn = torch.randperm(len(indices), generator=generator, dtype=_integers(len(indices)))
+    return Order(len(drawn), lambda positions: [indices[place] for place in _read(drawn, positions)])
+
+
+def _weighted_order(sampler: WeightedRandomSampler, private: torch.Generator | None) -> Order:
+    generator = _given(sampler) or private
+    return _drawn(torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=generator))
+
+
+# torch's own samplers, by exact type: a subclass may have any order.
+_TORCH_SAMPLERS: Mapping[type, _TorchSampler] = {
+    SequentialSampler: _TorchSampler(_sequential_order, lambda _: ["sequential"]),
+    RandomSampler: _TorchSampler(
+        _random_order, lambda sampler: ["random", sampler.replacement, sampler.num_samples, sampler.generator is None]
+    ),
+    SubsetRandomSampler: _TorchSampler(_subset_order, lambda sampler: ["subset", *spread(sampler.indices)]),
+    WeightedRandomSampler: _TorchSampler(
+        _weighted_order,
+        lambda sampler: ["weighted", sampler.replacement, sampler.num_samples, *spread(sampler.weights)],
+    ),
+}
+
+
+def is_torch_sampler(sampler: object) -> bool:
+    """Return whether it is one of torch's own samplers, whose data no pass changes."""
+    return type(sampler) in _TORCH_SAMPLERS
+
+
+def is_always_alike(sampler: object) -> bool:
+    """Return whether every epoch surely has the same order: that of the dataset, or of a plain list."""
+    if _is_batching(sampler):
+        return is_always_alike(sampler.sampler)
+    return type(sampler) in {SequentialSampler, range, list, tuple}
+
+
+def order_parameters(sampler: object) -> list[object] | None:
+    """Return what the order of one of torch's own samplers depends on, besides the random states; otherwise None."""
+    if _is_batching(sampler):
+        inner = order_parameters(sampler.sampler)
+        return None if inner is None else ["batches", sampler.batch_size, sampler.drop_last, *inner]
+    known = _TORCH_SAMPLERS.get(type(sampler))
+    return None if known is None else known.parameters(sampler)
+
+
+def has_order(sampler: object) -> bool:
+    """Return whether ``order_of`` knows the sampler."""
+    if _is_batching(sampler):
+        return has_order(sampler.sampler)
+    if type(sampler) is RandomSampler:
+        # Iterate orders of several turns: to draw them ahead would move the user's own generator too far.
+        turns = sampler.replacement or sampler.num_samples > len(sampler.data_source)
+        return not (turns and (sampler.generator is not None or len(sampler.data_source) == 0))
+    return is_torch_sampler(sampler) or has_computed_order(sampler)
+
+
+def has_computed_order(sampler: object) -> bool:
+    """Return whether ``order_of`` computes the sampler's order without drawing anything."""
+    if _is_batching(sampler):
+        return has_computed_order(sampler.sampler)
+    return type(sampler) is ScalableShuffle or is_random_access(sampler)
+
+
+def order_of(sampler: Any, epoch: int, private: torch.Generator | None = None) -> Order:
+    """Return the order of an epoch, the same that iterating the sampler yields; torch's samplers draw it here.
+
+    Args:
+        sampler: The sampler.
+        epoch: The epoch.
+        private: What torch's samplers draw from if they have no generator. Default: the global one.
+    """
+    if _is_batching(sampler):
+        return _in_batches(order_of(sampler.sampler, epoch, private), sampler.batch_size, sampler.drop_last)
+    if (known := _TORCH_SAMPLERS.get(type(sampler))) is not None:
+        return known.order(sampler, private)
+    if type(sampler) is ScalableShuffle:
+        return sampler.order(epoch)
+    return Order(len(sampler), partial(_looked_up, sampler, epoch))
+
+
+@dataclass(frozen=True, slots=True)
+class InOrder:
+    """Iterates the order of an epoch without beginning the sampler, which may count epochs by that.
+
+    Attributes:
+        sampler: A sampler with an order that can be looked up.
+        epoch: Which epoch.
+        private: What torch's samplers draw from; see ``order_of``.
+    """
+
+    sampler: Any
+    epoch: int
+    private: torch.Generator | None
+
+    def __iter__(self) -> Iterator[Any]:
+        return order_of(self.sampler, self.epoch, self.private).items()
+
+
+def _is_batching(sampler: object) -> TypeGuard[BatchSampler]:
+    """Return whether a sampler makes batches of another one's items as torch does."""
+    return is_torch_batch_sampler(type(sampler))
+
+
+def _in_batches(items: Order, size: int, drop_last: bool) -> Order:
+    """Return the order of the batches that torch's ``BatchSampler`` makes of an order of items."""
+    length = items.length
+
+    def at(positions: range) -> list[list[Any]]:
+        starts = range(positions.start * size, positions.stop * size, positions.step * size)
+        return [list(items.at(range(start, min(start + size, length)))) for start in starts]
+
+    def sizes(positions: range) -> list[tuple[int, int]]:
+        whole = max(0, min(positions.stop, length // size) - positions.start)
+        return [(size, whole), (length % size, len(positions) - whole)]
+
+    def array(positions: range) -> NDArray[Any] | None:
+        whole = positions.step == 1 and positions.stop * size <= length
+        samples = items.array(range(positions.start * size, positions.stop * size)) if whole else None
+        return None if samples is None else samples.reshape(-1, size)
+
+    free = None if items.free is None else items.free // size
+    return Order(length // size if drop_last else -(-length // size), at, items.finish, array, sizes, free)
+
+
+def spread(values: Any) -> list[Any]:
+    """Return some of the values, evenly spread over the sequence."""
+    return [values[position] for position in range(0, len(values), max(1, len(values) // COMPARED))]
+
+
+class _Turns:
+    """An order that is drawn turn by turn, with one turn in memory at a time.
+
+    Args:
+        length: The number of items.
+        size: The number of items in a turn.
+        draw: Draws the next turn, given its number of items.
+    """
+
+    def __init__(self, length: int, size: int, draw: Callable[[int], torch.Tensor]) -> None:
+        self._length, self._size, self._draw = length, size, draw
+        self._number = 0
+        self._turn = draw(min(size, length))
+
+    def at(self, positions: range) -> list[int]:
+        """Return the items at some positions, which must increase, also from call to call."""
+        items: list[int] = []
+        while len(items) < len(positions):
+            rest = positions[len(items) :]
+            while rest[0] >= (self._number + 1) * self._size:
+                self._number += 1
+                self._turn = self._draw(min(self._size, self._length - self._number * self._size))
+            start = self._number * self._size
+            here = rest[: -(-(start + self._size - rest.start) // rest.step)]
+            items += _read(self._turn, range(here.start - start, here.stop - start, here.step))
+        return items
+
+
+def _integers(n: int) -> torch.dtype:
+    """Return the smallest of torch's 32- and 64-bit integer types that holds ``range(n)``."""
+    return torch.int32 if n <= torch.iinfo(torch.int32).max else torch.int64
+
+
+def _drawn(order: torch.Tensor, finish: Callable[[], object] = lambda: None) -> Order:
+    return Order(len(order), partial(_read, order), finish, lambda positions: _cut(order, positions).numpy())
+
+
+def _read(order: torch.Tensor, positions: range) -> list[int]:
+    return cast(list[int], _cut(order, positions).tolist())
+
+
+def _cut(order: torch.Tensor, positions: range) -> torch.Tensor:
+    return order[positions.start : positions.stop : positions.step]
+
+
+def _looked_up(sampler: RandomAccess, epoch: int, positions: range) -> list[Any]:
+    if not positions:
+        return []
+    found = sampler.items_at(_as_array(positions), epoch)
+    items = found.tolist() if isinstance(found, np.ndarray | torch.Tensor) else list(found)
+    if len(items) != len(positions):
+        raise StreamLengthError(
+            f"{type(sampler).__name__}.items_at() returned {len(items)} items for {len(positions)} positions, so a "
+            "rank would take too few or too many. Let it return one item for each position."
+        )
+    return items
+
+
+def _as_array(positions: range) -> NDArray[np.int64]:
+    step = positions.step if len(positions) > 1 else 1  # a single position's step may exceed 64 bits
+    return positions.start + step * np.arange(len(positions))
+
+
+class ScalableShuffle(Sampler[int]):
+    """Shuffle like one of torch's samplers, but in constant memory: compute the item at a position.
+
+    Args:
+        sampler: A ``SubsetRandomSampler``, or a ``RandomSampler`` without replacement that takes no more samples than
+            there are.
+        seed: The seed of every epoch's order.
+    """
+
+    def __init__(self, sampler: RandomSampler | SubsetRandomSampler, seed: Seed) -> None:
+        self.sampler = sampler
+        self._seed = seed
+        self.epoch: int = 0
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        return self.order(self.epoch).items()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one that iterating yields."""
+        self.epoch = epoch
+
+    def order(self, epoch: int) -> Order:
+        """Return the order of an epoch."""
+        sampler = self.sampler
+        indices = sampler.indices if isinstance(sampler, SubsetRandomSampler) else None
+        n = len(sampler.data_source if isinstance(sampler, RandomSampler) else sampler.indices)
+        permutation = Permutation(n, shuffle_key(self._seed.value, epoch))
+
+        def array(positions: range) -> NDArray[np.int64]:
+            return permutation(_as_array(positions))
+
+        def at(positions: range) -> list[int]:
+            places: list[int] = array(positions).tolist()
+            return places if indices is None else [indices[place] for place in places]
+
+        length = min(n, len(self.sampler))
+        return Order(length, at, array=array) if indices is None else Order(length, at)
+
+
+def scalable(sampler: Any, seed: Seed) -> Sampler[Any]:
+    """Return what yields as many items, or batches, as a sampler that shuffles, but in an order that is computed."""
+    if _is_batching(sampler):
+        return type(sampler)(scalable(sampler.sampler, seed), sampler.batch_size, sampler.drop_last)
+    return ScalableShuffle(sampler, seed)
+
+
+def why_not_scalable(sampler: object) -> str | None:
+    """Return why a scalable shuffle cannot replace a sampler, or None if it can."""
+    if _is_batching(sampler):
+        return why_not_scalable(sampler.sampler)
+    if type(sampler) not in {RandomSampler, SubsetRandomSampler}:
+        return "is not torch's RandomSampler or SubsetRandomSampler"
+    if isinstance(sampler, RandomSampler) and sampler.replacement:
+        return "samples with replacement"
+    if isinstance(sampler, RandomSampler) and sampler.num_samples > len(sampler.data_source):
+        return f"takes {sampler.num_samples} samples of {len(sampler.data_source)}, some of them again"
+    return None

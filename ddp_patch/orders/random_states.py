@@ -1,0 +1,392 @@
+"""Seeds, and the random states that an epoch is drawn with: swapped for private ones, read and restored.
+
+We call the three *global* generators (torch's on the CPU, numpy's, Python's) ambient. Samplers and training both draw
+from them. ``PrivateRNG`` keeps one from disturbing the other.
+"""
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddp_patch.compat.packages import may_hold_a_normal
+from ddp_patch.compat.private_torch import replace_worker_seed
+from ddp_patch.errors import UnsupportedLoaderError
+from ddp_patch.options import Options
+from ddp_patch.orders.generators import plain
+
+__all__ = [
+    "Entered",
+    "EpochCounter",
+    "PrivateRNG",
+    "Seed",
+    "WorkerSeeding",
+    "ambient_state",
+    "ambient_unmoved",
+    "dealing_key",
+    "distributed_permutation",
+    "epoch_generator",
+    "epoch_seed",
+    "epoch_states",
+    "loader_seed",
+    "one_at_a_time",
+    "order_seeds",
+    "reader_seed",
+    "shuffle_key",
+]
+
+
+# What a seed is used for, so that no two uses draw the same numbers.
+_ORDER, _WORKER, _SHUFFLE, _LOADER, _READER, _PART, _DEALING = range(7)
+
+
+def _derive(seed: int, *key: int) -> np.random.SeedSequence:
+    return np.random.SeedSequence(seed, spawn_key=key)
+
+
+def _torch_seed(sequence: np.random.SeedSequence) -> int:
+    # 63 bits: DataLoader's own worker seeds are int64, and users pass them on to other libraries.
+    return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def loader_seed(seed: int, stream: str, number: int) -> int:
+    """Return the seed of one of several loaders, for which the user chose none.
+
+    Args:
+        seed: What all their seeds follow from.
+        stream: A fingerprint, in hexadecimal digits, of what is known of the loader's stream.
+        number: Which of the loaders with such a stream it is, from 1.
+
+    Examples:
+        >>> len({loader_seed(seed, "f0", number) for seed, number in [(0, 1), (0, 2), (1, 1)]})
+        3
+    """
+    return _torch_seed(_derive(seed, _LOADER, int(stream, 16), number))
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Return the seed of torch's global generator while epoch ``epoch`` is drawn.
+
+    Examples:
+        >>> sampler = torch.utils.data.RandomSampler(range(5))
+        >>> _ = torch.manual_seed(epoch_seed(seed=7, epoch=2))
+        >>> in_one_process = list(sampler)
+        >>> from ddp_patch import DDPSamplerWrapper
+        >>> patched = DDPSamplerWrapper(sampler, False, num_replicas=1, rank=0, seed=7)
+        >>> patched.set_epoch(2)
+        >>> list(patched) == in_one_process
+        True
+    """
+    return _torch_seed(_derive(seed, _ORDER, epoch))
+
+
+def order_seeds(seed: int, epoch: int, reader: int | None = None) -> tuple[int, np.random.SeedSequence, int]:
+    """Return the seeds of torch's, numpy's and Python's global generators while an epoch is drawn.
+
+    Args:
+        seed: The seed in force.
+        epoch: The epoch.
+        reader: Which worker reads a part of it, if one does.
+    """
+    sequence = _derive(seed, _ORDER, epoch) if reader is None else _derive(seed, _PART, epoch, reader)
+    return _torch_seed(sequence), sequence, _python_seed(sequence)
+
+
+def reader_seed(seed: int, epoch: int) -> int:
+    """Return the seed in ``get_worker_info()`` of worker 0 while it reads a dataset; that of worker j is j more.
+
+    torch numbers the seeds of a loader's workers in this way, and datasets subtract j to get a common seed.
+    """
+    return _torch_seed(_derive(seed, _READER, epoch)) >> 1
+
+
+def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:
+    """Return the key of an epoch's order that is computed, not drawn."""
+    return _derive(seed, _SHUFFLE, epoch)
+
+
+def dealing_key(seed: int, epoch: int, stage: int, window: int) -> np.random.SeedSequence:
+    """Return the key of the random order of a balanced window of an epoch.
+
+    Args:
+        seed: The seed in force.
+        epoch: The epoch.
+        stage: How many numbers of ranks have shared the epoch before.
+        window: Which window.
+    """
+    return _derive(seed, _DEALING, epoch, stage, window)
+
+
+class Seed:
+    """The seed in force. Whoever derives random states reads it here, so that a restored state's holds for all.
+
+    Args:
+        value: The seed, a whole number of at least 0.
+        is_chosen: Whether the user chose it; then no state replaces it.
+    """
+
+    def __init__(self, value: int, *, is_chosen: bool) -> None:
+        self.value: int = value
+        self.is_chosen: bool = is_chosen
+
+    def adopt(self, value: int) -> None:
+        """Replace the seed by a state's, from now on."""
+        self.value = value
+
+    @contextmanager
+    def tried(self, value: int) -> Iterator[None]:
+        """While entered, have another seed in force."""
+        before, self.value = self.value, value
+        try:
+            yield
+        finally:
+            self.value = before
+
+
+class EpochCounter:
+    """Counts epochs: the next one begins when a pass draws its first item.
+
+    An iterator that draws nothing does not count. A ``DataLoader`` with workers makes such a one for each pass.
+    """
+
+    def __init__(self) -> None:
+        self.current: int = 0
+        self.passes: int = 0
+        self._begun = False
+
+    @property
+    def upcoming(self) -> int:
+        """The epoch that the next pass will draw."""
+        return self.current + self._begun
+
+    def begin(self, epoch: int) -> None:
+        """Record that a pass over ``epoch`` has begun to draw."""
+        # An iterator of an earlier epoch may come late. Keep counting from the latest.
+        self.current, self._begun = max(self.current, epoch), True
+        self.passes += 1
+
+    def set(self, epoch: int) -> None:
+        """Make ``epoch`` the upcoming one."""
+        self.current, self._begun = epoch, False
+
+
+def _python_seed(sequence: np.random.SeedSequence) -> int:
+    return int.from_bytes(sequence.generate_state(4).tobytes(), "little")
+
+
+def distributed_permutation(n: int, seed: int, epoch: int) -> torch.Tensor:
+    """Return the order, of shape [n], in which ``torch.utils.data.DistributedSampler(shuffle=True)`` visits n items.
+
+    Source: ``DistributedSampler.__iter__``: a generator seeded ``seed + epoch`` and one ``torch.randperm``.
+    """
+    generator = torch.Generator().manual_seed((seed + epoch) % 2**64)
+    return torch.randperm(n, generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSeeding:
+    """A ``worker_init_fn`` that seeds each worker by (seed, epoch, rank, worker), then calls the user's.
+
+    torch seeds workers from a number that the main process draws. Ranks that are seeded alike, or share a generator,
+    draw the same number, so all would augment alike. This replaces ``get_worker_info().seed`` too, because datasets
+    seed their own generators from it.
+
+    Attributes:
+        worker_init_fn: The user's function, or None.
+        seed: Read when a worker starts.
+    """
+
+    worker_init_fn: Callable[[int], object] | None
+    seed: Seed
+    rank: int
+    epochs: EpochCounter
+
+    def __call__(self, worker_id: int) -> None:
+        """Seed torch, numpy and ``random`` in worker ``worker_id``.
+
+        Raises:
+            UnsupportedLoaderError: The worker is a thread. A process runs its worker in its main thread.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise UnsupportedLoaderError(
+                f"Worker {worker_id} of the loader is a thread, and cannot be seeded by rank: threads use the same "
+                "random states as the sampler, so ranks would draw different orders and lose samples. "
+                "Use a loader whose workers are processes, or num_workers=0."
+            )
+        sequence = _derive(self.seed.value, _WORKER, self.epochs.upcoming, self.rank, worker_id)
+        seed = _torch_seed(sequence)
+        torch.manual_seed(seed)
+        np.random.seed(sequence.generate_state(4))
+        random.seed(_python_seed(sequence))
+        replace_worker_seed(seed)
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)
+
+
+# All threads share the global generators, and may share others. If two threads swapped states at once, each would take
+# the other's private ones for those of the training.
+_swapping = threading.RLock()
+
+
+def one_at_a_time() -> AbstractContextManager[object]:
+    """Return what to enter while random states are swapped: one thread of the process at a time may."""
+    return _swapping
+
+
+def _allow_swapping() -> None:
+    """Replace the lock in a worker that was forked while another thread held it."""
+    global _swapping
+    _swapping = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_allow_swapping)
+
+
+@dataclass(slots=True)
+class _GlobalState:
+    """A state of the three global generators."""
+
+    torch: torch.Tensor
+    numpy: np.random.BitGenerator
+    numpy_gauss: dict[str, Any] | None  # the legacy state, if it holds a second normal draw
+    python: tuple[Any, ...]
+
+    @classmethod
+    def capture(cls) -> "_GlobalState":
+        # numpy keeps a second normal draw beside the bit generator. Swapping bit generators would lose it.
+        gauss = np.random.get_state(legacy=False) if may_hold_a_normal() else None
+        bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
+        return cls(torch.get_rng_state(), bit_generator, gauss, random.getstate())
+
+    def is_same(self, other: "_GlobalState") -> bool:
+        """Return whether the same numbers would be drawn from another one."""
+        mine, others = self.numpy.state, other.numpy.state
+        return (
+            torch.equal(self.torch, other.torch)
+            and self.python == other.python
+            and (self.numpy_gauss is None) == (other.numpy_gauss is None)
+            and mine["state"]["pos"] == others["state"]["pos"]
+            and np.array_equal(mine["state"]["key"], others["state"]["key"])
+        )
+
+    def install(self) -> None:
+        torch.set_rng_state(self.torch)
+        np.random.set_bit_generator(self.numpy)  # type: ignore[attr-defined]  # as get_bit_generator
+        if self.numpy_gauss is not None:
+            np.random.set_state(self.numpy_gauss)
+        random.setstate(self.python)
+
+
+class PrivateRNG:
+    """Let the global generators draw from a private stream of (seed, epoch) while entered.
+
+    Enter it as often as you like: the private stream continues where it stopped.
+
+    Examples:
+        >>> with PrivateRNG(seed=7, epoch=0):
+        ...     first = torch.rand(1)
+        >>> with PrivateRNG(seed=7, epoch=0):
+        ...     again = torch.rand(1)
+        >>> bool(first == again)
+        True
+    """
+
+    def __init__(self, seed: int, epoch: int, reader: int | None = None) -> None:
+        self._key = seed, epoch, reader
+        self._private = self._at_first()
+        self._first: _GlobalState | None = None
+
+    def _at_first(self) -> _GlobalState:
+        for_torch, for_numpy, for_python = order_seeds(*self._key)
+        return _GlobalState(
+            torch.Generator().manual_seed(for_torch).get_state(),
+            np.random.MT19937(for_numpy),
+            None,
+            random.Random(for_python).getstate(),
+        )
+
+    @property
+    def is_unmoved(self) -> bool:
+        """Whether nothing was drawn from the private stream."""
+        if self._first is None:
+            self._first = self._at_first()
+        return self._private.is_same(self._first)
+
+    def __enter__(self) -> None:
+        self._lock = _swapping
+        self._lock.acquire()
+        self._ambient = _GlobalState.capture()
+        self._private.install()
+
+    def __exit__(self, *exc: object) -> None:
+        self._private = _GlobalState.capture()
+        self._ambient.install()
+        self._lock.release()
+
+
+def epoch_states(options: Options, seed: Seed, epoch: int, reader: int | None = None) -> AbstractContextManager[None]:
+    """Return what to enter while an epoch is drawn: its private states, or nothing with ``agreement="ambient"``.
+
+    Args:
+        options: What the user chose.
+        seed: The seed in force.
+        epoch: The epoch.
+        reader: Which worker reads a part of it, if that has states of its own.
+    """
+    return nullcontext() if options.agreement == "ambient" else PrivateRNG(seed.value, epoch, reader)
+
+
+class Entered(AbstractContextManager[None]):
+    """Several contexts as one that may be entered again and again, each made anew.
+
+    Args:
+        make: Make them, from the outside in.
+    """
+
+    def __init__(self, *make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for make in self._make:
+                stack.enter_context(make())
+            self._entered = stack.pop_all()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._entered.__exit__(kind, error, trace)
+
+
+def epoch_generator(options: Options, seed: Seed, epoch: int) -> torch.Generator | None:
+    """Return the generator that torch's own samplers draw an epoch from; None with ``agreement="ambient"``.
+
+    It draws what the global one would draw in ``epoch_states``, and nobody else can draw from it.
+    """
+    return None if options.agreement == "ambient" else torch.Generator().manual_seed(epoch_seed(seed.value, epoch))
+
+
+def ambient_state() -> tuple[object, ...]:
+    """Return a value that changes whenever somebody draws from one of the global generators."""
+    state = _GlobalState.capture()
+    numpy = np.random.get_state(legacy=False)
+    return state.torch.numpy().tobytes(), repr(plain(numpy)), state.python
+
+
+@contextmanager
+def ambient_unmoved() -> Iterator[None]:
+    """Put the global generators back into their current states on leaving."""
+    with one_at_a_time():
+        state = _GlobalState.capture()
+        try:
+            yield
+        finally:
+            state.install()

@@ -1,0 +1,371 @@
+"""Compare the ranks' passes over a loader: always on, and without waiting."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import get_ident
+from time import perf_counter
+from typing import Any, TypeAlias, cast
+from weakref import WeakMethod
+
+from ddp_patch.errors import RankMismatchError
+from ddp_patch.loaders.contents import Row
+from ddp_patch.orders.pass_fingerprint import PassFingerprint
+from ddp_patch.ranks.exchange import ranks_text
+from ddp_patch.ranks.histories import Contradiction, History, Pace, Standing, State, contradiction
+from ddp_patch.ranks.notices import Notices, Peers, StepCounts
+from ddp_patch.ranks.order_guard import ONE_STREAM
+
+__all__ = ["Difference", "PassNotes", "Watch", "difference"]
+
+
+logger: logging.Logger = logging.getLogger("ddp_patch")
+
+# The rows of a dataset are looked at when a pass begins, and again after its first batch: some are made by the first
+# ``__getitem__``.
+_LOOKS = 2
+# An encoded hash has this many bits.
+_BITS = 48
+
+
+Rows: TypeAlias = Mapping[str, Row]
+
+
+class PassNotes:
+    """The notes of one pass of this rank.
+
+    Args:
+        what: The class of the sampler.
+        epoch: The epoch.
+        begins_at: Where in the epoch it begins.
+        skip: How many items of the share were taken before.
+        fingerprint: That of what is drawn.
+        rows: Looks at the dataset.
+        standing: Tells how far the pass has come.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        epoch: int,
+        begins_at: str,
+        skip: int,
+        fingerprint: PassFingerprint,
+        rows: Callable[[], Rows],
+        standing: Callable[[], Standing],
+    ) -> None:
+        self.what: str = what
+        self.epoch: int = epoch
+        self._begins_at, self._skip = begins_at, skip
+        self._fingerprint, self._look, self._standing = fingerprint, rows, standing
+        self._rows: list[Rows] = []
+        self._old: list[Any] | None = None  # as it was left, once nothing changes it
+        self.attempt: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the pass came to its end."""
+        return self._standing().state is State.ENDED
+
+    def settle(self) -> None:
+        """Keep no more of a pass that is over than what was noted."""
+        told = self._standing()
+        if told.state is not State.OPEN:
+            self._standing = partial(Standing, *told)
+
+    def encoded(self, look: int, *, is_old: bool = False) -> list[Any]:
+        """Return them as plain values.
+
+        Args:
+            look: How many items a mere look takes at most. Nobody compares it: the epoch may begin again.
+            is_old: Whether to leave only the last mark: for ranks that are some epochs behind.
+        """
+        if is_old and self._old is not None:
+            return self._old
+        items, state = self._standing()
+        taken = items - self._skip
+        if len(self._rows) < _LOOKS and taken >= look * len(self._rows):
+            self._rows.append(self._look())
+        is_more = taken > look or state is State.ENDED
+        marks = [[count, value % 2**_BITS] for count, value in self._fingerprint.marks]
+        first = max(0, len(marks) - 1) if is_old else 0
+        rows = [{name: list(row) for name, row in seen.items()} for seen in self._rows]
+        notes = [self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], rows]
+        if is_old and state is not State.OPEN:
+            self._old = notes
+        return notes
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Difference:
+    """Where two ranks' passes over one epoch differ.
+
+    Attributes:
+        epoch: The epoch.
+        count: The orders differ within so many items; None if the datasets do.
+        attributes: The attributes of the datasets that differ.
+    """
+
+    epoch: int
+    count: int | None = None
+    attributes: tuple[str, ...] = ()
+
+
+def difference(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> Difference | None:
+    """Return where the passes of two ranks differ, as far as both have come; None if they do not.
+
+    Args:
+        mine: This rank's notes, encoded.
+        theirs: Another rank's.
+    """
+    known = {tuple(notes[:3]): notes for notes in theirs if notes[3]}
+    for notes in mine:
+        epoch, begins_at, attempt, is_more, _, _, rows = notes
+        other = known.get((epoch, begins_at, attempt))
+        if not is_more or other is None:
+            continue
+        for seen, seen_there in zip(rows, other[-1], strict=False):
+            if names := _differing({k: Row(*v) for k, v in seen.items()}, {k: Row(*v) for k, v in seen_there.items()}):
+                return Difference(epoch, attributes=names)
+        if (count := _differs_within(notes, other)) is not None:
+            return Difference(epoch, count)
+    return None
+
+
+def _differs_within(mine: Sequence[Any], theirs: Sequence[Any]) -> int | None:
+    """Return within how many items the orders of two passes differ; None if they do not, as far as both have come."""
+    first = max(mine[4], theirs[4])
+    for one, another in zip(mine[5][first - mine[4] :], theirs[5][first - theirs[4] :], strict=False):
+        if list(one) != list(another):
+            return int(min(one[0], another[0]))
+    return None
+
+
+def _differing(mine: Rows, theirs: Rows) -> tuple[str, ...]:
+    """Return the attributes that show that two datasets have other samples at the same indices.
+
+    Ranks may keep other things than samples in them: losses, counts, seeds. So one that identifies the samples, and is
+    the same on both, excuses the others, but for an order in which samples are read.
+    """
+    both = [name for name in mine if name in theirs]
+    differing = [name for name in both if mine[name].fingerprint != theirs[name].fingerprint]
+    if any(mine[name].identifies for name in both if name not in differing):
+        differing = [name for name in differing if mine[name].is_order and theirs[name].is_order]
+    return tuple(differing)
+
+
+# The first comparisons, this many, are made whenever they are due, to find early mistakes at once. All later ones may
+# take one part in this many of the time: short epochs would have several each.
+_FREE = 100
+_TIMES_THEIR_COST = 200
+# At a pass's end one part in this many: in the last epoch nobody would tell later.
+_TIMES_AT_AN_END = 20
+# A look at a stream of unknown length may take so many batches.
+_LONG_LOOK = 32
+# Notes of this many passes are left, for ranks that are epochs behind; of these many in full.
+_NOTED, _IN_FULL = 16, 2
+
+
+class Watch:
+    """Compares this rank's passes over one loader with the other ranks'.
+
+    Args:
+        peers: Who they are; None if there are none.
+        name: What errors call the loader.
+        keeps: Whether one rank's share may have an item more than another's.
+
+    Attributes:
+        pace: How the loader takes items.
+        orders: Compare the orders in which they read, where that is for the readers to say; none elsewhere.
+        epochs_differ: Whether an epoch's order may differ from another's. Where it does not, passes over different
+            epochs are alike, and no sample is lost by them.
+    """
+
+    def __init__(self, peers: Peers | None = None, name: str = "", *, keeps: bool = False) -> None:
+        self._peers = peers
+        self._notices = None if peers is None else Notices(peers)
+        self._steps: StepCounts | None = None  # for streams whose end nobody knows before
+        self._history = History()
+        self._noted: list[PassNotes] = []
+        self._attempt, self._furthest = 0, -1  # the latest epoch that was gone through to its end in this attempt
+        self._thread = get_ident()
+        self._keeps = keeps
+        self.orders: list[Callable[[], None]] = []
+        self.epochs_differ: bool = True
+        self._name, self._units = name, ("item", "items")
+        self.pace: Pace = Pace()
+        self._share: Callable[[], Callable[[], int | None] | None] = lambda: None
+        self._made, self._cost_s, self._ended_s = 0, 0.0, 0.0
+        self._exchange()  # so that nobody has to look for this rank's record later
+
+    def set_pace(self, name: str, pace: Pace, share: Callable[[], int | None]) -> None:
+        """Set what errors call the loader and how it takes batches, before its first pass.
+
+        Args:
+            name: What errors call it.
+            pace: How it takes batches.
+            share: A method that returns how many items the smallest share of an epoch has; None if that is not known.
+        """
+        self._name, self._units = name, ("batch", "batches")
+        self.pace = pace
+        self._share = WeakMethod(share)  # the loader goes when nobody refers to it but this
+        self._history.look = pace.size
+
+    def __reduce__(self) -> tuple[type["Watch"], tuple[()]]:
+        return Watch, ()  # a copy makes passes of its own, which other ranks need not know about
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anybody to compare with."""
+        return self._notices is not None
+
+    def choose(self) -> None:
+        """Record that the user chose the epoch that comes next."""
+        self._history.choose()
+
+    def begin(self, epoch: int, standing: Callable[[], Standing], notes: PassNotes | None = None) -> None:
+        """Record that a pass begins, and compare.
+
+        Args:
+            epoch: The epoch that it is over.
+            standing: Tells how far it has come.
+            notes: What is noted of it, if anything is.
+
+        Raises:
+            RankMismatchError: As ``compare``.
+        """
+        if self.is_on:
+            if self.epochs_differ:
+                self._history.begin(epoch, standing, self._long_look)
+            if notes is not None:
+                self._note(notes)
+            self.compare(epoch)
+
+    def _long_look(self) -> int:
+        """Return how many items a long look takes at most: half of a share, or some batches if its size is unknown."""
+        share = self._share()
+        items = None if share is None else share()
+        return self.pace.size * _LONG_LOOK if items is None else max(self.pace.size, items // 2)
+
+    def _note(self, notes: PassNotes) -> None:
+        """Keep the notes of a new pass. Who goes back to an epoch that was whole makes another attempt at it."""
+        self._furthest = max([self._furthest, *(before.epoch for before in self._noted if before.is_whole)])
+        if notes.epoch <= self._furthest:
+            self._attempt, self._furthest = self._attempt + 1, notes.epoch - 1
+        notes.attempt = self._attempt
+        # A look at an epoch that begins anew, or at a later one, is no pass of this attempt.
+        kept = [before for before in self._noted if before.attempt < notes.attempt or before.epoch < notes.epoch]
+        for before in kept:
+            before.settle()
+        self._noted = [*kept, notes][-_NOTED:]
+
+    def compare(self, epoch: int, *, at_end: bool = False) -> None:
+        """Report to the others how far this rank has come, in this pass and before, and compare with them.
+
+        Args:
+            epoch: The epoch of the pass.
+            at_end: Whether the pass has come to its end.
+
+        Raises:
+            RankMismatchError: A rank left an epoch of which another took more, and continued with a later one; or too
+                many ranks take the same share; or they drew or read in different orders, or from different rows.
+        """
+        if self._peers is None or self._is_too_soon(_TIMES_AT_AN_END if at_end else _TIMES_THEIR_COST):
+            return
+        if get_ident() != self._thread:
+            # Something reads ahead in a thread of its own, by as much as there was time for.
+            self._history.doubt(epoch)
+        began_s = perf_counter()
+        found, differing = self._exchange()
+        if differing:
+            raise self._other_pass(self._peers, differing)
+        if found:
+            raise self._error(self._peers, found)
+        for compare in self.orders:
+            compare()
+        self._ended_s = perf_counter()
+        self._made, self._cost_s = self._made + 1, self._ended_s - began_s
+
+    def steps(self, epoch: int, begins_at: str) -> StepCounts:
+        """Return where to leave how many batches this rank is given of a pass whose end nobody knows before."""
+        if self._steps is None:
+            self._steps = StepCounts(cast(Peers, self._peers), self.pace.readers if self._keeps else 0)
+        self._steps.begin(epoch, f"{begins_at} ({self._history.attempt})")
+        return self._steps
+
+    def compare_ends(self, epoch: int, begins_at: str, batches: int) -> None:
+        """Compare how many batches such a pass had; wait a moment for ranks that may be given more.
+
+        Raises:
+            RankMismatchError: Another rank was given more.
+        """
+        if found := self.steps(epoch, begins_at).longer(batches):
+            peers = cast(Peers, self._peers)
+            ranks, most = ranks_text(sorted(found)), max(found.values())
+            raise RankMismatchError(
+                f"Iterating the {self._name} that was patched as number {peers.number}: rank {peers.rank} and {ranks} "
+                f"read different streams. Epoch {epoch} ended after {batches} {self._units[batches != 1]} on rank "
+                f"{peers.rank}, and {ranks} had {most} by then. Each rank keeps its shard of what should be one "
+                f"stream, so samples would be lost and steps would not be equal. {ONE_STREAM}"
+            )
+
+    def _is_too_soon(self, times: int) -> bool:
+        return self._made >= _FREE and perf_counter() - self._ended_s < times * self._cost_s
+
+    def _exchange(self) -> tuple[dict[int, Contradiction], dict[int, Difference]]:
+        """Return which ranks contradict this one, and which made another pass, and where."""
+        if self._peers is None or self._notices is None:
+            return {}, {}
+        share, old = self._peers.share, len(self._noted) - _IN_FULL
+        notes = [noted.encoded(self.pace.size, is_old=place < old) for place, noted in enumerate(self._noted)]
+        mine = self._history.record(None if share is None else share[0], notes)
+        others = self._notices.exchange(mine)
+        self._peers.require_fair_shares(others)
+        slack = self.pace.size * self.pace.readers if self._keeps else 0
+        compared = {
+            rank: contradiction(mine, record, self.pace.size, slack, self._long_look) for rank, record in others.items()
+        }
+        differing = {rank: difference(notes, record.notes) for rank, record in others.items()} if notes else {}
+        return (
+            {rank: where for rank, where in compared.items() if where is not None},
+            {rank: where for rank, where in differing.items() if where is not None},
+        )
+
+    def _other_pass(self, peers: Peers, found: Mapping[int, Difference]) -> RankMismatchError:
+        first = min(found.values(), key=lambda where: where.epoch)
+        ranks = ranks_text([rank for rank, where in found.items() if where == first])
+        began = f"Iterating the {self._name} that was patched as number {peers.number}"
+        if first.count is None:
+            return RankMismatchError(
+                f"{began}: in epoch {first.epoch}, the datasets of rank {peers.rank} and {ranks} have different "
+                f"samples at the same indices: they differ in {', '.join(first.attributes)}. Each rank takes its shard "
+                "of other samples, so some would be lost. Change the data alike on every rank: shuffle rows with a "
+                "generator that is seeded by the epoch, list files in sorted order, and add the same rows. If only "
+                "the content differs, agreement='seeded' does not compare it."
+            )
+        return RankMismatchError(
+            f"{began}: in epoch {first.epoch}, {self._noted[-1].what} gave rank {peers.rank} and {ranks} different "
+            f"orders: they differ within the first {first.count} items. Each rank keeps its shard of what should be "
+            "one order, so samples would be lost. Make the order the same on every rank: if the sampler learns from "
+            "its rank's losses, let every rank learn from all ranks' (see \"Samplers that learn\" in "
+            "docs/samplers.md); if it draws from the system's entropy, or another thread draws meanwhile, give it a "
+            "generator of its own that is seeded alike; or patch with agreement='leader', and rank 0 draws for all."
+        )
+
+    def _error(self, peers: Peers, found: Mapping[int, Contradiction]) -> RankMismatchError:
+        first = min(found.values())
+        ranks = sorted(rank for rank, where in found.items() if where == first)
+        behind, further = ([peers.rank], ranks) if first.is_mine else (ranks, [peers.rank])
+        return RankMismatchError(
+            f"Iterating the {self._name} that was patched as number {peers.number}: the ranks make different passes, "
+            f"so samples would be lost. {ranks_text(behind).capitalize()} took {self._told(first.items)} of epoch "
+            f"{first.epoch} and then began epoch {first.following}; {ranks_text(further)} took more of epoch "
+            f"{first.epoch}. Only one rank has iterated the loader, as 'if rank == 0: next(iter(loader))' does, or has "
+            "set another epoch. Look at a batch on every rank, or iterate the unpatched loader, or call "
+            "loader.set_epoch(N) with the same N on every rank before the epoch."
+        )
+
+    def _told(self, items: int) -> str:
+        number = -(-items // self.pace.size)
+        return f"{number} {self._units[number != 1]}"

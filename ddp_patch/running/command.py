@@ -1,0 +1,217 @@
+"""The command that runs a script as it is, on several ranks."""
+
+import argparse
+import dataclasses
+import logging
+import os
+import random
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ddp_patch.errors import InvalidOptionError, WorldError
+from ddp_patch.options import Options
+from ddp_patch.running.context import HEADINGS, Summary, autopatch
+from ddp_patch.running.session import logger
+
+__all__ = ["DESCRIPTION", "process_group", "run", "run_module", "run_script", "seed_all"]
+
+
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run_script(path: str, arguments: Sequence[str]) -> dict[str, object]:
+    """Run a file as ``python path arguments...``: as ``__main__``, with its folder first in ``sys.path``.
+
+    Returns:
+        The script's global names.
+    """
+    with _as_in_python(path, arguments, str(Path(path).resolve().parent)):
+        return runpy.run_path(path, run_name="__main__")
+
+
+def run_module(name: str, arguments: Sequence[str]) -> dict[str, object]:
+    """Run a module as ``python -m name arguments...``: as ``__main__``, with the current folder first in ``sys.path``.
+
+    ``sys.argv[0]`` becomes its file.
+
+    Returns:
+        The module's global names.
+    """
+    with _as_in_python(name, arguments, str(Path.cwd())):
+        return runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+@contextmanager
+def _as_in_python(target: str, arguments: Sequence[str], folder: str) -> Iterator[None]:
+    before = sys.argv, sys.path
+    sys.argv = [target, *arguments]
+    # What started this process has put the current folder, or that of its own script, first; unless it was told not to.
+    sys.path = [folder, *sys.path[not sys.flags.safe_path :]]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = before
+
+
+@contextmanager
+def process_group(backend: str) -> Iterator[None]:
+    """Make a process group of the ranks that torchrun started, and destroy it at the end.
+
+    Raises:
+        WorldError: The environment does not say which rank this is.
+    """
+    if missing := [name for name in _LAUNCHED if name not in os.environ]:
+        raise WorldError(
+            f"--init-process-group {backend} makes a process group from torchrun's environment, which lacks "
+            f"{', '.join(missing)}. Start with torchrun --nproc-per-node N -m ddp_patch run ..."
+        )
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # so that "cuda" is this rank's own
+    dist.init_process_group(backend)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():  # the script may have destroyed it already
+            dist.destroy_process_group()
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+DESCRIPTION = "Run a script while every DataLoader is patched when it is first used."
+_EPILOG = "Start it on every rank: torchrun --nproc-per-node 8 -m ddp_patch run train.py --epochs 3"
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run ``ddp-patch run`` with these arguments.
+
+    It exits with 2 if an option is not valid; what the script raises is raised here.
+    """
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if not given.is_module and not Path(given.target).exists():
+        parser.error(f"there is no {given.target}. Pass the path of a script, or -m and the name of a module.")
+    options = {name: getattr(given, name) for name, _ in _switches() if getattr(given, name) is not None}
+    with ExitStack() as stack:
+        try:
+            if given.backend is not None:
+                stack.enter_context(process_group(given.backend))
+            patching = autopatch(only=given.only, excepted=given.excepted, dry_run=given.dry_run, **options)
+            summary = stack.enter_context(patching)
+        except (InvalidOptionError, WorldError) as error:
+            parser.error(str(error))
+        stack.enter_context(_told_on_stderr())
+        if given.manual_seed is not None:
+            seed_all(given.manual_seed)
+        try:
+            names = (run_module if given.is_module else run_script)(given.target, given.arguments)
+        finally:
+            _print(summary)  # while the script's loaders, which count their passes, still exist
+        del names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("ddp-patch run", description=DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+    parser.add_argument("-m", dest="is_module", action="store_true", help="TARGET is a module, as python -m has it.")
+    parser.add_argument("--dry-run", action="store_true", help="Patch nothing; only report what would be done.")
+    place: dict[str, Any] = {"action": "append", "default": [], "metavar": "FILE[:LINE]"}
+    parser.add_argument("--only", **place, help="Patch only loaders that are made there; may be repeated.")
+    parser.add_argument("--except", dest="excepted", **place, help="Do not patch loaders made there; may be repeated.")
+    parser.add_argument(
+        "--init-process-group",
+        dest="backend",
+        choices=["gloo", "nccl"],
+        help="Make a process group, for a script that makes none.",
+    )
+    parser.add_argument(
+        "--manual-seed",
+        type=int,
+        metavar="INT",
+        help="Seed Python, numpy and torch alike on every rank first, for a script that splits its data at random.",
+    )
+    group = parser.add_argument_group("how to share", "The options of patch_dataloader_to_ddp(), for all loaders.")
+    for name, how in _switches():
+        group.add_argument(f"--{name.replace('_', '-')}", default=None, **how)
+    parser.add_argument("target", metavar="TARGET", help="The script's path, or with -m the module's name.")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="The script's own arguments.")
+    return parser
+
+
+# These say what to do with cost=, which is an object of the script's.
+_OF_OBJECTS = {"cost_of", "cost_window"}
+
+
+def _switches() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the options that a command line can give, each with its arguments for argparse."""
+    kinds = get_type_hints(Options)
+    for field in dataclasses.fields(Options):
+        kind = kinds[field.name]
+        if field.name in _OF_OBJECTS:
+            continue
+        if get_origin(kind) is not Literal and NoneType in get_args(kind):
+            kinds_taken = [one for one in get_args(kind) if one is not NoneType]
+            kind = str if str in kinds_taken else kinds_taken[0]
+        if get_origin(kind) is Literal:
+            yield field.name, {"choices": get_args(kind)}
+        elif kind is bool:
+            yield field.name, {"action": "store_true"}
+        elif kind in {int, float, str}:
+            yield field.name, {"type": kind, "metavar": kind.__name__.upper()}
+
+
+@contextmanager
+def _told_on_stderr() -> Iterator[None]:
+    """Print what is logged about loaders, whatever the script does with its own logs."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("ddp_patch: %(message)s"))
+    before = logger.level, logger.propagate
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+def _print(summary: Summary) -> None:
+    """Print a summary on the first rank: as a table of rich's on a terminal, as plain text elsewhere."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if sys.stderr.isatty() and find_spec("rich") is not None:
+        _print_richly(summary)
+    else:
+        lines = ["ddp_patch:", *str(summary).splitlines()]
+        sys.stderr.write("\n".join(lines) + "\n")
+    sys.stderr.flush()
+
+
+def _print_richly(summary: Summary) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(stderr=True)
+    if rows := summary.rows:
+        table = Table(*HEADINGS, title="ddp_patch", title_justify="left")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table)
+    for note in summary.notes:
+        console.print(f"[bold]ddp_patch:[/] {escape(note)}")

@@ -1,0 +1,204 @@
+"""Patch every loader that code within a context makes, as frameworks do too; and sum up what was done."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, Unpack
+from unittest.mock import patch
+
+from torch.utils.data import DataLoader
+
+from ddp_patch.compat.packages import ACCELERATE_TAKES_LOADERS, TAKE_LOADERS
+from ddp_patch.loaders.facts import Level, look_at
+from ddp_patch.loaders.hooks import Use, about_to_use, called_before, places_recorded, told_of_uses
+from ddp_patch.options import Options
+from ddp_patch.patching import PatchOptions
+from ddp_patch.running.records import Models, Patterns, Record, counted, is_off
+from ddp_patch.running.session import Session
+from ddp_patch.wrappers import split_options
+
+__all__ = ["HEADINGS", "Frameworks", "Summary", "autopatch"]
+
+
+class Frameworks:
+    """Sees, while entered, the loaders that are passed to frameworks.
+
+    Lightning would replace the loader's sampler, so the loader is patched before. accelerate shards all loaders
+    correctly except those with a batch sampler that is not torch's own, so only these are patched before. The rest is
+    left to accelerate, and to any framework that returns a loader which shards itself.
+
+    Args:
+        session: Decides on the loaders.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._stack = ExitStack()
+        self._missing: dict[tuple[str, str, str], Callable[[Any], Any]] = {
+            **dict.fromkeys(TAKE_LOADERS, self._patching_first),
+            ACCELERATE_TAKES_LOADERS: self._for_accelerate,
+        }
+
+    def __enter__(self) -> Self:
+        self.find()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    def find(self, loader: object = None) -> None:
+        """Take hold of those that were imported since."""
+        for place in [place for place in self._missing if place[0] in sys.modules]:
+            module, kind, method = place
+            owner = getattr(sys.modules[module], kind, None)
+            if owner is not None:  # else it is being imported
+                wrap = self._missing.pop(place)
+                self._stack.enter_context(patch.object(owner, method, wrap(getattr(owner, method))))
+
+    def _patching_first(self, take: Any) -> Any:
+        @functools.wraps(take)
+        def taking(*args: Any, **options: Any) -> Any:
+            for given in (*args, *options.values()):
+                if isinstance(given, DataLoader):
+                    self._session.used(given, Use.HANDED)
+            return take(*args, **options)
+
+        return taking
+
+    def _for_accelerate(self, take: Any) -> Any:
+        @functools.wraps(take)
+        def taking(accelerator: Any, data_loader: Any, *args: Any, **options: Any) -> Any:
+            if issubclass(type(data_loader), DataLoader) and not is_off():
+                if _splits_batches(data_loader):
+                    self._session.used(data_loader, Use.HANDED)
+                if self._session.has_patched(data_loader):
+                    from ddp_patch.integrations.accelerate import prepare_patched
+
+                    return prepare_patched(accelerator, data_loader)
+            return take(accelerator, data_loader, *args, **options)
+
+        return taking
+
+
+def _splits_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether accelerate would split a batch sampler's batches, or lose some."""
+    facts = look_at(loader)
+    return facts.sharded_by is None and facts.level is Level.BATCH
+
+
+HEADINGS = ("made at", "loader", "what became of it", "passes", "each rank gets", "padding")
+
+
+class Summary:
+    """What was done with the loaders while autopatch is, or was, on.
+
+    Args:
+        session: What decided on them.
+        models: What saw the models.
+    """
+
+    def __init__(self, session: Session, models: Models) -> None:
+        self._session, self._models = session, models
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """The loaders that were used when there were several ranks, in that order."""
+        return tuple(self._session.records)
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """A row of the table for each."""
+        for record in self._session.records:
+            record.note_pass()
+        return [
+            (one.place, one.what, f"{one.fate} ({one.note})" if one.note else one.fate, str(one.passes), *_share(one))
+            for one in self._session.records
+        ]
+
+    @property
+    def notes(self) -> list[str]:
+        """What else was noticed."""
+        return list(self._noticed())
+
+    def _noticed(self) -> Iterator[str]:
+        session = self._session
+        if not session.had_world:
+            yield (
+                "No loader was used in a process group of several ranks, so none was patched. A script for one process "
+                "makes no group: start it with torchrun, and pass --init-process-group gloo (or nccl)."
+            )
+            return
+        for place in sorted(session.early):
+            yield f"The loader made at {place} was iterated when there was no group yet: each rank took all of it."
+        for pattern in sorted(session.patterns.unused):
+            yield f"The pattern {pattern!r} matched no loader that was used."
+        if not self._models.seen:
+            yield (
+                "No DistributedDataParallel was seen, nor FSDP: unless the script averages gradients by itself, each "
+                "rank trains a model of its own."
+            )
+
+    def __str__(self) -> str:
+        rows = [HEADINGS, *self.rows] if self.rows else []
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, *self.notes])
+
+
+def _share(record: Record) -> tuple[str, str]:
+    steps = "" if record.steps is None else counted(record.steps, "step")
+    return ", ".join(filter(None, (record.samples, steps))), record.padding
+
+
+@contextmanager
+def autopatch(
+    *,
+    only: str | Sequence[str] = (),
+    excepted: str | Sequence[str] = (),
+    dry_run: bool = False,
+    **options: Unpack[PatchOptions],
+) -> Iterator[Summary]:
+    """Patch every loader when the script first uses it: a context manager and decorator.
+
+    The first use is to iterate the loader, to call ``len()`` on it, or to pass it to a function of this package. If
+    there is a process group of several ranks then, and the loader is not sharded yet, the loader itself is patched, and
+    stays so. All ranks have to use it, at the same point of the script. Nothing is printed; on rank 0, the logger
+    ``ddp_patch.autopatch`` reports each loader at INFO.
+
+    Args:
+        only: Patch only loaders that were made at lines that match, such as ``"train.py:41"`` or ``"data/*.py"``.
+        excepted: Do not patch loaders that were made at lines that match.
+        dry_run: Patch none; only report what would be done.
+        options: The keywords of ``patch_dataloader_to_ddp``, for all loaders.
+
+    Yields:
+        What was done with each loader so far; ``str()`` of it is a table.
+
+    Raises:
+        InvalidOptionError: An option has a value that it does not take.
+        MissingRanksError: From the use of a loader: some ranks did not use it.
+        DDPPatchError: From the use of a loader: whatever ``patch_dataloader_to_ddp`` raises.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> loader = DataLoader(range(10), batch_size=2)
+        >>> with autopatch(rank=1, num_replicas=2):
+        ...     [batch.tolist() for batch in loader]
+        [[1, 3], [5, 7], [9]]
+    """
+    where, chosen = split_options("autopatch", options, PatchOptions)
+    session = Session(where, Options(**chosen), Patterns(only, excepted), dry_run=dry_run)
+    with ExitStack() as stack:
+        frameworks = stack.enter_context(Frameworks(session))
+        models = stack.enter_context(Models())
+        stack.enter_context(places_recorded())
+        for one in (frameworks, models):  # imported by now, if the script uses them
+            stack.enter_context(called_before("__init__", one.find))
+        stack.enter_context(called_before("__init__", session.made))
+        stack.enter_context(told_of_uses(session.used))
+        stack.enter_context(called_before("__iter__", partial(about_to_use, use=Use.ITERATED)))
+        stack.enter_context(called_before("__len__", partial(about_to_use, use=Use.MEASURED)))
+        yield Summary(session, models)

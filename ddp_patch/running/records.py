@@ -1,0 +1,349 @@
+"""What is known of each loader that a script makes: where it was made, what was done, what is exempt."""
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias, TypeVar
+from unittest.mock import patch
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from ddp_patch.compat.private_torch import imported_fsdp
+from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError
+from ddp_patch.loaders.facts import Level, LoaderFacts
+from ddp_patch.loaders.hooks import Made, made
+from ddp_patch.loaders.recognition import require_loader, sharded_by
+from ddp_patch.loaders.samples import length_of
+from ddp_patch.plan import Plan
+from ddp_patch.sharding.batches import patched_sampler, require_batches
+from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.schedule import Turns
+
+__all__ = [
+    "UNKNOWN",
+    "Fate",
+    "Models",
+    "Patterns",
+    "Record",
+    "compared",
+    "counted",
+    "is_left_alone",
+    "is_off",
+    "leave_alone",
+    "shown",
+    "spare",
+    "unpatched",
+    "what_it_is",
+    "with_share",
+]
+
+
+L = TypeVar("L", bound=DataLoader[Any])
+
+_off: ContextVar[bool] = ContextVar("ddp_patch.unpatched", default=False)
+_LEFT_ALONE = "_ddp_patch_left_alone"  # the loader's attribute; a copy of the loader has it, too
+
+
+@contextmanager
+def unpatched() -> Iterator[None]:
+    """Keep ``autopatch`` from patching loaders that are used or made inside: a context manager and decorator.
+
+    A loader that is made inside is not patched later either. A loader that was patched before stays patched. It applies
+    to this thread. Without ``autopatch``, it does nothing.
+
+    Examples:
+        >>> from ddp_patch import autopatch
+        >>> loader = DataLoader(range(4))
+        >>> with autopatch(rank=0, num_replicas=2), unpatched():
+        ...     len(loader)
+        4
+    """
+    before = _off.set(True)
+    try:
+        yield
+    finally:
+        _off.reset(before)
+
+
+def is_off() -> bool:
+    """Return whether this runs within ``unpatched()``, or within this package's own calls."""
+    return _off.get()
+
+
+def leave_alone(loader: L) -> L:
+    """Keep ``autopatch`` from ever patching one loader, such as that of a validation on rank 0 only.
+
+    Args:
+        loader: A loader that was not used yet.
+
+    Returns:
+        The same loader.
+
+    Raises:
+        NotALoaderError: ``loader`` is not a DataLoader.
+        AlreadyPatchedError: The loader was patched before.
+
+    Examples:
+        >>> from ddp_patch import autopatch
+        >>> train, val = DataLoader(range(4)), leave_alone(DataLoader(range(4)))
+        >>> with autopatch(rank=0, num_replicas=2):
+        ...     len(train), len(val)
+        (2, 4)
+    """
+    require_loader("leave_alone", loader, wrappers=False)
+    if isinstance(found := sharded_by(loader), EpochSampler):
+        raise AlreadyPatchedError(
+            f"leave_alone was given a {type(loader).__name__} that gives rank {found.rank} of {found.num_replicas} its "
+            "share already: it was patched when it was first used, or before. Call leave_alone(loader) right after it "
+            "is made."
+        )
+    spare(loader)
+    return loader
+
+
+def spare(loader: DataLoader[Any]) -> None:
+    """Mark a loader as one to leave alone."""
+    vars(loader)[_LEFT_ALONE] = True
+
+
+def is_left_alone(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader is marked so."""
+    return _LEFT_ALONE in vars(loader)
+
+
+UNKNOWN = "an unknown place"
+
+
+def shown(loader: DataLoader[Any]) -> str:
+    """Return where a loader was made: ``train.py:41``, from the current folder where it lies below it."""
+    where = made(loader)
+    if where is None:
+        return UNKNOWN
+    file, _, line = where.place.rpartition(":")
+    here = Path.cwd()
+    return f"{Path(file).relative_to(here) if Path(file).is_relative_to(here) else file}:{line}"
+
+
+def compared(loader: DataLoader[Any]) -> str:
+    """Return which loader of the script it is, in words that are the same on every rank, whose folders may differ."""
+    where = made(loader)
+    kind = type(loader).__name__
+    if where is None:
+        return f"a {kind} that was made before autopatch was on"
+    return f"{kind} number {where.number} made at {_tail(where.place)}, called at {_tail(where.caller)}"
+
+
+def _tail(place: str) -> str:
+    return place.rpartition(os.sep)[2]
+
+
+@dataclass
+class Patterns:
+    """Which loaders to patch, by patterns of the lines where they were made.
+
+    A pattern is matched as a shell matches names, against the end of the path: ``train.py:41``, ``val_*.py``,
+    ``*/data/*.py:1?``. Without a line, it means all of a file.
+
+    Args:
+        only: Patch these alone; all, where there are none.
+        excepted: Leave these alone.
+
+    Attributes:
+        unused: Those that matched nothing yet.
+    """
+
+    only: Sequence[str] = ()
+    excepted: Sequence[str] = ()
+    unused: set[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.only, self.excepted = _listed("only", self.only), _listed("excepted", self.excepted)
+        self.unused = {*self.only, *self.excepted}
+
+    def why_left(self, loader: DataLoader[Any]) -> str | None:
+        """Return the option that leaves a loader alone; None if it is to be patched."""
+        where = made(loader)
+        # Both are looked through whole, so that each pattern is seen to be used.
+        excepted, chosen = ([self._matches(where, one) for one in each] for each in (self.excepted, self.only))
+        if any(excepted):
+            return "--except"
+        return "--only" if self.only and not any(chosen) else None
+
+    def _matches(self, where: Made | None, pattern: str) -> bool:
+        if where is None:
+            return False
+        full = pattern if ":" in pattern else f"{pattern}:*"
+        place = where.place.replace(os.sep, "/")
+        if fnmatchcase(place, full) or fnmatchcase(place, f"*/{full}"):
+            self.unused.discard(pattern)
+            return True
+        return False
+
+
+def _listed(name: str, patterns: str | Sequence[str]) -> Sequence[str]:
+    listed = [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in listed:
+        if not isinstance(pattern, str) or not pattern:
+            raise InvalidOptionError(
+                f"{name}={patterns!r} names no file. Pass patterns of where loaders are made, as 'train.py:41' or "
+                "'val_*.py'."
+            )
+    return listed
+
+
+class Models:
+    """Sees, while entered, whether a ``DistributedDataParallel`` or an FSDP model is made.
+
+    Attributes:
+        seen: Whether one was.
+    """
+
+    def __init__(self) -> None:
+        self._made = False
+        self._stack = ExitStack()
+        self._knows_fsdp = False
+
+    def __enter__(self) -> Self:
+        self._watch(DistributedDataParallel)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    @property
+    def seen(self) -> bool:
+        """Whether a model was seen."""
+        fsdp = imported_fsdp()
+        # fully_shard(), of torch 2.6 and newer, gives a model a class of its own that derives from this one.
+        derived = getattr(fsdp, "FSDPModule", None)
+        return self._made or (derived is not None and bool(derived.__subclasses__()))
+
+    def find(self, loader: object = None) -> None:
+        """Hook FSDP's wrapper if it was imported since; importing it takes long, so it is not imported here."""
+        fsdp = imported_fsdp()
+        if not self._knows_fsdp and hasattr(fsdp, "FullyShardedDataParallel"):
+            self._knows_fsdp = True
+            self._watch(fsdp.FullyShardedDataParallel)
+
+    def _watch(self, kind: Any) -> None:
+        begin = kind.__init__
+
+        def init(model: Any, *args: Any, **options: Any) -> None:
+            self._made = True
+            begin(model, *args, **options)
+
+        self._stack.enter_context(patch.object(kind, "__init__", init))
+
+
+Fate: TypeAlias = Literal["patched", "would be patched", "would be refused", "left alone", "shards itself"]
+
+
+@dataclass
+class Record:
+    """A loader that was used.
+
+    Attributes:
+        place: Where it was made.
+        what: What it is.
+        fate: What was done with it.
+        note: Why, or what else to report.
+        samples: How many items a rank gets in a pass, in words.
+        padding: How many items of a pass are repeated over all ranks, or left out, in words.
+        steps: How many steps a rank makes; None if that is not known.
+        ranks: How many ranks share.
+        passes: How often it was iterated.
+        loader: The loader, if it was patched and still lives.
+    """
+
+    place: str
+    what: str
+    fate: Fate
+    note: str = ""
+    samples: str = ""
+    padding: str = ""
+    steps: int | None = None
+    ranks: int = 1
+    passes: int = 0
+    loader: "weakref.ref[DataLoader[Any]] | None" = None
+
+    def note_pass(self) -> None:
+        """Fill in what its latest pass has shown of a loader without a length, if that came to its end."""
+        loader = None if self.loader is None else self.loader()
+        turns = None if loader is None or self.samples else _whole_pass(loader)
+        if turns is not None:
+            lengths = [part.length or 0 for part in turns.parts]
+            self.steps = turns.count
+            self.note_shares(turns.plan, lengths, "sample" if turns.batching.size > 1 else "item")
+
+    def note_shares(self, plan: Plan, lengths: Sequence[int], unit: str) -> None:
+        """Fill in what a rank gets of streams of these lengths."""
+        self.samples = counted(sum(len(plan.share(n)) for n in lengths), unit)
+        more = sum(plan.total(n) - n for n in lengths)
+        self.padding = f"{abs(more):,} {'left out' if more < 0 else 'repeated'}" if more else "none"
+
+    @property
+    def line(self) -> str:
+        """What the log says."""
+        steps = "unknown steps" if self.steps is None else counted(self.steps, "step")
+        share = f"{self.ranks} ranks x {steps}"
+        told = {"patched": share, "would be patched": f"would be {share}"}.get(self.fate, self.fate)
+        return f"{self.place} {self.what}: {told}" + (f" ({self.note})" if self.note else "")
+
+
+def what_it_is(facts: LoaderFacts[Any]) -> str:
+    """Return what a loader is, in words: ``DataLoader, shuffled, 50,000 samples``."""
+    n = facts.stream.length if facts.sharded_by is None else None
+    length = "" if n is None else f", {counted(n, _unit(facts))}"
+    return f"{type(facts.loader).__name__}, {_order(facts)}{length}"
+
+
+def _unit(facts: LoaderFacts[Any]) -> str:
+    return "batch" if facts.level is Level.BATCH else "sample"
+
+
+def _order(facts: LoaderFacts[Any]) -> str:
+    source = facts.stream.source
+    if type(source) is RandomSampler:
+        return "shuffled" if not source.replacement else "drawn with replacement"
+    return "in order" if type(source) is SequentialSampler else type(source).__name__
+
+
+def counted(number: int, unit: str) -> str:
+    """Return a number of things, in words."""
+    plural = {"batch": "batches"}.get(unit, f"{unit}s")
+    return f"{number:,} {unit if number == 1 else plural}"
+
+
+def with_share(record: Record, facts: LoaderFacts[Any], patched: DataLoader[Any]) -> Record:
+    """Fill in what a rank gets of a patched loader."""
+    sampler = patched_sampler("autopatch", patched)
+    n, plan = facts.stream.length, sampler.plan
+    record.steps, record.ranks, record.loader = length_of(patched, ()), sampler.num_replicas, weakref.ref(patched)
+    if sampler.agreed.options.divides_batches:
+        record.samples = "a part of each batch"
+    elif n is not None and (facts.level is not Level.ITERABLE or facts.num_workers < 2):  # else each worker has a share
+        record.note_shares(plan, [n], _unit(facts))
+    if sampler.agreed.leader is not None:
+        record.note = "rank 0 draws for all"
+    return record
+
+
+def _whole_pass(loader: DataLoader[Any]) -> Turns | None:
+    """Return the batches of a loader's latest pass, if it came to its end."""
+    try:
+        batches = require_batches("autopatch", loader)
+    except DDPPatchError:
+        return None
+    sampler = batches.sampler
+    options = sampler.agreed.options
+    # A rank may get other items than it reads.
+    if sampler.latest is None or options.divides_batches or options.iterable_sharding == "by_worker":
+        return None
+    return sampler.turns_of_whole(sampler.latest, batches)

@@ -1,0 +1,254 @@
+"""Decide what to do with each loader when it is first used, while autopatch is on."""
+
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, get_worker_info
+
+from ddp_patch.compat.packages import accelerate_is_on, shards_in_accelerate
+from ddp_patch.compat.private_torch import RunningLoader
+from ddp_patch.devices import device_here
+from ddp_patch.errors import DDPPatchError, message_of
+from ddp_patch.loaders.copying import change_loader, copy_loader
+from ddp_patch.loaders.facts import LoaderFacts, look_at
+from ddp_patch.loaders.hooks import Use
+from ddp_patch.options import Options
+from ddp_patch.patching import only_moved, patch_each
+from ddp_patch.ranks.world import World, find_world
+from ddp_patch.running.records import (
+    UNKNOWN,
+    Patterns,
+    Record,
+    compared,
+    is_left_alone,
+    is_off,
+    shown,
+    spare,
+    unpatched,
+    what_it_is,
+    with_share,
+)
+from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.refusals import unit_shared
+
+__all__ = ["Session", "logger"]
+
+
+logger: logging.Logger = logging.getLogger("ddp_patch.autopatch")
+
+
+class Session:
+    """Decides on loaders while autopatch is on.
+
+    Args:
+        where: Which world: the keywords of ``find_world``.
+        options: How to shard.
+        patterns: Which loaders to patch.
+        dry_run: Only report what would be done.
+
+    Attributes:
+        records: What was done with each loader that was used, in that order.
+        early: The loaders that were iterated when there was no process group yet.
+        had_world: Whether there were several ranks at any time.
+    """
+
+    def __init__(self, where: Mapping[str, Any], options: Options, patterns: Patterns, *, dry_run: bool) -> None:
+        self.patterns = patterns
+        self.records: list[Record] = []
+        self.early: set[str] = set()
+        self.had_world: bool = False
+        self._where, self._options, self._dry_run = where, options, dry_run
+        self._known: dict[int, tuple[weakref.ref[DataLoader[Any]], Record]] = {}
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+
+    def made(self, loader: DataLoader[Any]) -> None:
+        """Note a loader that is being made."""
+        if is_off():
+            spare(loader)
+
+    def used(self, loader: DataLoader[Any], use: Use) -> None:
+        """Patch a loader that is about to be used for the first time, or leave it as it is."""
+        # A process that the script has forked has these hooks, too, but no part in the group.
+        if is_off() or os.getpid() != self._process:
+            return
+        record = self._record_of(loader)
+        if record is None:
+            with self._lock:
+                record = self._record_of(loader) or self._decided(loader, use)
+        if record is not None and use is Use.ITERATED:
+            if record.passes == 1:
+                record.note_pass()
+            record.passes += 1
+
+    def has_patched(self, loader: DataLoader[Any]) -> bool:
+        """Return whether a loader was patched here."""
+        record = self._record_of(loader)
+        return record is not None and record.fate == "patched"
+
+    def _record_of(self, loader: DataLoader[Any]) -> Record | None:
+        known = self._known.get(id(loader))
+        return known[1] if known is not None and known[0]() is loader else None
+
+    def _decided(self, loader: DataLoader[Any], use: Use) -> Record | None:
+        """Decide what to do with a loader; None if a later use decides."""
+        with unpatched():  # what looking at it iterates
+            world = self._world()
+            if world is None:
+                if use is Use.ITERATED:
+                    self._iterated_alone(loader)
+                return None
+            user = _user_of(loader)
+            if _is_too_soon(loader, user) or (use is Use.MEASURED and accelerate_is_on()):
+                return None
+            self.had_world = True
+            record = self._done(loader, world, use) if user is None else _shared_around(loader, user)
+        self._known[id(loader)] = weakref.ref(loader), record
+        self.records.append(record)
+        if world.rank == 0:
+            logger.info(record.line)
+        return record
+
+    def _world(self) -> World | None:
+        """Return the world if it has several ranks."""
+        if not self._where and not (dist.is_available() and dist.is_initialized()):
+            return None
+        world = find_world(**self._where)
+        return world if world is not None and world.num_replicas > 1 else None
+
+    def _iterated_alone(self, loader: DataLoader[Any]) -> None:
+        """Handle a loader that is iterated when there are no other ranks."""
+        self.early.add(shown(loader))
+        if self._options.device is not None and _user_of(loader) is None and not _is_too_soon(loader, None):
+            facts = look_at(loader)
+            self._moved(Record(shown(loader), what_it_is(facts), "left alone"), facts, use=Use.ITERATED)
+
+    def _done(self, loader: DataLoader[Any], world: World, use: Use) -> Record:
+        facts = look_at(loader)
+        record = Record(shown(loader), what_it_is(facts), "left alone")
+        if facts.sharded_by is not None:
+            self._moved(record, facts, use, is_one_of_several=True)
+            return _shards_itself(record, facts)
+        if (why := self._why_left(facts)) is not None:
+            return replace(record, note=why)
+        act = self._foreseen if self._dry_run else self._patched
+        return act(record, facts, world, use)
+
+    def _patched(self, record: Record, facts: LoaderFacts[Any], world: World, use: Use) -> Record:
+        """Put its share into the loader itself, so that all references to it have the patched one."""
+        with _as_it_was_if_refused(facts.loader, record, use):
+            shared = unit_shared(facts, self._options.share)  # now, because the loader is another one after it
+            patched = self._shared(facts.loader, world, self._options, compared(facts.loader), change_loader)
+        return with_share(replace(record, fate="patched"), shared, patched)
+
+    def _moved(self, record: Record, facts: LoaderFacts[Any], use: Use, *, is_one_of_several: bool = False) -> None:
+        """Move the batches of a loader that is not sharded here to the device; ranks do not synchronise for that.
+
+        A loader that the script has patched keeps the script's device.
+        """
+        is_settled = isinstance(facts.sharded_by, EpochSampler)
+        is_asked = self._options.device is not None and not self._dry_run
+        if is_asked and not is_settled and self._why_left(facts) is None:
+            device = device_here(self._options.device, is_one_of_several=is_one_of_several)
+            with _as_it_was_if_refused(facts.loader, record, use):
+                only_moved(facts, device, change_loader)
+
+    def _why_left(self, facts: LoaderFacts[Any]) -> str | None:
+        """Return why a loader is left alone; None if it is to be patched."""
+        if is_left_alone(facts.loader):
+            return "leave_alone() or unpatched()"
+        if (why := self.patterns.why_left(facts.loader)) is not None:
+            return why
+        inner = _wrapped(facts)
+        return None if inner is None else f"its batches come from another loader, in {inner!r}"
+
+    def _foreseen(self, record: Record, facts: LoaderFacts[Any], world: World, use: Use) -> Record:
+        """Return what a patch would do, by patching a copy without the other ranks."""
+        alone = replace(world, members=None)
+        agreement = "auto" if self._options.agreement == "leader" else self._options.agreement
+        options = replace(self._options, verify=False, agreement=agreement)
+        try:
+            patched = self._shared(facts.loader, alone, options, "", copy_loader)
+        except DDPPatchError as error:
+            return replace(record, fate="would be refused", note=message_of(error))
+        return with_share(replace(record, fate="would be patched"), unit_shared(facts, options.share), patched)
+
+    def _shared(
+        self, loader: DataLoader[Any], world: World, options: Options, nest: str, place: Callable[..., DataLoader[Any]]
+    ) -> DataLoader[Any]:
+        loaders: dict[str, DataLoader[Any]] = {"": loader}
+        (patched,) = patch_each("autopatch", loaders, world, lambda: options, nest, place)
+        return patched
+
+
+@contextmanager
+def _as_it_was_if_refused(loader: DataLoader[Any], record: Record, use: Use) -> Iterator[None]:
+    """Undo what was changed of a loader if it cannot be patched, and say which one it is."""
+    before = dict(vars(loader))
+    try:
+        yield
+    except Exception as error:
+        vars(loader).clear()
+        vars(loader).update(before)
+        if isinstance(error, DDPPatchError):
+            error.args = (_told(error, record, use),)
+        raise
+
+
+def _is_too_soon(loader: DataLoader[Any], user: object | None) -> bool:
+    """Return whether a loader is used in its own constructor, or where a batch of another one is made."""
+    return user is loader or isinstance(user, RunningLoader) or get_worker_info() is not None
+
+
+def _shards_itself(record: Record, facts: LoaderFacts[Any]) -> Record:
+    by = facts.sharded_by
+    what = "the script has patched it" if isinstance(by, EpochSampler) else f"{type(by).__name__}"
+    return replace(record, fate="shards itself", note=what)
+
+
+def _wrapped(facts: LoaderFacts[Any]) -> str | None:
+    """Return the attribute with the loader that a wrapper, which is a loader too, takes its batches from."""
+    name = facts.other_loader_in
+    other = None if name is None else getattr(facts.loader, name, None)
+    return name if isinstance(other, DataLoader) and other.dataset is facts.dataset else None
+
+
+def _user_of(loader: DataLoader[Any]) -> object | None:
+    """Return what uses a loader for its own purposes, if it is one of these; None if the script does.
+
+    The loader's constructor, before it is finished; an iterator that fetches a batch of another loader, which shares
+    what its dataset reads; or a loader of accelerate's around it, which shards by itself.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        user = frame.f_locals.get("self")
+        is_constructor = user is loader and frame.f_code.co_name == "__init__"
+        if is_constructor or isinstance(user, RunningLoader) or shards_in_accelerate(type(user)):
+            return user
+    return None
+
+
+def _shared_around(loader: DataLoader[Any], user: object) -> Record:
+    record = Record(shown(loader), what_it_is(look_at(loader)), "shards itself")
+    return replace(record, note=f"{type(user).__name__}, which holds it")
+
+
+def _told(error: DDPPatchError, record: Record, use: Use) -> str:
+    """Return the error's text with the loader that it is about, and what to do if that should not be patched."""
+    made = "" if record.place == UNKNOWN else f" made at {record.place}"
+    pattern = "" if record.place == UNKNOWN else f", or start with python -m ddp_patch run --except '{record.place}'"
+    return (
+        f"The loader{made} ({record.what}) is {use.value}, and autopatch patches it now, on all ranks: "
+        f"{message_of(error)} If it is not to be sharded, because only some ranks use it (as in a validation on rank "
+        "0): use it within ddp_patch.unpatched(), or call ddp_patch.leave_alone(loader) right after it is "
+        f"made{pattern}."
+    )

@@ -1,0 +1,404 @@
+"""Deal the items of a window so that each step costs about the same on all ranks, and divide batches.
+
+The order that comes out is for interleaved sharding: the item at position p goes to rank ``p % ranks``, and a step
+takes the next ``size`` items of every rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice, zip_longest
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+
+from ddp_patch.costs import CostOf, Costs
+from ddp_patch.errors import UnsupportedLoaderError
+from ddp_patch.orders.chunks import owned
+from ddp_patch.orders.random_states import Seed, dealing_key
+from ddp_patch.plan import Batching, Done, Plan
+from ddp_patch.ranks.agreement import Agreed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Dealing", "Dealt", "Division", "as_it_came", "deal", "deal_batch", "dealt_stream"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """A balanced window.
+
+    Attributes:
+        steps: Which items each batch of each step has, shape (steps, ranks, items), in any order within a batch.
+        last: The same of a last step that does not fill its batches, shape (0 or 1, ranks, items).
+        left: What does not fill a round, shape (items,).
+    """
+
+    steps: NDArray[np.int64]
+    last: NDArray[np.int64]
+    left: NDArray[np.int64]
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """The order for interleaved sharding."""
+        in_order = [np.sort(steps, axis=2).swapaxes(1, 2).reshape(-1) for steps in (self.steps, self.last)]
+        return np.concatenate([*in_order, self.left])
+
+    def of_rank(self, rank: int) -> NDArray[np.int64]:
+        """Return what a rank takes of the order."""
+        own = [np.sort(steps[:, rank], axis=1).reshape(-1) for steps in (self.steps, self.last)]
+        return np.concatenate([*own, self.left[rank : rank + 1]])
+
+
+def deal(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf, key: np.random.SeedSequence) -> Dealt:
+    """Balance the items of a window so that the batches of each step cost about the same.
+
+    The steps come in a random order, and so do the batches within each. A batch has its items in the order in which
+    they came. What does not fill a step comes last, and what does not fill a round of it after all else, as it came.
+
+    Args:
+        costs: What each item costs, at least 0, shape (items,).
+        ranks: How many ranks share the items.
+        size: How many items a batch has; 1 where each is a whole batch.
+        cost_of: What a batch costs: the ``"sum"`` of its items, or where these are ``"padded"`` to the longest, the
+            largest times their number.
+        key: What the random order follows from.
+
+    Returns:
+        The items' positions in the window, in the new order.
+
+    Examples:
+        >>> key = np.random.SeedSequence(0)
+        >>> dealt = deal(np.array([1.0, 9, 2, 8, 5, 5, 4, 6]), ranks=2, size=2, cost_of="sum", key=key)
+        >>> [dealt.of_rank(rank).tolist() for rank in range(2)]
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
+        >>> deal(np.array([1.0, 9, 2, 8, 5, 5, 4, 6]), ranks=2, size=1, cost_of="sum", key=key).order.tolist()
+        [2, 0, 4, 6, 7, 5, 3, 1]
+
+    Source:
+        Whole batches, and padded ones, are sorted and cut into steps, which makes the sum of the steps' slowest ranks
+        the least there can be. Batches that cost their sum are filled by longest processing time first: Graham,
+        "Bounds on Multiprocessing Timing Anomalies", SIAM Journal on Applied Mathematics 17, 1969; with as many items
+        in each, one layer of items after the other: Babel, Kellerer and Kotov, "The k-partitioning problem",
+        Mathematical Methods of Operations Research 47, 1998. No two batches then differ by more than the most expensive
+        item costs, and all the waiting of a window, summed over its steps, is less than that: each rank waits less than
+        one item, however many steps there are. ``tests/properties/test_dealing_properties.py`` has the proof.
+    """
+    costs = _scaled(costs)
+    whole = len(costs) // (ranks * size) * ranks * size
+    over = (len(costs) - whole) // ranks  # rounds of the last step, which is no whole one
+    random = np.random.PCG64(key)
+    steps = _shuffled(_steps(costs[:whole], ranks, size, cost_of), random)
+    last = whole + _shuffled(_steps(costs[whole : whole + over * ranks], ranks, over, cost_of), random)
+    return Dealt(steps, last, np.arange(whole + over * ranks, len(costs)))
+
+
+def as_it_came(items: int) -> Dealt:
+    """Return a window of one rank, which has its order already."""
+    return Dealt(np.arange(items).reshape(-1, 1, 1), np.empty((0, 1, 0), np.int64), np.empty(0, np.int64))
+
+
+def deal_batch(costs: Sequence[float], ranks: int) -> list[int]:
+    """Return an order of one batch's samples in which the ranks' parts cost about the same.
+
+    Args:
+        costs: What each sample costs, at least 0.
+        ranks: How many ranks share the batch. The first of them get a sample more where it does not come out even.
+
+    Returns:
+        The samples' positions in the batch, for interleaved sharding.
+
+    Examples:
+        >>> order = deal_batch([9.0, 5, 5, 3, 1], ranks=2)
+        >>> [order[rank::2] for rank in range(2)]
+        [[1, 2, 4], [0, 3]]
+
+    Source:
+        As in ``deal``. Plain numbers, because a batch is too short for arrays to be faster.
+    """
+    dearest_first = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    sums = [0.0] * ranks
+    for start in range(0, len(costs), ranks):
+        least_first = sorted(range(ranks), key=sums.__getitem__)
+        for sample, part in zip(dearest_first[start : start + ranks], least_first, strict=False):
+            parts[part].append(sample)
+            sums[part] += costs[sample]
+    # Whichever part has the first sample goes to the first rank: no rank has the most expensive part each time.
+    parts = sorted(map(sorted, parts), key=lambda part: (-len(part), part))
+    return [sample for samples in zip_longest(*parts) for sample in samples if sample is not None]
+
+
+def _steps(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf) -> NDArray[np.int64]:
+    """Return which items each batch of each step has, shape (steps, ranks, size), from the most expensive step on."""
+    if not len(costs):
+        return np.empty((0, ranks, size), np.int64)
+    dearest_first = _ascending(costs)[::-1]
+    if cost_of == "sum" and size > 1:
+        batches, sums = _filled(costs, dearest_first, len(costs) // size)
+        dearest_first = batches[_ascending(sums)[::-1]]
+    return dearest_first.reshape(-1, ranks, size)
+
+
+def _filled(
+    costs: NDArray[np.float64], dearest_first: NDArray[np.int64], batches: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return batches of equally many items, shape (batches, items), and their sums.
+
+    Layer by layer, from the most expensive on, the most expensive item of a layer goes to the cheapest batch.
+    """
+    layers, costs_of = dearest_first.reshape(-1, batches), costs[dearest_first].reshape(-1, batches)
+    filled, sums = np.empty_like(layers), np.zeros(batches)
+    for place, layer in enumerate(layers):
+        least_first = _ascending(sums)
+        filled[place, least_first] = layer
+        sums[least_first] += costs_of[place]
+    return filled.T, sums
+
+
+def _shuffled(steps: NDArray[np.int64], random: np.random.PCG64) -> NDArray[np.int64]:
+    """Return steps in a random order, and the batches of each, too."""
+    number, ranks, _ = steps.shape
+    order = np.argsort(random.random_raw(number))
+    of_ranks = np.argsort(random.random_raw(number * ranks).reshape(number, ranks), axis=1)
+    return steps[order[:, None], of_ranks]
+
+
+def _scaled(costs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return costs of at most 1, so that sums of any are finite, and without a negative zero."""
+    return costs / (costs.max(initial=0.0) or 1.0) + 0.0
+
+
+def _ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the indices that sort some values, equal ones as they come; faster than ``argsort``.
+
+    It must not depend on the machine, so no two things that are sorted are equal: each contains its index, instead of
+    its last bits. The bits of floats that are not negative sort as the floats do.
+    """
+    places = np.uint64((1 << len(values).bit_length()) - 1)
+    keyed = np.ascontiguousarray(values).view(np.uint64) & ~places
+    keyed |= np.arange(len(values), dtype=np.uint64)
+    keyed.sort()
+    keyed &= places
+    return keyed.view(np.int64)
+
+
+class Division:
+    """Gives a rank its part of each batch of a pass: at least one sample, unless the batch is empty.
+
+    Args:
+        plan: The rank's share of a batch.
+        name: What makes the batches, for an error.
+        costs: What the samples cost, if the parts of a batch are to cost alike.
+
+    Examples:
+        >>> [Division(Plan(rank, 2), "a sampler")([5, 3, 8]) for rank in range(2)]
+        [[5, 8], [3, 5]]
+        >>> [Division(Plan(rank, 2), "a sampler", Costs(abs, "sum"))([5, 9, 1, 3]) for rank in range(2)]
+        [[5, 3], [9, 1]]
+    """
+
+    def __init__(self, plan: Plan, name: str, costs: Costs | None = None) -> None:
+        self._plan, self._name, self._costs = plan, name, costs
+        self._taken = array("I")  # the positions of this rank's samples in their batches, if these are balanced
+
+    def __call__(self, batch: Any) -> Any:
+        """Return this rank's part of a batch of indices.
+
+        Args:
+            batch: The batch: a list, tensor, array, or anything that gives its indices when it is iterated.
+
+        Returns:
+            A tensor or array of such a batch, else a list.
+
+        Raises:
+            UnsupportedLoaderError: The batch cannot be taken apart.
+        """
+        if isinstance(batch, str | bytes | dict) or not isinstance(batch, Iterable) or getattr(batch, "ndim", 1) == 0:
+            raise UnsupportedLoaderError(
+                f"share='within_batches' divides batches of indices, and {self._name} yields a {type(batch).__name__}, "
+                "whose samples are unknown. Let it yield lists of indices, or use share='batches'."
+            )
+        items: Any = batch if isinstance(batch, list | tuple | torch.Tensor | np.ndarray) else list(batch)
+        own, repeated = self._places(items)
+        if isinstance(items, torch.Tensor | np.ndarray):
+            return items[[*own, *repeated]]
+        if isinstance(own, range) and not repeated:
+            return list(items[own.start : own.stop : own.step])
+        return [items[place] for place in chain(own, repeated)]
+
+    def _places(self, items: Any) -> tuple[Sequence[int], Sequence[int]]:
+        """Return which samples of a batch are this rank's, and which its padding repeats."""
+        own, repeated = self._plan.divide(len(items))
+        if self._costs is None:
+            return own, repeated
+        costs = self._costs.of(items.tolist() if isinstance(items, torch.Tensor | np.ndarray) else items)
+        dealt = deal_batch(costs.tolist(), self._plan.num_replicas)
+        places = [dealt[place] for place in own]
+        self._taken.extend(places)
+        return places, [dealt[place] for place in repeated]
+
+    def origins(self, sizes: Iterable[int]) -> np.ndarray[Any, Any] | None:
+        """Return where this rank's samples that are not padding come from: their positions among those of all batches.
+
+        Args:
+            sizes: How many samples each batch has.
+
+        Returns:
+            None if that follows from the plan.
+        """
+        if self._costs is None:
+            return None
+        of_batches = np.array([*sizes], np.int64)
+        own = [len(self._plan.divide(size)[0]) for size in of_batches.tolist()]
+        begins = np.cumsum(of_batches) - of_batches
+        return np.repeat(begins, own) + np.array(self._taken, np.int64)
+
+
+# Items, and their positions in the sampler's own order.
+_Window: TypeAlias = tuple[Sequence[T], np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Dealing:
+    """How a sampler's stream is balanced.
+
+    Attributes:
+        costs: What the items cost.
+        size: How many items a batch takes.
+        steps: How many steps a window has.
+        are_batches: Whether each item is a batch.
+        seed: What the random order of steps follows from, with the epoch.
+    """
+
+    costs: Costs
+    size: int
+    steps: int
+    are_batches: bool
+    seed: Seed
+
+    @classmethod
+    def of(cls, agreed: Agreed, batching: Batching, *, are_batches: bool) -> Self | None:
+        """Return how a stream is balanced; None if it is not. A batch that is divided is balanced by itself."""
+        options = agreed.options
+        if options.costs is None or options.divides_batches:
+            return None
+        return cls(options.costs, batching.size, options.cost_window, are_batches, agreed.seed)
+
+    @property
+    def described(self) -> dict[str, object]:
+        """What the order follows from, by the names under which states keep it."""
+        return {"cost": self.costs.described, "cost_of": self.costs.cost_of, "cost_window": self.steps} | (
+            {} if self.are_batches else {"batch_size": self.size}
+        )
+
+    def width(self, ranks: int) -> int:
+        """Return how many items a window has for this many ranks."""
+        return min(self.steps * ranks * self.size, sys.maxsize)
+
+    def dealt(
+        self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, stage: int, window: int
+    ) -> Dealt:
+        """Return a window, balanced for this many ranks.
+
+        Args:
+            items: Its items.
+            ranks: How many ranks share them.
+            epoch: Which epoch it is.
+            stage: How many other numbers of ranks have taken a part of it before.
+            window: Which window of the rest it is.
+        """
+        if ranks == 1:  # nobody waits
+            return as_it_came(len(items))
+        costs = self.costs.of(items, are_batches=self.are_batches)
+        key = dealing_key(self.seed.value, epoch, stage, window)
+        return deal(costs, ranks, self.size, self.costs.cost_of, key)
+
+
+def dealt_stream(
+    stream: Iterator[T],
+    dealing: Dealing,
+    epoch: int,
+    before: Done,
+    plans: Sequence[Plan],
+    note: Callable[[Sequence[np.ndarray[Any, Any]]], object],
+) -> Iterator[T]:
+    """Return the rest of a stream, balanced for the present number of ranks.
+
+    A window is drawn as soon as its first item is asked for. If other numbers of ranks have taken a part, the stream is
+    balanced for each of them in turn, and what they took is left out. Nothing here refers to what is returned, so that
+    an abandoned stream is closed at once.
+
+    Args:
+        stream: The sampler's stream, begun.
+        dealing: How it is balanced.
+        epoch: Which epoch it is.
+        before: What other numbers of ranks have taken.
+        plans: Whose shares will be taken.
+        note: Called for each window with the positions in the sampler's stream from which the next items of each share
+            come.
+    """
+    *taken, (ranks, _) = worlds = [*(stint for stint in before if stint[1]), (plans[0].num_replicas, 0)]
+    windows = _numbered(owned(stream), dealing.width(worlds[0][0]))
+    for stage, (earlier, each) in enumerate(taken):
+        dealt = _dealt(windows, dealing, earlier, epoch, stage)
+        windows = _without(dealt, earlier * each, dealing.width(worlds[stage + 1][0]))
+    dealt = _dealt(windows, dealing, ranks, epoch, len(taken))
+    return chain.from_iterable(map(partial(_recorded, plans, note), dealt))
+
+
+def _recorded(
+    plans: Sequence[Plan], note: Callable[[Sequence[np.ndarray[Any, Any]]], object], window: _Window[T]
+) -> Sequence[T]:
+    """Record where the items of a window come from, which has whole rounds unless it is the last one."""
+    items, places = window
+    note([places[plan.rank :: plan.num_replicas] for plan in plans])
+    return items
+
+
+def _dealt(windows: Iterator[_Window[T]], dealing: Dealing, ranks: int, epoch: int, stage: int) -> Iterator[_Window[T]]:
+    """Balance a stream's windows for this many ranks."""
+    for number, (items, places) in enumerate(windows):
+        order = dealing.dealt(items, ranks, epoch, stage, number).order
+        yield list(map(items.__getitem__, order.tolist())), places[order]
+
+
+def _numbered(stream: Iterator[T], width: int) -> Iterator[_Window[T]]:
+    """Cut a stream into windows, and number its items."""
+    start = 0
+    for items in _cut(stream, width):
+        yield items, np.arange(start, start + len(items), dtype=np.int64)
+        start += len(items)
+
+
+def _without(windows: Iterator[_Window[T]], taken: int, width: int) -> Iterator[_Window[T]]:
+    """Leave out the first items of a balanced stream, and cut the rest into other windows."""
+    numbered = chain.from_iterable(zip(items, places.tolist(), strict=True) for items, places in windows)
+    for window in _cut(islice(numbered, taken, None), width):
+        items, places = zip(*window, strict=True)
+        yield items, np.array(places, np.int64)
+
+
+def _cut(stream: Iterator[T], width: int) -> Iterator[list[T]]:
+    """Cut a stream into windows. What came before an exception is a window, too."""
+    failure: Exception | None = None
+    is_ended = False
+    while not is_ended:
+        window: list[T] = []
+        try:
+            window.extend(islice(stream, width))
+        except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
+            failure = error
+        is_ended = len(window) < width
+        if window:
+            yield window
+        if failure is not None:
+            raise failure

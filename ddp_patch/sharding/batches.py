@@ -1,0 +1,277 @@
+"""What a patched loader's batches are: how many, which were given, and how a line of text says so."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ddp_patch.compat.private_torch import has_own_iteration
+from ddp_patch.errors import DDPPatchError, InvalidOptionError, NotPatchedError, StateError, UnsupportedLoaderError
+from ddp_patch.loaders.facts import Level, look_at
+from ddp_patch.loaders.hooks import about_to_use
+from ddp_patch.loaders.recognition import require_loader, sharded_by
+from ddp_patch.loaders.samples import length_of
+from ddp_patch.options import Options
+from ddp_patch.plan import Batching
+from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.passes import Pass
+
+__all__ = ["Batches", "Tally", "describe_share", "patched_sampler", "require_batches"]
+
+
+# They change no share, or another part of the text tells them.
+_UNTOLD = {"share", "timeout", "cost", "cost_window"}
+
+
+def describe_share(loader: DataLoader[Any]) -> str | None:
+    """Return what a loader gives this rank, as ``repr(loader)`` says it; None if this package did not patch it.
+
+    Shards are counted from 0, as ranks are. Only options that are not the default are named.
+
+    Examples:
+        >>> from ddp_patch import patch_dataloader_to_ddp
+        >>> loader = DataLoader(range(100), batch_size=8)
+        >>> describe_share(patch_dataloader_to_ddp(loader, rank=1, num_replicas=4))
+        'shard 1 of 4, samples, 4 steps of 8'
+        >>> patch_dataloader_to_ddp(loader, rank=1, num_replicas=4, uneven="drop")
+        <torch.utils.data.dataloader.DataLoader: shard 1 of 4, samples, 4 steps of 8, uneven='drop'>
+    """
+    # No more than a look: repr() may come at any moment, of loaders that are not ours or not yet made.
+    sampler = vars(loader).get("sampler")
+    if not isinstance(sampler, EpochSampler):
+        return None
+    options, size = sampler.agreed.options, loader.batch_size
+    shard = f"shard {sampler.rank} of {sampler.num_replicas}"
+    if options.divides_batches:
+        parts = [f"a part of each batch{f' of {size}' if size else ''}", _steps(loader)]
+    else:
+        parts = [_unit(loader, sampler), _steps(loader) + (f" of {size}" if size else "")]
+    return ", ".join([shard, *parts, *_chosen(options)])
+
+
+def _unit(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> str:
+    """Return what is sharded."""
+    if loader.batch_sampler is sampler:
+        return "whole batches"
+    unit = "samples" if loader.batch_size else "items"
+    return f"{unit} of a stream" if isinstance(loader.dataset, IterableDataset) else unit
+
+
+def _steps(loader: DataLoader[Any]) -> str:
+    steps = length_of(loader, ())
+    return "steps" if steps is None else f"{steps:,} step{'' if steps == 1 else 's'}"
+
+
+def _chosen(options: Options) -> Iterator[str]:
+    """Yield the options that are not the default."""
+    if options.costs is not None:
+        yield "steps of equal cost"
+    default = Options(agreement="seeded")  # which "auto" mostly comes to
+    for name in (field.name for field in fields(options) if field.name not in _UNTOLD):
+        if (value := getattr(options, name)) != getattr(default, name):
+            yield f"{name}={_shown(value)!r}"
+
+
+def _shown(value: object) -> object:
+    return str(value) if isinstance(value, torch.device) else value
+
+
+class Tally:
+    """Counts the batches that one iterator of a loader gives, in the pass that it makes.
+
+    The count stays on the pass when the iterator is gone, as it is after a ``break``.
+
+    Args:
+        sampler: What shards the loader.
+        begins_ahead: Whether a pass has begun before its first batch is asked for, as workers begin it; else the first
+            batch begins it.
+    """
+
+    def __init__(self, sampler: EpochSampler[Any], *, begins_ahead: bool) -> None:
+        self._sampler, self._begins_ahead = sampler, begins_ahead
+        self._pass: Pass[Any] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Record that a pass begins."""
+        if self._pass is not None:
+            self._pass.note_left()
+        self._batches = 0
+        self._has_failed = self._has_pass = False
+        self._pass = None
+        if self._begins_ahead:
+            self._find_pass()
+
+    def count(self) -> None:
+        """Record that a batch is given. It is called for each, so it calls little itself."""
+        if not self._has_pass:
+            self._find_pass()
+        self._batches += 1
+        if (one := self._pass) is not None:
+            # The loader continued after an error, so some batch was skipped: nobody knows the position.
+            one.note_handed_out(None if self._has_failed else self._batches)
+            if (latest := self._sampler.latest) is None:
+                self._sampler.note_running(one)
+            elif latest is not one:
+                latest.note_interleaved()
+
+    def fail(self, error: BaseException) -> None:
+        """Record that an error came instead of a batch; one of this package's leaves no doubt about what is lost."""
+        self._find_pass()
+        self._has_failed = True
+        if self._pass is not None and isinstance(error, Exception) and not isinstance(error, DDPPatchError | Warning):
+            self._pass.note_failed()
+
+    def end(self) -> None:
+        """Record that the loop has seen the end."""
+        self._find_pass()
+        if self._pass is not None and not self._has_failed:
+            self._pass.note_exhausted()
+
+    def _find_pass(self) -> None:
+        """Remember the pass, once: it is the latest one now, and another iterator may begin another."""
+        if self._has_pass:
+            return
+        self._has_pass, self._pass = True, self._sampler.latest
+        if self._pass is not None:
+            self._pass.note_loop(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Batches(Batching):
+    """How a loader makes batches of a rank's share.
+
+    Attributes:
+        sampler: The sampler that shards.
+        level: Which part of the loader is sharded.
+    """
+
+    sampler: EpochSampler[Any]
+    level: Level
+
+    @property
+    def _running(self) -> Pass[Any] | None:
+        """The latest pass, unless a state was restored since."""
+        return self.sampler.latest if self.sampler.place is None else None
+
+    def _given(self, one: Pass[Any] | None) -> int:
+        """Return how many batches a pass has given; if nobody counts them, with those that workers fetched ahead."""
+        if one is None:
+            return 0
+        return self.sampler.given_batches(one, self) if one.handed_out is None else one.handed_out
+
+    def handed_out(self, loader: DataLoader[Any]) -> int:
+        """Return how many batches of the latest pass the loader has given.
+
+        Raises:
+            StateError: Nobody counted them.
+        """
+        if self.sampler.given is not None:
+            return self.sampler.given.batches
+        one = self._running
+        is_counted = one is None or (one.handed_out is not None and not has_own_iteration(type(loader)))
+        if is_counted or not self._given(one):
+            return self._given(one)
+        raise StateError(
+            f"It is not known how many batches of epoch {self.sampler.epoch} the {type(loader).__name__} has given: "
+            f"{_why_not_counted(loader)}. Pass how many the training loop has finished: batches_done=step + 1 inside "
+            "enumerate(loader)."
+        )
+
+    def state_after(self, batches: int, *, as_found: bool = False) -> dict[str, Any]:
+        """Return the state after some batches of the latest pass.
+
+        Args:
+            batches: How many.
+            as_found: Say that the pass is over if this rank knows it, though others may not know it yet.
+
+        Raises:
+            InvalidOptionError: The pass has not yielded that many.
+            StateError: The order depends on something that no state holds.
+        """
+        sampler = self.sampler
+        sampler.require_states("told")
+        _require_count(batches, sampler)
+        one = self._running
+        if batches > (given := self._given(one)):
+            raise InvalidOptionError(
+                f"batches_done={batches}, and the pass in progress has given {given}. Pass how many of its batches the "
+                "training loop has finished, counted from the beginning of this pass."
+            )
+        if one is None:
+            return sampler.state_dict()
+        is_over = one.is_exhausted and batches == given  # only a rank with fewer batches than others can know
+        if is_over or batches == self._most(one, batches, as_found):
+            # This is the last batch. If more were given, the length is wrong.
+            taken = one.skip + batches * self.size
+            unused = (self.size - 1 if self.drop_last else 0) - sampler.given_after(one, taken)
+            if unused >= 0 and one.ends_within(unused):
+                return sampler.state_at(one.place_at_end(sampler.held()).following())
+        return sampler.state_at(sampler.place_after(one, self, batches))
+
+    def _most(self, one: Pass[Any], batches: int, as_found: bool) -> int | None:
+        """Return how many batches the largest share has in a pass; None if that is not known."""
+        if as_found:
+            return self.sampler.most_found(one, self, batches)
+        return self.sampler.most_batches(one, self)
+
+
+def _why_not_counted(loader: DataLoader[Any]) -> str:
+    if has_own_iteration(type(loader)):
+        return "its class has its own __iter__, which may fetch batches ahead"
+    if hasattr(type(loader), "state_dict"):
+        return "its class has a state_dict() of its own, which holds its position"
+    return (
+        "the pass was made by another loader over the same sampler, or by an iterator that is not torch's, or it went "
+        "on after an error"
+    )
+
+
+def _require_count(batches: int, sampler: EpochSampler[Any]) -> None:
+    """Refuse a count other than the loader's own if a ``break`` does not end its pass."""
+    if sampler.given is not None and batches != sampler.given.batches:
+        raise InvalidOptionError(
+            f"batches_done={batches}, and {sampler.given.batches} batches of epoch {sampler.epoch} were given: a "
+            "loader with one iterator for all epochs continues after a break, so the loop's count may not be the "
+            "epoch's. Pass how many batches of the epoch were given, or call set_epoch() before each loop, to begin an "
+            "epoch there."
+        )
+
+
+def patched_sampler(operation: str, loader: object) -> EpochSampler[Any]:
+    """Return the sampler that shards a loader; raise NotPatchedError if it is not this package's."""
+    require_loader(operation, loader)
+    about_to_use(loader)
+    return _ours(operation, loader, sharded_by(loader))  # type: ignore[arg-type]  # require_loader checked it
+
+
+def _ours(operation: str, loader: object, found: object) -> EpochSampler[Any]:
+    if not isinstance(found, EpochSampler):
+        raise NotPatchedError(
+            f"{operation} was given a {type(loader).__name__} that was not patched, so nobody counts its batches. Pass "
+            "what patch_dataloader_to_ddp() returned; in a single process without a process group, patch it with "
+            "rank=0, num_replicas=1."
+        )
+    return found
+
+
+def require_batches(operation: str, loader: DataLoader[Any]) -> Batches:
+    """Return how a patched loader makes batches of its share; raise if it does not make them in order."""
+    require_loader(operation, loader)
+    about_to_use(loader)
+    facts = look_at(loader)
+    sampler = _ours(operation, loader, facts.sharded_by)
+    if facts.num_workers > 0 and not getattr(loader, "in_order", True):
+        raise UnsupportedLoaderError(
+            f"{operation} was given a loader with in_order=False, which gives batches as its {facts.num_workers} "
+            "workers finish them, so nobody knows which samples a batch has. Use in_order=True."
+        )
+    if facts.level is not Level.ITERABLE and facts.stream.source is not sampler:
+        raise UnsupportedLoaderError(
+            f"{operation} was given a loader whose {type(loader.batch_sampler).__name__} makes batches of a sharded "
+            "sampler in its own way, so nobody knows how many samples a batch took. Shard whole batches instead: pass "
+            "the loader of the original samplers to patch_dataloader_to_ddp()."
+        )
+    return Batches(facts.batching.size, facts.batching.drop_last, sampler, facts.level)

@@ -1,0 +1,353 @@
+"""Draw an epoch and select this rank's share of it; what each item's origin and size are."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
+from ddp_patch.orders.chunks import Chunk, draw, own
+from ddp_patch.orders.fingerprint import Fingerprint
+from ddp_patch.orders.pass_fingerprint import PassFingerprint
+from ddp_patch.orders.random_states import distributed_permutation
+from ddp_patch.plan import Done, Plan
+from ddp_patch.sharding.balancing import Dealing, dealt_stream
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Epoch", "Origins", "Sizes", "Stream", "require_sure_length", "share", "size_of"]
+
+
+T = TypeVar("T")
+
+
+def size_of(item: object) -> int:
+    """Return how many samples an item of a stream has: a batch as many as it gives, a key one."""
+    try:
+        if isinstance(item, Iterable) and not isinstance(item, Sized | Iterator):
+            return sum(1 for _ in item)
+        return len(item) if isinstance(item, Sized) else 1
+    except TypeError:  # as of a tensor without dimensions
+        return 1
+
+
+class Sizes:
+    """The sizes of a stream's batches, in runs of equal ones.
+
+    Examples:
+        >>> sizes = Sizes()
+        >>> sizes.add(4, batches=5)
+        >>> sizes.add(3)
+        >>> len(sizes), sizes[4], sizes[5], sizes.samples, list(sizes)
+        (6, 4, 3, 23, [4, 4, 4, 4, 4, 3])
+    """
+
+    def __init__(self) -> None:
+        self._sizes = array("q")
+        self._ends = array("q")  # after how many batches each run ends
+        self.samples: int = 0
+
+    def add(self, size: int, batches: int = 1) -> None:
+        """Add some batches of a size."""
+        if not batches:
+            return
+        self.samples += size * batches
+        if self._sizes and self._sizes[-1] == size:
+            self._ends[-1] += batches
+        else:
+            self._sizes.append(size)
+            self._ends.append(len(self) + batches)
+
+    def of(self, stream: Iterator[T]) -> Iterator[T]:
+        """Pass a stream's items on, and add the size of each."""
+        for item in stream:
+            own = list(item) if isinstance(item, Iterator) else item
+            self.add(size_of(own))
+            yield own  # type: ignore[misc]  # a batch read into a list
+
+    def alike_until(self, number: int) -> int:
+        """Return the first batch after batch ``number`` whose size may be another, as far as they are known."""
+        return self._ends[bisect_right(self._ends, number)]
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, number: int) -> int:
+        return self._sizes[bisect_right(self._ends, number)]
+
+    def __iter__(self) -> Iterator[int]:
+        begins = chain([0], self._ends)
+        return chain.from_iterable(
+            repeat(size, end - begin) for size, begin, end in zip(self._sizes, begins, self._ends, strict=False)
+        )
+
+
+# This many windows, or items of two, are packed at once: a small window would take more for itself than for its items.
+_PACKED_AT_ONCE = 256
+
+
+class Origins:
+    """The positions of a rank's items in the sampler's own order, a window at a time, in few bytes each.
+
+    Attributes:
+        skip: How many of the first ones do not count.
+
+    Examples:
+        >>> origins = Origins()
+        >>> origins.add(np.array([1002, 1000]))
+        >>> origins.add(np.array([1007]))
+        >>> origins.places().tolist()
+        [1002, 1000, 1007]
+    """
+
+    def __init__(self) -> None:
+        self.skip: int = 0
+        self._packed: list[tuple[int, NDArray[np.unsignedinteger]]] = []
+        self._latest: list[NDArray[np.int64]] = []
+
+    def add(self, places: NDArray[np.int64]) -> None:
+        """Add the positions of the next items."""
+        self._latest.append(places)
+        if len(self._latest) >= _PACKED_AT_ONCE or sum(map(len, self._latest[-2:])) >= _PACKED_AT_ONCE:
+            self._pack()
+
+    def _pack(self) -> None:
+        places = np.concatenate([np.empty(0, np.int64), *self._latest])
+        self._latest = []
+        if len(places):
+            first = int(places.min())
+            apart = places - first
+            self._packed.append((first, apart.astype(np.min_scalar_type(int(apart.max())))))
+
+    def places(self) -> NDArray[np.int64]:
+        """Return the positions of all items except the skipped ones."""
+        self._pack()
+        found = [np.empty(0, np.int64), *(first + apart.astype(np.int64) for first, apart in self._packed)]
+        return np.concatenate(found)[self.skip :]
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch(Generic[T]):
+    """An epoch of a wrapped sampler, as a pass of this rank sees it.
+
+    Attributes:
+        sampler: The wrapped sampler.
+        is_one_shot: Whether it is an iterator, which cannot be started again.
+        number: The epoch's number.
+        plan: Which positions are this rank's.
+        before: What other numbers of ranks have taken; the pass is over the rest.
+        rng: Entered while the sampler draws.
+        private: What torch's own samplers draw from; None for the global generator.
+        draws_ahead: Whether more than a round may be drawn at once, if the sampler can be started again.
+        shuffle_seed: Permutes the whole epoch once more, unless None.
+        length: Tells how many items the whole stream has, as the sampler says.
+        comes_late: Returns, when the first item is asked for, whether earlier passes drew from the same sampler.
+        at_end: Called with how many items the whole stream had and how many were assumed.
+        verify: Called at the end with how many items were drawn, and their fingerprint; None if nobody compares.
+        keeps_sizes: Whether to record how many samples the items have.
+        dealing: How to balance the stream by cost; None if it is sharded as it comes.
+        noted: The fingerprint of the pass; None if nobody compares it.
+    """
+
+    sampler: Iterable[T]
+    is_one_shot: bool
+    number: int
+    plan: Plan
+    before: Done
+    rng: AbstractContextManager[None]
+    private: torch.Generator | None
+    draws_ahead: bool
+    shuffle_seed: int | None
+    length: Callable[[], int]
+    comes_late: Callable[[], bool]
+    at_end: Callable[[int, int], None]
+    verify: Callable[[int, str], None] | None
+    keeps_sizes: bool
+    dealing: Dealing | None
+    noted: PassFingerprint | None
+
+
+class Stream(Generic[T]):
+    """A sampler's stream in an epoch, drawn in chunks and cut into shares.
+
+    Args:
+        epoch: The epoch.
+        stream: The sampler, begun.
+        sizes: Records how many samples each item of the rest has; None if nobody needs that.
+        note_origins: Called, if the stream is balanced, with the positions from which the next items of each share
+            come.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch[T],
+        stream: Iterator[T],
+        sizes: Sizes | None = None,
+        note_origins: Callable[[Sequence[np.ndarray[Any, Any]]], object] = lambda origins: None,
+    ) -> None:
+        self._epoch, self._stream, self._sizes, self._note_origins = epoch, stream, sizes, note_origins
+        self._chunks: _ReadAhead[T] | None = None
+
+    def shares(self, plans: Sequence[Plan], skip: int, found: Callable[[int], None]) -> Iterator[list[list[T]]]:
+        """Yield the shares of some plans in what is left of the epoch, chunk by chunk.
+
+        Args:
+            plans: Whose shares.
+            skip: How many items of each share were taken before.
+            found: Called with how many items were left, when the end was found.
+        """
+        epoch, plan, stream = self._epoch, self._epoch.plan, self._stream
+        if epoch.shuffle_seed is not None:
+            stream = _shuffled(stream, epoch.shuffle_seed, epoch.number)
+        rest = plan.rest_of_stream(epoch.length, epoch.before)
+        if epoch.dealing is not None:
+            stream = dealt_stream(stream, epoch.dealing, epoch.number, epoch.before, plans, self._note_origins)
+        elif epoch.before:
+            stream = rest.select(stream)
+        if self._sizes is not None:
+            stream = self._sizes.of(stream)
+        chunks = self._chunked(stream, plans, len(rest))
+        running = Fingerprint()
+        if epoch.verify is not None:
+            chunks = running.watching(chunks)
+
+        def at_end(drawn: int) -> None:
+            if epoch.verify is not None:
+                epoch.verify(drawn, running.hexdigest())
+            if epoch.noted is not None:
+                epoch.noted.end(drawn)
+            found(drawn)
+            if skip > plan.rounds(drawn):
+                raise StateError(
+                    f"The pass cannot resume from the state: {skip} items of each rank's share were done in it, and "
+                    f"the sampler ended after {drawn} items of all ranks. Restore the state of a loader with this "
+                    "sampler."
+                )
+            # Items before the rest were drawn too.
+            epoch.at_end(drawn + rest.n - len(rest), rest.n)
+
+        yield from share(plans, chunks, len(rest), at_end)
+
+    def _chunked(self, stream: Iterator[T], plans: Sequence[Plan], length: int) -> Iterator[Chunk[T]]:
+        """Draw a stream in chunks, of a length as far as that is needed, and keep what these plans take."""
+        epoch, plan = self._epoch, self._epoch.plan
+        # After a break, the next pass over an iterator continues where this one stopped.
+        ahead = epoch.draws_ahead and not epoch.is_one_shot
+        keeps_all = epoch.verify is not None or len(plans) > 1
+
+        def kept(start: int, size: int) -> slice:
+            # The first round is for padding.
+            return slice(None) if keeps_all or not start else plan.part(start, size, length)
+
+        chunked = draw(stream, epoch.rng, round_size=plan.num_replicas, ahead=ahead, kept=kept, noted=epoch.noted)
+        self._chunks = _ReadAhead(chunked)
+        must_give = epoch.is_one_shot and epoch.comes_late()
+        return _not_empty(self._chunks, epoch.number) if must_give else self._chunks
+
+    def ends_within(self, items: int) -> bool:
+        """Draw more, and return whether at most this many items of the share are left."""
+        return self._chunks is not None and self._chunks.ends_within(self._epoch.plan, items)
+
+
+def share(
+    plans: Sequence[Plan],
+    chunks: Iterable[Chunk[T]],
+    length: int,
+    at_end: Callable[[int], None],
+    before: Chunk[T] | None = None,
+) -> Iterator[list[list[T]]]:
+    """Yield each plan's items of a stream, chunk by chunk, then their padding.
+
+    Args:
+        plans: Which positions are whose, in one world.
+        chunks: The stream, in chunks of whole rounds; only the last may be shorter. The first has all its items; others
+            may have those alone that are in the one plan.
+        length: The stream's length, for ``layout="contiguous"``. Otherwise the end is found, not predicted.
+        at_end: Called with the number of items that came: before any padding, and before the items of an incomplete
+            round, so that every rank knows the end when some come to it.
+        before: The rounds that came before, if any; with those items alone that padding may repeat.
+    """
+    kept = plans[0].num_replicas - 1  # padding repeats the stream's first items, and never more than these
+    first: list[T] = [] if before is None else before.items[:kept]
+    drawn, ended = 0 if before is None else before.length, False
+    for count, items in chunks:
+        first += items[: kept - len(first)]
+        start, drawn = drawn, drawn + count
+        if ended := count % plans[0].num_replicas > 0:
+            at_end(drawn)
+        is_cut = len(items) < count
+        yield [items] if is_cut else [items[plan.part(start, count, length)] for plan in plans]
+    if not ended:
+        at_end(drawn)
+    yield [[first[position % drawn] for position in plan.padding(drawn)] for plan in plans]
+
+
+def require_sure_length(plan: Plan, who: str, kind: str, drawn: int, assumed: int) -> None:
+    """Raise StreamLengthError if runs were cut from a wrong length."""
+    if plan.needs_length and assumed != drawn:
+        raise StreamLengthError(
+            f"{who} yielded {drawn} items and its len() said {assumed}. With layout='contiguous' each rank's run was "
+            f"cut from that length, so this epoch's shards are wrong. Correct the {kind}'s __len__, or use "
+            "layout='interleaved', which needs none."
+        )
+
+
+class _ReadAhead(Iterator[Chunk[T]]):
+    """An iterator over chunks that can read on before it is asked to."""
+
+    def __init__(self, chunks: Iterator[Chunk[T]]) -> None:
+        self._chunks = chunks
+        self._read: deque[Chunk[T]] = deque()
+        self._failure: list[Exception] = []
+
+    def __next__(self) -> Chunk[T]:
+        if not self._read and self._failure:
+            raise self._failure.pop()
+        return self._read.popleft() if self._read else next(self._chunks)
+
+    def ends_within(self, plan: Plan, most: int) -> bool:
+        """Read more, and return whether at most this many rounds come; with contiguous runs, no items.
+
+        An incomplete round that is left out is none.
+        """
+
+        def rounds() -> int:
+            return 0 if plan.needs_length else sum(plan.rounds(chunk.length) for chunk in self._read)
+
+        while not self._failure and rounds() <= most:
+            try:
+                self._read.append(next(self._chunks))
+            except StopIteration:
+                return True
+            except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
+                self._failure.append(error)
+        return False
+
+
+def _not_empty(chunks: Iterator[Chunk[T]], epoch: int) -> Iterator[Chunk[T]]:
+    """Pass chunks on; raise if there is none."""
+    chunk: Chunk[T] | None = None
+    for chunk in chunks:
+        yield chunk
+    if chunk is None:
+        raise ExhaustedSamplerError(
+            f"Nothing is left for epoch {epoch}: the sampler is an iterator, which can be used only once. Give the "
+            "loader something that can be iterated again (a list, or a sampler whose __iter__ starts again)."
+        )
+
+
+def _shuffled(stream: Iterator[T], seed: int, epoch: int) -> Iterator[T]:
+    """Yield the stream in ``DistributedSampler(shuffle=True)``'s order, which needs all of it."""
+    items = [own(item) for item in stream]
+    for position in distributed_permutation(len(items), seed, epoch).tolist():
+        yield items[position]

@@ -1,0 +1,374 @@
+"""The base class of all samplers that this package puts into a loader: a ``DistributedSampler`` that counts epochs."""
+
+import operator
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from ddp_patch.errors import InvalidOptionError, StateError
+from ddp_patch.orders.chunks import Given
+from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
+from ddp_patch.plan import Batching, Done, Plan
+from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.ranks.pass_monitor import Watch
+from ddp_patch.sharding.held import Held, Holders
+from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.position import Place, read_state, write_state
+from ddp_patch.sharding.schedule import DividedBatches, Part, StepSamples, Turns
+
+__all__ = ["EpochSampler"]
+
+
+T = TypeVar("T")
+
+
+class EpochSampler(DistributedSampler[T]):
+    """The base class of all samplers that this package puts into a loader: plan, agreement, epoch count, position.
+
+    It is a ``DistributedSampler``, because every framework recognises a sharded loader by that class, and shards
+    whatever the sampler says that it may wrap.
+
+    Attributes:
+        agreed: What the ranks agreed on.
+        plan: Which positions of the stream are this rank's.
+        epochs: Which epoch comes next.
+        latest: The latest pass, if there was one since an epoch was set.
+        place: Where the next pass resumes, if a state was loaded for it.
+        tells_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
+        keeps_sizes: Whether passes that begin record how many samples their items have.
+        given: What a loader with one iterator for all epochs has given of its pass; None in other loaders.
+        watch: Compares its passes with the other ranks'.
+    """
+
+    is_ddp_aware: bool = True
+
+    def __init__(self, agreed: Agreed, holders: Holders, facts: Mapping[str, object]) -> None:
+        # Don't call DistributedSampler.__init__: it needs a length, and fixes it once.
+        self.agreed = agreed
+        self.plan: Plan = agreed.plan(agreed.world.rank)
+        self.epochs: EpochCounter = EpochCounter()
+        self.latest: Pass[T] | None = None
+        self.place: Place | None = None
+        self.tells_rest: bool = True
+        self.keeps_sizes: bool = False
+        self.given: Given | None = None
+        self._division = agreed.division
+        self._holders = holders
+        self._choices, self._is_chosen = 0, False  # how often an epoch was chosen; whether none has begun since
+        self._has_begun_holders = self._draws_once = False
+        self._applied = 0  # the latest choice that was put back
+        self._drawn_from: torch.Generator | None = None  # by the loader, for the iterator that it made last
+        options = agreed.options
+        self.watch: Watch = Watch(agreed.peers, type(self).__name__, keeps=self.plan.uneven == "keep")
+        self._facts = {
+            **facts,
+            "uneven": options.uneven,
+            "layout": self.plan.layout,
+            "scalable_shuffle": options.scalable_shuffle,
+        }
+
+    @property
+    def seed(self) -> int:  # type: ignore[override]  # torch sets it at construction, as the two below
+        """The seed of every epoch's order; the same on every rank."""
+        return self.agreed.seed.value
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]  # as seed
+        """This rank, by ``DistributedSampler``'s name."""
+        return self.agreed.world.rank
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]  # as seed
+        """The number of ranks, by ``DistributedSampler``'s name."""
+        return self.agreed.world.num_replicas
+
+    def _begin(self, epoch: int, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
+        """Begin an epoch; with ``verify=True``, first check that all ranks begin the same one."""
+        self.agreed.check("Beginning an epoch", {"epoch": epoch, "seed": self.seed, **facts}, known)
+        self.epochs.begin(epoch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A running pass cannot be copied.
+        return {**self.__dict__, "latest": None}
+
+    def beginning(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
+        """Return what to enter while a loader makes an iterator, for which it draws a number from its generator.
+
+        The draw is one of the pass's, its first, if samplers draw from that generator too. If it is from the global
+        generator, another thread's sampler may not have put private states there.
+
+        Raises:
+            StateError: The latest pass ended by an error, so that this rank alone would leave out its rest.
+        """
+        self._require_no_failure(loader)
+        if not self._holders.holds(loader.generator):
+            # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
+            return one_at_a_time() if self.agreed.leader is None else nullcontext()
+        if loader.persistent_workers:
+            self._draws_once = True
+        else:
+            self._has_begun_holders, self._drawn_from = False, None  # an iterator that was never used does not count
+            self._begin_holders()
+            self._has_begun_holders, self._drawn_from = True, loader.generator
+        return self._holders.drawing()
+
+    def _require_no_failure(self, loader: DataLoader[Any]) -> None:
+        one = self.latest
+        if one is not None and one.has_failed and self.place is None and self.watch.is_on:
+            raise StateError(  # no RuntimeError, which a script may catch because of torch's workers
+                f"Iterating the {type(loader).__name__} again: its pass over epoch {one.epoch} ended by an error, "
+                f"raised in place of batch {one.handed_out or 0} (from 0). The script caught it, and a new pass would "
+                "begin on this rank alone: the rest of its shard of that epoch would be lost, and the ranks' steps "
+                "would not match. Correct what raised the error, and let it end the training: all ranks then resume "
+                "from a checkpoint. Or tell the other ranks of it, and call loader.set_epoch(N) with the same N on "
+                "every rank, which leaves out the rest of the epoch."
+            )
+
+    def _begin_holders(self) -> None:
+        """Put back what the samplers draw from, for the upcoming pass."""
+        if self._draws_once:  # for all passes, of which any may be the first on another rank
+            self._holders.begin_from_here()
+            self._draws_once = False
+        if not self._has_begun_holders:
+            # Once for a choice: torchdata begins a sampler twice for a pass, and draws twice in one process, too.
+            is_new, self._applied = self._is_chosen and self._applied != self._choices, self._choices
+            self._holders.begin(self.epochs.upcoming if is_new else None)
+            if is_new and self._drawn_from is not None:
+                # The iterator was made before the epoch was chosen, and drew its number from what was there.
+                with self._holders.drawing():
+                    torch.empty((), dtype=torch.int64).random_(generator=self._drawn_from)
+        self._has_begun_holders, self._drawn_from = False, None
+
+    def held(self) -> Held:
+        """Return what the samplers hold now."""
+        return self._holders.held()
+
+    def _stream_length(self, epoch: int) -> int:
+        """Return how many items the stream has; if unknown, raise TypeError or what the user's code raises."""
+        raise NotImplementedError
+
+    def _length_if_any(self, epoch: int) -> int | None:
+        try:
+            return self._stream_length(epoch)
+        except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
+            return None
+
+    def least_share(self) -> int | None:
+        """Return how many items the smallest share of the upcoming epoch has; None if that is not known."""
+        length = self._length_if_any(self.epochs.upcoming)
+        return None if length is None else self.plan.least(length)
+
+    def pass_length(self, one: Pass[Any]) -> int | None:
+        """Return how many items all ranks share in a pass: as found; or as the sampler says; or None."""
+        if one.length is not None:
+            return one.length
+        length = self._length_if_any(one.epoch)
+        return None if length is None else len(self.plan.rest(length, one.before))
+
+    def left(self, place: Place) -> int | None:
+        """Return how many items of this rank's share are left at a position; None if the length is not known."""
+        length, (before, skip) = self._length_if_any(place.epoch), place.split(self.plan.num_replicas)
+        return None if length is None else len(self.plan.share(len(self.plan.rest(length, before)))) - skip
+
+    def turns(self, one: Pass[Any], batching: Batching) -> Turns:
+        """Return the batches of a pass, with the ends that this rank has found so far."""
+        return Turns(self.plan, batching, [Part(one.skip, self._length_known(one, one.source.length_found()))])
+
+    def _length_known(self, one: Pass[Any], found: int | None) -> int | None:
+        """Return how many items all ranks share in a pass: as found, or as ``len()`` says if runs follow from that."""
+        return self.pass_length(one) if found is None and self.plan.needs_length else found
+
+    def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
+        """Return how many samples step ``number`` of a pass has, whose batch this rank has been given."""
+        turns = self.turns(one, batching)
+        turn, total = turns.turn(number), turns.total(number)
+        return StepSamples(turn.items, turn.real, total, turns.whole_after(number))
+
+    def divided_batches(self, one: Pass[Any], turns: Turns) -> DividedBatches | None:
+        """Return this rank's rows of a whole pass with these batches, if batches are divided; otherwise None."""
+        if self._division is None:
+            return None
+        sizes = [turn.items for turn in turns.all()] if one.sizes is None else one.sizes
+        return DividedBatches(self._division, sizes)
+
+    def knows_totals(self, one: Pass[Any]) -> bool:
+        """Return whether this rank alone knows how many samples all ranks take in each step of a pass."""
+        return True
+
+    def left_out(self, one: Pass[Any]) -> int:
+        """Return how many items a pass leaves out because another package's loader resumed within it."""
+        return 0
+
+    def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
+        """Return the batches of a pass if this rank has reached its end, otherwise None."""
+        length = one.length if one.is_ended else self.pass_length(one)
+        # A loop that takes len() batches never asks for the end.
+        if length is None or not (one.is_ended or one.taken >= len(self.plan.share(length))):
+            return None
+        return Turns(self.plan, batching, [Part(one.skip, length)])
+
+    def given_batches(self, one: Pass[Any], batching: Batching) -> int:
+        """Return how many batches a pass has given; those that workers fetch ahead may count."""
+        return batching.count(one.taken - one.skip)
+
+    def most_batches(self, one: Pass[Any], batching: Batching) -> int | None:
+        """Return how many batches the largest share has in a pass if every rank knows that; otherwise None."""
+        return Turns(self.plan, batching, [Part(one.skip, self.pass_length(one))]).most
+
+    def most_found(self, one: Pass[Any], batching: Batching, batches: int) -> int | None:
+        """Return how many batches the largest share has in a pass, as far as this rank knows; None if it does not.
+
+        Raises:
+            StateError: ``batches`` may be all of them, and this rank cannot know it yet.
+        """
+        return self.most_batches(one, batching)
+
+    def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
+        """Return the position after this many batches of a pass."""
+        return one.place(one.skip + batches * batching.size)
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch; before the first pass, the next one."""
+        return self.epochs.current
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one.
+
+        Calling it is optional: the epoch advances after each pass that draws anything. If ``epoch`` is already the next
+        one, a position that was loaded stays.
+        """
+        try:
+            number = operator.index(epoch)
+        except TypeError:
+            number = -1
+        if number < 0:
+            raise InvalidOptionError(
+                f"set_epoch({epoch!r}): an epoch is a whole number of at least 0, because its order is derived "
+                "from it. Pass the number of the epoch that comes next."
+            )
+        if number != self.epochs.upcoming:
+            self.place = None
+        self._settle_latest()
+        self.latest = None
+        self._choices, self._is_chosen, self._has_begun_holders = self._choices + 1, True, False
+        self.watch.choose()
+        self.epochs.set(number)
+        if self.given is not None:
+            self.given.begin()
+
+    def _settle_latest(self) -> None:
+        """Let the latest pass count as drawn to its end, where that makes a difference; see ``Holders``."""
+
+    def note_running(self, one: Pass[T]) -> None:
+        """Record that the training loop is in a pass, because it was given a batch of it after a ``set_epoch``.
+
+        Lightning starts an epoch's workers before it says which epoch it is.
+        """
+        if self.place is None:
+            self.latest = one
+
+    def _measured(self) -> tuple[int, Done, int]:
+        """Return what ``len()`` counts: an epoch, what other numbers of ranks took of it, what each rank took since.
+
+        If a position was loaded, this is about the next pass, which resumes there; otherwise about the running one.
+        """
+        one, skip = self.latest, 0
+        before: Done = ()
+        if self.place is not None:
+            epoch = self.place.epoch
+            before, skip = self.place.split(self.plan.num_replicas)
+        elif one is None or one.is_over:
+            epoch = self.epochs.current
+        else:
+            epoch, before, skip = one.epoch, one.before, one.skip
+        return (epoch, before, skip) if self.tells_rest else (epoch, (), 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, for packages that save and resume by torch's Stateful protocol.
+
+        The state is the same on every rank, and can be loaded with any number of ranks.
+        """
+        return self.state_at(self._place_now())
+
+    def state_at(self, place: Place) -> dict[str, Any]:
+        """Return the state of this sampler at a position."""
+        begun = None if self.latest is None or self.latest.is_ended else self.latest.length
+        return write_state(place, self._identity(begun), self.seed)
+
+    def _place_now(self) -> Place:
+        if self.place is not None:
+            return self.place
+        if self.latest is None:
+            return Place(self.epochs.upcoming, held=self.held())
+        if self.latest.is_ended:
+            return self.latest.place_at_end(self.held())
+        # What is the passes' own is drawn again; a dataset's generators are wherever somebody left them.
+        generators = () if self._holders.is_private else self._holders.generators()
+        return self.latest.place(self.latest.taken, generators=generators)
+
+    def given_after(self, one: Pass[Any], taken: int) -> int:
+        """Return how many items of the share were given beyond the first ``taken``."""
+        return one.given - taken
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next pass resume where a ``state_dict`` was taken, with its seed if the user chose none.
+
+        Lengths stay those of whole epochs, as torchdata's do: callers of this protocol count from the epoch's
+        beginning.
+
+        Raises:
+            StateError: The state is damaged, newer than this package, or of another loader. Nothing changes then.
+        """
+        self.go_to(self.read(state_dict), tells_rest=False)
+
+    def read(self, state: Any) -> Place:
+        """Return the position that a state describes; raise StateError unless this loader has it."""
+        self.require_states("restored")
+        place = read_state(state, self._identity(), self.agreed.seed, self._holders.holders)
+        with self.agreed.seed.tried(self.seed if place.seed is None else place.seed):  # a length may follow from it
+            length = self._sure_length(place.epoch)
+        for number, (ranks, taken) in enumerate(place.done if length is not None else ()):
+            left = len(self.plan.rest(length or 0, place.done[:number]))
+            if taken > Plan(0, ranks, self.plan.uneven, self.plan.layout).rounds(left):
+                raise StateError(
+                    f"The state is damaged: {ranks} ranks took {taken} items each in it, and only {left} items were "
+                    "left for them. Pass what loader_state(), or state_dict(), returned, as it was saved."
+                )
+        return place
+
+    def _identity(self, length: int | None = None) -> Mapping[str, object]:
+        """Return the facts by which a state is known to be of this loader.
+
+        Args:
+            length: Of the stream in the pass that the state is of. Default: its length now.
+        """
+        return self._facts
+
+    def _sure_length(self, epoch: int) -> int | None:
+        """Return how many items the stream has, or None if that is not certain."""
+        return None
+
+    def go_to(self, place: Place, *, tells_rest: bool) -> None:
+        """Make the next pass resume at a position; see the attribute ``tells_rest``."""
+        if place.seed is not None:
+            self.agreed.seed.adopt(place.seed)
+        self.latest = None
+        self._holders.restore(place.epoch + place.ended, place.held)
+        self.set_epoch(place.epoch)  # also on samplers whose own state has the epoch before
+        self.place, self.tells_rest = place, tells_rest
+
+    def require_states(self, what: str) -> None:
+        """Raise StateError if no state can describe the order."""
+        if self.agreed.options.agreement == "ambient":
+            raise StateError(
+                f"A state cannot be {what} with agreement='ambient': the order then follows from the global random "
+                "states, which training changes. Use agreement='auto' or 'seeded'."
+            )

@@ -1,0 +1,356 @@
+"""A position in an epoch, and how it is written to a state and read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeGuard
+
+from ddp_patch.errors import StateError
+from ddp_patch.orders.generators import is_stateful, random_generators, set_generator_state, unmoved
+from ddp_patch.orders.random_states import Seed
+from ddp_patch.plan import Done
+from ddp_patch.sharding.held import Held
+
+__all__ = ["First", "Mark", "PartsDone", "Place", "Snapshots", "no_state", "read_state", "split", "write_state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshots:
+    """The states of a dataset's generators within a pass, because others draw from them too.
+
+    A ``DataLoader`` draws its workers' seed from its generator, which a dataset may share.
+
+    Attributes:
+        at_first: Their states when the first item was drawn, if they had moved since the pass began.
+        latest: How many items of its share a rank had drawn when the state was taken, and their states then.
+    """
+
+    at_first: Sequence[Any] | None = None
+    latest: tuple[int, Sequence[Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PartsDone:
+    """How much was taken of an iterable dataset that workers read in parts.
+
+    Attributes:
+        first: Whose turn is next.
+        done: What was taken of each worker's part.
+    """
+
+    first: int
+    done: Sequence[Done]
+
+
+class First(NamedTuple):
+    """Hashes of a stream's first items, to recognise the stream after a restart.
+
+    Attributes:
+        seen: How many there are.
+        whole: A hash of them.
+        names: A hash of their strings and the like; 0 if one has none.
+        numbers: A hash of their whole numbers; 0 if one has none.
+        distinct: How many different ones there are.
+    """
+
+    seen: int
+    whole: int
+    names: int
+    numbers: int
+    distinct: int
+
+    def is_again(self, other: "First", is_drawn: bool) -> bool:
+        """Return whether another stream begins with the same items, perhaps augmented differently.
+
+        Args:
+            other: The hashes of the other stream.
+            is_drawn: Whether that one may have been read already. Then only exactly the same items will do.
+        """
+        if is_drawn:
+            return self.whole == other.whole and self.distinct >= min(2, self.seen)
+        pairs = ((self.whole, other.whole), (self.names, other.names), (self.numbers, other.numbers))
+        return any(one == again != 0 for one, again in pairs) or not (self.names or self.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What identifies an iterable dataset's stream, or one worker's part of it, besides how much was taken.
+
+    Attributes:
+        first: The hashes of its first items; None if nobody looked.
+        state: The dataset's own state, as the only element; empty if it has no state with a position.
+    """
+
+    first: First | None = None
+    state: Sequence[Any] = ()
+
+    def plain(self) -> list[Any]:
+        """Return it as plain values."""
+        return [None if self.first is None else list(self.first), list(self.state)]
+
+    @classmethod
+    def of(cls, plain: Sequence[Any]) -> "Mark":
+        """Return what ``plain`` made plain values of."""
+        first, state = plain
+        return cls(None if first is None else First(*first), tuple(state))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A position in the epochs: where a pass begins, or how far it is.
+
+    Attributes:
+        epoch: Which epoch it is over.
+        done: What was taken of that epoch.
+        held: What the samplers held before it; after it, if it has ended.
+        ended: Whether nothing of it is left, so that the next pass is empty.
+        snapshots: The states of the generators meanwhile.
+        parts: What was taken of each part, if workers read parts of the stream.
+        marks: What identifies an iterable dataset's stream there, or each of its parts.
+        seed: The seed of the state that it was read from, if any.
+    """
+
+    epoch: int
+    done: Done = ()
+    held: Held = field(default_factory=Held)
+    ended: bool = False
+    snapshots: Snapshots = field(default_factory=Snapshots)
+    parts: PartsDone | None = None
+    marks: Sequence[Mark] = ()
+    seed: int | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it is within a pass, not where one begins."""
+        return bool(self.done)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the epoch was taken."""
+        return not any(taken for _, taken in self.done)
+
+    def split(self, num_replicas: int) -> tuple[Done, int]:
+        """Return what other numbers of ranks took, and how many items each of this many took after that."""
+        return split(self.done, num_replicas)
+
+    def following(self) -> "Place":
+        """Return where the next epoch begins, if this one has ended; otherwise this position."""
+        return Place(self.epoch + 1, held=self.held, seed=self.seed) if self.ended else self
+
+
+def split(done: Done, num_replicas: int) -> tuple[Done, int]:
+    """Return what other numbers of ranks took, and how many items each of this many took after that."""
+    if done and done[-1][0] == num_replicas:
+        return done[:-1], done[-1][1]
+    return done, 0
+
+
+_VERSION = 1
+
+# In a state, "drawn_from" is Snapshots.at_first and "now" is Snapshots.latest.
+_FIELDS = (
+    *("version", "loader", "epoch", "done", "parts", "marks", "ended"),
+    *("generators", "samplers", "attributes", "drawn_from", "now"),
+)
+
+
+def write_state(place: Place, facts: Mapping[str, object], seed: int) -> dict[str, Any]:
+    """Return a position as plain values, with the seed and the facts that identify the loader.
+
+    Raises:
+        StateError: The samplers' own states are not known.
+    """
+    if place.held.unknown:
+        raise StateError(f"The loader's state cannot be saved: {place.held.unknown}.")
+    at_first, latest = place.snapshots.at_first, place.snapshots.latest
+    return {
+        "version": _VERSION,
+        "loader": {**facts, "seed": seed},
+        "epoch": place.epoch,
+        "done": _listed(place.done),
+        "parts": None if place.parts is None else [place.parts.first, [_listed(done) for done in place.parts.done]],
+        "marks": [mark.plain() for mark in place.marks],
+        "ended": place.ended,
+        "generators": list(place.held.generators),
+        "samplers": list(place.held.samplers),
+        # Pairs, because torch.distributed.checkpoint looks into dicts, and for what it finds when it loads.
+        "attributes": [[list(pair) for pair in changed.items()] for changed in place.held.attributes],
+        "drawn_from": None if at_first is None else list(at_first),
+        "now": None if latest is None else [latest[0], list(latest[1])],
+    }
+
+
+# The only field of a placeholder: why there is no state.
+_CANNOT_RESUME = "cannot_resume"
+
+
+def no_state(why: str) -> dict[str, Any]:
+    """Return a placeholder for a state that is not known: the checkpoint can be saved, but not restored."""
+    return {_CANNOT_RESUME: why}
+
+
+def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Sequence[Any]) -> Place:
+    """Return the position that a state describes.
+
+    Args:
+        state: What ``write_state`` returned.
+        facts: The facts that identify this loader.
+        seed: This loader's; if the user chose it, the state must have the same.
+        holders: The samplers and others whose generators, states and attributes the state holds.
+
+    Raises:
+        StateError: The state is damaged, newer than this package, of another loader, or none.
+    """
+    if not isinstance(state, Mapping):
+        raise _damaged(f"it is {state!r}, a {type(state).__name__} and not a dict")
+    if _CANNOT_RESUME in state:
+        raise StateError(
+            f"The state has no position, because it was not known when the state was taken: {state[_CANNOT_RESUME]} "
+            "Resume from a state that was taken between two epochs, or restore none."
+        )
+    if "version" in state and not (_is_count(state["version"]) and state["version"] <= _VERSION):
+        raise StateError(
+            f"The state has version {state['version']!r}, and this version of ddp_patch reads versions up to "
+            f"{_VERSION}, so it cannot read it. Restore it with the version of ddp_patch that wrote it."
+        )
+    if missing := [name for name in _FIELDS if name not in state]:
+        raise _damaged(f"it has no {', '.join(missing)}")
+    _require_same(state["loader"], facts, seed)
+    if not _is_count(state["epoch"]):
+        raise _damaged(f"its epoch is {state['epoch']!r}, not a whole number of at least 0")
+    if not _is_done(state["done"]):
+        raise _damaged(f"its field done is {state['done']!r}, not a list of pairs: ranks, and items that each took")
+    if not isinstance(state["ended"], bool):
+        raise _damaged(f"its field ended is {state['ended']!r}, neither True nor False")
+    done = tuple((ranks, taken) for ranks, taken in state["done"])
+    at_first = state["drawn_from"]
+    if at_first is not None:
+        at_first = _read_generators("drawn_from", at_first, holders)
+    held, latest = _read_held(state, holders), _read_latest(state["now"], holders)
+    snapshots, parts = Snapshots(at_first, latest), _read_parts(state["parts"])
+    marks = _read_marks(state["marks"], parts)
+    return Place(state["epoch"], done, held, state["ended"], snapshots, parts, marks, state["loader"]["seed"])
+
+
+def _listed(done: Done) -> list[list[int]]:
+    return [list(stint) for stint in done]
+
+
+def _read_parts(parts: Any) -> PartsDone | None:
+    if parts is None:
+        return None
+    if not (
+        isinstance(parts, list | tuple)
+        and len(parts) == 2
+        and isinstance(parts[1], list | tuple)
+        and _is_count(parts[0])
+        and parts[0] < len(parts[1])
+        and all(map(_is_done, parts[1]))
+    ):
+        raise _damaged(f"its field parts is {parts!r}, not a pair: whose turn is next, and what was taken of each part")
+    return PartsDone(parts[0], tuple(tuple((ranks, taken) for ranks, taken in done) for done in parts[1]))
+
+
+def _read_marks(marks: Any, parts: PartsDone | None) -> Sequence[Mark]:
+    if not (isinstance(marks, list | tuple) and all(map(_is_mark, marks))):
+        raise _damaged(f"its field marks is {marks!r}, not a list of pairs: what a stream began with, and its state")
+    if len(marks) not in {0, 1 if parts is None else len(parts.done)}:
+        raise _damaged(f"its field marks has {len(marks)} elements, not one for each part")
+    return tuple(map(Mark.of, marks))
+
+
+def _is_mark(mark: object) -> bool:
+    return _is_list(mark, 2, 2) and (mark[0] is None or _is_first(mark[0])) and _is_list(mark[1], 0, 1)
+
+
+def _is_first(first: object) -> bool:
+    return _is_list(first, 5, 5) and all(map(_is_count, first))
+
+
+def _is_list(value: object, least: int, most: int) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple) and least <= len(value) <= most
+
+
+def _read_generators(name: str, states: Any, holders: Sequence[Any]) -> Sequence[Any]:
+    """Return the states of the holders' generators, after trying each on its generator."""
+    found = random_generators(holders)
+    _require_number(name, states, len(found))
+    with unmoved(found):
+        for generator, state in zip(found, states, strict=True):
+            try:
+                set_generator_state(generator, state)
+            except Exception as error:
+                raise _damaged(f"its field {name} is not the state of a {type(generator).__name__}") from error
+    return states  # type: ignore[no-any-return]  # a list: _require_number checked it
+
+
+def _read_held(state: Mapping[str, Any], holders: Sequence[Any]) -> Held:
+    _read_generators("generators", state["generators"], holders)
+    _require_number("samplers", state["samplers"], sum(map(is_stateful, holders)))
+    try:
+        attributes = [{str(name): value for name, value in changed} for changed in state["attributes"]]
+    except (TypeError, ValueError):
+        raise _damaged(f"its field attributes is {state['attributes']!r}, not a list of lists of pairs") from None
+    if attributes:
+        _require_number("attributes", attributes, len(holders))
+    return Held(state["generators"], state["samplers"], attributes)
+
+
+def _read_latest(now: Any, holders: Sequence[Any]) -> tuple[int, Sequence[Any]] | None:
+    if now is None:
+        return None
+    if not (isinstance(now, list | tuple) and len(now) == 2 and _is_count(now[0])):
+        raise _damaged(f"its field now is {now!r}, not a pair")
+    return now[0], _read_generators("now", now[1], holders)
+
+
+def _require_number(name: str, states: Any, here: int) -> None:
+    """Raise StateError unless there is one state for each of ``here`` holders."""
+    if not isinstance(states, list | tuple):
+        raise _damaged(f"its field {name} is {states!r}, not a list")
+    if len(states) != here:
+        raise _other([f"  {name}: {len(states)} in the state; {here} here"])
+
+
+def _require_same(said: Any, facts: Mapping[str, object], seed: Seed) -> None:
+    if not isinstance(said, Mapping):
+        raise _damaged(f"its field loader is {said!r}, not a dict")
+    if not _is_count(said.get("seed")):
+        raise _damaged(f"its loader's seed is {said.get('seed')!r}, not a whole number of at least 0")
+    # A seed that nobody chose differs at each start.
+    facts = {**facts, "seed": seed.value if seed.is_chosen else said["seed"]}
+    rows = [
+        f"  {name}: {said.get(name, 'nothing')} in the state; {facts.get(name, 'nothing')} here"
+        for name in dict.fromkeys([*facts, *said])
+        if said.get(name, "nothing") != facts.get(name, "nothing")
+    ]
+    if rows:
+        other_seed = facts["seed"] != said["seed"]
+        raise _other(
+            rows, f" Pass seed={said['seed']} to it, or no seed: then it gets the state's." if other_seed else ""
+        )
+
+
+def _other(rows: Sequence[str], remedy: str = "") -> StateError:
+    return StateError(
+        "The state is of another loader, and resuming from it would lose or repeat samples.\n"
+        + "\n".join(rows)
+        + "\nBuild and patch the loader as it was when the state was taken, with the same seed and options."
+        + remedy
+    )
+
+
+def _damaged(why: str) -> StateError:
+    return StateError(
+        f"The state is damaged: {why}. Pass what loader_state(), or state_dict(), returned, as it was saved."
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_done(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(stint, list | tuple) and len(stint) == 2 and all(map(_is_count, stint)) and stint[0] > 0
+        for stint in value
+    )

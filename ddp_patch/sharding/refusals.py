@@ -1,0 +1,330 @@
+"""What is shared of a loader, and what cannot be: refused, with the reason and the remedy."""
+
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader
+
+from ddp_patch.compat.packages import (
+    arranges_neighbours,
+    asks_for_its_own_dataset,
+    is_single_node_only,
+    is_split_by_node,
+    webdataset_world,
+)
+from ddp_patch.compat.private_torch import is_torch_batch_sampler, thread_workers, torchdata_batch_sampler
+from ddp_patch.costs import Costs
+from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
+from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
+from ddp_patch.loaders.recognition import line_for_inner, nested_datasets, stored
+from ddp_patch.options import Options, Share
+from ddp_patch.orders.orders import order_parameters
+from ddp_patch.plan import ITEMS, Batching, Plan
+from ddp_patch.ranks.world import World
+from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.schedule import require_steps
+
+__all__ = [
+    "costs_compared",
+    "require_costs",
+    "require_length",
+    "require_one_of_each",
+    "require_shareable",
+    "require_shuffle",
+    "require_steps_known",
+    "unit_shared",
+]
+
+
+L = TypeVar("L", bound=DataLoader[Any])
+
+
+def unit_shared(facts: LoaderFacts[L], share: Share) -> LoaderFacts[L]:
+    """Return the facts about a loader with the unit that is sharded.
+
+    With ``batch_size=None``, items are sharded as they are, whatever ``share`` says: torch does not look into them.
+
+    Raises:
+        InvalidOptionError: The loader cannot be sharded in this way.
+    """
+    if facts.sharded_by is not None:
+        return facts
+    name = facts.stream.name
+    match facts.level, share:
+        case Level.BATCH, "samples":
+            raise InvalidOptionError(
+                f"share='samples' does not work with a batch sampler of your own: it would split the batches that "
+                f"{name} makes. Use share='batches', or leave it out."
+            )
+        case Level.ITERABLE, "batches" if facts.batch_size is not None:
+            raise InvalidOptionError(
+                f"share='batches' does not work with an iterable dataset and batch_size={facts.batch_size}: workers "
+                f"read {name} item by item, and each makes its own batches. Let the dataset yield whole batches and "
+                "pass batch_size=None, or leave share out."
+            )
+        case Level.UNBATCHED, "within_batches":
+            raise _not_divisible(name)
+        case Level.ITERABLE, "within_batches" if facts.batch_size is None:
+            raise _not_divisible(name)
+        case Level.SAMPLE, "batches" | "within_batches":
+            return facts.in_whole_batches()
+        case Level.SAMPLE, "auto" if arranges_neighbours(facts.stream.source):
+            return facts.in_whole_batches()
+    return facts
+
+
+def _not_divisible(name: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        f"share='within_batches' does not work with batch_size=None: torch does not look into the items of {name}, "
+        "even if each has several samples. Give the loader a batch_size or a batch_sampler, or leave share out."
+    )
+
+
+# For at least this many samples, if there are, ranks compare what a function says that they cost.
+_COMPARED = 32
+
+
+def require_costs(facts: LoaderFacts[Any], costs: Costs) -> None:
+    """Refuse costs that do not fit the loader's items, and a loader whose stream cannot be balanced.
+
+    Raises:
+        InvalidOptionError: They are not, or it cannot.
+    """
+    name = facts.stream.name
+    if facts.level is Level.ITERABLE:
+        raise InvalidOptionError(
+            f"cost= does not work with an iterable dataset: {name} gives samples, not indices, so a whole window of "
+            "them would have to be read and kept. Leave cost= out, or use a dataset with __getitem__."
+        )
+    if facts.stream.is_one_shot:
+        raise InvalidOptionError(
+            f"cost= does not work with a {name}, which is an iterator and can be used only once: a window is drawn "
+            "ahead, and after a break the rest of it would be lost. Give the loader a sampler that can be iterated "
+            "again, such as a list."
+        )
+    if costs.function is not None and costs.cost_of == "padded" and facts.level is not Level.SAMPLE:
+        raise InvalidOptionError(
+            f"cost_of='padded' does not work with a function if each item of {name} is sharded as a whole: the "
+            "function already says what it costs. Leave cost_of out, or pass one number for each index."
+        )
+    require_one_of_each(facts, costs)
+
+
+def require_one_of_each(facts: LoaderFacts[Any], costs: Costs) -> None:
+    """Refuse more or fewer costs than the dataset has samples.
+
+    Raises:
+        InvalidOptionError: They are not.
+    """
+    n = facts.dataset_length
+    if costs.length is not None and n is not None and costs.length != n:
+        raise InvalidOptionError(
+            f"cost= has {costs.length} numbers and {type(facts.dataset).__name__} has {n} samples. Pass one number for "
+            "each index of loader.dataset, in order."
+        )
+
+
+def costs_compared(facts: LoaderFacts[Any], options: Options) -> dict[str, object]:
+    """Return what must be the same on every rank about a loader's costs, by name.
+
+    Raises:
+        InvalidOptionError: A function gives a cost that is not a number of at least 0.
+    """
+    costs = options.costs
+    if costs is None:
+        return {"cost": "none"}
+    some = None if costs.function is None else _of_some_samples(facts, costs, divides=options.divides_batches)
+    return {
+        "cost": costs.described,
+        "cost_of": options.cost_of,
+        "cost_window": options.cost_window,
+        "cost of some samples": some,
+    }
+
+
+def _of_some_samples(facts: LoaderFacts[Any], costs: Costs, *, divides: bool) -> list[float] | None:
+    """Return the costs of some indices, or of batches of one, by the user's function; None if it takes other items."""
+    n, source = facts.dataset_length or 0, facts.stream.source
+    takes_batches = (facts.level is Level.BATCH or is_torch_batch_sampler(type(source))) and not divides
+    some = range(0, n, max(1, n // _COMPARED))
+    try:
+        found: list[float] = costs.of([[index] for index in some] if takes_batches else some).tolist()
+    except Exception as error:
+        if isinstance(error, InvalidOptionError) and order_parameters(source) is not None:
+            raise
+        return None  # of which nobody knows what keys it takes
+    return found
+
+
+def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -> None:
+    """Refuse a loader that cannot be sharded in this world with these options.
+
+    Raises:
+        AlreadyPatchedError: It was patched for another world.
+        UnsupportedLoaderError: It cannot be copied correctly, or its dataset is sharded already.
+        InvalidOptionError: An option does not work with it.
+        NoStepsError: A rank would make no step.
+    """
+    found = facts.sharded_by
+    _require_readable(facts)
+    if any(map(is_split_by_node, nested_datasets(facts.dataset))):
+        raise UnsupportedLoaderError(
+            f"{type(facts.dataset).__name__} was split by split_dataset_by_node() already, so sharding it again would "
+            "lose samples. Patch a loader of the whole dataset, without that call."
+        )
+    if isinstance(found, EpochSampler) and (found.rank, found.num_replicas) != (world.rank, world.num_replicas):
+        raise AlreadyPatchedError(
+            f"The loader was patched for rank {found.rank} of {found.num_replicas} and cannot be patched again for "
+            f"rank {world.rank} of {world.num_replicas}: it would lose samples. Patch the original loader instead."
+        )
+    if found is not None and world.members is None and facts.made_for not in {None, (world.rank, world.num_replicas)}:
+        rank, ranks = facts.made_for
+        raise AlreadyPatchedError(
+            f"The loader is sharded already by a {type(found).__name__} that was made for rank {rank} of {ranks}, and "
+            f"cannot be sharded as rank {world.rank} of {world.num_replicas}: some samples would be lost or repeated. "
+            f"Build it for rank {world.rank} of {world.num_replicas}, or for one process, and patch that."
+        )
+    if found is None:
+        _require_copyable(facts)
+        _require_processes(facts)
+        if facts.level is Level.ITERABLE:
+            _require_iterable_options(facts, options)
+            if options.iterable_sharding == "by_worker":
+                _require_hand_over(facts, options, world)
+        if options.costs is not None:
+            require_costs(facts, options.costs)
+        require_length(options, world, facts.stream)
+        # With "by_worker", the dataset decides what each rank reads.
+        if facts.level is not Level.ITERABLE or options.iterable_sharding == "exact":
+            require_steps_known(options, world, facts.stream, facts.batching, in_batches=facts.level is Level.SAMPLE)
+
+
+def _require_copyable(facts: LoaderFacts[Any]) -> None:
+    """Raise UnsupportedLoaderError if a copy of the loader would still give unsharded data."""
+    name = type(facts.loader).__name__
+    # accelerate's loaders pass isinstance() without being DataLoaders.
+    if not issubclass(type(facts.loader), DataLoader):
+        line = line_for_inner("patch_dataloader_to_ddp", facts.loader)
+        inside = "" if line is None else f" Or, where outer is the {name}: {line}."
+        raise UnsupportedLoaderError(
+            f"{name} cannot be patched: it is a framework's wrapper around a DataLoader. Patch the loader first, and "
+            f"hand the patched one to the framework.{inside}"
+        )
+    if asks_for_its_own_dataset(type(facts.loader)):
+        dataset = type(facts.dataset).__name__
+        raise UnsupportedLoaderError(
+            f"{name} cannot be patched: it takes only litdata's own datasets, not one that shards a {dataset}. litdata "
+            f"shards a {dataset} by itself if the process group exists when it is made: make it, and the {name}, after "
+            "init_process_group(). For an explicit world, patch torch's loader of it: "
+            "torch.utils.data.DataLoader(loader.dataset, batch_size=loader.batch_size, "
+            "num_workers=loader.num_workers, collate_fn=loader.collate_fn)."
+        )
+    if facts.other_loader_in is not None:
+        raise UnsupportedLoaderError(
+            f"{name} cannot be patched: its __iter__ may take batches from another loader (attribute "
+            f"{facts.other_loader_in!r}), which would still give every rank all of its data. Patch that loader "
+            f"first, and pass the patched one to {name}."
+        )
+    if facts.iterator_in is not None:
+        raise UnsupportedLoaderError(
+            f"{name} cannot be patched: it keeps a running iterator (attribute {facts.iterator_in!r}), because you "
+            "have iterated it, or its class starts one when it is made. The loader may continue with it, which would "
+            "yield unsharded data. Patch the loader before you iterate it, or forget the iterator: "
+            f"loader.{facts.iterator_in} = None. Where the class needs it, build it with a sharded sampler, "
+            f"{name}(dataset, sampler=DDPSamplerWrapper(sampler, False), ...), or use a DataLoader with "
+            "persistent_workers=True."
+        )
+
+
+def _require_processes(facts: LoaderFacts[Any]) -> None:
+    """Refuse workers that are threads: their draws advance the random states from which samplers draw."""
+    if facts.num_workers > 0 and (found := thread_workers(facts.loader)) is not None:
+        threads, processes = found
+        raise UnsupportedLoaderError(
+            f"{type(facts.loader).__name__} with {threads} and num_workers={facts.num_workers} cannot be patched: "
+            "its workers are threads, which use the same random states as the sampler, so ranks would draw different "
+            f"orders and lose samples. Use {processes}, or num_workers=0."
+        )
+
+
+def _require_readable(facts: LoaderFacts[Any]) -> None:
+    """Refuse a webdataset that raises when ranks read it, which its workers would do in the middle of a training."""
+    _, ranks = webdataset_world()
+    if facts.level is not Level.ITERABLE or ranks == 1:
+        return
+    for dataset in nested_datasets(facts.dataset):
+        if is_single_node_only(stored(dataset)):
+            raise UnsupportedLoaderError(
+                f"{type(dataset).__name__} cannot be read on {ranks} ranks: its nodesplitter is webdataset's "
+                "single_node_only, the default, which raises a ValueError then. Build it with "
+                "webdataset.WebDataset(..., nodesplitter=None), or leave the stage webdataset.single_node_only out of "
+                "webdataset.DataPipeline(...). Every rank then reads the same shards and keeps its share of them."
+            )
+
+
+def _require_iterable_options(facts: LoaderFacts[Any], options: Options) -> None:
+    """Refuse options that do not work with an iterable dataset, which has no indices."""
+    name = facts.stream.name
+    if options.needs_length and options.iterable_sharding == "by_worker":
+        raise InvalidOptionError(
+            f"layout='contiguous' does not work with iterable_sharding='by_worker': {name} itself decides what each "
+            "worker reads. Use one or the other."
+        )
+    if options.agreement == "leader":
+        raise InvalidOptionError(
+            f"agreement='leader' does not work with {name}: rank 0 sends indices, and an iterable dataset has none. "
+            "Use agreement='seeded'."
+        )
+    if options.agreement == "ambient" and facts.num_workers > 0:
+        raise InvalidOptionError(
+            f"agreement='ambient' does not work with {name} and num_workers={facts.num_workers}: the workers read it, "
+            "and their random states differ by rank, so that augmentations do. Use agreement='seeded'."
+        )
+
+
+def _require_hand_over(facts: LoaderFacts[Any], options: Options, world: World) -> None:
+    """Refuse to let a dataset split itself where ranks cannot even out how many batches they make."""
+    name = facts.stream.name
+    if world.num_replicas == 1:
+        return
+    if world.members is None and options.uneven != "keep":
+        raise InvalidOptionError(
+            f"uneven={options.uneven!r} does not work with iterable_sharding='by_worker' and rank= and num_replicas=: "
+            f"{name} decides how many batches each rank reads, so without a process group ranks make unequal steps. "
+            "Use uneven='keep' if they may, or leave rank= and num_replicas= out, after "
+            "torch.distributed.init_process_group()."
+        )
+    if world.members is not None and torchdata_batch_sampler(type(facts.loader)) is not None:
+        raise UnsupportedLoaderError(
+            f"{type(facts.loader).__name__} cannot be patched with iterable_sharding='by_worker': its state covers "
+            f"only this rank's workers, and ranks give each other batches of {name}, so a resumed run would lose some. "
+            "Use iterable_sharding='exact', or a torch.utils.data.DataLoader."
+        )
+
+
+def require_length(options: Options, world: World, stream: StreamFacts) -> None:
+    """Refuse ``layout="contiguous"`` for a stream of unknown length."""
+    if options.needs_length and stream.length is None:
+        raise InvalidOptionError(
+            f"layout='contiguous' gives each of {world.num_replicas} ranks one run of samples, so it must know how "
+            f"many there are, and {stream.name} has no len(). Give it a __len__, or use layout='interleaved', which "
+            "needs none."
+        )
+
+
+def require_steps_known(
+    options: Options, world: World, stream: StreamFacts, batching: Batching = ITEMS, *, in_batches: bool = False
+) -> None:
+    """Refuse an epoch without steps, if its length is known now; otherwise the pass refuses it at its end."""
+    if (n := stream.length) is not None:
+        plan = Plan.of_stream(options, world.rank, world.num_replicas)
+        require_steps(plan, batching, stream.name, [n], in_batches=in_batches)
+
+
+def require_shuffle(stream: StreamFacts) -> None:
+    """Refuse ``scalable_shuffle`` for a loader that torch does not shuffle."""
+    if stream.why_not_scalable is not None:
+        raise InvalidOptionError(
+            "scalable_shuffle=True replaces torch's own shuffle, and this loader's order comes from "
+            f"{stream.name}, which {stream.why_not_scalable}. Build the loader with shuffle=True, or leave "
+            "scalable_shuffle out; a sampler of your own can have items_at(positions, epoch) instead."
+        )

@@ -1,0 +1,398 @@
+"""A sampler that gives one rank its share of another sampler's stream."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, Self, TypeVar, cast
+
+import torch
+
+from ddp_patch.compat.private_torch import is_torch_batch_sampler
+from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
+from ddp_patch.loaders.facts import StreamFacts
+from ddp_patch.loaders.samples import NestedEpochs
+from ddp_patch.orders.chunks import State
+from ddp_patch.orders.generators import random_generators, torch_generators, unmoved
+from ddp_patch.orders.orders import (
+    InOrder,
+    ScalableShuffle,
+    has_computed_order,
+    has_order,
+    is_always_alike,
+    is_torch_sampler,
+    scalable,
+)
+from ddp_patch.orders.pass_fingerprint import PassFingerprint
+from ddp_patch.orders.random_states import Entered, PrivateRNG, epoch_generator, epoch_states
+from ddp_patch.plan import ITEMS, Batching
+from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.ranks.pass_monitor import PassNotes
+from ddp_patch.sharding.balancing import Dealing, Division
+from ddp_patch.sharding.drawing import Epoch, Sizes, require_sure_length
+from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.held import Held, Holders, Transparent
+from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.position import Place
+from ddp_patch.sharding.schedule import StepSamples, divided, of_whole_batches, require_steps
+from ddp_patch.sharding.sources import Drawn, Led, LookedUp, Nothing, Source
+
+__all__ = ["ShardedSampler"]
+
+
+T = TypeVar("T")
+
+
+class ShardedSampler(Transparent, EpochSampler[T]):
+    """Gives one rank its share of the items that another sampler yields.
+
+    Attributes:
+        sampler: The wrapped sampler.
+    """
+
+    latest: Pass[T] | None
+    place: Place | None
+    _gives_batches: bool = False
+    _inner = "sampler"
+
+    def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ITEMS) -> None:
+        if agreed.options.scalable_shuffle:
+            stream = StreamFacts.of(scalable(stream.source, agreed.seed))
+        dealing = Dealing.of(agreed, batching, are_batches=self._gives_batches)
+        facts = {
+            "shared by": type(self).__name__,
+            "shuffle_samples_between_gpus": shuffle,
+            **stream.described,
+            **({} if dealing is None else dealing.described),
+        }
+        super().__init__(agreed, Holders(stream.samplers, stream.counted), facts)
+        self.sampler: Iterable[T] = stream.source
+        self._shuffles = shuffle
+        self._batching, self._dealing = batching, dealing
+        self.watch.epochs_differ = shuffle or dealing is not None or not is_always_alike(self.sampler)
+        self._is_one_shot = stream.is_one_shot
+        self._rows = stream.rows
+        self._is_torchs = has_order(self.sampler) and not has_computed_order(self.sampler)
+        self._counts_quietly = False  # whether its length is known to be counted without drawing
+        self._nested_epochs = NestedEpochs(self.sampler)
+        self._torchs_generators = self._generators_of_torchs()
+        self._warned_of_length = False
+        self._known_end: dict[str, object] = {}
+        self._seal()
+
+    def _wrapped(self) -> Iterator[Any]:
+        # What torch, or this package, puts between the loader and the user's sampler has none of its attributes.
+        one: Any = self.sampler
+        yield one
+        while is_torch_batch_sampler(type(one)) or isinstance(one, ScalableShuffle):
+            one = one.sampler
+            yield one
+
+    def _changing(self) -> AbstractContextManager[object] | None:
+        return self._holders.changed_by_user() if self._holders.has_counters else None
+
+    @classmethod
+    def of(cls, stream: StreamFacts, agreed: Agreed, batching: Batching = ITEMS) -> Self:
+        """Wrap a sampler that the ranks have agreed on already, and that a loader makes batches from."""
+        wrapper = cls.__new__(cls)
+        ShardedSampler.__init__(wrapper, stream, shuffle=False, agreed=agreed, batching=batching)
+        return wrapper
+
+    @property
+    def _name(self) -> str:
+        return type(self.sampler).__name__
+
+    @property
+    def dataset(self) -> Any:
+        """The wrapped sampler's; if it has none, that sampler, which is what ``DistributedSampler`` calls so."""
+        return getattr(self._holder("dataset"), "dataset", self.sampler)
+
+    @dataset.setter
+    def dataset(self, dataset: Any) -> None:
+        self._set("dataset", dataset)
+
+    @property
+    def shuffle(self) -> bool:
+        """The wrapped sampler's; if it has none, whether the whole epoch is permuted once more."""
+        shuffle: bool = getattr(self._holder("shuffle"), "shuffle", self._shuffles)
+        return shuffle
+
+    @shuffle.setter
+    def shuffle(self, shuffle: bool) -> None:
+        if hasattr(self._holder("shuffle"), "shuffle"):
+            self._set("shuffle", shuffle)
+        else:
+            self._shuffles = shuffle
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]  # torch fixes it at construction; here it is computed
+        """How many items all ranks take together in an epoch, or in what is left of it, padding included."""
+        length, skip = self._length_measured()
+        return max(0, self.plan.total(length) - skip * self.plan.num_replicas)
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]  # as total_size
+        """How many items this rank takes in an epoch, or in the rest of a resumed one."""
+        length, skip = self._length_measured()
+        return max(0, len(self.plan.share(length)) - skip)
+
+    def _length_measured(self) -> tuple[int, int]:
+        """Return how many items all ranks take in a pass as ``len()`` counts, and how much of each share is done."""
+        epoch, before, skip = self._measured()
+        return len(self.plan.rest(self._stream_length(epoch), before)), skip
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def _stream_length(self, epoch: int) -> int:
+        """The wrapped sampler's length, or its own TypeError; some samplers draw to find it."""
+        with (
+            epoch_states(self.agreed.options, self.agreed.seed, epoch),
+            unmoved(random_generators(self._holders.holders)),
+        ):
+            return len(cast(Any, self.sampler))
+
+    @contextmanager
+    def _counting(self, epoch: int) -> Iterator[None]:
+        """While entered, let torch's samplers count their data, which may draw; they have generators of their own."""
+        states = nullcontext() if self._counts_quietly else epoch_states(self.agreed.options, self.agreed.seed, epoch)
+        with states:
+            yield
+        self._counts_quietly |= isinstance(states, PrivateRNG) and states.is_unmoved
+
+    def _identity(self, length: int | None = None) -> Mapping[str, object]:
+        if not self._is_torchs:
+            return self._facts
+        # Rows may have been added since the patch. A pass that has begun has those that were there then.
+        return {**self._facts, "stream length": self._stream_length(self.epochs.upcoming) if length is None else length}
+
+    def _sure_length(self, epoch: int) -> int | None:
+        if not (self._is_looked_up() or self.plan.needs_length):
+            return None
+        with self._nested_epochs.told(epoch, otherwise=self.epochs.upcoming):  # epochs may have different lengths
+            return self._stream_length(epoch)
+
+    def held(self) -> Held:
+        """Return what the samplers hold now: generators, states and counters."""
+        if self._is_one_shot and self.epochs.passes:
+            why = (
+                "the sampler is an iterator, which can be used only once, and nobody knows how many items earlier "
+                "epochs took. Give the loader something that can be iterated again"
+            )
+            return Held(unknown=why)
+        return super().held()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one; also call ``set_epoch`` of every nested sampler that has it.
+
+        Calling it is optional: after each pass that draws anything, the next epoch follows.
+        """
+        super().set_epoch(epoch)
+        self._nested_epochs.tell(self.epochs.upcoming)
+
+    def __iter__(self) -> Iterator[T]:
+        # Somebody may have set the epoch of a nested sampler, past this one.
+        if (epoch := self._nested_epochs.set_by_user()) is not None:
+            self.set_epoch(epoch)
+        return chain.from_iterable(self._runs(self._take_up_pass(), self._choices))
+
+    def _runs(self, one: Pass[T], choices: int) -> Iterator[Iterator[T]]:
+        """Yield this rank's items in runs, from when the first is asked for."""
+        is_other = one.epoch != self.epochs.upcoming or choices != self._choices
+        if not one.is_ended and (is_other or self._was_given_a_generator()):
+            # Another iterator began this epoch since, or set_epoch() chose one: take the one that is next now. A
+            # sampler of torch's looks at its generator now.
+            one = self._take_up_pass()
+        if one.is_ended:
+            return
+        self._begin(one.epoch, {"position": one.begins_at}, self._known_end)
+        self._known_end = {}
+        self.latest, self.place, self._is_chosen = one, None, False
+        yield from one.runs()
+
+    def _take_up_pass(self) -> Pass[T]:
+        """Make a pass over the upcoming epoch the latest one, and return it.
+
+        If nothing is left of that epoch, it is counted here: the next pass is over the next epoch, even if nothing is
+        drawn from this one.
+        """
+        number = self.epochs.upcoming
+        self._nested_epochs.tell(number)
+        resumes, start = self.place is not None, self.place
+        if start is not None and start.is_begun:
+            self._holders.reinstate(start.held)  # others may have drawn from the generators since it was loaded
+        else:
+            self._begin_holders()
+            start = Place(number, held=self.held())
+        is_spent, options = self._is_spent(start), self.agreed.options
+        noted = PassFingerprint() if self.watch.is_on else None
+        source: Source[T] = Nothing() if is_spent else self._source(start, noted)
+        self.latest = one = Pass(
+            start,
+            self.plan.num_replicas,
+            self._holders,
+            source,
+            self.watch,
+            resumes=resumes,
+            sizes=Sizes() if self.keeps_sizes or self._gives_batches or self._division is not None else None,
+            division=None if self._division is None else Division(self._division, self._name, options.costs),
+            at_end=partial(self._require_steps, start),
+            note=None if noted is None else partial(self._notes, noted),
+        )
+        if is_spent:
+            one.end()
+            self.epochs.begin(number)
+            self.place = None
+        return one
+
+    def _notes(self, fingerprint: PassFingerprint, one: Pass[T]) -> PassNotes:
+        """Return what is noted of a pass, for the ranks to compare."""
+        return PassNotes(self._name, one.epoch, one.begins_at, one.skip, fingerprint, self._rows, one.standing)
+
+    def _generators_of_torchs(self) -> list[torch.Generator]:
+        return torch_generators(holder for holder in self._holders.holders if is_torch_sampler(holder))
+
+    def _was_given_a_generator(self) -> bool:
+        """Return whether a torch sampler has another generator than before; refuse that if ranks have agreed on it.
+
+        Other samplers may make their own generators at any time, alike on every rank.
+        """
+        before, now = self._torchs_generators, self._generators_of_torchs()
+        if list(map(id, now)) == list(map(id, before)):
+            return False
+        if now and self.agreed.world.members is not None and self.agreed.leader is None:
+            raise InvalidOptionError(
+                f"A {type(self.sampler).__name__} was given a generator after it was patched. Its state may differ "
+                "between ranks, because they agreed only on the generators that were there. Give the sampler its "
+                "generator first and patch the loader then, or use agreement='leader'."
+            )
+        self._torchs_generators = now
+        return True
+
+    def _is_spent(self, start: Place) -> bool:
+        """Return whether nothing is left of the epoch."""
+        if start.ended or not (self.agreed.options.verify and self.plan.uneven == "keep"):
+            return start.ended
+        # Where ranks synchronise, one with an item more must do as those do that have ended.
+        before, skip = start.split(self.plan.num_replicas)
+        length = self._length_if_any(start.epoch)
+        return bool(skip) and length is not None and skip == self.plan.rounds(len(self.plan.rest(length, before)))
+
+    def _settle_latest(self) -> None:
+        """Draw to its end a pass whose every batch was taken: a loop that takes ``len()`` batches asks for no end."""
+        one = self.latest
+        if one is None or one.is_ended or (length := self.pass_length(one)) is None:
+            return
+        count, share = self._batching.count, self.plan.least(length)
+        if not one.taken or count(one.taken - one.skip) < count(max(0, share - one.skip)):
+            return
+        if one.state is State.NOT_BEGUN:  # it resumed where nothing was left
+            one.draw_to_end()
+        if one.ends_within(self._batching.size):
+            self._holders.end(one.epoch)
+
+    def _source(self, start: Place, noted: PassFingerprint | None) -> Source[T]:
+        """Choose how a pass gets its items."""
+        options, leader = self.agreed.options, self.agreed.leader
+        private = epoch_generator(options, self.agreed.seed, start.epoch)
+        states = epoch_states(options, self.agreed.seed, start.epoch)
+        entered = partial(self._counting, start.epoch) if self._is_torchs else lambda: states
+        epoch = Epoch(
+            sampler=self.sampler,
+            is_one_shot=self._is_one_shot,
+            number=start.epoch,
+            plan=self.plan,
+            before=start.split(self.plan.num_replicas)[0],
+            rng=Entered(entered, self._holders.drawing),
+            private=private,
+            draws_ahead=options.agreement != "ambient",
+            shuffle_seed=self.seed if self._shuffles else None,
+            length=partial(self._stream_length, start.epoch),
+            at_end=partial(self._compare_length, start.epoch),
+            comes_late=lambda: self.epochs.passes > 1,  # this pass counts by then
+            # The leader alone draws, so there is nothing to compare.
+            verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
+            keeps_sizes=self.keeps_sizes and self._division is None,
+            dealing=self._dealing,
+            # With verify=True, all of it is compared at the end, where every rank raises.
+            noted=noted if leader is None and not options.verify else None,
+        )
+        is_looked_up = self._is_looked_up()
+        has_rest = epoch.dealing is not None and any(taken for _, taken in epoch.before)
+        if has_rest if is_looked_up else self._is_torchs and not self._holders.has_generators:
+            # Drawn, as a whole, from what nobody else draws from.
+            epoch = replace(epoch, sampler=InOrder(self.sampler, start.epoch, private))
+        if leader is not None:
+            plans = [self.agreed.plan(rank) for rank in (self.agreed.world.members or {}).values()]
+            has_length = leader.draws and self._length_if_any(start.epoch) is not None
+            turn = partial(self._turn, start.epoch)
+            return Led(epoch, leader, turn, plans, start.held, self.held, has_length=has_length)
+        if has_rest or not is_looked_up:
+            return Drawn(epoch)
+        if epoch.dealing is None:
+            return LookedUp(epoch)
+        from ddp_patch.sharding.balanced_order import DealtOrder  # most trainings do not need it
+
+        return DealtOrder(epoch, epoch.dealing)
+
+    def _require_steps(self, start: Place, length: int) -> None:
+        """Refuse an epoch without steps. The rest of one may well have none."""
+        if start.is_whole:
+            require_steps(self.plan, self._batching, self._name, [length], in_batches=self._batching.size > 1)
+
+    def _turn(self, epoch: int) -> dict[str, object]:
+        """Return which pass is being made, to be compared between the ranks."""
+        return {"patched as": f"number {self.agreed.number}", "epoch": epoch, "pass": self.epochs.passes}
+
+    def _is_looked_up(self) -> bool:
+        """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
+        if self.agreed.leader is not None or self._shuffles or not has_order(self.sampler):
+            return False
+        # All that is drawn is compared, where it can be drawn.
+        return has_computed_order(self.sampler) or not self.agreed.options.verify
+
+    def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
+        """Return how many samples all ranks take in step ``number`` of a pass; see ``EpochSampler``."""
+        if one.sizes is None:
+            step = super().samples_of_step(one, batching, number)
+            if one.length is not None or self.plan.needs_length:
+                return step
+            # While nobody has found the end, ranks were given whole rounds alone.
+            return step._replace(until=(one.given - one.skip) // batching.size)
+        size, until = one.sizes[number], one.sizes.alike_until(number)
+        if self._division is not None:
+            return divided(self._division, size, until)
+        real = size if self.turns(one, batching).turn(number).real else 0
+        if (sizes := one.source.sizes) is None:
+            return StepSamples(size, real, None, number + 1)
+        round_, ranks = one.skip + number, self.plan.num_replicas
+        total = of_whole_batches(self.plan, round_, one.length, sizes)
+        alike = number if self.plan.needs_length else sizes.alike_until(round_ * ranks) // ranks - one.skip
+        return StepSamples(size, real, total, alike)
+
+    def knows_totals(self, one: Pass[Any]) -> bool:
+        """Return whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``."""
+        return one.sizes is None or self._division is not None or one.source.sizes is not None
+
+    def _compare_end(self, epoch: int, drawn: int, order: str) -> None:
+        if self.plan.needs_length:
+            # Ranks come to the stream's end at different steps, the last one while it has items to give.
+            self._known_end = {"drawn in the epoch before": drawn, "order of the epoch before": order}
+        else:
+            self.agreed.check("Ending an epoch", {"epoch": epoch, "drawn": drawn, "order": order})
+
+    def _compare_length(self, epoch: int, drawn: int, assumed: int) -> None:
+        """Raise if runs were cut from a wrong length; otherwise warn once about a wrong length."""
+        require_sure_length(self.plan, "The sampler", "sampler", drawn, assumed)
+        told = self._length_if_any(epoch)
+        if told is not None and told != drawn and not self._warned_of_length:
+            self._warned_of_length = True
+            warnings.warn(
+                f"{type(self.sampler).__name__} yielded {drawn} items and its len() says {told}. All {drawn} were "
+                "sharded, and every rank makes the same number of steps. But len() of this loader is wrong, and so "
+                "are schedules and progress bars that use it. Correct the sampler's __len__.",
+                StreamLengthWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,316 @@
+"""How a pass gets its items: looked up, drawn, or sent by the rank that draws for all. Chosen when the pass begins."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, repeat
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+
+from ddp_patch.orders.chunks import begun
+from ddp_patch.orders.fingerprint import COMPARED, fingerprint
+from ddp_patch.orders.orders import Order, order_of
+from ddp_patch.plan import Plan, Rest, blocks
+from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
+from ddp_patch.sharding.drawing import Epoch, Origins, Sizes, Stream, size_of
+from ddp_patch.sharding.held import Held
+
+__all__ = ["Drawn", "Led", "LookedUp", "Nothing", "Source"]
+
+
+T = TypeVar("T")
+
+
+class Source(Generic[T]):
+    """How a pass gets its rank's items.
+
+    Attributes:
+        length: How many items all ranks share in the pass, once its end was found. Every rank knows it at the same
+            step.
+        drawn: How many items of this rank's share were drawn, those that the pass skips included.
+        held_before: What the samplers held before the pass, as the drawing rank reported it.
+        held_after: What they held after it.
+        origins: The positions of the items that ``parts`` has yielded, or will yield next, without padding; None if
+            they follow from the plan.
+        sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
+            None if this rank does not see them, or nobody needs that.
+    """
+
+    length: int | None = None
+    drawn: int = 0
+    held_before: Held | None = None
+    held_after: Held | None = None
+    sizes: Sizes | None = None
+    origins: Origins | None = None
+    # Whether the whole epoch is drawn before the first item is given.
+    is_drawn_at_once: bool = False
+    # Whether items are drawn in this process, where the samplers' generators are.
+    draws_here: bool = True
+    # Whether how far a rank has come can be compared with other ranks.
+    is_counted: bool = True
+
+    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+        """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""
+        raise NotImplementedError
+
+    def ends_within(self, items: int) -> bool:
+        """Draw up to the end if it is at most this many items of the share away, and return whether it is.
+
+        Then the samplers hold what the epoch leaves in them. Return False, too, where one rank would know and another
+        not.
+        """
+        return False
+
+    def ends_elsewhere(self) -> bool:
+        """Return whether the end was found elsewhere, so that the number of items given says nothing."""
+        return False
+
+    def length_found(self) -> int | None:
+        """Return ``length``, or what this rank alone has found so far."""
+        return self.length
+
+    def _found(self, length: int) -> None:
+        self.length = length
+
+    def _skipping(self, skip: int, parts: Iterable[Sequence[T]]) -> Iterator[Sequence[T]]:
+        for part in parts:
+            left_out = max(0, skip - self.drawn)
+            self.drawn += len(part)
+            yield part[left_out:] if left_out else part
+
+
+class Nothing(Source[T]):
+    """Has no items: nothing is left of the epoch."""
+
+    sizes: Sizes | None
+
+    def __init__(self) -> None:
+        self.sizes = Sizes()  # those of no item are all known
+
+    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+        """Return no part."""
+        return iter(())
+
+
+class LookedUp(Source[T]):
+    """Looks this rank's items up in the epoch's order."""
+
+    is_drawn_at_once: bool = True
+    length: int | None
+    drawn: int
+    sizes: Sizes | None
+
+    def __init__(self, epoch: Epoch[T]) -> None:
+        self._epoch = epoch
+        self._draw_rest: Callable[[], object] | None = None  # and not the order, which is large
+        self._is_finished = False
+
+    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+        """Draw the order, and yield the items at this rank's positions."""
+        plan, epoch = self._epoch.plan, self._epoch
+        order = self._drawn_order()
+        self.drawn = sys.maxsize
+        rest = plan.rest(order.length, epoch.before)
+        length = self.length = len(rest)
+        at: Callable[[range], Sequence[Any]] = partial(_items_at, order, rest)
+        real, repeated = plan.sources(length)
+        padding = at(repeated)  # first: an order is looked up from its beginning on
+        # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
+        rounds = length // plan.num_replicas
+        self.sizes = _sizes_in(order, rest)
+        if self.sizes is None and epoch.keeps_sizes and not plan.needs_length:
+            self.sizes = Sizes()
+            self.sizes.add(0, batches=min(length, skip * plan.num_replicas))  # nobody asks for those that were done
+            at = partial(self._looking_at_all, at, plan, length)
+        yield from map(at, blocks(real[skip:rounds]))
+        self._verify(order, has_whole_rounds=skip <= rounds)
+        yield from map(at, blocks(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
+        yield padding[max(0, skip - len(real)) :]
+        self._finish()
+
+    def _drawn_order(self) -> Order:
+        epoch = self._epoch
+        with epoch.rng:
+            order = order_of(epoch.sampler, epoch.number, epoch.private)
+        self._draw_rest = order.finish
+        if epoch.noted is not None:
+            epoch.noted.add_order(order)
+        return order
+
+    def _verify(self, order: Order, *, has_whole_rounds: bool, dealt: Sequence[object] = ()) -> None:
+        """Compare the order with the other ranks', and how it was balanced, after the items that every rank has."""
+        verify = self._epoch.verify
+        if verify is not None and has_whole_rounds:
+            told = range(0, order.length, max(1, order.length // COMPARED))
+            verify(order.length, fingerprint([*order.at(told), *dealt]))
+
+    def _looking_at_all(
+        self, at: Callable[[range], Sequence[T]], plan: Plan, length: int, positions: range
+    ) -> Sequence[T]:
+        """Return the items at some of a rank's positions, and note the sizes of all ranks' items up to there."""
+        sizes = cast(Sizes, self.sizes)
+        until = positions[-1] - plan.rank + plan.num_replicas if positions else length
+        everybodys = at(range(len(sizes), min(until, length)))
+        first = len(sizes)
+        for item in everybodys:
+            sizes.add(size_of(item))
+        return everybodys[positions.start - first :: plan.num_replicas] if positions else []
+
+    def ends_within(self, items: int) -> bool:
+        """Finish, wherever the pass is: the order was drawn as a whole."""
+        self._finish()
+        return self._is_finished
+
+    def _finish(self) -> None:
+        """Draw, once, what the sampler draws after its last item."""
+        if self._draw_rest is not None:
+            draw_rest, self._draw_rest, self._is_finished = self._draw_rest, None, True
+            with self._epoch.rng:
+                draw_rest()
+
+
+class Drawn(Source[T]):
+    """Draws the whole stream, chunk by chunk, and keeps this rank's items."""
+
+    sizes: Sizes | None
+    origins: Origins | None
+
+    def __init__(self, epoch: Epoch[T]) -> None:
+        self._epoch = epoch
+        # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
+        # torch.Generator, the order of their draws is part of the stream.
+        with epoch.rng:
+            stream = begun(epoch.sampler)
+        # In runs, one rank would see another's batches steps later.
+        self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None
+        self.origins = None if epoch.dealing is None else Origins()
+        # Not a method of this object: a circle would keep an abandoned pass's sampler from being closed.
+        self._stream = Stream(epoch, stream, self.sizes, partial(_note_first, self.origins))
+
+    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+        """Draw, and yield this rank's items."""
+        if self.origins is not None:
+            self.origins.skip = skip
+        shares = self._stream.shares([self._epoch.plan], skip, self._found)
+        return self._skipping(skip, (part for (part,) in shares))
+
+    def ends_within(self, items: int) -> bool:
+        """Draw more, and return whether at most this many items of the share are left."""
+        # What is read ahead of an iterator would be lost to the next pass.
+        return not self._epoch.is_one_shot and self._stream.ends_within(items)
+
+
+def _note_first(origins: Origins | None, of_plans: Sequence[Any]) -> None:
+    if origins is not None:
+        origins.add(of_plans[0])
+
+
+def _sizes_in(order: Order, rest: Rest) -> Sizes | None:
+    """Return how many samples each item of the rest has, if the order shows it."""
+    if order.sizes is None:
+        return None
+    sizes = Sizes()
+    for size, batches in chain.from_iterable(map(order.sizes, rest.runs)):
+        sizes.add(size, batches)
+    return sizes
+
+
+def _items_at(order: Order, rest: Rest, positions: range) -> Sequence[Any]:
+    """Return the items at these positions of the rest."""
+    runs = rest.cut(positions)
+    return order.at(runs[0]) if len(runs) == 1 else [item for run in runs for item in order.at(run)]
+
+
+class Led(Source[T]):
+    """Gets this rank's items from the leader; on the leader, draws for all and sends every rank its share.
+
+    Args:
+        epoch: The epoch.
+        leader: How the ranks communicate.
+        turn: Tells which pass this is, to be compared between the ranks.
+        plans: Every rank's, in the leader's order.
+        held_before: What the samplers held before the pass.
+        held_now: Tells what they hold.
+        has_length: Whether the sampler says how many items it has.
+    """
+
+    length: int | None
+    held_before: Held | None
+    held_after: Held | None
+    origins: Origins | None
+
+    def __init__(
+        self,
+        epoch: Epoch[T],
+        leader: Leader,
+        turn: Callable[[], Mapping[str, object]],
+        plans: Sequence[Plan],
+        held_before: Held,
+        held_now: Callable[[], Held],
+        *,
+        has_length: bool,
+    ) -> None:
+        self._leader, self._turn, self._plans, self._held_now = leader, turn, plans, held_now
+        self._piece_sizes = _piece_sizes(epoch, has_length)
+        self._waiting: list[list[int]] = [[] for _ in plans]
+        # Begun with its first item: then the leader can report an error to the others.
+        self._stream = Stream(epoch, chain(epoch.sampler), note_origins=partial(_wait, self._waiting))
+        self.held_before = held_before
+        self.origins = None if epoch.dealing is None else Origins()
+
+    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+        """Yield what is sent, or on the leader this rank's part of what it draws."""
+        shares = self._skipping(skip, self._sent(skip) if self._leader.draws else self._received())
+        return shares if self.origins is None else self._noted(self.origins, shares)
+
+    def _sent(self, skip: int) -> Iterator[list[Any]]:
+        shares: Iterator[list[list[Any]]] = self._stream.shares(self._plans, skip, self._found)
+        if self.origins is not None:
+            shares = self._with_origins(shares)
+        return self._leader.send(shares, self._turn(), self._note, *self._piece_sizes)
+
+    def _received(self) -> Iterator[list[Any]]:
+        return self._leader.receive(self._turn(), self._take_note)
+
+    def _with_origins(self, shares: Iterator[list[list[T]]]) -> Iterator[list[list[tuple[int, T]]]]:
+        """Pair each item with the position that it comes from: the others do not see the stream. Padding has -1."""
+        for parts in shares:
+            paired = []
+            for part, waiting in zip(parts, self._waiting, strict=True):
+                paired.append(list(zip(chain(waiting, repeat(-1)), part, strict=False)))
+                del waiting[: len(part)]
+            yield paired
+
+    def _noted(self, origins: Origins, shares: Iterator[Sequence[Any]]) -> Iterator[list[T]]:
+        for share in shares:
+            origins.add(np.array([place for place, _ in share if place >= 0], np.int64))
+            yield [item for _, item in share]
+
+    def _note(self, is_last: bool) -> tuple[Held | None, Held | None, int | None]:
+        """Return what the leader sends to the others, so that every rank knows the loader's position."""
+        self.held_after = self._held_now() if is_last else None
+        return self.held_before, self.held_after, self.length
+
+    def _take_note(self, note: tuple[Held | None, Held | None, int | None]) -> None:
+        self.held_before, self.held_after, self.length = note
+
+    def ends_within(self, items: int) -> bool:
+        """Return whether the last piece was sent: every rank learns of the end from the leader."""
+        return self.held_after is not None
+
+
+def _wait(of_members: Sequence[list[int]], of_plans: Sequence[Any]) -> None:
+    """Keep where the next items of each share come from until these are sent."""
+    for waiting, places in zip(of_members, of_plans, strict=True):
+        waiting.extend(places.tolist())
+
+
+def _piece_sizes(epoch: Epoch[Any], has_length: bool) -> tuple[int, int]:
+    """Return how many items, all ranks' together, the leader's first message holds, and a later one at most."""
+    if epoch.is_one_shot:
+        return 1, 1  # which is a round: nothing is drawn ahead
+    if epoch.plan.needs_length:
+        # All at once: a rank whose run comes late must not wait for steps of the others.
+        return sys.maxsize, sys.maxsize
+    return LARGEST_PIECE if has_length else FIRST_PIECE, LARGEST_PIECE

@@ -1,3 +1,0 @@
-"""One rank's share of an iterable dataset, which is read inside the workers."""
-
-__all__: list[str] = []

@@ -1,0 +1,200 @@
+"""Decide who takes which batch in each round, if ranks read different amounts: arithmetic, without torch."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from heapq import heapify, heapreplace
+from itertools import cycle
+from typing import NamedTuple, TypeAlias
+
+from ddp_patch.options import Uneven
+from ddp_patch.sharding.schedule import made_in_turn, turn_after
+
+__all__ = ["Balance", "Consumed", "Holding", "Round", "Source", "Verdict", "ahead_of_next", "next_round"]
+
+
+class Holding(NamedTuple):
+    """What a rank says before a round.
+
+    Attributes:
+        held: How many batches it holds.
+        reads: Whether its own workers may have more.
+    """
+
+    held: int
+    reads: bool
+
+
+class Source(NamedTuple):
+    """Where a rank's batch comes from.
+
+    Attributes:
+        rank: The rank that holds it.
+        place: Which of the batches held there, from 0.
+    """
+
+    rank: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One step of all ranks.
+
+    Attributes:
+        gets: Where each rank's batch comes from; None for a rank that gets none.
+    """
+
+    gets: Sequence[Source | None]
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """How many batches each rank has no longer after the round: its first ones."""
+        given = Counter(source.rank for source in set(self.gets) if source is not None)
+        return tuple(given[rank] for rank in range(len(self.gets)))
+
+    def handed_by(self, rank: int) -> list[tuple[int, int]]:
+        """Return which batches a rank hands to others, as (index, the rank that gets it)."""
+        return [
+            (source.place, target)
+            for target, source in enumerate(self.gets)
+            if source is not None and source.rank == rank != target
+        ]
+
+
+class Verdict(Enum):
+    """What else can follow from what the ranks hold."""
+
+    READ_MORE = "read more, then say again what you hold"
+    END = "the pass is over"
+
+
+def next_round(ranks: Sequence[Holding], uneven: Uneven) -> Round | Verdict:
+    """Return the next round of a pass, what must come before it, or that there is none.
+
+    Every rank takes its own batch if it has one. A rank without gets one that another holds beyond its own, from
+    whoever holds most. Where fewer batches than ranks are left in all, ``uneven`` decides: ``"drop"`` leaves them out,
+    ``"keep"`` leaves some ranks without, and ``"pad"`` gives these a repeat of a batch of the same round.
+
+    Examples:
+        >>> next_round([Holding(1, True), Holding(3, True), Holding(0, False)], "pad").gets[2]
+        Source(rank=1, place=1)
+        >>> next_round([Holding(1, True), Holding(1, False), Holding(0, False)], "pad").name
+        'READ_MORE'
+    """
+    held = [rank.held for rank in ranks]
+    if sum(held) < len(ranks):
+        if any(rank.reads for rank in ranks):
+            return Verdict.READ_MORE
+        if not any(held) or uneven == "drop":
+            return Verdict.END
+    own = [Source(rank, 0) if count else None for rank, count in enumerate(held)]
+    if all(own):
+        return Round(own)
+    surplus = _surplus(held)
+    gets = [source or next(surplus, None) for source in own]
+    if uneven == "pad":
+        repeats = cycle([source for source in gets if source is not None])
+        gets = [source or next(repeats) for source in gets]
+    return Round(gets)
+
+
+def _surplus(held: Sequence[int]) -> Iterator[Source]:
+    """Yield what ranks hold beyond their own next batch: from the largest surplus first, of equal ones the first."""
+    heap = [(1 - count, rank) for rank, count in enumerate(held) if count > 1]
+    heapify(heap)
+    while heap and heap[0][0]:
+        less, rank = heap[0]
+        heapreplace(heap, (less + 1, rank))
+        yield Source(rank, held[rank] + less)
+
+
+def ahead_of_next(ranks: Sequence[Holding], taken: Sequence[int]) -> int:
+    """Return how many batches each rank that still reads must hold before the next round.
+
+    Args:
+        ranks: What the ranks said before this round.
+        taken: How many batches of each the round takes.
+    """
+    reading = sum(rank.reads for rank in ranks)
+    if all(rank.reads or rank.held > gone for rank, gone in zip(ranks, taken, strict=True)):
+        return 1
+    return -(-len(ranks) // max(1, reading))
+
+
+_Run: TypeAlias = tuple[tuple[int, ...], int]
+
+
+class Consumed:
+    """How many of each rank's own batches the rounds of a pass took: kept as runs, since most rounds are alike."""
+
+    def __init__(self) -> None:
+        self.rounds: int = 0
+        self._runs: list[_Run] = []
+
+    def add(self, taken: tuple[int, ...]) -> None:
+        """Record another round."""
+        self.rounds += 1
+        before = self._runs.pop() if self._runs and self._runs[-1][0] == taken else (taken, 0)
+        self._runs.append((taken, before[1] + 1))
+
+    def by(self, rounds: int) -> tuple[int, ...]:
+        """Return how many batches of each rank were taken by the first rounds.
+
+        Examples:
+            >>> consumed = Consumed()
+            >>> for taken in [(1, 1), (1, 1), (2, 0)]:
+            ...     consumed.add(taken)
+            >>> consumed.by(2), consumed.by(3)
+            ((2, 2), (4, 2))
+        """
+        total: tuple[int, ...] = ()
+        for taken, times in self._runs:
+            counted = min(times, rounds)
+            total = tuple(a + counted * b for a, b in zip(total or (0,) * len(taken), taken, strict=True))
+            rounds -= counted
+        return total
+
+
+class Balance:
+    """What a pass has given, by which it can be resumed.
+
+    Attributes:
+        consumed: How many of each rank's own batches the rounds took.
+        ends: Each rank's workers, in order: how many batches each made in all; -1 where that is not known yet.
+        given: How many batches this rank was given.
+        is_over: Whether all ranks came to the end.
+    """
+
+    def __init__(self) -> None:
+        self.consumed: Consumed = Consumed()
+        self.ends: Sequence[Sequence[int]] = ()
+        self.given: int = 0
+        self.is_over: bool = False
+
+    def made(self, rounds: int, before: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return how many batches of each rank's workers were taken in all, after some rounds.
+
+        Args:
+            rounds: How many rounds.
+            before: How many were taken of each before the pass began.
+
+        Examples:
+            >>> balance = Balance()
+            >>> balance.ends = [(1, -1), (2, 0)]
+            >>> for taken in [(1, 1), (2, 1)]:
+            ...     balance.consumed.add(taken)
+            >>> balance.made(2, [(0, 0), (0, 0)])
+            [[1, 2], [2, 0]]
+        """
+        taken = self.consumed.by(rounds)
+        return [_made(*of_rank) for of_rank in zip(before, self.ends, taken, strict=True)]
+
+
+def _made(before: Sequence[int], ends: Sequence[int], taken: int) -> list[int]:
+    first = turn_after(before)
+    roles = [(first + turn) % len(before) for turn in range(len(before))]
+    most = [None if ends[role] < 0 else ends[role] - before[role] for role in roles]
+    made = dict(zip(roles, made_in_turn(most, taken), strict=True))
+    return [count + made[role] for role, count in enumerate(before)]

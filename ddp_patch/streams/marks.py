@@ -1,0 +1,375 @@
+"""How streams begin and what they are at each mark: first items, marks in shared memory, states."""
+
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from itertools import islice
+from time import thread_time
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.utils.data import IterableDataset
+
+from ddp_patch.compat.packages import forget_loaded_state, loses_items_when_loaded
+from ddp_patch.errors import StateError
+from ddp_patch.options import Options
+from ddp_patch.orders.fingerprint import COMPARED, ItemHashes, fingerprint, hashes_if_any
+from ddp_patch.orders.generators import generator_states, is_stateful
+from ddp_patch.ranks.order_guard import Notes, PartMarks, following
+from ddp_patch.sharding.position import First, Mark
+from ddp_patch.streams.reading import Switching
+from ddp_patch.streams.shared_state import FIRST, Board, shared
+
+__all__ = ["FirstItems", "Marker", "MarksInMemory", "can_snapshot"]
+
+
+T = TypeVar("T")
+
+# The first pass may be a mere look at a batch, so some more are recorded. Which ones depends on their numbers, not on
+# how far workers have read ahead, so that it is the same on all ranks.
+_PASSES = 3
+# All parts together have this many notes of a pass, if that leaves each enough: ranks send them to each other.
+_OF_ALL_PARTS = 2048
+_FEWEST = 16
+# Taking hashes may cost a reader this many seconds of a pass, and what one more item takes: items may be large.
+_MOST_S = 1.0
+
+
+class _Status(IntEnum):
+    """How far the notes of a part came in a pass."""
+
+    UNTOUCHED = -1
+    NOTING = 0
+    FULL = 1
+    ENDED = 2
+
+
+class FirstItems:
+    """Notes of the first items that the reader of each part read, in the first passes over a loader.
+
+    Args:
+        parts: How many parts there are.
+
+    Examples:
+        >>> first = FirstItems(parts=1)
+        >>> first.begin(1, "epoch 0")
+        >>> list(first.watching(0, 1, iter("ab")))
+        ['a', 'b']
+        >>> (notes,) = first.passes()["epoch 0 (1)"]
+        >>> len(notes.items), notes.is_all
+        (2, True)
+    """
+
+    def __init__(self, parts: int) -> None:
+        self.parts: int = parts
+        self._most = min(COMPARED, max(_FEWEST, _OF_ALL_PARTS // parts))
+        of_each = (_PASSES, parts)
+        self._hashes, self._counts, self._statuses, self._asked, self._is_settled = shared(
+            (*of_each, self._most, 3), of_each, of_each, of_each, (1,)
+        )
+        self._names: list[str] = []
+
+    def begin(self, number: int, name: str) -> None:
+        """Note, in the main process, that pass ``number`` begins: from 1, and named alike on all ranks."""
+        if number == len(self._names) + 1 <= _PASSES:
+            again = sum(known.startswith(f"{name} (") for known in self._names)
+            self._names.append(f"{name} ({again + 1})")
+
+    def settle(self) -> None:
+        """Record that no more is needed."""
+        self._is_settled[0] = 1
+
+    def watching(
+        self, part: int, number: int, items: Iterator[T], asked_rank: Callable[[], bool] = lambda: False
+    ) -> Iterator[T]:
+        """Return a part's items; the first ones are recorded as they are read.
+
+        Args:
+            part: The part.
+            number: The pass.
+            items: What the reader of the part reads.
+            asked_rank: Tells whether the dataset has asked which rank it is on.
+        """
+        is_noted = 1 <= number <= _PASSES and part < self.parts and self._is_settled[0] < 0
+        # Another iterator's worker may be about the same part of the same pass.
+        if is_noted and self._statuses[number - 1, part] == _Status.UNTOUCHED:
+            return self._noting(part, number, items, asked_rank)
+        return items
+
+    def _noting(self, part: int, number: int, items: Iterator[T], asked_rank: Callable[[], bool]) -> Iterator[T]:
+        statuses, spent_s = self._statuses[number - 1], 0.0
+        statuses[part] = _Status.NOTING
+        for item in items:
+            began_s = thread_time()
+            self._asked[number - 1, part] = asked_rank()
+            is_full = self.note(part, number, item)
+            spent_s += thread_time() - began_s
+            if is_full or spent_s > _MOST_S:
+                statuses[part] = _Status.FULL
+                yield item
+                break
+            yield item
+        else:
+            statuses[part] = _Status.ENDED
+        yield from items
+
+    def note(self, part: int, number: int, item: Any) -> bool:
+        """Record the next item of a part; return whether there is no room for another."""
+        count = self._count(part, number)
+        self._hashes[number - 1, part, count] = torch.tensor(hashes_if_any(item))
+        self._counts[number - 1, part] = count + 1
+        return count + 1 == self._most
+
+    def _count(self, part: int, number: int) -> int:
+        return max(0, int(self._counts[number - 1, part]))
+
+    def of(self, part: int, number: int) -> Notes:
+        """Return what was recorded of a part in a pass."""
+        status = self._statuses[number - 1, part]  # read first: what is final stays so
+        is_final, is_all = bool(status >= _Status.FULL), bool(status == _Status.ENDED)
+        hashes = self._hashes[number - 1, part, : self._count(part, number)].tolist()
+        return Notes([ItemHashes(*item) for item in hashes], is_final, is_all, bool(self._asked[number - 1, part] > 0))
+
+    def passes(self) -> dict[str, Sequence[Notes]]:
+        """Return what was recorded of each pass, part by part, by what the ranks call the pass."""
+        numbered = enumerate(self._names, 1)
+        return {name: [self.of(part, number) for part in range(self.parts)] for number, name in numbered}
+
+
+# Marks of this many passes are kept: iterators may live side by side. The latest two are compared; of so many earlier
+# ones only their ends, with ranks that are epochs behind.
+_KEPT, _COMPARED, _EARLIER = 4, 2, 16
+# How many marks a part has at most: enough for 2**16 times the items that are all marked.
+_MOST = 576
+# Taking hashes may cost a reader this many seconds of a pass: items may be large.
+
+
+class MarksInMemory:
+    """The marks of the latest passes over a loader.
+
+    Args:
+        parts: How many parts there are.
+
+    Examples:
+        >>> marks = MarksInMemory(parts=1)
+        >>> marks.begin(1, "epoch 0")
+        >>> list(marks.watching(0, 1, iter("ab")))
+        ['a', 'b']
+        >>> (part,) = marks.passes()["epoch 0 (0)"]
+        >>> len(part.items), part.end
+        (2, 2)
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._parts = parts
+        of_each = (_KEPT, parts)
+        self._hashes, self._counts, self._ends, self._numbers = shared((*of_each, _MOST, 3), of_each, of_each, (_KEPT,))
+        self._names: dict[int, str] = {}
+        self._earlier: dict[str, list[PartMarks]] = {}
+        self._whole: Counter[str] = Counter()  # how often a pass of that name came to its end
+
+    def begin(self, number: int, name: str) -> None:
+        """Note, in the main process, that pass ``number`` begins, and its name, which is alike on all ranks."""
+        for known, before in self._names.items():
+            if before.startswith(f"{name} (") and None not in {part.end for part in self._of(known)}:
+                self._whole[name] = max(self._whole[name], int(before.removeprefix(f"{name} (")[:-1]) + 1)
+        slot = number % _KEPT
+        for noted in (self._counts, self._ends):
+            noted[slot] = -1
+        self._numbers[slot] = number
+        self._names[number] = f"{name} ({self._whole[name]})"
+        for known in sorted(self._names)[:-_COMPARED]:
+            self._earlier[self._names.pop(known)] = [PartMarks(end=part.end) for part in self._of(known)]
+        self._earlier = dict(list(self._earlier.items())[-_EARLIER:])
+
+    def watching(self, part: int, number: int, items: Iterator[T]) -> Iterator[T]:
+        """Return a part's items, of which some are marked as they are read.
+
+        Args:
+            part: The part.
+            number: The pass.
+            items: What the reader of the part reads, from its first item on.
+        """
+        slot = number % _KEPT
+        # Another iterator's worker may be about the same part of the same pass.
+        is_mine = part < self._parts and self._numbers[slot] == number and self._counts[slot, part] < 0
+        return self._marking(slot, part, items) if is_mine else items
+
+    def _marking(self, slot: int, part: int, items: Iterator[T]) -> Iterator[T]:
+        hashes, counts, spent_s = self._hashes[slot, part], self._counts[slot], 0.0
+        counts[part] = made = place = wanted = 0
+        for item in items:
+            if place == wanted and made < _MOST and spent_s < _MOST_S:
+                began_s = thread_time()
+                hashes[made] = torch.tensor(hashes_if_any(item))
+                made, wanted = made + 1, following(place)
+                counts[part] = made
+                spent_s += thread_time() - began_s
+            place += 1
+            yield item
+        self._ends[slot, part] = place
+
+    def _of(self, number: int) -> list[PartMarks]:
+        slot = number % _KEPT
+        ends, counts = self._ends[slot].tolist(), self._counts[slot].tolist()  # read first: marks are made before
+        return [
+            PartMarks.of(
+                self._hashes[slot, part, : max(0, counts[part])].numpy(), None if ends[part] < 0 else ends[part]
+            )
+            for part in range(self._parts)
+        ]
+
+    def passes(self) -> dict[str, Any]:
+        """Return the marks of the latest passes, part by part, by what the ranks call the pass."""
+        return {**self._earlier, **{name: self._of(number) for number, name in self._names.items()}}
+
+
+# The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
+_LATEST: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
+
+
+def can_snapshot(dataset: object, options: Options) -> bool:
+    """Return whether a dataset's own state is the position of a stream that is sharded in this way."""
+    return (
+        options.iterable_sharding == "exact"
+        and not options.needs_length  # otherwise every rank is elsewhere
+        and options.agreement != "ambient"
+        and is_stateful(dataset)
+        and not loses_items_when_loaded(dataset)
+    )
+
+
+class Marker:
+    """Records how a worker's stream begins, and the dataset's own state.
+
+    Args:
+        dataset: The dataset that the user gave.
+        board: Where to record it.
+        number: The pass.
+        reader: Which worker this is.
+        states: The random states that the dataset draws from, if its own state may be taken; otherwise None.
+    """
+
+    def __init__(
+        self, dataset: IterableDataset[Any], board: Board, number: int, reader: int, states: Switching | None
+    ) -> None:
+        self._dataset, self._board = dataset, board
+        self._number, self._reader = number, reader
+        self._states = states
+        self._generators = generator_states([dataset]) if states is not None else ()
+        self._is_over = self._is_drawn = False
+
+    def begin(self) -> Iterator[Any]:
+        """Begin to iterate the dataset; take no states of it if its iterator has one, which is the position then."""
+        dataset = cast(Any, self._dataset)
+        iterator: Iterator[Any] = iter(dataset)
+        self._is_drawn = iterator is dataset or _is_again(dataset, iterator)
+        if iterator is not dataset and is_stateful(iterator):
+            self._states = None
+        return iterator
+
+    def begin_at(self, state: Any) -> Iterator[Any]:
+        """Begin to iterate the dataset where its ``state_dict()`` was taken.
+
+        One that is its own iterator may take a state before ``iter()`` or after it, as torchdata's loader gives it.
+
+        Raises:
+            StateError: It took it neither time.
+        """
+        dataset = cast(Any, self._dataset)
+        dataset.load_state_dict(state)
+        iterator: Any = iter(dataset)
+        if iterator is dataset and not self._stands_at(state):
+            dataset.load_state_dict(state)
+            if not self._stands_at(state):
+                raise StateError(
+                    f"{type(dataset).__name__} cannot resume from the state: after load_state_dict() and iter(), its "
+                    "state_dict() differs from the loaded one. Correct these methods, or leave them out: then its "
+                    "stream is read again."
+                )
+        return cast(Iterator[Any], iterator)
+
+    def _stands_at(self, state: Any) -> bool:
+        return fingerprint([cast(Any, self._dataset).state_dict()]) == fingerprint([state])
+
+    def watch(self, items: Iterator[T], mark: Mark) -> Iterator[T]:
+        """Pass the items of a stream on that is read from its beginning.
+
+        Raises:
+            StateError: It does not begin as it did when a state was taken.
+        """
+        seen: list[ItemHashes] = []
+        for item in items:
+            seen.append(hashes_if_any(item))
+            first = _first(seen)
+            self._board.note_first(self._number, self._reader, first)
+            known = mark.first
+            if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
+                raise self._other_stream(mark)
+            yield item
+            if len(seen) == FIRST:
+                break
+        yield from self.follow(items)
+
+    def first(self, items: Iterator[T], mark: Mark, count: int) -> list[T]:
+        """Return this many of the first items of a stream; as ``watch``, raise StateError if it begins otherwise."""
+        first = list(islice(self.watch(items, mark), count))
+        if len(first) < count:
+            raise self._other_stream(mark)
+        return first
+
+    def _other_stream(self, mark: Mark) -> StateError:
+        count = mark.first.seen if mark.first else 0
+        return StateError(
+            f"{type(self._dataset).__name__} cannot resume from the state: its first {count} items differ from those "
+            "when the state was taken, so the finished ones cannot be skipped. Restore the state with the same "
+            "samples in the same order; rebuild a dataset that is its own iterator."
+        )
+
+    def follow(self, items: Iterator[T]) -> Iterator[T]:
+        """Pass the items of a stream on that is not read from its beginning, or no longer."""
+        for item in items:
+            forget_loaded_state(self._dataset)
+            yield item
+            break
+        yield from items
+        self._is_over = True
+
+    def snapshot(self) -> bytes | None:
+        """Return the dataset's own state, pickled; None if that does not contain the stream's position.
+
+        A dataset that drew from random states may have to draw the same again when it begins, or to continue with what
+        comes next: its own state does not say which, so its stream is read again. At the end many start again.
+        """
+        if self._states is None or self._is_over or not self._states.are_unmoved:
+            return None
+        try:
+            if generator_states([self._dataset]) != self._generators:
+                return None
+            return pickle.dumps(cast(Any, self._dataset).state_dict())
+        except Exception:  # noqa: BLE001 - the user's code, without which the stream is read again
+            return None
+
+
+def _is_again(dataset: Any, iterator: Any) -> bool:
+    """Return whether a dataset gave the same iterator before; remember it, without keeping it alive if possible."""
+    try:
+        before = _LATEST.get(dataset)
+        try:
+            _LATEST[dataset] = ref(iterator)
+        except TypeError:  # as some written in C
+            _LATEST[dataset] = lambda: iterator
+    except TypeError:  # the dataset cannot be hashed
+        return False
+    return before is not None and before() is iterator
+
+
+def _first(seen: list[ItemHashes]) -> First:
+    wholes, names, numbers = zip(*seen, strict=True)
+    return First(len(seen), _digest(wholes), _digest(names), _digest(numbers), len(set(wholes)))
+
+
+def _digest(hashes: Sequence[int]) -> int:
+    return int(fingerprint(hashes)[:15], 16) if all(hashes) else 0

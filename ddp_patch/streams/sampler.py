@@ -1,0 +1,392 @@
+"""The sampler of a sharded stream: turns instead of indices, and what came of them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import chain, compress, count, cycle
+from time import monotonic, sleep
+from typing import Any, cast
+
+from torch.utils.data import DataLoader
+
+from ddp_patch.errors import StateError
+from ddp_patch.loaders.facts import LoaderFacts
+from ddp_patch.loaders.samples import DatasetEpoch
+from ddp_patch.plan import Batching, Done
+from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.ranks.order_guard import EndGuard, OrderGuard
+from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.held import Holders
+from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.position import Mark, PartsDone, Place, split
+from ddp_patch.sharding.schedule import Part, StepSamples, Turns, divided
+from ddp_patch.sharding.sources import Source
+from ddp_patch.streams.balanced_parts import Balance
+from ddp_patch.streams.dataset import ShardedIterable, random_holder
+from ddp_patch.streams.marks import FirstItems, MarksInMemory
+from ddp_patch.streams.shared_state import Board
+
+__all__ = ["ReadByWorkers", "StreamSampler", "source_of"]
+
+
+_INDICES = [None] * 1024
+
+
+class ReadByWorkers(Source[None]):
+    """Gives an index for every item that workers read: None, forever. Workers find the end, if there is one.
+
+    Args:
+        board: Where they write it.
+        number: Which pass it is.
+        is_counted: Whether ranks take equally much; they do where each reads the whole dataset.
+    """
+
+    draws_here: bool = False
+    is_counted: bool
+
+    def __init__(self, board: Board, number: int, is_counted: bool) -> None:
+        self._board, self._number = board, number
+        self.is_counted = is_counted
+
+    def parts(self, skip: int) -> Iterator[list[None]]:
+        """Yield indices without end."""
+        while True:
+            yield _INDICES
+
+    def ends_within(self, items: int) -> bool:
+        """Return True: nothing has to be drawn here to know what is left."""
+        return True
+
+    def ends_elsewhere(self) -> bool:
+        """Return whether a worker has come to the end: from then on more is asked for than there is."""
+        return any(length is not None for length in self._board.lengths(self._number))
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether several workers read a part each; False while that is unknown."""
+        return self.is_counted and self._board.readers > 1 and self._board.ways(self._number) == {"parts"}
+
+    @property
+    def first_part(self) -> int:
+        """Whose part the first worker reads."""
+        return self._board.first_role(self._number)
+
+    def lengths_found(self) -> Sequence[int | None]:
+        """Return how many items the stream had, or each part of it; None if no worker came to the end."""
+        lengths = self._board.lengths(self._number)
+        return lengths if self.is_in_parts else [next((length for length in lengths if length is not None), None)]
+
+    def mark(self, reader: int, batches: int, done: Done, before: Mark) -> Mark:
+        """Return what is known of a reader's stream.
+
+        Args:
+            reader: Which worker it is.
+            batches: How many batches of it were made in this pass.
+            done: What was taken of it then.
+            before: What was known of it when the pass began.
+        """
+        if not batches:
+            return before
+        first = self._board.first(self._number, reader, sum(ranks * taken for ranks, taken in done))
+        return Mark(first or before.first, self._board.snapshot(self._number, reader, batches))
+
+    @property
+    def left_out(self) -> int:
+        """How many items were left out because another package's loader resumed within the pass."""
+        return self._board.offset(self._number)
+
+
+def source_of(one: Pass[Any]) -> ReadByWorkers:
+    """Return the source of a pass over an iterable dataset."""
+    return cast(ReadByWorkers, one.source)
+
+
+# How long a state waits for workers to find the end, where the length says that it has come.
+_ENDS_S = 10
+
+
+def _done_of_parts(one: Pass[Any], readers: int) -> Sequence[Done]:
+    """Return what was taken of each part before a pass."""
+    return [()] * readers if one.start.parts is None else one.start.parts.done
+
+
+class StreamSampler(EpochSampler[None]):
+    """The index sampler of a sharded iterable dataset.
+
+    torch puts such a sampler into a loader of an iterable dataset. This one begins the epoch when the loader asks for
+    its first batch, and has the ``set_epoch`` that training loops and frameworks call.
+
+    Attributes:
+        balance: What the latest pass has given, if ranks send each other batches.
+    """
+
+    latest: Pass[None] | None
+    place: Place | None
+    balance: Balance | None
+
+    def __init__(self, dataset: ShardedIterable[Any], given: LoaderFacts[Any], agreed: Agreed) -> None:
+        facts: dict[str, object] = {
+            **{name: given.described[name] for name in ("dataset", "dataset length")},
+            "iterable_sharding": agreed.options.iterable_sharding,
+        }
+        if agreed.options.iterable_sharding == "by_worker":
+            # What each worker reads follows from these, so there is no one stream of which others could take a rest.
+            facts |= {
+                "num_replicas": agreed.world.num_replicas,
+                "num_workers": given.num_workers,
+                "batch_size": given.batch_size or 1,
+            }
+        super().__init__(agreed, Holders([random_holder(dataset.dataset)], is_private=False), facts)
+        self.dataset: ShardedIterable[Any] = dataset
+        self._workers, self._batching = given.num_workers, given.batching
+        peers = agreed.peers
+        if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
+            dataset.first_items = FirstItems(dataset.board.readers)
+            guard = OrderGuard(peers, dataset.dataset, dataset.first_items, self._read_one_stream)
+            self.watch.orders = [guard.compare]
+            if not agreed.options.verify:  # which compares all when the next epoch begins, where every rank raises
+                dataset.marks = MarksInMemory(dataset.board.readers)
+                self.watch.orders.append(EndGuard(peers, dataset.dataset, dataset.marks).compare)
+        self.balance: Balance | None = None
+        self._dataset_epoch = DatasetEpoch(dataset.dataset)
+        self._iterated = 0  # the epoch of the latest iterator, drawn from or not
+
+    def _stream_length(self, epoch: int) -> int:
+        if self.agreed.options.iterable_sharding == "by_worker":
+            raise TypeError("the dataset decides how many items each worker reads")
+        return self.dataset.stream_length()
+
+    def _read_one_stream(self, number: int) -> bool:
+        """Return whether all workers read the same stream in a pass; False while that is unknown."""
+        return self.dataset.board.ways(number) == {"stream"}
+
+    def beginning(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
+        """Return what to enter while a loader makes an iterator; its workers are started for the upcoming epoch."""
+        self._follow_dataset()
+        return super().beginning(loader)
+
+    def _follow_dataset(self) -> None:
+        """Let an epoch that somebody has set on the dataset be the next one."""
+        chosen, self.dataset.chosen_epoch = self.dataset.chosen_epoch, None
+        epoch = self._dataset_epoch.set_by_user() if chosen is None else chosen
+        if epoch is not None and epoch != self.epochs.upcoming:
+            self.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[None]:
+        self._follow_dataset()
+        self._iterated = self.epochs.upcoming
+        return self._indices() if self._division is None else compress(self._indices(), cycle(self._takes))
+
+    @property
+    def indices_per_batch(self) -> int:
+        """How many indices make workers give one of this rank's batches, where it is full."""
+        return sum(self._takes)
+
+    @property
+    def _takes(self) -> Sequence[bool]:
+        """Whether to pass on the index of each item of a full batch of one process.
+
+        The last ones, as many as this rank gets: when they are taken, the whole batch is counted.
+        """
+        size = self._batching.size
+        taken = size if self._division is None else sum(map(len, self._division.divide(size)))
+        return [False] * (size - taken) + [True] * taken
+
+    def _indices(self) -> Iterator[None]:
+        # Ask again: others may have begun an epoch, or set one, since this iterator was made.
+        epoch = self._iterated = self.epochs.upcoming
+        number = self.epochs.passes + 1
+        is_exact = self.agreed.options.iterable_sharding == "exact"
+        source = ReadByWorkers(self.dataset.board, number, is_exact)
+        start = self.place or Place(epoch, held=self.held())
+        one = Pass(start, self.plan.num_replicas, self._holders, source, self.watch)
+        if start.is_begun:
+            self._holders.reinstate_generators(start.held.generators)  # a loader may have drawn from them since
+        # Workers cannot communicate. What they drew is compared here, in the main process, when the next pass begins.
+        self._begin(epoch, {"position": one.begins_at}, self.dataset.board.facts(self.epochs.passes))
+        self.dataset.board.begin(number, epoch)
+        for noted in (self.dataset.first_items, self.dataset.marks):
+            if noted is not None:
+                noted.begin(number, f"epoch {epoch} from {one.begins_at}")
+        if self.place is None:
+            self.dataset.forget()
+        self.latest, self.place, self.balance = one, None, None
+        # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
+        # then only confirm it: two workers that change it at once could leave it wrong.
+        self._dataset_epoch.tell(epoch)
+        try:
+            yield from chain.from_iterable(one.runs())
+        finally:
+            self.dataset.forget(number)
+
+    def __len__(self) -> int:
+        raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
+
+    def go_to(self, place: Place, *, tells_rest: bool) -> None:
+        """Make the next pass resume at a position; see the attribute ``tells_rest``."""
+        super().go_to(place, tells_rest=tells_rest)
+        self.dataset.resume(self.epochs.passes + 1, place, tells_rest=tells_rest)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one to be drawn; see ``EpochSampler``."""
+        super().set_epoch(epoch)
+        if self.place is None:
+            self.dataset.forget()
+
+    def pass_length(self, one: Pass[Any]) -> int | None:
+        """Return how many items all ranks share in a pass: as the dataset says, or as was found by its end."""
+        told = super().pass_length(one)
+        # Before, one rank may know and another not.
+        return source_of(one).lengths_found()[0] if told is None and one.is_over else told
+
+    def turns(self, one: Pass[Any], batching: Batching) -> Turns:
+        """Return the batches of a pass, of one stream or of the parts that workers read; see ``EpochSampler``."""
+        source = source_of(one)
+        lengths = source.lengths_found()
+        if not source.is_in_parts:
+            return Turns(self.plan, batching, [Part(one.skip, self._length_known(one, lengths[0]))])
+        skips = [split(done, self.plan.num_replicas)[1] for done in _done_of_parts(one, len(lengths))]
+        parts, first = list(map(Part, skips, lengths, count())), source.first_part
+        return Turns(self.plan, batching, parts[first:] + parts[:first])
+
+    def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
+        """Return how many samples step ``number`` of a pass has; see ``EpochSampler``."""
+        step = super().samples_of_step(one, batching, number)
+        if self._division is not None:
+            return divided(self._division, step.items, step.until)
+        return step if self.knows_totals(one) else step._replace(total=None)
+
+    def knows_totals(self, one: Pass[Any]) -> bool:
+        """Return whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``.
+
+        A worker whose part has ended is passed over. Where ranks come to that end at different steps, from then on a
+        step is another worker's on each.
+        """
+        return self._division is not None or self.plan.uneven != "keep" or not source_of(one).is_in_parts
+
+    def left_out(self, one: Pass[Any]) -> int:
+        """Return how many items a pass leaves out; see ``EpochSampler``."""
+        return source_of(one).left_out
+
+    def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
+        """Return the batches of a pass if this rank's workers have come to its end, otherwise None."""
+        turns = self.turns(one, batching)
+        return None if turns.count is None else turns
+
+    def most_batches(self, one: Pass[Any], batching: Batching) -> int | None:
+        """Return how many batches the largest share has in a pass, where every rank knows that; otherwise None."""
+        if self.balance is not None:
+            return self.balance.given if self.balance.is_over else None
+        if not source_of(one).is_in_parts:
+            return super().most_batches(one, batching)
+        return self.turns(one, batching).most if one.is_over else None
+
+    def most_found(self, one: Pass[Any], batching: Batching, batches: int) -> int | None:
+        """Return how many batches the largest share has in a pass, as far as this rank knows; see ``EpochSampler``."""
+        most = self.most_batches(one, batching)
+        if most is not None or self.balance is not None:
+            return most
+        by_length = super().most_batches(one, batching)
+        may_end = by_length is not None and batches >= by_length
+        # Workers read on while the last batches are used, so the end is found in a moment.
+        until = monotonic() + (_ENDS_S if may_end else 0)
+        while (most := self.turns(one, batching).most) is None and monotonic() < until:
+            sleep(0.005)
+        if most is None and may_end:
+            raise StateError(
+                f"{type(self.dataset.dataset).__name__} may have ended after {batches} batches, but not all of its "
+                f"{self.dataset.board.readers} workers, which read a part each, have reported that within {_ENDS_S} s. "
+                "Take the state a step earlier, or after the pass."
+            )
+        return most
+
+    def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
+        """Return the position after this many batches of a pass."""
+        place, source = super().place_after(one, batching, batches), source_of(one)
+        if not batches:
+            return replace(place, parts=one.start.parts, marks=one.start.marks)
+        if not source.is_counted:
+            return place if self.balance is None else self._place_of_all(one, place, self.balance, batches)
+        self._require_own_pass(source)
+        turns = self.turns(one, batching)
+        readers, marks = self.dataset.board.readers, one.start.marks or [Mark()] * len(turns.parts)
+        if not source.is_in_parts:
+            place = one.place(turns.taken(batches)[0])
+            return replace(place, marks=[source.mark((batches - 1) % readers, batches, place.done, marks[0])])
+        if not turns.are_alike(batches):
+            raise StateError(
+                f"The state of {type(self.dataset.dataset).__name__} cannot be saved after {batches} batches: with "
+                "uneven='keep' a worker has come to its end on some ranks and not on others, so the ranks' workers no "
+                "longer take the same turns. Use uneven='pad' or 'drop', or take the state earlier, or at the epoch's "
+                "end."
+            )
+        first, taken, made = source.first_part, turns.taken(batches), turns.made(batches)
+        done, known = [], []
+        for role, before in enumerate(_done_of_parts(one, readers)):
+            reader = (role - first) % readers
+            done.append((*split(before, self.plan.num_replicas)[0], (self.plan.num_replicas, taken[reader])))
+            known.append(source.mark(reader, made[reader], done[-1], marks[role]))
+        # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
+        upcoming = (first + turns.turn(batches - 1).part + 1) % readers
+        return replace(place, parts=PartsDone(upcoming, done), marks=known)
+
+    def given_batches(self, one: Pass[Any], batching: Batching) -> int:
+        """Return how many batches a pass has given, counted high; see ``EpochSampler``."""
+        return super().given_batches(one, batching) if self.balance is None else self.balance.given
+
+    def _place_of_all(self, one: Pass[Any], place: Place, balance: Balance, batches: int) -> Place:
+        """Return the position of all ranks' workers, if ranks send each other batches."""
+        size, readers = self._batching.size, self.dataset.board.readers
+        done = [()] * (readers * self.num_replicas) if one.start.parts is None else one.start.parts.done
+        before = [sum(items for _, items in of_reader) // size for of_reader in done]
+        of_ranks = [before[at : at + readers] for at in range(0, len(before), readers)]
+        made = chain.from_iterable(balance.made(batches, of_ranks))
+        return replace(place, parts=PartsDone(0, [((1, count * size),) for count in made]))
+
+    def _require_own_pass(self, source: ReadByWorkers) -> None:
+        """Refuse to count batches of a pass that another package's loader resumed in the workers."""
+        if source.left_out:
+            raise StateError(
+                f"The state of {type(self.dataset.dataset).__name__} cannot be saved by a number of batches: the "
+                "loader's own load_state_dict() resumed within this pass, and its first batches were not counted here. "
+                "Use the loader's own state_dict(), or resume by restore_loader()."
+            )
+
+    def read(self, state: Any) -> Place:
+        """Return the position that a state describes; raise StateError unless this loader has it."""
+        place, readers = super().read(state), self.dataset.board.readers
+        if self.agreed.options.iterable_sharding == "by_worker":
+            return place
+        if place.parts is not None and len(place.parts.done) != readers:
+            raise StateError(
+                f"{type(self.dataset.dataset).__name__} cannot resume from the state, which counts the items of "
+                f"{len(place.parts.done)} workers that each read a part: this loader has num_workers={self._workers}. "
+                f"Use num_workers={len(place.parts.done)}; the number of ranks may change."
+            )
+        return place
+
+    def given_after(self, one: Pass[Any], taken: int) -> int:
+        """Return 0: what was drawn ahead was drawn in workers."""
+        return 0
+
+    def _place_now(self) -> Place:
+        # Other packages' loaders find the position in an epoch by reading it again.
+        if self.place is not None:
+            return self.place
+        one = self.latest
+        if one is None or one.epoch != self._iterated:
+            return Place(self._iterated, held=self.held())
+        if self._is_done(one):
+            return Place(one.epoch + 1, held=self.held())
+        return replace(one.place(one.skip), parts=one.start.parts, marks=one.start.marks)
+
+    def _is_done(self, one: Pass[Any]) -> bool:
+        """Return whether a loader without workers has found the end of a pass: it asked for more than there is."""
+        if self._workers:
+            return False
+        if self.dataset.loaded_at_end == one.epoch:
+            return one.taken > one.skip
+        batching, source = self._batching, source_of(one)
+        count = self.turns(one, batching).count
+        asked = batching.count(one.taken - one.skip) + batching.count(source.left_out)
+        return count is not None and asked > count
