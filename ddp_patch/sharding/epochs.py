@@ -300,8 +300,7 @@ class EpochSampler(DistributedSampler[T]):
 
     def state_at(self, place: Place) -> dict[str, Any]:
         """Return the state of this sampler at a position."""
-        begun = None if self.latest is None or self.latest.is_ended else self.latest.length
-        return write_state(place, self._identity(begun), self.seed)
+        return write_state(place, self._identity(self.latest), self.seed)
 
     def _place_now(self) -> Place:
         if self.place is not None:
@@ -332,7 +331,7 @@ class EpochSampler(DistributedSampler[T]):
     def read(self, state: Any) -> Place:
         """Return the position that a state describes; raise StateError unless this loader has it."""
         self.require_states("restored")
-        place = read_state(state, self._identity(), self.agreed.seed, self._holders.holders)
+        place = read_state(state, self._identity(None), self.agreed.seed, self._holders.holders)
         with self.agreed.seed.tried(self.seed if place.seed is None else place.seed):  # a length may follow from it
             length = self._sure_length(place.epoch)
         for number, (ranks, taken) in enumerate(place.done if length is not None else ()):
@@ -344,12 +343,8 @@ class EpochSampler(DistributedSampler[T]):
                 )
         return place
 
-    def _identity(self, length: int | None = None) -> Mapping[str, object]:
-        """Return the facts by which a state is known to be of this loader.
-
-        Args:
-            length: Of the stream in the pass that the state is of. Default: its length now.
-        """
+    def _identity(self, latest: Pass[T] | None) -> Mapping[str, object]:
+        """Return the facts by which a state is known to be of this loader, with its length in a pass or now."""
         return self._facts
 
     def _sure_length(self, epoch: int) -> int | None:

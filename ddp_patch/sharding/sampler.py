@@ -80,6 +80,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         self._torchs_generators = self._generators_of_torchs()
         self._warned_of_length = False
         self._known_end: dict[str, object] = {}
+        self._restored_length: int | None = None  # of the stream, when a position was restored
         self._seal()
 
     def _wrapped(self) -> Iterator[Any]:
@@ -162,11 +163,20 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             yield
         self._counts_quietly |= isinstance(states, PrivateRNG) and states.is_unmoved
 
-    def _identity(self, length: int | None = None) -> Mapping[str, object]:
+    def _identity(self, latest: Pass[T] | None) -> Mapping[str, object]:
         if not self._is_torchs:
             return self._facts
         # Rows may have been added since the patch. A pass that has begun has those that were there then.
+        if latest is None or latest.is_ended:
+            length = None
+        else:
+            length = self._restored_length if latest.start.is_begun else latest.length
         return {**self._facts, "stream length": self._stream_length(self.epochs.upcoming) if length is None else length}
+
+    def go_to(self, place: Place, *, tells_rest: bool) -> None:
+        """Make the next pass resume at a position; see the attribute ``tells_rest``."""
+        super().go_to(place, tells_rest=tells_rest)
+        self._restored_length = self._stream_length(place.epoch) if self._is_torchs else None
 
     def _sure_length(self, epoch: int) -> int | None:
         if not (self._is_looked_up() or self.plan.needs_length):

@@ -235,7 +235,7 @@ def a_worker_dies_and_the_user_goes_on(me: Me, shuffle: bool) -> None:
     for _ in range(3):
         epoch = me.begin()
         with suppress(RuntimeError):
-            for _ in me.step(epoch, train):
+            for _ in me.step(epoch, users.told_of_deaths(train)):
                 pass
         dataset.is_alive = True
 

@@ -441,7 +441,7 @@ def a_worker_dies_and_all_begin_the_next_epoch(me: Me, how: tuple[bool, int]) ->
     train = me.patch(loader(dataset, shuffle=shuffle, num_workers=1))
     for number in range(3):
         train.set_epoch(number)
-        epoch, batches = me.begin(is_part=number == 0), iter(train)
+        epoch, batches = me.begin(is_part=number == 0), users.told_of_deaths(train)
         while True:
             try:
                 batch = next(batches, None)

@@ -305,9 +305,9 @@ class Numbers(Dataset[int]):
 def test_rows_that_were_added_after_the_patch_are_there_when_a_state_is_restored(share: Any, grows_again: bool) -> None:
     """Rows that are added once the pass has begun come in the next one: to resume it, there must be none of them."""
 
-    def made(rows: list[int]) -> Any:
+    def made(rows: list[int], ranks: int = 2) -> Any:
         loader: DataLoader[int] = DataLoader(rows, batch_size=4, shuffle=True)  # type: ignore[arg-type]  # it will do
-        return patch_dataloader_to_ddp(loader, rank=0, num_replicas=2, seed=5, share=share)
+        return patch_dataloader_to_ddp(loader, rank=0, num_replicas=ranks, seed=5, share=share)
 
     rows = list(range(24))
     running = made(rows)
@@ -319,7 +319,14 @@ def test_rows_that_were_added_after_the_patch_are_there_when_a_state_is_restored
         rows += range(40, 44)
     again = made(list(range(40)))
     restore_loader(again, loader_state(running))
-    assert [batch.tolist() for batch in again] == whole[1:]
+    iterator = iter(again)
+    assert next(iterator).tolist() == whole[1]
+    third = made(list(range(40)), ranks=3)
+    restore_loader(third, loader_state(again))
+    restore_loader(third, loader_state(third))
+    next(iter(third))
+    assert loader_state(third)["loader"] == loader_state(again)["loader"]
+    assert [batch.tolist() for batch in iterator] == whole[2:]
     with pytest.raises(StateError, match=r"stream length: (40|10) in the state; (24|6) here"):
         restore_loader(made(list(range(24))), loader_state(running))
 
