@@ -24,17 +24,17 @@ from ddp_patch.loaders.moving import ON_DEVICE, Mover, copies_ahead, device_for,
 from ddp_patch.loaders.recognition import (
     Keys,
     copied,
+    error_context,
     is_empty,
     nested,
     place_of,
     require_loader,
     tell_if_assumed,
-    told_at,
 )
 from ddp_patch.options import COST_WINDOW, Agreement, IterableSharding, Layout, Options, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
-from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, refusals_told
-from ddp_patch.ranks.histories import Pace
+from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
+from ddp_patch.ranks.histories import ReadAhead
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.batches import describe_share
 from ddp_patch.sharding.epochs import EpochSampler
@@ -218,9 +218,9 @@ def patch_each(
         nest: A description of the loaders, the same on every rank.
         place_share: Puts a share into a copy of the loader, or with ``change_loader`` into the loader itself.
     """
-    with refusals_told(world):
+    with failures_broadcast(world):
         for place, loader in loaders.items():
-            with told_at(place):
+            with error_context(place):
                 require_loader(operation, loader)
         options = choose()
         device = device_here(options.device, is_one_of_several=_has_others(world))
@@ -229,21 +229,21 @@ def patch_each(
             return _unshared(operation, loaders, options)
         looked = {}
         for place, loader in loaders.items():
-            with told_at(place):
+            with error_context(place):
                 looked[place] = _shareable(loader, options, world)
         if world is None:
             as_they_are = {place: only_moved(facts, device, place_share) for place, facts in looked.items()}
             return _unshared(operation, as_they_are, options)
         subjects = []
         for place, facts in looked.items():
-            with told_at(place):
+            with error_context(place):
                 subjects.append(_subject(place, facts, options))
     for facts in looked.values():
         tell_if_assumed(facts.sharded_by, stacklevel=4)
     agreed = agree(world, options, subjects, nest)
     patched = []
     for (place, facts), mine in zip(looked.items(), agreed, strict=True):
-        with told_at(place):
+        with error_context(place):
             is_shared = facts.sharded_by is not None
             patched.append(only_moved(facts, device, place_share) if is_shared else shard(facts, mine, place_share))
     return patched
@@ -362,7 +362,7 @@ def patch_dataloaders_to_ddp(loaders: Any, **options: Unpack[PatchOptions]) -> A
     """
     where, chosen = split_options("patch_dataloaders_to_ddp", options, PatchOptions)
     world = find_world(**where)
-    with refusals_told(world):
+    with failures_broadcast(world):
         leaves = list(nested(loaders))
         given = _by_place(leaves)
         copied(loaders, leaves, {id(loader): loader for loader in given.values()})  # raises here if it cannot be
@@ -472,13 +472,13 @@ def _mover_of(facts: LoaderFacts[Any], options: Options) -> tuple[Callable[[], M
     return partial(Mover, device, copies_ahead=copies_ahead(facts, options)), {ON_DEVICE: device}
 
 
-def _pace(facts: LoaderFacts[Any], ahead: int) -> Pace:
+def _pace(facts: LoaderFacts[Any], ahead: int) -> ReadAhead:
     """Return how a loader takes the items of its share, with this many batches ahead of the loop."""
     if facts.level in {Level.BATCH, Level.UNBATCHED}:
-        return Pace(1, ahead)
+        return ReadAhead(1, ahead)
     size = facts.batch_size or 1
     readers = max(1, facts.num_workers) if facts.level is Level.ITERABLE else 1
-    return Pace(size, ahead * size, facts.drop_last and facts.level is Level.SAMPLE, readers)
+    return ReadAhead(size, ahead * size, facts.drop_last and facts.level is Level.SAMPLE, readers)
 
 
 def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:

@@ -8,12 +8,12 @@ from typing import Self, TypeAlias, TypeVar
 
 from ddp_patch.options import Layout, Options, Uneven, check_layout, check_rank, check_uneven
 
-__all__ = ["ITEMS", "Batching", "Done", "Plan", "Rest", "blocks"]
+__all__ = ["ITEMS", "Batching", "Consumed", "Plan", "Rest", "blocks"]
 
 T = TypeVar("T")
 
 # What ranks have taken of a stream: (ranks, items that each took), one entry for each number of ranks in turn.
-Done: TypeAlias = Sequence[tuple[int, int]]
+Consumed: TypeAlias = Sequence[tuple[int, int]]
 
 _FIRST_BLOCK, _LARGEST_BLOCK = 64, 4096
 
@@ -103,7 +103,7 @@ class Plan:
         """Whether this rank's positions are known only once the stream's length is."""
         return self.layout == "contiguous"
 
-    def rest_of_stream(self, length: Callable[[], int], done: Done) -> "Rest":
+    def rest_of_stream(self, length: Callable[[], int], done: Consumed) -> "Rest":
         """Return what is left of a stream whose length is asked for only where it is needed."""
         return self.rest(length() if self.needs_length else sys.maxsize, done)
 
@@ -146,7 +146,7 @@ class Plan:
         share = self.share(n)
         return slice(max(0, share.start - start), max(0, share.stop - start))
 
-    def rest(self, n: int, done: Done) -> "Rest":
+    def rest(self, n: int, done: Consumed) -> "Rest":
         """Return what is left of a stream after some ranks have taken items from it.
 
         Args:

@@ -10,9 +10,9 @@ from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.options import as_index
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.generators import random_generators
-from ddp_patch.ranks.agreement import refusals_told
+from ddp_patch.ranks.agreement import failures_broadcast
 from ddp_patch.sharding.batches import Batches, patched_sampler, require_batches
-from ddp_patch.sharding.position import Place
+from ddp_patch.sharding.position import Position
 from ddp_patch.streams.dataset import ShardedIterable
 
 __all__ = ["go_on", "loader_state", "restore_loader", "state_as_found"]
@@ -134,7 +134,7 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     go_on(loader, state, tells_rest=True)
 
 
-def _require_left(batches: Batches, place: Place) -> None:
+def _require_left(batches: Batches, place: Position) -> None:
     """Refuse a rest without batches if the loader has one iterator for all epochs: it would never find the end."""
     left = batches.sampler.left(place)
     if left is not None and batches.count(left) < 1:
@@ -149,7 +149,7 @@ def _require_left(batches: Batches, place: Place) -> None:
 def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -> None:
     """Restore a loader; ``tells_rest=False`` keeps ``len()`` of a whole epoch, for loops that count from its start."""
     sampler = patched_sampler("restore_loader", loader)
-    with refusals_told(sampler.agreed.world, _RESTORING):
+    with failures_broadcast(sampler.agreed.world, _RESTORING):
         place = sampler.read(state).following()
         if sampler.given is not None and place.is_begun:
             _require_left(require_batches("restore_loader", loader), place)

@@ -12,7 +12,7 @@ from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.recognition import samplers_within, shards_itself
 from ddp_patch.options import Agreement, Layout, Options, Uneven, as_index, check_flag
 from ddp_patch.orders.orders import is_random_access
-from ddp_patch.ranks.agreement import Agreed, Subject, agree, refusals_told
+from ddp_patch.ranks.agreement import Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.world import find_world
 from ddp_patch.sharding.refusals import require_length, require_steps_known
 from ddp_patch.sharding.sampler import ShardedSampler
@@ -231,7 +231,7 @@ def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: 
     wrapper = wrapper_type.__name__
     where, chosen = split_options(wrapper, given, SharingOptions)
     world = find_world(**where)
-    with refusals_told(world):
+    with failures_broadcast(world):
         _check_flag("shuffle_samples_between_gpus", shuffles)
         _check_flag("pad_data_to_num_gpus", pads)
         _require_iterable(wrapper, stream)

@@ -13,7 +13,7 @@ from ddp_patch.evaluation.judging import judge, report
 from ddp_patch.evaluation.outputs import Kind, cut, filled
 from ddp_patch.evaluation.send import (
     Connection,
-    Given,
+    LocalColumn,
     Members,
     StepStand,
     WholeStand,
@@ -54,7 +54,7 @@ def together(outputs: list[Any], loaders: Sequence[DataLoader[Any]], *, pad: Any
             for rank, (_, own) in enumerate(reports):
                 mine = [places if share == rank else [] for share, places in enumerate(placed[kind].places)]
                 alone = Connection(Members([*range(len(loaders))], rank, None, 1.0), None)
-                came = Given() if own.share is None else own.given(path, kind, name, pad)
+                came = LocalColumn() if own.share is None else own.given(path, kind, name, pad)
                 part = gathered(alone, column, type(placed[kind])(placed[kind].rows, mine), came, pad)
                 result = part if result is None else put(result, part, [place for run in mine[rank] for place in run])
             rows[name] = result

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddp_patch.auditing.counting import Judged, counts_of, dense, imbalance
-from ddp_patch.auditing.drawn import Coding, Epoch, Numbers
+from ddp_patch.auditing.drawn import Coding, EpochDraws, Numbers
 from ddp_patch.auditing.epoch_report import Pictured, ShareMap, StepMap, Waits
 
 __all__ = ["pictured", "width_of_columns"]
@@ -25,7 +25,7 @@ _BLOCK = 2**18
 _STEPS, _RANKS = 8, 10
 
 
-def pictured(epoch: Epoch, judged: Judged, coding: Coding, costs: NDArray[np.float64] | None) -> Pictured:
+def pictured(epoch: EpochDraws, judged: Judged, coding: Coding, costs: NDArray[np.float64] | None) -> Pictured:
     """Return what pictures of an epoch are drawn from.
 
     Args:
@@ -65,7 +65,7 @@ def width_of_columns(length: int, ranks: int, batch: int = 1) -> int:
     return -(-length // (most * turn)) * turn
 
 
-def _share_map(epoch: Epoch, coding: Coding, reason: Literal["padding", "repeated"]) -> ShareMap:
+def _share_map(epoch: EpochDraws, coding: Coding, reason: Literal["padding", "repeated"]) -> ShareMap:
     positions, ranks = len(epoch.alone.items), len(epoch.ranks)
     batch = max(1, round(positions / max(1, epoch.expected))) if epoch.units == "batches" else 1
     width = width_of_columns(positions, ranks, batch)
@@ -145,7 +145,7 @@ def _places_in_stream(
         yield ranks, position, total[codes] > count[codes] + which
 
 
-def _step_map(epoch: Epoch) -> StepMap:
+def _step_map(epoch: EpochDraws) -> StepMap:
     ranks, steps = epoch.ranks, epoch.steps
     most = max(_NAMED, min(_COLUMNS, _CELLS // len(ranks)))
     width = max(1, -(-steps // most))

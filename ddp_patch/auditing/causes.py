@@ -7,7 +7,7 @@ import numpy as np
 
 from ddp_patch.auditing import causes
 from ddp_patch.auditing.counting import EXAMPLES, About, Judged, Split, is_constant, repeats_rank_0, shards_of
-from ddp_patch.auditing.drawn import Epoch, Numbers, Traits, signature
+from ddp_patch.auditing.drawn import EpochDraws, Numbers, Traits, signature
 from ddp_patch.auditing.epoch_report import Kind, Problem
 
 __all__ = [
@@ -262,7 +262,7 @@ class Cause:
     seeds_agree: bool | None
 
 
-def cause_of(about: About, alike: Callable[[], tuple[Epoch, Judged]], traits: Traits, pads: bool) -> Cause:
+def cause_of(about: About, alike: Callable[[], tuple[EpochDraws, Judged]], traits: Traits, pads: bool) -> Cause:
     """Say why an epoch's shards are not disjoint and complete.
 
     Args:
@@ -277,7 +277,7 @@ def cause_of(about: About, alike: Callable[[], tuple[Epoch, Judged]], traits: Tr
     return replace(cause, problems=tuple(map(causes.of_a_split, cause.problems)))
 
 
-def _cause_of(about: About, alike: Callable[[], tuple[Epoch, Judged]], traits: Traits, pads: bool) -> Cause:
+def _cause_of(about: About, alike: Callable[[], tuple[EpochDraws, Judged]], traits: Traits, pads: bool) -> Cause:
     epoch, judged = about.epoch, about.judged
     world, found = len(epoch.ranks), judged.found
     if not pads and not found.lacking and not found.unexpected and found.extra <= max(world - 1, epoch.filling):
@@ -300,7 +300,7 @@ def _cause_of(about: About, alike: Callable[[], tuple[Epoch, Judged]], traits: T
     return Cause((structural,), seeds_agree=None)
 
 
-def unsharded(about: About, again: Epoch) -> Problem | None:
+def unsharded(about: About, again: EpochDraws) -> Problem | None:
     """Return the problem that ranks do not shard, for epochs in which counting cannot tell; None if they do.
 
     Args:
@@ -312,7 +312,7 @@ def unsharded(about: About, again: Epoch) -> Problem | None:
     return _not_sharded(about, again) if may_be and _is_same_on_every_rank(again) else None
 
 
-def _not_sharded(about: About, again: Epoch) -> Problem:
+def _not_sharded(about: About, again: EpochDraws) -> Problem:
     """Say what ranks get if it does not depend on the rank."""
     epoch = about.epoch
     if _is_whole_stream(about, again):
@@ -380,12 +380,12 @@ def _padding(about: About, _: Traits) -> Problem | None:
     return causes.padding(about, limit) if _fills_rounds(about) else None
 
 
-def _most(epoch: Epoch) -> int:
+def _most(epoch: EpochDraws) -> int:
     """Return how many samples the rank with the most got."""
     return max(len(drawn.items) for drawn in epoch.ranks)
 
 
-def _has_all_on_every_rank(epoch: Epoch) -> bool:
+def _has_all_on_every_rank(epoch: EpochDraws) -> bool:
     """Tell whether every rank got as many samples as a single process, and these are enough to mean something."""
     n, world = len(epoch.alone.items), len(epoch.ranks)
     return not epoch.is_sample and n >= 2 * world > 2 and all(len(drawn.items) == n for drawn in epoch.ranks)
@@ -396,13 +396,13 @@ def _is_mostly_foreign(about: About) -> bool:
     return 2 * about.judged.samples.unexpected > sum(len(drawn.items) for drawn in about.epoch.ranks[1:])
 
 
-def _is_same_on_every_rank(epoch: Epoch) -> bool:
+def _is_same_on_every_rank(epoch: EpochDraws) -> bool:
     """Tell whether all of several ranks drew the same, and more than one sample, which padding could explain."""
     first, *others = epoch.ranks
     return bool(others) and len(first.items) > 1 and all(np.array_equal(first.items, one.items) for one in others)
 
 
-def _is_whole_stream(about: About, again: Epoch) -> bool:
+def _is_whole_stream(about: About, again: EpochDraws) -> bool:
     """Tell whether ranks that draw the same get all data.
 
     They do if they get as much as a single process. Where only a part was drawn, they do if they begin as it does.
@@ -420,7 +420,7 @@ def _each_once(items: Numbers) -> Numbers:
     return items[np.sort(np.unique(items, return_index=True)[1])]
 
 
-def _ranks_with_one_shard(epoch: Epoch) -> list[list[int]]:
+def _ranks_with_one_shard(epoch: EpochDraws) -> list[list[int]]:
     """Return groups of ranks that drew the same several items."""
     ranks_of: dict[bytes, list[int]] = {}
     for rank, drawn in enumerate(epoch.ranks):
@@ -429,7 +429,7 @@ def _ranks_with_one_shard(epoch: Epoch) -> list[list[int]]:
     return [ranks for ranks in ranks_of.values() if len(ranks) > 1]
 
 
-def _is_sharded_twice(epoch: Epoch, sharers: int) -> bool:
+def _is_sharded_twice(epoch: EpochDraws, sharers: int) -> bool:
     """Tell whether each rank got a shard of its shard, or all ranks far too little where two parts shard."""
     n, world, shards = epoch.expected, len(epoch.ranks), shards_of(epoch)
     if sharers > 1 and 3 * sum(shards) <= 2 * n:
@@ -445,13 +445,13 @@ def _fills_rounds(about: About) -> bool:
     return not found.lacking and found.extra <= len(epoch.ranks) * (largest if epoch.units == "samples" else 1)
 
 
-def _has_right_totals(epoch: Epoch, judged: Judged) -> bool:
+def _has_right_totals(epoch: EpochDraws, judged: Judged) -> bool:
     """Tell whether ranks together got as many samples as they should, though not the right ones."""
     n, world = len(epoch.alone.items), len(epoch.ranks)
     return n <= sum(len(drawn.items) for drawn in epoch.ranks) <= -(-n // world) * world + judged.padding
 
 
-def _are_slices(epoch: Epoch) -> bool:
+def _are_slices(epoch: EpochDraws) -> bool:
     """Tell whether each rank got evenly spaced samples, by their numbers or in the stream, as chance gives nobody.
 
     A slice may break once, where it goes on from the beginning.

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Subset
 
-from ddp_patch.auditing.drawn import Coding, Drawn, Epoch, Numbers, Traits, layers_of
+from ddp_patch.auditing.drawn import Coding, EpochDraws, Numbers, RankDraws, Traits, layers_of
 from ddp_patch.auditing.epoch_report import Kind, Problem
 from ddp_patch.costs import Costs
 from ddp_patch.errors import InvalidOptionError
@@ -84,18 +84,18 @@ class Coverage:
         return Coverage(none, self.lacking - both, none, too_many - both, none, 0, self.distinct)
 
 
-def coverage_of_samples(epoch: Epoch) -> Coverage:
+def coverage_of_samples(epoch: EpochDraws) -> Coverage:
     """Count the samples of an epoch."""
     return _coverage_of(epoch, epoch.alone.items, [drawn.items for drawn in epoch.ranks])
 
 
-def coverage_of_batches(epoch: Epoch) -> Coverage:
+def coverage_of_batches(epoch: EpochDraws) -> Coverage:
     """Count the batches of an epoch; two batches are one thing where they hold the same samples in the same order."""
     expected, *shards = _batches_as_numbers([epoch.alone, *epoch.ranks])
     return _coverage_of(epoch, expected, shards)
 
 
-def _coverage_of(epoch: Epoch, expected: Numbers, shards: Sequence[Numbers]) -> Coverage:
+def _coverage_of(epoch: EpochDraws, expected: Numbers, shards: Sequence[Numbers]) -> Coverage:
     found = _coverage_of_part(expected, shards) if epoch.is_sample else coverage(expected, shards)
     if is_constant(epoch) or _is_made_anew(epoch):
         return found.unknown()
@@ -110,7 +110,7 @@ def _coverage_of_part(expected: Numbers, shards: Sequence[Numbers]) -> Coverage:
     return found if distinct == len(expected) else found.unknown()
 
 
-def is_constant(epoch: Epoch) -> bool:
+def is_constant(epoch: EpochDraws) -> bool:
     """Tell whether all samples are equal, which indices of different samples never are."""
     items = epoch.alone.items
     if len(items) < 2 or not (epoch.is_iterable or items[0] < 0):
@@ -118,7 +118,7 @@ def is_constant(epoch: Epoch) -> bool:
     return all(bool((drawn.items == items[0]).all()) for drawn in (epoch.alone, *epoch.ranks))
 
 
-def _is_made_anew(epoch: Epoch) -> bool:
+def _is_made_anew(epoch: EpochDraws) -> bool:
     """Tell whether an iterable dataset makes new samples in each pass: ranks got hardly any that a single process got.
 
     Rank 0 does not count: it starts with the random states of the single process, and may make the same samples.
@@ -129,7 +129,7 @@ def _is_made_anew(epoch: Epoch) -> bool:
     return bool(10 * np.count_nonzero(np.isin(got, epoch.alone.items)) < len(got))
 
 
-def repeats_rank_0(epoch: Epoch) -> bool:
+def repeats_rank_0(epoch: EpochDraws) -> bool:
     """Tell whether a single process gets what rank 0 gets, and other ranks get samples that it never gets."""
     first, *others = epoch.ranks
     if epoch.is_sample or not others or not len(first.items):
@@ -187,7 +187,7 @@ def counts_of(items: Numbers, span: int) -> Numbers:
     return counts
 
 
-def _batches_as_numbers(drawn: Sequence[Drawn]) -> list[Numbers]:
+def _batches_as_numbers(drawn: Sequence[RankDraws]) -> list[Numbers]:
     """Number the batches of all that was drawn, so that equal batches have one number."""
     known: dict[bytes, int] = {}
     return [
@@ -198,7 +198,7 @@ def _batches_as_numbers(drawn: Sequence[Drawn]) -> list[Numbers]:
     ]
 
 
-def batches_of(drawn: Drawn) -> list[Numbers]:
+def batches_of(drawn: RankDraws) -> list[Numbers]:
     """Return the items of each step."""
     return np.split(drawn.items, np.cumsum(drawn.sizes)[:-1]) if len(drawn.sizes) else []
 
@@ -223,7 +223,7 @@ class Split:
         return 2 * self.parts > self.foreign
 
 
-def split_of(epoch: Epoch) -> Split:
+def split_of(epoch: EpochDraws) -> Split:
     """Look for batches of the single process in pieces on several ranks."""
     wholes = {frozenset(batch.tolist()) for batch in batches_of(epoch.alone)}
     wholes_with: dict[int, list[frozenset[int]]] = {}
@@ -258,7 +258,7 @@ class Allowance:
     uneven: int
 
 
-def allowance(epoch: Epoch, traits: Traits, uneven: str | None, pads: bool) -> Allowance:
+def allowance(epoch: EpochDraws, traits: Traits, uneven: str | None, pads: bool) -> Allowance:
     """Return what may be missing or repeated in an epoch.
 
     Args:
@@ -277,7 +277,7 @@ def allowance(epoch: Epoch, traits: Traits, uneven: str | None, pads: bool) -> A
     return Allowance(padding, dropped, uneven=parts if uneven == "keep" else 0)
 
 
-def largest_batch(epoch: Epoch, traits: Traits) -> int:
+def largest_batch(epoch: EpochDraws, traits: Traits) -> int:
     """Return how many samples the largest batch has, among those drawn and what the loader says."""
     return max(int(drawn.sizes.max(initial=traits.batch_size)) for drawn in (*epoch.ranks, epoch.alone))
 
@@ -308,8 +308,8 @@ class Judged:
 
 
 def judge(
-    epoch: Epoch, allowance_of: Callable[[Epoch], Allowance], *, may_rebatch: bool = True
-) -> tuple[Epoch, Judged]:
+    epoch: EpochDraws, allowance_of: Callable[[EpochDraws], Allowance], *, may_rebatch: bool = True
+) -> tuple[EpochDraws, Judged]:
     """Judge an epoch.
 
     Ranks with a batch sampler of their own may shard samples, and each make its own batches of them. So where whole
@@ -337,7 +337,9 @@ def judge(
     return epoch, replace(judged, split=pieces)
 
 
-def judge_against(whole: Numbers, epoch: Epoch, allowance_of: Callable[[Epoch], Allowance]) -> tuple[Epoch, Judged]:
+def judge_against(
+    whole: Numbers, epoch: EpochDraws, allowance_of: Callable[[EpochDraws], Allowance]
+) -> tuple[EpochDraws, Judged]:
     """Judge an epoch against the whole of a dataset instead of what a single process gets.
 
     Args:
@@ -358,7 +360,7 @@ def _judged(found: Coverage, samples: Coverage, allowed: Allowance) -> Judged:
     return Judged(found, samples, padding, dropped)
 
 
-def global_batches(epoch: Epoch) -> tuple[tuple[int, int], ...]:
+def global_batches(epoch: EpochDraws) -> tuple[tuple[int, int], ...]:
     """Return the sizes of global batches in the order of the steps.
 
     Returns:
@@ -412,7 +414,7 @@ class SampleCosts:
         return self.costs.of(indices)
 
 
-def step_costs(epoch: Epoch, costs: SampleCosts | None) -> NDArray[np.float64] | None:
+def step_costs(epoch: EpochDraws, costs: SampleCosts | None) -> NDArray[np.float64] | None:
     """Look up what each rank's steps cost.
 
     Returns:
@@ -424,7 +426,7 @@ def step_costs(epoch: Epoch, costs: SampleCosts | None) -> NDArray[np.float64] |
     return np.array([np.pad(_costs_of(drawn, costs), (0, epoch.steps - len(drawn.sizes))) for drawn in epoch.ranks])
 
 
-def _costs_of(drawn: Drawn, costs: SampleCosts) -> NDArray[np.float64]:
+def _costs_of(drawn: RankDraws, costs: SampleCosts) -> NDArray[np.float64]:
     names, places = np.unique(drawn.items, return_inverse=True)
     if len(names) and int(names[0]) < 0:
         raise InvalidOptionError(
@@ -461,7 +463,7 @@ class About:
         is_simulated: Whether a factory made the loaders of ranks that are simulated, without a process group.
     """
 
-    epoch: Epoch
+    epoch: EpochDraws
     judged: Judged
     coding: Coding
     is_simulated: bool = False
@@ -531,11 +533,11 @@ def _placed(examples: Sequence[tuple[str, tuple[int, ...]]]) -> list[str]:
     return [f"{name} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for name, ranks in examples]
 
 
-def where_in(epoch: Epoch) -> str:
+def where_in(epoch: EpochDraws) -> str:
     """Say which epoch, on how many ranks."""
     return f"epoch {epoch.number}, {len(epoch.ranks)} ranks"
 
 
-def shards_of(epoch: Epoch) -> list[int]:
+def shards_of(epoch: EpochDraws) -> list[int]:
     """Return how many samples or batches each rank got, by rank."""
     return [len(drawn.items if epoch.units == "samples" else drawn.sizes) for drawn in epoch.ranks]

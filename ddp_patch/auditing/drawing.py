@@ -11,9 +11,9 @@ __all__ = [
     "PATTERNS",
     "STYLE",
     "Bar",
+    "BarRow",
     "Figure",
     "Fill",
-    "Row",
     "columns_of",
     "figure_html",
     "figures_svg",
@@ -48,7 +48,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BarRow:
     """Hold the bars of one row, and its name."""
 
     name: str
@@ -74,7 +74,7 @@ class Figure:
     caption: str
     alt: str
     legend: tuple[tuple[Fill, str], ...]
-    rows: tuple[Row, ...]
+    rows: tuple[BarRow, ...]
     ticks: tuple[tuple[float, str], ...] = ()
     height: int = 22
     is_dense: bool = False
@@ -235,7 +235,7 @@ def _paint(fill: Fill) -> str:
     return f'class="ddp-{fill}" fill="{paint}"'
 
 
-def _bars(row: Row) -> str:
+def _bars(row: BarRow) -> str:
     return "".join(map(_bar, row.bars))
 
 

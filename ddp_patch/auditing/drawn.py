@@ -26,11 +26,11 @@ from ddp_patch.sharding.epochs import EpochSampler
 
 __all__ = [
     "Coding",
-    "Content",
-    "Drawn",
-    "Epoch",
+    "EpochDraws",
     "Numbers",
+    "RankDraws",
     "Traits",
+    "Value",
     "base_of",
     "contents",
     "digest",
@@ -49,7 +49,7 @@ Numbers = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class Value:
     """Stand for a sample by its value, which is no index even where it is a whole number.
 
     Attributes:
@@ -103,7 +103,7 @@ class Coding:
             return index
         key = fingerprint([item])
         if key not in self._codes:  # else save the time to name it
-            self._number(key, reprlib.repr(item.value if isinstance(item, Content) else item))
+            self._number(key, reprlib.repr(item.value if isinstance(item, Value) else item))
         return self._codes[key]
 
     def _number(self, key: str, name: str) -> int:
@@ -232,7 +232,7 @@ _PIECE = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RankDraws:
     """Hold what one rank drew in one epoch.
 
     Attributes:
@@ -259,14 +259,14 @@ class Drawn:
     idle: tuple[int, ...] = ()
     parts: tuple[int, ...] = ()
 
-    def first_steps(self, steps: int) -> "Drawn":
+    def first_steps(self, steps: int) -> "RankDraws":
         """Return what the first ``steps`` steps drew."""
         sizes = self.sizes[:steps]
         return replace(self, items=self.items[: int(sizes.sum())], sizes=sizes, ended=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Epoch:
+class EpochDraws:
     """Hold one epoch as every rank drew it, and as a single process would.
 
     Attributes:
@@ -279,11 +279,11 @@ class Epoch:
     """
 
     number: int
-    ranks: Sequence[Drawn]
-    alone: Drawn
+    ranks: Sequence[RankDraws]
+    alone: RankDraws
     units: Units
     is_iterable: bool
-    unpatched: Drawn | None = None
+    unpatched: RankDraws | None = None
 
     @property
     def is_sample(self) -> bool:
@@ -311,7 +311,7 @@ class Epoch:
         return max(len(drawn.sizes) for drawn in self.ranks)
 
 
-def signature(ranks: Sequence[Drawn]) -> bytes:
+def signature(ranks: Sequence[RankDraws]) -> bytes:
     """Return a hash of what ranks drew: two epochs with one order have one hash."""
     running = hashlib.blake2b(digest_size=16)
     for drawn in ranks:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ddp_patch.auditing.drawing import Bar, Figure, Fill, Row, columns_of, ticks_of
+from ddp_patch.auditing.drawing import Bar, BarRow, Figure, Fill, columns_of, ticks_of
 from ddp_patch.auditing.epoch_report import Pictured, ShareMap, StepMap, Waits, waiting_text
 
 __all__ = [
@@ -47,7 +47,7 @@ def how_often_seen(shares: ShareMap, epoch: int) -> Figure:
         caption,
         "; ".join(text for _, text in legend) + ".",
         legend,
-        (Row("all ranks", tuple(bars)),),
+        (BarRow("all ranks", tuple(bars)),),
         ticks_of(shares.positions, shares.width),
         height=44,
     )
@@ -101,7 +101,7 @@ def who_gets_what(shares: ShareMap, epoch: int) -> Figure:
             *columns_of(new, "once", shares.width, shares.positions, texts),
             *columns_of(over, "again", shares.width, shares.positions, texts),
         ]
-        rows.append(Row(f"rank {rank}", tuple(bars)))
+        rows.append(BarRow(f"rank {rank}", tuple(bars)))
     told = by_rank("gets", [sum(row) for row in shares.got], f"of {shares.positions}")
     told += [f"{repeats} of them another rank, or this one, had already ({shares.reason})"] if repeats else []
     legend = _legend(shares, any(alone + both < most - 1e-9 for row in scaled for alone, both in row))
@@ -199,7 +199,7 @@ def batch_sizes(steps: StepMap, epoch: int) -> Figure:
             *columns_of(full, "once", steps.width, steps.steps, texts if has_texts else ()),
             *columns_of(none, "never", steps.width, steps.steps),
         ]
-        rows.append(Row(f"rank {rank}", tuple(bars)))
+        rows.append(BarRow(f"rank {rank}", tuple(bars)))
     told = by_rank("makes", [steps.steps - sum(lacking) for lacking in steps.lacking], "steps")
     told.append(f"the largest batch has {steps.largest} samples")
     missing: tuple[tuple[Fill, str], ...] = (("never", "no step"),) if is_short else ()
@@ -234,7 +234,7 @@ def _figure(who: str, epoch: int, waits: Waits, longest: float, world_size: int)
         some = f" Shown are {len(waits.ranks)} of {world_size} ranks."
     heading = f"{who} wait {share} of the time (epoch {epoch})"
     each = zip(waits.ranks, waits.costs, strict=True)
-    rows = tuple(Row(f"rank {rank}", _bars(costs, waits, longest)) for rank, costs in each)
+    rows = tuple(BarRow(f"rank {rank}", _bars(costs, waits, longest)) for rank, costs in each)
     return Figure(
         heading,
         "Left to right: time, in the unit of cost. Each bar is a rank's work in one step. At an upright line the "

@@ -21,7 +21,7 @@ from ddp_patch.auditing.counting import (
     repeats_rank_0,
     step_costs,
 )
-from ddp_patch.auditing.drawn import Drawn, Epoch, signature
+from ddp_patch.auditing.drawn import EpochDraws, RankDraws, signature
 from ddp_patch.auditing.epoch_report import EpochReport, Pictured, Problem
 from ddp_patch.auditing.made_up_world import MadeUpWorld
 from ddp_patch.auditing.properties import (
@@ -100,7 +100,7 @@ class Inspection:
     passes: list[_Pass] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
     pictured: Pictured = field(default_factory=Pictured)
-    first: Drawn | None = None
+    first: RankDraws | None = None
     seeds_agree: bool | None = True
     is_against_whole: bool = False
 
@@ -112,7 +112,7 @@ class Inspection:
         self._compare_orders()
         self._compare_lost()
         allowed = self.expect.allow
-        one = self.first or Drawn(np.empty(0, np.int32), np.empty(0, np.int32), ended=True)
+        one = self.first or RankDraws(np.empty(0, np.int32), np.empty(0, np.int32), ended=True)
         orders = len({each.signature for each in self.passes})
         return Report(
             name=self.world.subject.name,
@@ -149,10 +149,10 @@ class Inspection:
         if problem is not None and all(noted.kind != problem.kind for noted in self.problems):
             self.problems.append(problem)
 
-    def _allowance(self, epoch: Epoch) -> Allowance:
+    def _allowance(self, epoch: EpochDraws) -> Allowance:
         return allowance(epoch, self.world.traits, self.world.subject.options.get("uneven"), self.expect.padding)
 
-    def _inspect(self, drawn: Epoch) -> None:
+    def _inspect(self, drawn: EpochDraws) -> None:
         epoch, judged = self._judged(drawn)
         known = len(self.problems)
         failure = error_problem(epoch)
@@ -168,11 +168,11 @@ class Inspection:
             self.pictured = pictured(epoch, judged, self.world.coding, costs)
         self.epochs.append(_epoch_report(self._about(epoch, judged), costs))
 
-    def _about(self, epoch: Epoch, judged: Judged) -> About:
+    def _about(self, epoch: EpochDraws, judged: Judged) -> About:
         is_simulated = self.world.subject.is_made and not self.world.processes
         return About(epoch, judged, self.world.coding, is_simulated)
 
-    def _judged(self, drawn: Epoch) -> tuple[Epoch, Judged]:
+    def _judged(self, drawn: EpochDraws) -> tuple[EpochDraws, Judged]:
         """Judge an epoch by what one process gets, or by all of the dataset where a factory ignores the world's size.
 
         Shares that together are the whole dataset are right whatever the factory makes for one process.
@@ -186,10 +186,10 @@ class Inspection:
         self.is_against_whole = True
         return against_whole
 
-    def _compared(self, drawn: Epoch) -> tuple[Epoch, Judged]:
+    def _compared(self, drawn: EpochDraws) -> tuple[EpochDraws, Judged]:
         return judge(drawn, self._allowance, may_rebatch=not self.world.subject.patches)
 
-    def _inspect_shards(self, epoch: Epoch, judged: Judged) -> None:
+    def _inspect_shards(self, epoch: EpochDraws, judged: Judged) -> None:
         """Look for problems in an epoch in which no rank raised."""
         self.passes.append(_Pass(signature(epoch.ranks), len(epoch.alone.items), epoch.is_sample))
         self._add(steps_problem(epoch, self._allowance(epoch).uneven))
@@ -212,7 +212,7 @@ class Inspection:
         ):
             self.lost.append(lost_of(epoch, judged, self.world.traits))
 
-    def _lost_by_patching(self, epoch: Epoch) -> Problem | None:
+    def _lost_by_patching(self, epoch: EpochDraws) -> Problem | None:
         """Check that a patched loader leaves out nothing of the unpatched one."""
         again = partial(self.world.unpatched_anew, epoch.number)
         return unpatched_problem(epoch, again, self.world.coding, self.world.traits.num_workers)
@@ -220,15 +220,15 @@ class Inspection:
     def _coverage_problems(self) -> list[Problem]:
         return [problem for problem in self.problems if problem.kind in coverage_kinds]
 
-    def _unsharded(self, epoch: Epoch, judged: Judged) -> Problem | None:
+    def _unsharded(self, epoch: EpochDraws, judged: Judged) -> Problem | None:
         """Check in the first epoch whether all ranks draw the same, where counting cannot tell."""
         can_tell = judged.found.is_known and not epoch.is_sample
         if can_tell or self.epochs or self.world.world_size == 1:
             return None
         return unsharded(self._about(epoch, judged), self.world.alike(epoch))
 
-    def _find_cause(self, epoch: Epoch, judged: Judged) -> None:
-        def alike() -> tuple[Epoch, Judged]:
+    def _find_cause(self, epoch: EpochDraws, judged: Judged) -> None:
+        def alike() -> tuple[EpochDraws, Judged]:
             return self._compared(self.world.alike(epoch))
 
         cause = cause_of(self._about(epoch, judged), alike, self.world.traits, self.expect.padding)

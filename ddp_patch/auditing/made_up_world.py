@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ddp_patch.auditing.drawn import Coding, Drawn, Epoch, Numbers, Traits, signature
+from ddp_patch.auditing.drawn import Coding, EpochDraws, Numbers, RankDraws, Traits, signature
 from ddp_patch.auditing.epoch_report import Units
 from ddp_patch.auditing.simulate import Rank, ranks_of
-from ddp_patch.auditing.subject import Subject
+from ddp_patch.auditing.subject import Audited
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.testing import run_ranks
 
@@ -31,7 +31,7 @@ class RealRank:
     """
 
     traits: Traits
-    epochs: Mapping[int, Drawn]
+    epochs: Mapping[int, RankDraws]
     coding: Coding
     digest: str | None = None
     layers: Sequence[Numbers] = ()
@@ -41,13 +41,13 @@ class RealRank:
         """Return what stands for the dataset, which is this process's own."""
         return self
 
-    def epoch(self, number: int, coding: Coding) -> Drawn:
+    def epoch(self, number: int, coding: Coding) -> RankDraws:
         """Return an epoch, its items in the numbers of another coding."""
         drawn = self.epochs[number]
         return replace(drawn, items=coding.adopt(self.coding, drawn.items).astype(np.int64))
 
 
-def real_ranks_of(subject: Subject, seeds: Sequence[int], numbers: Sequence[int], timeout: float) -> list[RealRank]:
+def real_ranks_of(subject: Audited, seeds: Sequence[int], numbers: Sequence[int], timeout: float) -> list[RealRank]:
     """Start a process for every rank, draw epochs there one after the other, and return what each rank drew.
 
     Args:
@@ -71,7 +71,7 @@ def real_ranks_of(subject: Subject, seeds: Sequence[int], numbers: Sequence[int]
 
 def sampling(rank: int, world_size: int, pickled: bytes, numbers: Sequence[int], seeds: Sequence[int]) -> RealRank:
     """Draw epochs on one rank; errors call it by this name."""
-    subject: Subject = pickle.loads(pickled)  # noqa: S301 - the parent's own
+    subject: Audited = pickle.loads(pickled)  # noqa: S301 - the parent's own
     coding = Coding()
     one = Rank(lambda: subject.made_for(rank, world_size, is_real=True), subject, seeds[rank])
     epochs = {number: one.epoch(number, coding) for number in numbers}
@@ -81,7 +81,7 @@ def sampling(rank: int, world_size: int, pickled: bytes, numbers: Sequence[int],
 
 
 # Makes the ranks of a world: of what, as which ranks they are seeded, and the epochs that they will draw.
-WorldOf: TypeAlias = Callable[[Subject, Sequence[int], Sequence[int]], Sequence[Rank | RealRank]]
+WorldOf: TypeAlias = Callable[[Audited, Sequence[int], Sequence[int]], Sequence[Rank | RealRank]]
 
 
 class Alone:
@@ -100,7 +100,7 @@ class Alone:
         rank: The process.
     """
 
-    def __init__(self, subject: Subject, numbers: Sequence[int], world_of: WorldOf, seed: int = 0) -> None:
+    def __init__(self, subject: Audited, numbers: Sequence[int], world_of: WorldOf, seed: int = 0) -> None:
         (alone,) = world_of(subject, [seed], numbers)
         self.rank: Rank | RealRank = alone
         self._subject, self._world_of, self._seed = replace(subject, by_one_worker=True), world_of, seed
@@ -109,7 +109,7 @@ class Alone:
         if self.rank.traits.is_iterable and self._workers > 1 and not subject.patches:
             (self._one,) = world_of(self._subject, [seed], numbers)
 
-    def epoch(self, number: int, coding: Coding) -> Drawn:
+    def epoch(self, number: int, coding: Coding) -> RankDraws:
         """Draw the next pass as epoch ``number``."""
         drawn = self.rank.epoch(number, coding)
         if self._one is None:
@@ -123,19 +123,19 @@ class Alone:
             is_read_by_all = not same_items(once, self._drawn_anew(number, coding))
         return once if is_read_by_all else drawn
 
-    def _drawn_anew(self, number: int, coding: Coding) -> Drawn:
+    def _drawn_anew(self, number: int, coding: Coding) -> RankDraws:
         """Draw an epoch with one worker in a process that is seeded otherwise."""
         numbers = range(number + 1)
         (other,) = self._world_of(self._subject, [self._seed + 1], numbers)
         return [other.epoch(each, coding) for each in numbers][-1]
 
 
-def same_items(first: Drawn, second: Drawn) -> bool:
+def same_items(first: RankDraws, second: RankDraws) -> bool:
     """Tell whether two processes drew the same samples, in whatever order."""
     return np.array_equal(_in_order(first), _in_order(second))
 
 
-def _is_each(drawn: Drawn, once: Drawn, workers: int) -> bool:
+def _is_each(drawn: RankDraws, once: RankDraws, workers: int) -> bool:
     """Tell whether each of several workers drew what one alone draws, as far as both were drawn."""
     if drawn.ended != once.ended or (drawn.ended and len(drawn.items) != workers * len(once.items)):
         return False
@@ -144,7 +144,7 @@ def _is_each(drawn: Drawn, once: Drawn, workers: int) -> bool:
     return np.array_equal(_in_order(drawn.first_steps(turns * workers)), each)
 
 
-def _in_order(drawn: Drawn) -> Any:
+def _in_order(drawn: RankDraws) -> Any:
     return np.sort(drawn.items)
 
 
@@ -173,7 +173,7 @@ class MadeUpWorld:
     """
 
     def __init__(
-        self, subject: Subject, world_size: int, epochs: int, processes: bool, timeout: float, progress: Progress
+        self, subject: Audited, world_size: int, epochs: int, processes: bool, timeout: float, progress: Progress
     ) -> None:
         if processes and subject.patches:
             # Real ranks take rank 0's seed. Fix one, so that the single process has the same.
@@ -192,9 +192,9 @@ class MadeUpWorld:
         self.traits: Traits = traits[0]
         self.units: Units = traits[-1].units
 
-    def _begin(self, subject: Subject) -> None:
+    def _begin(self, subject: Audited) -> None:
         """Make the ranks, and the single process to compare them with."""
-        self.subject: Subject = subject
+        self.subject: Audited = subject
         self._ranks = self._world_of(subject, range(self.world_size), range(self.epochs))
         # What balanced ranks get is compared with what one process gets without: it loses nothing in a deal.
         whole = replace(subject, max_items=subject.max_items * self.world_size, whole=True, balance={})
@@ -237,18 +237,18 @@ class MadeUpWorld:
             common = first
         return common
 
-    def _world_of(self, subject: Subject, seeds: Sequence[int], numbers: Sequence[int]) -> Sequence[Rank | RealRank]:
+    def _world_of(self, subject: Audited, seeds: Sequence[int], numbers: Sequence[int]) -> Sequence[Rank | RealRank]:
         """Return the ranks of a world, each seeded as one of the ``seeds`` says."""
         if self.processes:
             return real_ranks_of(subject, seeds, numbers, self._timeout)
         return ranks_of(subject, seeds)
 
-    def drawn(self) -> Iterator[Epoch]:
+    def drawn(self) -> Iterator[EpochDraws]:
         """Yield every epoch, drawn just then. Call it once: ranks go on from where they are."""
         # Keep no reference to an epoch here: it may be large, and the caller drops it before the next one is drawn.
         return map(self._epoch, range(self.epochs))
 
-    def _epoch(self, number: int) -> Epoch:
+    def _epoch(self, number: int) -> EpochDraws:
         per_epoch = self.world_size + 1
         drawn = []
         for place, rank in enumerate((*self._ranks, self._alone), start=1):
@@ -256,15 +256,15 @@ class MadeUpWorld:
             self._progress(number * per_epoch + place, self.epochs * per_epoch)
         *ranks, alone = drawn
         unpatched = None if self._unpatched is None else self._unpatched.epoch(number, self.coding)
-        return Epoch(number, _in_step(ranks), alone, self.units, self.traits.is_iterable, unpatched)
+        return EpochDraws(number, _in_step(ranks), alone, self.units, self.traits.is_iterable, unpatched)
 
-    def unpatched_anew(self, number: int) -> Drawn:
+    def unpatched_anew(self, number: int) -> RankDraws:
         """Draw an epoch of the unpatched loader once more, in a process that is seeded otherwise."""
         numbers = range(number + 1)
         again = Alone(self._given, numbers, self._world_of, seed=1)
         return [again.epoch(each, self.coding) for each in numbers][-1]
 
-    def alike(self, epoch: Epoch) -> Epoch:
+    def alike(self, epoch: EpochDraws) -> EpochDraws:
         """Draw an epoch again, on new ranks that are all seeded alike."""
         numbers = range(epoch.number + 1)
         ranks = self._world_of(self.subject, [0] * self.world_size, numbers)
@@ -272,7 +272,7 @@ class MadeUpWorld:
             drawn = [rank.epoch(number, self.coding) for rank in ranks]
         return replace(epoch, ranks=_in_step(drawn), units=self.units)
 
-    def is_changed_by_epoch(self, first: Drawn) -> bool:
+    def is_changed_by_epoch(self, first: RankDraws) -> bool:
         """Tell whether ``set_epoch(1)`` would have given rank 0 another first pass than ``first``."""
         ranks = self._world_of(replace(self.subject, set_epoch=True), range(self.world_size), [1])
         again = ranks[0].epoch(1, self.coding).first_steps(len(first.sizes))
@@ -297,7 +297,7 @@ def _size_of_data(traits: Traits) -> str:
     return f"length {traits.dataset_length}{below}"
 
 
-def _in_step(ranks: Sequence[Drawn]) -> list[Drawn]:
+def _in_step(ranks: Sequence[RankDraws]) -> list[RankDraws]:
     """Cut what was drawn of a longer epoch to the same number of steps on every rank."""
     if all(drawn.ended or drawn.error for drawn in ranks):
         return list(ranks)

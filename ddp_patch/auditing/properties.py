@@ -7,7 +7,7 @@ from math import factorial
 import numpy as np
 
 from ddp_patch.auditing.counting import EXAMPLES, Judged, coverage, largest_batch, where_in
-from ddp_patch.auditing.drawn import Coding, Drawn, Epoch, Numbers, Traits
+from ddp_patch.auditing.drawn import Coding, EpochDraws, Numbers, RankDraws, Traits
 from ddp_patch.auditing.epoch_report import Problem, sentence
 from ddp_patch.auditing.made_up_world import same_items
 
@@ -25,7 +25,9 @@ __all__ = [
 ]
 
 
-def unpatched_problem(epoch: Epoch, again: Callable[[], Drawn], coding: Coding, workers: int) -> Problem | None:
+def unpatched_problem(
+    epoch: EpochDraws, again: Callable[[], RankDraws], coding: Coding, workers: int
+) -> Problem | None:
     """Check that a patched loader leaves out nothing that the unpatched one gives; None if it does not.
 
     Args:
@@ -61,7 +63,7 @@ def unpatched_problem(epoch: Epoch, again: Callable[[], Drawn], coding: Coding, 
 _FEW = 6
 
 
-def error_problem(epoch: Epoch) -> Problem | None:
+def error_problem(epoch: EpochDraws) -> Problem | None:
     """Check that no rank raises."""
     raised = {rank: drawn.error for rank, drawn in enumerate(epoch.ranks) if drawn.error}
     if not raised and epoch.alone.error:
@@ -85,7 +87,7 @@ def error_problem(epoch: Epoch) -> Problem | None:
     )
 
 
-def steps_problem(epoch: Epoch, may_differ: int) -> Problem | None:
+def steps_problem(epoch: EpochDraws, may_differ: int) -> Problem | None:
     """Check that ranks' numbers of steps differ by ``may_differ`` at most."""
     steps = [len(drawn.sizes) for drawn in epoch.ranks]
     fewest, most = min(steps), max(steps)
@@ -100,7 +102,7 @@ def steps_problem(epoch: Epoch, may_differ: int) -> Problem | None:
     )
 
 
-def idle_problem(epoch: Epoch, traits: Traits) -> Problem | None:
+def idle_problem(epoch: EpochDraws, traits: Traits) -> Problem | None:
     """Check that the workers that read an iterable dataset get something, where there are batches enough for all.
 
     A patched loader's workers read what the unpatched one's do, and some of it may be other ranks'.
@@ -124,7 +126,7 @@ def idle_problem(epoch: Epoch, traits: Traits) -> Problem | None:
     )
 
 
-def _has_idle_workers(drawn: Drawn, traits: Traits) -> bool:
+def _has_idle_workers(drawn: RankDraws, traits: Traits) -> bool:
     """Tell whether workers gave nothing, and the others enough for all.
 
     One of many may have an empty file. It is a mistake where the dataset says so itself, or half of them give nothing.
@@ -134,7 +136,7 @@ def _has_idle_workers(drawn: Drawn, traits: Traits) -> bool:
     return drawn.ended and 0 < idle < workers <= len(drawn.sizes) and (has_few_shards or 2 * idle >= workers)
 
 
-def no_step_problem(epoch: Epoch) -> Problem | None:
+def no_step_problem(epoch: EpochDraws) -> Problem | None:
     """Check that some rank makes a step, where a single process would make one."""
     if epoch.expected == 0 or any(len(drawn.sizes) for drawn in epoch.ranks):
         return None
@@ -147,7 +149,7 @@ def no_step_problem(epoch: Epoch) -> Problem | None:
     )
 
 
-def length_problem(epoch: Epoch) -> Problem | None:
+def length_problem(epoch: EpochDraws) -> Problem | None:
     """Check that ``len()`` of each rank's loader is the number of its steps, before the epoch or after."""
     for rank, drawn in enumerate(epoch.ranks):
         lengths, steps = [length for length in drawn.lengths if length is not None], len(drawn.sizes)
@@ -179,7 +181,7 @@ class Lost:
     are_last: bool
 
 
-def lost_of(epoch: Epoch, judged: Judged, traits: Traits) -> Lost:
+def lost_of(epoch: EpochDraws, judged: Judged, traits: Traits) -> Lost:
     """Return the samples that no rank got in an epoch."""
     count, missing = judged.samples.lacking, judged.samples.missing
     are_few = count < len(epoch.ranks) * traits.batchers * largest_batch(epoch, traits)

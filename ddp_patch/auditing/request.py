@@ -13,7 +13,7 @@ from ddp_patch.auditing.inspection import Expectations, Inspection
 from ddp_patch.auditing.made_up_world import MadeUpWorld, Progress
 from ddp_patch.auditing.report import Report, place_in_code
 from ddp_patch.auditing.simulate import returned_by
-from ddp_patch.auditing.subject import Factory, Subject, name_of
+from ddp_patch.auditing.subject import Audited, Factory, name_of
 from ddp_patch.costs import Cost, CostOf, Costs
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
@@ -23,7 +23,7 @@ from ddp_patch.sharding.refusals import require_costs, require_one_of_each, unit
 __all__ = ["Request", "balanced", "costs_of_samples", "ignore"]
 
 
-def costs_of_samples(subject: Subject, costs: Costs | None) -> SampleCosts | None:
+def costs_of_samples(subject: Audited, costs: Costs | None) -> SampleCosts | None:
     """Return what samples cost by the indices that the audit compares; None where it is not known.
 
     Raises:
@@ -37,7 +37,7 @@ def costs_of_samples(subject: Subject, costs: Costs | None) -> SampleCosts | Non
     return SampleCosts.in_dataset(costs, subject.make.dataset)
 
 
-def balanced(subject: Subject, costs: Costs, window: int, world_size: int, processes: bool) -> Subject | str:
+def balanced(subject: Audited, costs: Costs, window: int, world_size: int, processes: bool) -> Audited | str:
     """Return what is audited, patched with ``cost=``, or a sentence that says why it cannot be.
 
     Args:
@@ -169,11 +169,11 @@ class Request:
 
     def _inspected(self, audited: DataLoader[Any] | Factory, steps: _Steps) -> Report:
         make = look_at(audited) if isinstance(audited, DataLoader) else audited
-        subject = Subject(make, self.patch, self.options, self.set_epoch, self.max_items)
+        subject = Audited(make, self.patch, self.options, self.set_epoch, self.max_items)
         costs = self._costs(subject)
         expect = Expectations(self.padding, self.epochs_differ, self.allow, costs_of_samples(subject, costs))
 
-        def world_of(subject: Subject) -> MadeUpWorld:
+        def world_of(subject: Audited) -> MadeUpWorld:
             return MadeUpWorld(subject, self.world_size, self.epochs, self.processes, self.timeout, steps)
 
         given = world_of(subject)
@@ -188,7 +188,7 @@ class Request:
         steps.before += 1
         return report.beside(Inspection(world_of(again), expect).report())
 
-    def _costs(self, subject: Subject) -> Costs | None:
+    def _costs(self, subject: Audited) -> Costs | None:
         """Check what samples cost, and what is said of it."""
         options = Options(cost=self.cost, cost_of=self.cost_of, cost_window=self.cost_window)
         if options.cost_window != COST_WINDOW and not subject.patches:

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, Subset
 
 from ddp_patch.auditing.drawn import (
     Coding,
-    Content,
-    Drawn,
     Numbers,
+    RankDraws,
     Traits,
+    Value,
     base_of,
     contents,
     digest,
@@ -34,7 +34,7 @@ from ddp_patch.auditing.drawn import (
     narrow,
     traits_of,
 )
-from ddp_patch.auditing.subject import Factory, Subject, made_by
+from ddp_patch.auditing.subject import Audited, Factory, made_by
 from ddp_patch.compat.private_torch import made_worker_info, seed_as_worker, worker_info_told
 from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.loaders.facts import Level, LoaderFacts
@@ -45,13 +45,13 @@ from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.ranks.notices import unwatched
 from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.streams.reading import Reader
-from ddp_patch.streams.shared_state import Board
+from ddp_patch.streams.shared_state import SharedWorkerState
 
 __all__ = ["Rank", "Workers", "base_seed", "called", "draw", "ranks_of", "returned_by"]
 
 
 # What processes share that were forked, beside tensors in shared memory.
-_IN_SHARED_MEMORY = (Board, SynchronizedBase, SemLock, BaseProxy)
+_IN_SHARED_MEMORY = (SharedWorkerState, SynchronizedBase, SemLock, BaseProxy)
 # How deep it is looked for: a dataset in a dataset, an object that it holds, and the attributes of that.
 _DEPTH = 4
 
@@ -205,7 +205,7 @@ def _in_shared_memory(holder: object, depth: int) -> Iterator[object]:
 _BLOCK = 1024
 
 
-def draw(facts: LoaderFacts[Any], workers: Workers, coding: Coding, subject: Subject) -> Drawn:
+def draw(facts: LoaderFacts[Any], workers: Workers, coding: Coding, subject: Audited) -> RankDraws:
     """Draw an epoch, or its first ``subject.max_items`` items, and record it.
 
     Args:
@@ -272,17 +272,17 @@ class _Record:
             self.count += len(self._items[-1])
         return bool(block)
 
-    def drawn(self, ended: bool, lengths: tuple[int | None, int | None]) -> Drawn:
+    def drawn(self, ended: bool, lengths: tuple[int | None, int | None]) -> RankDraws:
         """Return all that was recorded."""
         memory = self._grown if self._resident_before else None
-        return Drawn(_joined(self._items), _joined(self._sizes), ended, lengths, self._seconds, memory, self.error)
+        return RankDraws(_joined(self._items), _joined(self._sizes), ended, lengths, self._seconds, memory, self.error)
 
 
 def _as_samples(dataset: Any, steps: Iterator[list[Any]], by_contents: bool) -> Iterator[list[Any]]:
     """Yield what the indices of each step stand for: samples' contents, or indices below ``Subset`` layers."""
     held = contents(dataset) if by_contents else None
     if held is not None:
-        return ([Content(held[item]) for item in step] for step in steps)
+        return ([Value(held[item]) for item in step] for step in steps)
     return (in_base(dataset, step) for step in steps) if isinstance(dataset, Subset) else steps
 
 
@@ -333,7 +333,7 @@ class Rank:
         seeded_as: The rank whose global random states this one starts with.
     """
 
-    def __init__(self, build: Callable[[], LoaderFacts[Any]], subject: Subject, seeded_as: int) -> None:
+    def __init__(self, build: Callable[[], LoaderFacts[Any]], subject: Audited, seeded_as: int) -> None:
         self._subject = subject
         self._ambient = PrivateRNG(_SEED, seeded_as)
         make = subject.make
@@ -364,7 +364,7 @@ class Rank:
         """Return the indices of this dataset and of each ``Subset`` above it."""
         return layers_of(self._facts.dataset)
 
-    def epoch(self, number: int, coding: Coding) -> Drawn:
+    def epoch(self, number: int, coding: Coding) -> RankDraws:
         """Draw the loader's next pass as epoch ``number``."""
         with warnings.catch_warnings(), self._ambient, self._own_generators():
             warnings.simplefilter("ignore", StreamLengthWarning)  # the audit reports wrong lengths itself
@@ -383,7 +383,7 @@ class Rank:
                 held[1] = generator_state(held[0])
 
 
-def ranks_of(subject: Subject, seeds: Sequence[int]) -> list[Rank]:
+def ranks_of(subject: Audited, seeds: Sequence[int]) -> list[Rank]:
     """Return all ranks of a world, simulated.
 
     Args:

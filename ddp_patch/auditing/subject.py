@@ -19,14 +19,14 @@ from ddp_patch.loaders.samples import nested_samplers
 from ddp_patch.orders.orders import is_torch_sampler
 from ddp_patch.patching import patch_dataloader_to_ddp
 
-__all__ = ["Factory", "Subject", "made_by", "name_of"]
+__all__ = ["Audited", "Factory", "made_by", "name_of"]
 
 
 Factory: TypeAlias = Callable[[int, int], DataLoader[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class Audited:
     """Describe what is audited and how: a loader, copied for every rank, or a factory of each rank's loader.
 
     Args:

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import DDPPatchError, WorldError, message_of
-from ddp_patch.evaluation.judging import GATHERING, Agreement, Got, Own, judge, report, require_pad
+from ddp_patch.evaluation.judging import GATHERING, Agreement, ExpectedRows, LocalOutputs, judge, report, require_pad
 from ddp_patch.evaluation.outputs import Kind, Misfit, Share, cut, filled, form_of, padded_lists, rows_at
 from ddp_patch.evaluation.send import (
     Column,
     Connection,
-    Given,
     Kept,
+    LocalColumn,
     Members,
     Placed,
     StepStand,
@@ -38,14 +38,14 @@ from ddp_patch.ranks.exchange import exchange
 from ddp_patch.sharding.batches import Batches
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.passes import Pass
-from ddp_patch.sharding.schedule import DividedBatches, Part, Turn, Turns
+from ddp_patch.sharding.schedule import BatchRecord, DividedBatches, Part, Schedule
 
 __all__ = ["gather_in_order", "gather_step", "got_in_pass", "got_in_step"]
 
 Outputs = TypeVar("Outputs")
 
 
-def got_in_pass(batches: Batches) -> Got:
+def got_in_pass(batches: Batches) -> ExpectedRows:
     """Return what this rank got in the latest pass.
 
     Raises:
@@ -62,16 +62,18 @@ def got_in_pass(batches: Batches) -> Got:
     length = turns.length if divided is None else divided.length
     at = f"gather_in_order() of patched loader {sampler.agreed.number} after epoch {_pass_text(one)}, of {length} items"
     if divided is not None:
-        return Got(at, _share_of_divided(divided), WholeStand(turns, divided.rows, [*divided.sizes], divided.plan))
+        return ExpectedRows(
+            at, _share_of_divided(divided), WholeStand(turns, divided.rows, [*divided.sizes], divided.plan)
+        )
     if batches.level is Level.BATCH:
         return _got_batches(at, one, turns)
     rows, samples = turns.rows, turns.samples
     # Each part's padding comes at its own end, in the midst of what other workers give.
     real = list(turns.real_places()) if rows < samples and len(turns.parts) > 1 else range(rows)
     if batches.level is Level.UNBATCHED:
-        return Got(at, Share(samples, real, samples, sample="item"), WholeStand(turns, rows))
+        return ExpectedRows(at, Share(samples, real, samples, sample="item"), WholeStand(turns, rows))
     sizes = [turn.items for turn in turns.all()]
-    return Got(at, Share(samples, real, len(sizes), sizes), WholeStand(turns, rows))
+    return ExpectedRows(at, Share(samples, real, len(sizes), sizes), WholeStand(turns, rows))
 
 
 def _share_of_divided(divided: DividedBatches) -> Share:
@@ -80,21 +82,21 @@ def _share_of_divided(divided: DividedBatches) -> Share:
     return Share(samples, range(rows) if rows == samples else list(divided.real_places()), len(sizes), sizes)
 
 
-def _got_batches(at: str, one: Pass[Any], turns: Turns) -> Got:
+def _got_batches(at: str, one: Pass[Any], turns: Schedule) -> ExpectedRows:
     """Return what a rank got that takes whole batches, where padding comes last."""
     batches, real = turns.samples, turns.rows
     sizes = [] if one.sizes is None else [*one.sizes][:batches]
     if len(sizes) < batches:  # nobody noted them
-        return Got(at, Share(None, range(0), batches, None, range(real)), WholeStand(turns, real))
+        return ExpectedRows(at, Share(None, range(0), batches, None, range(real)), WholeStand(turns, real))
     share = Share(sum(sizes), range(sum(sizes[:real])), batches, sizes, range(real))
-    return Got(at, share, WholeStand(turns, real, sizes[:real]))
+    return ExpectedRows(at, share, WholeStand(turns, real, sizes[:real]))
 
 
 def _pass_text(one: Pass[Any]) -> str:
     return f"{one.epoch}" if one.begins_at == "0" else f"{one.epoch} from {one.begins_at} on"
 
 
-def got_in_step(loader: DataLoader[Any], batches: Batches) -> Got:
+def got_in_step(loader: DataLoader[Any], batches: Batches) -> ExpectedRows:
     """Return what this rank got in the step that its loop is in.
 
     Raises:
@@ -125,7 +127,7 @@ def got_in_step(loader: DataLoader[Any], batches: Batches) -> Got:
         share = Share(samples, range(step.real), 1, None, range(turn.real))
     stand = StepStand(keys, step.items if is_batch else None, is_last=ends.count == number + 1)
     at = f"gather_step() of patched loader {sampler.agreed.number} in step {number + 1} of epoch {_pass_text(one)}"
-    return Got(at, share, stand)
+    return ExpectedRows(at, share, stand)
 
 
 def _require_one_pass(sampler: EpochSampler[Any], one: Pass[Any]) -> None:
@@ -142,7 +144,7 @@ def _require_one_pass(sampler: EpochSampler[Any], one: Pass[Any]) -> None:
         )
 
 
-def _require_equal_steps(turns: Turns, *, knows_length: bool) -> None:
+def _require_equal_steps(turns: Schedule, *, knows_length: bool) -> None:
     """Refuse a pass in which some ranks may come to a step that others do not.
 
     Whether a rank has found the end already depends on chance, so only a length that was known before counts.
@@ -158,7 +160,7 @@ def _require_equal_steps(turns: Turns, *, knows_length: bool) -> None:
         )
 
 
-def _keys(one: Pass[Any], turns: Turns, turn: Turn) -> Sequence[Any]:
+def _keys(one: Pass[Any], turns: Schedule, turn: BatchRecord) -> Sequence[Any]:
     """Return where the items of a step that are not padding lie in the stream."""
     plan, first, until = turns.plan, turn.first, turn.first + turn.real
     if len(turns.parts) > 1:
@@ -172,7 +174,7 @@ def _keys(one: Pass[Any], turns: Turns, turn: Turn) -> Sequence[Any]:
     return range(plan.rank + first * plan.num_replicas, plan.rank + until * plan.num_replicas, plan.num_replicas)
 
 
-def _keys_in_batch(one: Pass[Any], division: Plan, turn: Turn, number: int) -> Sequence[int]:
+def _keys_in_batch(one: Pass[Any], division: Plan, turn: BatchRecord, number: int) -> Sequence[int]:
     """Return where this rank's samples of a divided batch lie in it."""
     if one.sizes is None:
         return division.divide(turn.items)[0]
@@ -331,12 +333,12 @@ def _members(operation: str, batches: Batches, dst: int | None, device: torch.de
 def _agreed(
     operation: str,
     outputs: Any,
-    got: Callable[[], Got],
+    got: Callable[[], ExpectedRows],
     batches: Batches,
     members: Members,
     pad: Any,
     one: Any = None,
-) -> tuple[Agreement, Own]:
+) -> tuple[Agreement, LocalOutputs]:
     """Compare the outputs with the other ranks', and return how to read them and what this rank has of them."""
     kept = None if one is None else _KEPT.name(one)
     said, own = report(outputs, got, members.dst, _plain(pad), kept)
@@ -353,7 +355,7 @@ def _origins(batches: Batches) -> np.ndarray[Any, Any] | None:
 
 def _result(
     agreement: Agreement,
-    own: Own,
+    own: LocalOutputs,
     placed: Mapping[Kind, Placed],
     connection: AbstractContextManager[Connection],
     pad: Any,
@@ -380,7 +382,7 @@ def _result(
         if origins is not None:
             ranks, units = len(agreement.stands), placed.get(Kind.BATCHES, placed[Kind.SAMPLES])
             column = Column(form_of(origins), [()] * ranks, [0] * ranks)
-            all_origins = gathered(connected_ranks, column, units, Given(origins), None)
+            all_origins = gathered(connected_ranks, column, units, LocalColumn(origins), None)
         if not connected_ranks.members.receives:
             return None
     leaves = {}

@@ -26,10 +26,21 @@ from ddp_patch.evaluation.outputs import (
     readings_of,
     widest,
 )
-from ddp_patch.evaluation.send import Column, Given, StepStand, WholeStand
+from ddp_patch.evaluation.send import Column, LocalColumn, StepStand, WholeStand
 from ddp_patch.ranks.exchange import by_value, packed, ranks_text
 
-__all__ = ["GATHERING", "Agreement", "Got", "LeafRead", "Own", "Said", "SaidReading", "judge", "report", "require_pad"]
+__all__ = [
+    "GATHERING",
+    "Agreement",
+    "ExpectedRows",
+    "LeafRead",
+    "LocalOutputs",
+    "RemoteReport",
+    "SaidReading",
+    "judge",
+    "report",
+    "require_pad",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,7 @@ class SaidReading:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class RemoteReport:
     """What a rank says of its outputs.
 
     Attributes:
@@ -77,7 +88,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Got:
+class ExpectedRows:
     """What a rank got in a pass or a step.
 
     Attributes:
@@ -92,7 +103,7 @@ class Got:
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class LocalOutputs:
     """This rank's outputs.
 
     Attributes:
@@ -107,15 +118,17 @@ class Own:
     readings: Mapping[str, Mapping[Kind, Reading]] = field(default_factory=dict)
     pickled: Mapping[tuple[Kind, str], bytes] = field(default_factory=dict)
 
-    def given(self, leaf: str, kind: Kind, column: str, pad: Any) -> Given:
+    def given(self, leaf: str, kind: Kind, column: str, pad: Any) -> LocalColumn:
         """Return this rank's rows of a column."""
         reading = self.readings.get(leaf, {}).get(kind)
         if reading is None or self.share is None:
-            return Given()
-        return Given(reading.column(column, self.share, pad), self.pickled.get((kind, column), b""))
+            return LocalColumn()
+        return LocalColumn(reading.column(column, self.share, pad), self.pickled.get((kind, column), b""))
 
 
-def report(outputs: Any, got: Callable[[], Got], dst: int | None, pad: Any, kept: str | None) -> tuple[Said, Own]:
+def report(
+    outputs: Any, got: Callable[[], ExpectedRows], dst: int | None, pad: Any, kept: str | None
+) -> tuple[RemoteReport, LocalOutputs]:
     """Return what this rank says of its outputs, and what it has of them.
 
     Whatever is wrong is said, too, so that all ranks raise.
@@ -130,12 +143,12 @@ def report(outputs: Any, got: Callable[[], Got], dst: int | None, pad: Any, kept
     try:
         mine = got()
     except Misfit as misfit:
-        return Said("", dst, pad, problem=str(misfit)), Own()
+        return RemoteReport("", dst, pad, problem=str(misfit)), LocalOutputs()
     except Exception as error:  # noqa: BLE001 - of the loader; all ranks get the error
-        return Said("", dst, pad, problem=f"cannot know what it got: {message_of(error)}"), Own()
+        return RemoteReport("", dst, pad, problem=f"cannot know what it got: {message_of(error)}"), LocalOutputs()
     try:
         readings = _read(outputs, mine.share, pad)
-        own = Own(mine.share, mine.stand, readings, _pickled(readings, mine.share, pad))
+        own = LocalOutputs(mine.share, mine.stand, readings, _pickled(readings, mine.share, pad))
         said = {
             path: {kind: _said(path, kind, reading, own) for kind, reading in ways.items()}
             for path, ways in readings.items()
@@ -146,12 +159,14 @@ def report(outputs: Any, got: Callable[[], Got], dst: int | None, pad: Any, kept
         filled(nest, leaves)  # raises if it cannot be built again
         if has_rows and not readings:
             raise Misfit(f"passed {'None' if outputs is None else 'nothing'}; expected {mine.share.expected()}")
-        whole = Said(mine.at, dst, pad, "", has_rows, mine.stand.sent, nest, said, kept)
+        whole = RemoteReport(mine.at, dst, pad, "", has_rows, mine.stand.sent, nest, said, kept)
         pickle.dumps(whole)  # a class that another rank cannot find
     except Misfit as misfit:
-        return Said("", dst, pad, problem=str(misfit)), Own()
+        return RemoteReport("", dst, pad, problem=str(misfit)), LocalOutputs()
     except Exception as error:  # noqa: BLE001 - of the user's objects; all ranks get the error
-        return Said("", dst, pad, problem=f"passed what cannot be built again or pickled: {error!r}"), Own()
+        return RemoteReport(
+            "", dst, pad, problem=f"passed what cannot be built again or pickled: {error!r}"
+        ), LocalOutputs()
     return whole, own
 
 
@@ -203,7 +218,7 @@ def _pickled(readings: Mapping[str, Mapping[Kind, Reading]], share: Share, pad: 
     }
 
 
-def _said(path: str, kind: Kind, reading: Reading, own: Own) -> SaidReading:
+def _said(path: str, kind: Kind, reading: Reading, own: LocalOutputs) -> SaidReading:
     pickled = {column: len(own.pickled.get((kind, column), b"")) for column in reading.forms}
     return SaidReading(reading.nest, reading.forms, pickled, reading.text(path))
 
@@ -247,7 +262,7 @@ class Agreement:
     name: str
 
 
-def judge(operation: str, ranks: Collection[int], records: Mapping[int, Said]) -> dict[int, Agreement]:
+def judge(operation: str, ranks: Collection[int], records: Mapping[int, RemoteReport]) -> dict[int, Agreement]:
     """Return how the ranks read their outputs.
 
     Args:
@@ -290,7 +305,7 @@ def require_pad(pad: Any) -> None:
         )
 
 
-def _require_options(ranks: Collection[int], records: Mapping[int, Said]) -> None:
+def _require_options(ranks: Collection[int], records: Mapping[int, RemoteReport]) -> None:
     for said in records.values():
         require_pad(said.pad)
         if said.dst is not None and said.dst not in ranks:
@@ -300,7 +315,7 @@ def _require_options(ranks: Collection[int], records: Mapping[int, Said]) -> Non
             )
 
 
-def _leaf(path: str, records: Mapping[int, Said], ranks: Sequence[int]) -> LeafRead:
+def _leaf(path: str, records: Mapping[int, RemoteReport], ranks: Sequence[int]) -> LeafRead:
     """Choose how to read a leaf."""
     ways = {rank: said.readings[path] for rank, said in records.items()}
     first = next(iter(ways.values()))

@@ -18,13 +18,13 @@ from ddp_patch.errors import MissingRanksError
 from ddp_patch.evaluation.outputs import Form, Kind, Leaf
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.exchange import bytes_of, unpacked
-from ddp_patch.sharding.schedule import DividedBatches, Turns, places_of_parts
+from ddp_patch.sharding.schedule import DividedBatches, Schedule, places_of_parts
 
 __all__ = [
     "Column",
     "Connection",
-    "Given",
     "Kept",
+    "LocalColumn",
     "Members",
     "Placed",
     "StepStand",
@@ -216,7 +216,7 @@ class WholeStand:
         division: The rank's share of a batch, where batches are divided.
     """
 
-    turns: Turns
+    turns: Schedule
     rows: int
     sizes: Sequence[int] | None = None
     division: Plan | None = None
@@ -376,7 +376,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class LocalColumn:
     """This rank's rows of a column.
 
     Attributes:
@@ -388,7 +388,7 @@ class Given:
     data: bytes = b""
 
 
-def gathered(connection: Connection, column: Column, placed: Placed, given: Given, pad: Any) -> Any:
+def gathered(connection: Connection, column: Column, placed: Placed, given: LocalColumn, pad: Any) -> Any:
     """Return all ranks' rows of a column, or None on a rank that does not get the result.
 
     Args:

@@ -35,6 +35,7 @@ __all__ = [
     "HeldWorld",
     "Keys",
     "copied",
+    "error_context",
     "held_parts",
     "is_empty",
     "is_loader",
@@ -49,7 +50,6 @@ __all__ = [
     "shards_itself",
     "stored",
     "tell_if_assumed",
-    "told_at",
     "world_of",
 ]
 
@@ -307,7 +307,7 @@ def place_of(path: Keys, root: str = "loaders") -> str:
 
 
 @contextmanager
-def told_at(place: str) -> Iterator[None]:
+def error_context(place: str) -> Iterator[None]:
     """Make errors name the loader that they are about; ``place`` is empty for a single one."""
     try:
         yield

@@ -23,7 +23,7 @@ __all__ = [
     "MOST_AHEAD",
     "MOST_PLAIN",
     "Chunk",
-    "Given",
+    "GivenBatches",
     "Progress",
     "State",
     "begun",
@@ -269,7 +269,7 @@ class State(Enum):
 
 
 @dataclass
-class Given:
+class GivenBatches:
     """How many batches of its current pass a loader with one iterator for all epochs has given.
 
     After a ``break`` such a loader continues in the same pass, so a training loop's own count may be another.

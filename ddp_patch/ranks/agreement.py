@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
 from ddp_patch.loaders.contents import Content, FirstSamples, relation_of
 from ddp_patch.loaders.facts import StreamFacts
-from ddp_patch.loaders.recognition import HeldWorld, told_at
+from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Agreement, Options
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.random_states import Seed, loader_seed
@@ -32,13 +32,13 @@ __all__ = [
     "ONE",
     "TELLING_APART",
     "Agreed",
-    "Record",
+    "Decision",
+    "RankReport",
     "Subject",
     "Told",
-    "Verdict",
     "agree",
+    "failures_broadcast",
     "judge",
-    "refusals_told",
     "require_all_shares",
     "require_same_samples",
     "why_each_differs",
@@ -132,7 +132,7 @@ def why_each_differs(
     """
     whys = {}
     for place, (orders, name) in asked.items():
-        with told_at(place):
+        with error_context(place):
             whys[place] = why_orders_differ(orders, name, ranks, {rank: said[place] for rank, said in told.items()})
     return dict.fromkeys(told, whys)
 
@@ -185,7 +185,7 @@ _numbers_of_like: Counter[tuple[int | str, ...]] = Counter()
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RankReport:
     """What each rank reports about one loader.
 
     Attributes:
@@ -229,11 +229,11 @@ class Told:
 
     nest: str
     common: Mapping[str, object]
-    records: Sequence[Record]
+    records: Sequence[RankReport]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """What the first rank concludes about one loader.
 
     Attributes:
@@ -249,10 +249,10 @@ class Verdict:
     number: int
 
 
-_OfOneLoader: TypeAlias = Mapping[int, Record]
+_OfOneLoader: TypeAlias = Mapping[int, RankReport]
 
 
-def judge(told: Mapping[int, Told]) -> dict[int, tuple[Verdict, ...]]:
+def judge(told: Mapping[int, Told]) -> dict[int, tuple[Decision, ...]]:
     """Compare the ranks' loaders, and decide for each what is used on all ranks.
 
     Raises:
@@ -262,11 +262,11 @@ def judge(told: Mapping[int, Told]) -> dict[int, tuple[Verdict, ...]]:
     by_rank = (said.records for said in told.values())
     loaders = [dict(zip(told, records, strict=True)) for records in zip(*by_rank, strict=True)]
     for records in loaders:
-        with told_at(_place(records)):
+        with error_context(_place(records)):
             require_same_samples(AGREEING, {rank: record.samples for rank, record in records.items()})
     require_same(AGREEING, {rank: _facts(said) for rank, said in told.items()})
     for records in loaders:
-        with told_at(_place(records)):
+        with error_context(_place(records)):
             _require_alike(records)
     return dict.fromkeys(told, tuple(map(_verdict, loaders)))
 
@@ -292,13 +292,13 @@ def _require_alike(records: _OfOneLoader) -> None:
         require_same(AGREEING, {rank: {"batches fetched ahead": record.ahead} for rank, record in records.items()})
 
 
-def _verdict(records: _OfOneLoader) -> Verdict:
+def _verdict(records: _OfOneLoader) -> Decision:
     first = next(iter(records.values()))
     seed = _own_seed(list(records), first) if first.seed is None else first.seed
-    return Verdict(seed, first.generators, _differing_orders(records), next(_numbers))
+    return Decision(seed, first.generators, _differing_orders(records), next(_numbers))
 
 
-def _own_seed(members: Sequence[int], first: Record) -> int:
+def _own_seed(members: Sequence[int], first: RankReport) -> int:
     """Return a seed for one loader alone, so that no two loaders of these ranks have the same order.
 
     Count per group and stream: tensor-parallel ranks in another group must come to the same seed, even if only one of
@@ -427,7 +427,7 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     generators = [() if subject.stream is None else subject.stream.generators for subject in subjects]
     records = [_record(world, options, *each) for each in zip(subjects, generators, strict=True)]
     told = Told(nest, _chosen(options) | _sharing(world.members), records)
-    verdicts: Sequence[Verdict] = exchange(members, AGREEING, told, judge, options.timeout)
+    verdicts: Sequence[Decision] = exchange(members, AGREEING, told, judge, options.timeout)
     for found, verdict in zip(generators, verdicts, strict=True):
         for generator, state in zip(found, verdict.generators, strict=True):
             generator.set_state(state)
@@ -442,9 +442,9 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     ]
 
 
-def _record(world: World, options: Options, subject: Subject, found: Sequence[torch.Generator]) -> Record:
+def _record(world: World, options: Options, subject: Subject, found: Sequence[torch.Generator]) -> RankReport:
     stream = subject.stream
-    return Record(
+    return RankReport(
         place=subject.place,
         compared={**subject.compared, "generators": len(found)},
         order=stream.order if stream is not None and options.agreement == "auto" else None,
@@ -461,7 +461,7 @@ def _record(world: World, options: Options, subject: Subject, found: Sequence[to
 
 
 def _why_orders_differ(
-    world: World, options: Options, subjects: Sequence[Subject], verdicts: Sequence[Verdict]
+    world: World, options: Options, subjects: Sequence[Subject], verdicts: Sequence[Decision]
 ) -> dict[str, str]:
     """Return why the ranks' orders of some loaders differ, by their names. Only then ranks exchange a second time."""
     differing = {
@@ -480,12 +480,12 @@ def _why_orders_differ(
 
 def _agreed_alone(world: World, options: Options, subject: Subject) -> Agreed:
     """Return the agreement in an explicit world, where no other rank is asked."""
-    with told_at(subject.place):
+    with error_context(subject.place):
         peers = given_peers(world.rank, world.num_replicas, subject.compared)
     return Agreed(world, replace(options, agreement=_settled(options, False)), _seed(options, 0), peers=peers)
 
 
-def _agreed(world: World, options: Options, verdict: Verdict) -> Agreed:
+def _agreed(world: World, options: Options, verdict: Decision) -> Agreed:
     members = list(world.members or ())
     seed, peers = _seed(options, verdict.seed), agreed_peers(members, verdict.number)
     return Agreed(world, options, seed, _leader(members, options), verdict.number, peers)
@@ -505,7 +505,7 @@ def _leader(members: Sequence[int], options: Options) -> "Leader | None":
 
 
 @contextmanager
-def refusals_told(world: World | None, doing: str = AGREEING) -> Iterator[None]:
+def failures_broadcast(world: World | None, doing: str = AGREEING) -> Iterator[None]:
     """Report to the other ranks if this one raises first, so that they don't wait for it."""
     try:
         yield

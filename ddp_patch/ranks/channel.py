@@ -22,7 +22,7 @@ from ddp_patch.compat.private_torch import default_store, gather_in_background, 
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
 from ddp_patch.ranks.exchange import exchange, from_parts, in_parts, ranks_text, require_same, store_reached
 
-__all__ = ["NO_TAG", "Channel", "Kind", "LastWords", "StepSums", "cut", "let_go", "linger", "opened", "opened_sums"]
+__all__ = ["NO_TAG", "Channel", "ExitNotes", "Kind", "StepSums", "cut", "let_go", "linger", "opened", "opened_sums"]
 
 
 # A tag that nothing is sent with.
@@ -71,7 +71,7 @@ def cut(group: Any, members: int, place: int) -> None:
 Kind: TypeAlias = Literal["left", "failed", "missing"]
 
 
-class LastWords:
+class ExitNotes:
     """What the members of a channel write into the store: who left it first, and who waits.
 
     The first word stays until its writer opens its next channel; the rest goes with the channel.
@@ -177,7 +177,7 @@ def opened(
     name: str = exchange(members, doing, dict(facts), partial(_named, doing), timeout)
     let_go()
     with store_reached(doing):
-        words = LastWords(name, members, doing, stale)
+        words = ExitNotes(name, members, doing, stale)
     channel = Channel(members, doing, words, timeout)
     try:
         yield channel
@@ -210,7 +210,7 @@ class Channel:
         given: How many batches this rank has given, for errors.
     """
 
-    def __init__(self, members: Sequence[int], doing: str, words: LastWords, timeout: float) -> None:
+    def __init__(self, members: Sequence[int], doing: str, words: ExitNotes, timeout: float) -> None:
         self.place: int = members.index(dist.get_rank())
         self.given: int = 0
         self._said = self._heard = 0  # how often

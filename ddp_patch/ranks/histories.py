@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-__all__ = ["Contradiction", "History", "Pace", "Record", "Run", "Standing", "State", "contradiction"]
+__all__ = ["Contradiction", "History", "PassProgress", "PassRecord", "PassState", "ReadAhead", "Run", "contradiction"]
 
 # A record holds at most this many runs, and a history at most this many passes that may still continue.
 _MOST_RUNS = 32
@@ -14,7 +14,7 @@ _MOST_RUNS = 32
 _MOST_LEFT = 4
 
 
-class State(IntEnum):
+class PassState(IntEnum):
     """What is known of a pass."""
 
     OPEN = 0  # it may continue
@@ -25,14 +25,14 @@ class State(IntEnum):
     WHOLE = 5  # withdrawn, but it had come to its end, so it was no look
 
 
-_WITHDRAWN = frozenset({State.WITHDRAWN, State.WHOLE})
+_WITHDRAWN = frozenset({PassState.WITHDRAWN, PassState.WHOLE})
 
 
-class Standing(NamedTuple):
+class PassProgress(NamedTuple):
     """How many items of its share a pass took, and what is known of it."""
 
     items: int
-    state: State
+    state: PassState
 
 
 class Run(NamedTuple):
@@ -50,7 +50,7 @@ class Run(NamedTuple):
     epoch: int
     passes: int
     items: int
-    state: State
+    state: PassState
     chosen: bool
     attempt: int
 
@@ -65,7 +65,7 @@ class Run(NamedTuple):
 
     def is_longer_than(self, long_look: int) -> bool:
         """Return whether these are surely no long looks: they are whole, or take more than so many items."""
-        return self.items > long_look or (self.items > 0 and self.state is State.ENDED)
+        return self.items > long_look or (self.items > 0 and self.state is PassState.ENDED)
 
     def followed_by(self, run: "Run") -> bool:
         """Return whether another run continues where this one ends, alike in all else."""
@@ -73,7 +73,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class PassRecord:
     """What a rank reports to the others about its passes.
 
     Attributes:
@@ -95,10 +95,10 @@ class Record:
         return json.dumps([self.since, self.share, self.runs, self.notes, self.left], separators=(",", ":"))
 
     @classmethod
-    def decoded(cls, text: str | bytes) -> "Record":
+    def decoded(cls, text: str | bytes) -> "PassRecord":
         """Return what ``encoded`` made a text of."""
         since, share, runs, notes, left = json.loads(text)
-        decoded = [Run(*run)._replace(state=State(run[3])) for run in runs]
+        decoded = [Run(*run)._replace(state=PassState(run[3])) for run in runs]
         return cls(decoded, since, share, notes or (), tuple((attempt, top) for attempt, top in left))
 
     def top(self, look: int, attempt: int | None = None) -> int:
@@ -118,7 +118,7 @@ class Record:
         """Return the latest epoch that ``set_epoch`` chose, up to this one; -1 if there is none."""
         return max((min(run.last, epoch) for run in self.runs if run.chosen and run.epoch <= epoch), default=-1)
 
-    def seen_by(self, other: "Record") -> "Record":
+    def seen_by(self, other: "PassRecord") -> "PassRecord":
         """Return it with passes that were withdrawn as left, if another rank did not choose what came after them.
 
         They count, too, where one rank went through the epoch and the other through a part of it: the one trained.
@@ -129,8 +129,8 @@ class Record:
             if run.state in _WITHDRAWN:
                 is_common = choice is None or other.has_chosen(choice)
                 counts = not is_common or other.withdrew(run.last, _WITHDRAWN - {run.state})
-                state = State.ENDED if is_common and run.state is State.WHOLE else State.LEFT
-                run = run._replace(state=state) if counts else run._replace(items=0, state=State.UNKNOWN)
+                state = PassState.ENDED if is_common and run.state is PassState.WHOLE else PassState.LEFT
+                run = run._replace(state=state) if counts else run._replace(items=0, state=PassState.UNKNOWN)
             choice = run.epoch if run.chosen else choice
             runs.append(run)
         return replace(self, runs=runs[::-1])
@@ -139,7 +139,7 @@ class Record:
         """Return whether ``set_epoch`` chose an epoch, as far as that is known."""
         return epoch < self.since or any(run.chosen and run.epoch <= epoch <= run.last for run in self.runs)
 
-    def withdrew(self, epoch: int, states: Collection[State]) -> bool:
+    def withdrew(self, epoch: int, states: Collection[PassState]) -> bool:
         """Return whether a pass over an epoch was withdrawn, in one of these states."""
         return any(run.state in states and run.epoch <= epoch <= run.last for run in self.runs)
 
@@ -153,7 +153,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ReadAhead:
     """How a loader takes the items of a share.
 
     Attributes:
@@ -177,17 +177,17 @@ class Pace:
 class _Pass:
     """A pass that may still continue."""
 
-    def __init__(self, epoch: int, standing: Callable[[], Standing], chosen: bool, attempt: int) -> None:
+    def __init__(self, epoch: int, standing: Callable[[], PassProgress], chosen: bool, attempt: int) -> None:
         self.epoch, self.chosen, self.attempt = epoch, chosen, attempt
         self.is_doubtful = False
-        self._standing: Callable[[], Standing] | Standing = standing
+        self._standing: Callable[[], PassProgress] | PassProgress = standing
         self._at_next: int | None = None
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> PassProgress:
         """How far it has come."""
         told = self._standing() if callable(self._standing) else self._standing
-        return told._replace(state=State.UNKNOWN) if self.is_doubtful else told
+        return told._replace(state=PassState.UNKNOWN) if self.is_doubtful else told
 
     @property
     def run(self) -> Run:
@@ -197,20 +197,20 @@ class _Pass:
     @property
     def is_open(self) -> bool:
         """Whether it may continue."""
-        return self.standing.state is State.OPEN
+        return self.standing.state is PassState.OPEN
 
-    def settle(self, next_state: State | None) -> None:
+    def settle(self, next_state: PassState | None) -> None:
         """Record that another pass begins now; keep no more than the numbers of one that is over.
 
         So is one whose iterator lives, but which stood still while the whole next pass was made.
         """
         told = self.standing
-        if told.state is not State.OPEN:
+        if told.state is not PassState.OPEN:
             self._standing = told
         elif self._at_next is None:
             self._at_next = told.items
-        elif next_state is State.ENDED and told.items == self._at_next:
-            self._standing = told._replace(state=State.LEFT)
+        elif next_state is PassState.ENDED and told.items == self._at_next:
+            self._standing = told._replace(state=PassState.LEFT)
 
     def withdraw(self) -> None:
         """Let it no longer count against ranks that choose the same epoch."""
@@ -246,7 +246,9 @@ class History:
         """Record that the user chose the epoch that comes next."""
         self._is_chosen = True
 
-    def begin(self, epoch: int, standing: Callable[[], Standing], long_look: Callable[[], int] | None = None) -> None:
+    def begin(
+        self, epoch: int, standing: Callable[[], PassProgress], long_look: Callable[[], int] | None = None
+    ) -> None:
         """Add a pass.
 
         Args:
@@ -267,10 +269,10 @@ class History:
         for one in self._open:
             one.is_doubtful |= one.epoch == epoch
 
-    def record(self, share: int | None = None, notes: Sequence[Sequence[Any]] = ()) -> Record:
+    def record(self, share: int | None = None, notes: Sequence[Sequence[Any]] = ()) -> PassRecord:
         """Return this rank's history, to be compared, with what it noted of its latest passes."""
         runs = _joined([*self._settled, *(one.run for one in self._open)])
-        return Record(runs, self._since, share, notes, tuple(self._left))
+        return PassRecord(runs, self._since, share, notes, tuple(self._left))
 
     def _settle(self) -> None:
         states = [one.standing.state for one in self._open]
@@ -311,10 +313,12 @@ class History:
         self._settled[first:] = [run._replace(**_withdrawn(run)._asdict()) for run in self._settled[first:]]
 
 
-def _withdrawn(standing: Standing | Run) -> Standing:
-    if standing.state is State.UNKNOWN:
-        return Standing(0, State.UNKNOWN)
-    return Standing(standing.items, State.WHOLE if standing.state in {State.ENDED, State.WHOLE} else State.WITHDRAWN)
+def _withdrawn(standing: PassProgress | Run) -> PassProgress:
+    if standing.state is PassState.UNKNOWN:
+        return PassProgress(0, PassState.UNKNOWN)
+    return PassProgress(
+        standing.items, PassState.WHOLE if standing.state in {PassState.ENDED, PassState.WHOLE} else PassState.WITHDRAWN
+    )
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
@@ -345,7 +349,7 @@ class Contradiction(NamedTuple):
 
 
 def contradiction(
-    mine: Record, theirs: Record, look: int, slack: int = 0, long_look: Callable[[], int] | None = None
+    mine: PassRecord, theirs: PassRecord, look: int, slack: int = 0, long_look: Callable[[], int] | None = None
 ) -> Contradiction | None:
     """Return where the passes of two ranks contradict each other; None if one may only be faster than the other.
 
@@ -375,13 +379,15 @@ def contradiction(
 
 
 def _broken_off(
-    behind: Record, other: Record, further: Run, look: int, slack: int, long_look: Callable[[], int]
+    behind: PassRecord, other: PassRecord, further: Run, look: int, slack: int, long_look: Callable[[], int]
 ) -> tuple[int, int, int] | None:
     """Return the first epoch of a run that a rank broke off earlier."""
     top = behind.top(look)
     for run in behind.runs:
         epoch = max(run.epoch, further.epoch)
-        is_left = run.state is State.LEFT and further.state is not State.UNKNOWN and run.attempt == further.attempt
+        is_left = (
+            run.state is PassState.LEFT and further.state is not PassState.UNKNOWN and run.attempt == further.attempt
+        )
         if is_left and further.items > run.items + slack and epoch <= min(run.last, further.last, top - 1):
             following, chosen = behind.after(epoch), other.chosen_before(epoch)
             goes_on = further.chosen or behind.chosen_before(following) == chosen or further.is_longer_than(long_look())
@@ -392,7 +398,7 @@ def _broken_off(
 
 
 def _skipped(
-    behind: Record, other: Record, further: Run, look: int, long_look: Callable[[], int]
+    behind: PassRecord, other: PassRecord, further: Run, look: int, long_look: Callable[[], int]
 ) -> tuple[int, int, int] | None:
     """Return the first epoch of a run that a rank left out."""
     epoch = behind.first_lacking(further)
@@ -403,10 +409,10 @@ def _skipped(
     return (epoch, 0, following) if is_alike or further.is_longer_than(long_look()) else None
 
 
-def _gone_back(behind: Record, further: Run, long_look: Callable[[], int]) -> tuple[int, int, int] | None:
+def _gone_back(behind: PassRecord, further: Run, long_look: Callable[[], int]) -> tuple[int, int, int] | None:
     """Return the first epoch of a run before which a rank started again."""
     top = dict(behind.left).get(further.attempt)
-    if top is None or further.last <= top or further.state is State.UNKNOWN:
+    if top is None or further.last <= top or further.state is PassState.UNKNOWN:
         return None
     if not further.chosen and not further.is_longer_than(long_look()):
         return None

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError, WorldError
 from ddp_patch.ranks.exchange import ranks_text
-from ddp_patch.ranks.histories import Record
+from ddp_patch.ranks.histories import PassRecord
 
-__all__ = ["Letters", "Notices", "Peers", "StepCounts", "agreed_peers", "given_peers", "unwatched"]
+__all__ = ["Mailbox", "Notices", "Peers", "StepCounts", "agreed_peers", "given_peers", "unwatched"]
 
 
 # A rank reads the records of at most this many others. A rank that differs from all others notices that by itself.
@@ -62,7 +62,7 @@ class Peers:
         """Whether all shard one stream: a process group may contain several explicit worlds."""
         return self.share is None or self.most == 1
 
-    def require_fair_shares(self, records: Mapping[int, Record]) -> None:
+    def require_fair_shares(self, records: Mapping[int, PassRecord]) -> None:
         """Raise RankMismatchError if too many ranks take the share that this one takes."""
         if self.share is None:
             return
@@ -120,7 +120,7 @@ def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) 
     number, others = counts[base], _read_by(rank, list(range(ranks)))
     peers = Peers(f"{base}/{number}", number, rank, others, (share, num_replicas), ranks // num_replicas)
     _cleared_later(peers, list(range(ranks)))
-    peers.require_fair_shares(Notices(peers).exchange(Record(share=share)))
+    peers.require_fair_shares(Notices(peers).exchange(PassRecord(share=share)))
     return peers
 
 
@@ -134,7 +134,7 @@ def unwatched() -> Iterator[None]:
         _IS_WATCHED.reset(token)
 
 
-class Letters:
+class Mailbox:
     """What the ranks leave each other about one loader, in the store of the process group in which it was patched.
 
     Args:
@@ -250,14 +250,14 @@ class Notices:
     """The records of one loader's passes."""
 
     def __init__(self, peers: Peers) -> None:
-        self._letters = Letters(peers)
-        self._known: dict[int, tuple[bytes, Record]] = {}
+        self._letters = Mailbox(peers)
+        self._known: dict[int, tuple[bytes, PassRecord]] = {}
 
-    def exchange(self, record: Record) -> dict[int, Record]:
-        """Leave this rank's record, and return those that others left; see ``Letters``."""
+    def exchange(self, record: PassRecord) -> dict[int, PassRecord]:
+        """Leave this rank's record, and return those that others left; see ``Mailbox``."""
         for rank, text in (came := self._letters.exchange(record.encoded())).items():
             if rank not in self._known or self._known[rank][0] != text:
-                self._known[rank] = text, Record.decoded(text)
+                self._known[rank] = text, PassRecord.decoded(text)
         return {rank: self._known[rank][1] for rank in came}
 
 
@@ -316,7 +316,7 @@ class StepCounts:
 
     def __init__(self, peers: Peers, slack: int = 0) -> None:
         self._others, self._slack = peers.others, slack
-        self._letters = Letters(peers, "steps")
+        self._letters = Mailbox(peers, "steps")
         self._epoch, self._which = -1, ""
         self._left, self._left_s, self._cost_s = 0, 0.0, 0.0
 

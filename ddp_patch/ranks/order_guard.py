@@ -16,7 +16,7 @@ from ddp_patch.compat.packages import order_remedy
 from ddp_patch.errors import RankMismatchError, StreamOrderWarning
 from ddp_patch.orders.fingerprint import ItemHashes
 from ddp_patch.ranks.exchange import ranks_text
-from ddp_patch.ranks.notices import Letters, Peers
+from ddp_patch.ranks.notices import Mailbox, Peers
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -30,8 +30,8 @@ __all__ = [
     "Noted",
     "Notes",
     "OrderGuard",
+    "OrderVerdict",
     "PartMarks",
-    "Verdict",
     "compare",
     "compare_parts",
     "compare_workers",
@@ -51,7 +51,7 @@ _SURELY_MOVED = 8
 _NO_ITEM = ItemHashes(0, 0, 0)
 
 
-class Verdict(Enum):
+class OrderVerdict(Enum):
     """What two readers' first items say about their orders."""
 
     ALIKE = "alike"
@@ -87,7 +87,7 @@ class Finding:
         is_final: Whether nothing can change it, because both recorded all that they will.
     """
 
-    verdict: Verdict
+    verdict: OrderVerdict
     part: int = 0
     item: int = 0
     is_final: bool = True
@@ -99,16 +99,16 @@ def compare_parts(mine: Sequence[Notes], theirs: Sequence[Notes]) -> Finding:
     is_final = all(one.is_final and other.is_final for one, other in pairs)
     verdicts = [compare(one, other) for one, other in pairs]
     # A shuffle of the files that workers share may give one reader's part to another worker of the other reader.
-    if Verdict.UNKNOWN in verdicts and compare(*_pooled(pairs)) is Verdict.OTHER_ORDER:
-        verdicts = [Verdict.OTHER_ORDER if one is Verdict.UNKNOWN else one for one in verdicts]
-    for verdict in (Verdict.OTHER_ORDER, Verdict.UNKNOWN):
+    if OrderVerdict.UNKNOWN in verdicts and compare(*_pooled(pairs)) is OrderVerdict.OTHER_ORDER:
+        verdicts = [OrderVerdict.OTHER_ORDER if one is OrderVerdict.UNKNOWN else one for one in verdicts]
+    for verdict in (OrderVerdict.OTHER_ORDER, OrderVerdict.UNKNOWN):
         if verdict in verdicts:
             part = verdicts.index(verdict)
             return Finding(verdict, part, _differing(*pairs[part])[0], is_final)
-    return Finding(Verdict.ALIKE, is_final=is_final)
+    return Finding(OrderVerdict.ALIKE, is_final=is_final)
 
 
-def compare(mine: Notes, theirs: Notes) -> Verdict:
+def compare(mine: Notes, theirs: Notes) -> OrderVerdict:
     """Return whether two readers read a part in the same order.
 
     Args:
@@ -122,18 +122,18 @@ def compare(mine: Notes, theirs: Notes) -> Verdict:
     """
     differing = _differing(mine, theirs)
     if not differing:
-        return Verdict.ALIKE
+        return OrderVerdict.ALIKE
     pairs = [(mine.items[place], theirs.items[place]) for place in differing]
     if any(one.is_keyed and other.is_keyed and one.names != other.names for one, other in pairs):
-        return Verdict.OTHER_ORDER
+        return OrderVerdict.OTHER_ORDER
     kept = [values for values in _values_of(pairs) if _is_kept(values)]
     if any(len(set(values)) == len(values) for values in kept):  # each item is known, whatever else is with it
-        return Verdict.ALIKE
+        return OrderVerdict.ALIKE
     is_all = mine.is_all and theirs.is_all
     both = list(zip(zip(*mine.items, strict=True), zip(*theirs.items, strict=True), strict=True))
     if any(_is_reordered(one, other, is_all=is_all) for one, other in both):
-        return Verdict.OTHER_ORDER
-    return Verdict.ALIKE if kept else Verdict.UNKNOWN
+        return OrderVerdict.OTHER_ORDER
+    return OrderVerdict.ALIKE if kept else OrderVerdict.UNKNOWN
 
 
 def _pooled(pairs: Sequence[tuple[Notes, Notes]]) -> tuple[Notes, Notes]:
@@ -303,7 +303,7 @@ def divergence(mine: Sequence[PartMarks], theirs: Sequence[PartMarks]) -> Diverg
 
 def _other_items(mine: Sequence[ItemHashes], theirs: Sequence[ItemHashes]) -> int | None:
     """Return within how many items two readers surely read others; None if they may differ by augmentation alone."""
-    if compare(Notes(mine[:_DENSE]), Notes(theirs[:_DENSE])) is Verdict.OTHER_ORDER:
+    if compare(Notes(mine[:_DENSE]), Notes(theirs[:_DENSE])) is OrderVerdict.OTHER_ORDER:
         return next(place for place, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a.whole != b.whole) + 1
     pairs = list(zip(mine, theirs, strict=False))
     for kind in (_NAMES, _NUMBERS):
@@ -382,7 +382,7 @@ class OrderGuard:
         workers_read_alike: Callable[[int], bool] = lambda number: True,
     ) -> None:
         self._rank, self._number = peers.rank, peers.number
-        self._letters = Letters(peers, "orders")
+        self._letters = Mailbox(peers, "orders")
         self._open = set(peers.others)
         self._name, self._remedy = type(dataset).__name__, order_remedy(dataset) or _SEED
         self._noted, self._workers_read_alike = noted, workers_read_alike
@@ -406,7 +406,7 @@ class OrderGuard:
             theirs = decoded(text)
             for name in mine.keys() & theirs.keys():
                 found = compare_parts(mine[name], theirs[name])
-                if found.verdict is Verdict.UNKNOWN:  # no items in common, as far as they show
+                if found.verdict is OrderVerdict.UNKNOWN:  # no items in common, as far as they show
                     self._require_unsharded(mine[name][found.part], theirs[name][found.part], rank)
                 self._judge(found, f"part {found.part}", f"rank {self._rank}", ranks_text([rank]))
                 if found.is_final:
@@ -447,13 +447,13 @@ class OrderGuard:
             f"Iterating the loader that was patched as number {self._number}: item {found.item} of {where} of "
             f"{self._name} differs between {mine} and {theirs}"
         )
-        if found.verdict is Verdict.OTHER_ORDER:
+        if found.verdict is OrderVerdict.OTHER_ORDER:
             raise RankMismatchError(
                 f"{seen}, because each reads its own order. Samples would be lost: each rank keeps its share of what "
                 f"should be one order. {self._remedy}. If the dataset already gives each rank other samples, leave its "
                 "loader unpatched."
             )
-        if found.verdict is Verdict.UNKNOWN and found.is_final and not self._has_warned:
+        if found.verdict is OrderVerdict.UNKNOWN and found.is_final and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{seen}. Either only augmentation differs, which is fine, or each reads its own order, which loses "
@@ -483,7 +483,7 @@ class EndGuard:
 
     def __init__(self, peers: Peers, dataset: object, marked: Marked) -> None:
         self._rank, self._number, self._name = peers.rank, peers.number, type(dataset).__name__
-        self._letters, self._marked = Letters(peers, "marks"), marked
+        self._letters, self._marked = Mailbox(peers, "marks"), marked
         self._left = ""
 
     def compare(self) -> None:

@@ -13,11 +13,11 @@ from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.contents import Row
 from ddp_patch.orders.pass_fingerprint import PassFingerprint
 from ddp_patch.ranks.exchange import ranks_text
-from ddp_patch.ranks.histories import Contradiction, History, Pace, Standing, State, contradiction
+from ddp_patch.ranks.histories import Contradiction, History, PassProgress, PassState, ReadAhead, contradiction
 from ddp_patch.ranks.notices import Notices, Peers, StepCounts
 from ddp_patch.ranks.order_guard import ONE_STREAM
 
-__all__ = ["Difference", "PassNotes", "Watch", "difference"]
+__all__ = ["Difference", "PassMonitor", "PassNotes", "difference"]
 
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
@@ -53,7 +53,7 @@ class PassNotes:
         skip: int,
         fingerprint: PassFingerprint,
         rows: Callable[[], Rows],
-        standing: Callable[[], Standing],
+        standing: Callable[[], PassProgress],
     ) -> None:
         self.what: str = what
         self.epoch: int = epoch
@@ -66,13 +66,13 @@ class PassNotes:
     @property
     def is_whole(self) -> bool:
         """Whether the pass came to its end."""
-        return self._standing().state is State.ENDED
+        return self._standing().state is PassState.ENDED
 
     def settle(self) -> None:
         """Keep no more of a pass that is over than what was noted."""
         told = self._standing()
-        if told.state is not State.OPEN:
-            self._standing = partial(Standing, *told)
+        if told.state is not PassState.OPEN:
+            self._standing = partial(PassProgress, *told)
 
     def encoded(self, look: int, *, is_old: bool = False) -> list[Any]:
         """Return them as plain values.
@@ -87,12 +87,12 @@ class PassNotes:
         taken = items - self._skip
         if len(self._rows) < _LOOKS and taken >= look * len(self._rows):
             self._rows.append(self._look())
-        is_more = taken > look or state is State.ENDED
+        is_more = taken > look or state is PassState.ENDED
         marks = [[count, value % 2**_BITS] for count, value in self._fingerprint.marks]
         first = max(0, len(marks) - 1) if is_old else 0
         rows = [{name: list(row) for name, row in seen.items()} for seen in self._rows]
         notes = [self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], rows]
-        if is_old and state is not State.OPEN:
+        if is_old and state is not PassState.OPEN:
             self._old = notes
         return notes
 
@@ -167,7 +167,7 @@ _LONG_LOOK = 32
 _NOTED, _IN_FULL = 16, 2
 
 
-class Watch:
+class PassMonitor:
     """Compares this rank's passes over one loader with the other ranks'.
 
     Args:
@@ -194,12 +194,12 @@ class Watch:
         self.orders: list[Callable[[], None]] = []
         self.epochs_differ: bool = True
         self._name, self._units = name, ("item", "items")
-        self.pace: Pace = Pace()
+        self.pace: ReadAhead = ReadAhead()
         self._share: Callable[[], Callable[[], int | None] | None] = lambda: None
         self._made, self._cost_s, self._ended_s = 0, 0.0, 0.0
         self._exchange()  # so that nobody has to look for this rank's record later
 
-    def set_pace(self, name: str, pace: Pace, share: Callable[[], int | None]) -> None:
+    def set_pace(self, name: str, pace: ReadAhead, share: Callable[[], int | None]) -> None:
         """Set what errors call the loader and how it takes batches, before its first pass.
 
         Args:
@@ -212,8 +212,8 @@ class Watch:
         self._share = WeakMethod(share)  # the loader goes when nobody refers to it but this
         self._history.look = pace.size
 
-    def __reduce__(self) -> tuple[type["Watch"], tuple[()]]:
-        return Watch, ()  # a copy makes passes of its own, which other ranks need not know about
+    def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
+        return PassMonitor, ()  # a copy makes passes of its own, which other ranks need not know about
 
     @property
     def is_on(self) -> bool:
@@ -224,7 +224,7 @@ class Watch:
         """Record that the user chose the epoch that comes next."""
         self._history.choose()
 
-    def begin(self, epoch: int, standing: Callable[[], Standing], notes: PassNotes | None = None) -> None:
+    def begin(self, epoch: int, standing: Callable[[], PassProgress], notes: PassNotes | None = None) -> None:
         """Record that a pass begins, and compare.
 
         Args:

@@ -16,7 +16,7 @@ from ddp_patch.loaders.facts import Level, look_at
 from ddp_patch.loaders.hooks import Use, about_to_use, called_before, places_recorded, told_of_uses
 from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions
-from ddp_patch.running.records import Models, Patterns, Record, counted, is_off
+from ddp_patch.running.records import Models, Patterns, UsedLoader, counted, is_off
 from ddp_patch.running.session import Session
 from ddp_patch.wrappers import split_options
 
@@ -104,7 +104,7 @@ class Summary:
         self._session, self._models = session, models
 
     @property
-    def records(self) -> Sequence[Record]:
+    def records(self) -> Sequence[UsedLoader]:
         """The loaders that were used when there were several ranks, in that order."""
         return tuple(self._session.records)
 
@@ -148,7 +148,7 @@ class Summary:
         return "\n".join([*lines, *self.notes])
 
 
-def _share(record: Record) -> tuple[str, str]:
+def _share(record: UsedLoader) -> tuple[str, str]:
     steps = "" if record.steps is None else counted(record.steps, "step")
     return ", ".join(filter(None, (record.samples, steps))), record.padding
 

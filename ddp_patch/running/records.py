@@ -24,14 +24,14 @@ from ddp_patch.loaders.samples import length_of
 from ddp_patch.plan import Plan
 from ddp_patch.sharding.batches import patched_sampler, require_batches
 from ddp_patch.sharding.epochs import EpochSampler
-from ddp_patch.sharding.schedule import Turns
+from ddp_patch.sharding.schedule import Schedule
 
 __all__ = [
     "UNKNOWN",
     "Fate",
     "Models",
     "Patterns",
-    "Record",
+    "UsedLoader",
     "compared",
     "counted",
     "is_left_alone",
@@ -246,7 +246,7 @@ Fate: TypeAlias = Literal["patched", "would be patched", "would be refused", "le
 
 
 @dataclass
-class Record:
+class UsedLoader:
     """A loader that was used.
 
     Attributes:
@@ -321,7 +321,7 @@ def counted(number: int, unit: str) -> str:
     return f"{number:,} {unit if number == 1 else plural}"
 
 
-def with_share(record: Record, facts: LoaderFacts[Any], patched: DataLoader[Any]) -> Record:
+def with_share(record: UsedLoader, facts: LoaderFacts[Any], patched: DataLoader[Any]) -> UsedLoader:
     """Fill in what a rank gets of a patched loader."""
     sampler = patched_sampler("autopatch", patched)
     n, plan = facts.stream.length, sampler.plan
@@ -335,7 +335,7 @@ def with_share(record: Record, facts: LoaderFacts[Any], patched: DataLoader[Any]
     return record
 
 
-def _whole_pass(loader: DataLoader[Any]) -> Turns | None:
+def _whole_pass(loader: DataLoader[Any]) -> Schedule | None:
     """Return the batches of a loader's latest pass, if it came to its end."""
     try:
         batches = require_batches("autopatch", loader)

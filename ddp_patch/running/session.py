@@ -26,7 +26,7 @@ from ddp_patch.ranks.world import World, find_world
 from ddp_patch.running.records import (
     UNKNOWN,
     Patterns,
-    Record,
+    UsedLoader,
     compared,
     is_left_alone,
     is_off,
@@ -62,11 +62,11 @@ class Session:
 
     def __init__(self, where: Mapping[str, Any], options: Options, patterns: Patterns, *, dry_run: bool) -> None:
         self.patterns = patterns
-        self.records: list[Record] = []
+        self.records: list[UsedLoader] = []
         self.early: set[str] = set()
         self.had_world: bool = False
         self._where, self._options, self._dry_run = where, options, dry_run
-        self._known: dict[int, tuple[weakref.ref[DataLoader[Any]], Record]] = {}
+        self._known: dict[int, tuple[weakref.ref[DataLoader[Any]], UsedLoader]] = {}
         self._lock = threading.RLock()
         self._process = os.getpid()
 
@@ -94,11 +94,11 @@ class Session:
         record = self._record_of(loader)
         return record is not None and record.fate == "patched"
 
-    def _record_of(self, loader: DataLoader[Any]) -> Record | None:
+    def _record_of(self, loader: DataLoader[Any]) -> UsedLoader | None:
         known = self._known.get(id(loader))
         return known[1] if known is not None and known[0]() is loader else None
 
-    def _decided(self, loader: DataLoader[Any], use: Use) -> Record | None:
+    def _decided(self, loader: DataLoader[Any], use: Use) -> UsedLoader | None:
         """Decide what to do with a loader; None if a later use decides."""
         with unpatched():  # what looking at it iterates
             world = self._world()
@@ -129,11 +129,11 @@ class Session:
         self.early.add(shown(loader))
         if self._options.device is not None and _user_of(loader) is None and not _is_too_soon(loader, None):
             facts = look_at(loader)
-            self._moved(Record(shown(loader), what_it_is(facts), "left alone"), facts, use=Use.ITERATED)
+            self._moved(UsedLoader(shown(loader), what_it_is(facts), "left alone"), facts, use=Use.ITERATED)
 
-    def _done(self, loader: DataLoader[Any], world: World, use: Use) -> Record:
+    def _done(self, loader: DataLoader[Any], world: World, use: Use) -> UsedLoader:
         facts = look_at(loader)
-        record = Record(shown(loader), what_it_is(facts), "left alone")
+        record = UsedLoader(shown(loader), what_it_is(facts), "left alone")
         if facts.sharded_by is not None:
             self._moved(record, facts, use, is_one_of_several=True)
             return _shards_itself(record, facts)
@@ -142,14 +142,14 @@ class Session:
         act = self._foreseen if self._dry_run else self._patched
         return act(record, facts, world, use)
 
-    def _patched(self, record: Record, facts: LoaderFacts[Any], world: World, use: Use) -> Record:
+    def _patched(self, record: UsedLoader, facts: LoaderFacts[Any], world: World, use: Use) -> UsedLoader:
         """Put its share into the loader itself, so that all references to it have the patched one."""
         with _as_it_was_if_refused(facts.loader, record, use):
             shared = unit_shared(facts, self._options.share)  # now, because the loader is another one after it
             patched = self._shared(facts.loader, world, self._options, compared(facts.loader), change_loader)
         return with_share(replace(record, fate="patched"), shared, patched)
 
-    def _moved(self, record: Record, facts: LoaderFacts[Any], use: Use, *, is_one_of_several: bool = False) -> None:
+    def _moved(self, record: UsedLoader, facts: LoaderFacts[Any], use: Use, *, is_one_of_several: bool = False) -> None:
         """Move the batches of a loader that is not sharded here to the device; ranks do not synchronise for that.
 
         A loader that the script has patched keeps the script's device.
@@ -170,7 +170,7 @@ class Session:
         inner = _wrapped(facts)
         return None if inner is None else f"its batches come from another loader, in {inner!r}"
 
-    def _foreseen(self, record: Record, facts: LoaderFacts[Any], world: World, use: Use) -> Record:
+    def _foreseen(self, record: UsedLoader, facts: LoaderFacts[Any], world: World, use: Use) -> UsedLoader:
         """Return what a patch would do, by patching a copy without the other ranks."""
         alone = replace(world, members=None)
         agreement = "auto" if self._options.agreement == "leader" else self._options.agreement
@@ -190,7 +190,7 @@ class Session:
 
 
 @contextmanager
-def _as_it_was_if_refused(loader: DataLoader[Any], record: Record, use: Use) -> Iterator[None]:
+def _as_it_was_if_refused(loader: DataLoader[Any], record: UsedLoader, use: Use) -> Iterator[None]:
     """Undo what was changed of a loader if it cannot be patched, and say which one it is."""
     before = dict(vars(loader))
     try:
@@ -208,7 +208,7 @@ def _is_too_soon(loader: DataLoader[Any], user: object | None) -> bool:
     return user is loader or isinstance(user, RunningLoader) or get_worker_info() is not None
 
 
-def _shards_itself(record: Record, facts: LoaderFacts[Any]) -> Record:
+def _shards_itself(record: UsedLoader, facts: LoaderFacts[Any]) -> UsedLoader:
     by = facts.sharded_by
     what = "the script has patched it" if isinstance(by, EpochSampler) else f"{type(by).__name__}"
     return replace(record, fate="shards itself", note=what)
@@ -237,12 +237,12 @@ def _user_of(loader: DataLoader[Any]) -> object | None:
     return None
 
 
-def _shared_around(loader: DataLoader[Any], user: object) -> Record:
-    record = Record(shown(loader), what_it_is(look_at(loader)), "shards itself")
+def _shared_around(loader: DataLoader[Any], user: object) -> UsedLoader:
+    record = UsedLoader(shown(loader), what_it_is(look_at(loader)), "shards itself")
     return replace(record, note=f"{type(user).__name__}, which holds it")
 
 
-def _told(error: DDPPatchError, record: Record, use: Use) -> str:
+def _told(error: DDPPatchError, record: UsedLoader, use: Use) -> str:
     """Return the error's text with the loader that it is about, and what to do if that should not be patched."""
     made = "" if record.place == UNKNOWN else f" made at {record.place}"
     pattern = "" if record.place == UNKNOWN else f", or start with python -m ddp_patch run --except '{record.place}'"

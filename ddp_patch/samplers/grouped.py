@@ -15,7 +15,7 @@ from ddp_patch.orders.random_states import ambient_state, ambient_unmoved
 from ddp_patch.samplers.checks import flag, sequence, whole
 from ddp_patch.samplers.classes import Classes, Labels
 from ddp_patch.samplers.keyed import KeyedSampler, LatestEpoch, Positions, ResumableSampler, Stateful, check_number
-from ddp_patch.samplers.lengths import Batches, Runs, cut
+from ddp_patch.samplers.lengths import LengthBatches, Runs, cut
 from ddp_patch.samplers.wrapped import (
     copied,
     dataset_size,
@@ -69,7 +69,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         _require_groups_for_all(sampler, len(self._groups.codes))
         self._length = 0  # of the latest pass
         self._begun: dict[str, Any] | None = None  # what the latest pass follows from, if a state can hold that
-        self._latest = LatestEpoch[Batches]()
+        self._latest = LatestEpoch[LengthBatches]()
 
     @property
     def drop_last(self) -> bool:
@@ -133,7 +133,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
             )
         return self._epoch(self._keyed, epoch)(positions)
 
-    def _epoch(self, sampler: KeyedSampler[int], epoch: int) -> Batches:
+    def _epoch(self, sampler: KeyedSampler[int], epoch: int) -> LengthBatches:
         return self._latest.of(epoch, lambda: self._batches(sampler.items_at(np.arange(len(sampler)), epoch)))
 
     def _begin(self, skip: int) -> Iterator[Sequence[list[int]]]:
@@ -146,13 +146,13 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         self._length = len(batches)
         return self._looked_up(batches, skip, self._length)
 
-    def _batches(self, drawn: Iterable[int]) -> Batches:
+    def _batches(self, drawn: Iterable[int]) -> LengthBatches:
         """Group the indices of an epoch into batches."""
         indices = indices_of(self.sampler, drawn)
         group_of = self._group_of(indices)
         places = np.argsort(group_of, kind="stable")  # group by group, in the sampler's order
         runs = self._cut(group_of)
-        return Batches(indices[places], runs.at(np.argsort(places[runs.starts])))
+        return LengthBatches(indices[places], runs.at(np.argsort(places[runs.starts])))
 
     def _group_of(self, indices: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
         groups = self._groups.codes

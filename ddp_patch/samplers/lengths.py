@@ -14,7 +14,7 @@ from ddp_patch.samplers.checks import Integers, integers, whole
 from ddp_patch.samplers.classes import smallest
 from ddp_patch.samplers.keyed import At, KeyedSampler, Positions, generator_of
 
-__all__ = ["Batches", "LengthBucketBatchSampler", "Runs", "cut"]
+__all__ = ["LengthBatches", "LengthBucketBatchSampler", "Runs", "cut"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True)
-class Batches:
+class LengthBatches:
     """An epoch of batches.
 
     Attributes:
@@ -141,7 +141,7 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
         self.max_padding: float = _part(max_padding)
         items, self._sizes, longest_of = _buckets(found, self.max_padding)
         batch_sizes = self.batch_size or min(self.max_tokens or 0, sys.maxsize) // longest_of
-        self._batches = Batches(items, cut(self._sizes, batch_sizes))
+        self._batches = LengthBatches(items, cut(self._sizes, batch_sizes))
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -151,7 +151,7 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
         items = self._batches.items.copy()
         for bucket in np.split(items, np.cumsum(self._sizes)[:-1]):  # views, so this shuffles `items`
             rng.shuffle(bucket)
-        return Batches(items, self._batches.runs.at(rng.permutation(len(self))))
+        return LengthBatches(items, self._batches.runs.at(rng.permutation(len(self))))
 
 
 def _at_least_one(name: str, value: object, reason: str) -> int | None:

@@ -8,17 +8,17 @@ import numpy as np
 
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.orders import Order
-from ddp_patch.sharding.balancing import Dealing, Dealt, as_it_came
+from ddp_patch.sharding.balancing import BalancedWindow, Balancer, as_it_came
 from ddp_patch.sharding.drawing import Epoch, Origins, Sizes, size_of
-from ddp_patch.sharding.sources import LookedUp
+from ddp_patch.sharding.sources import Indexed
 
-__all__ = ["DealtOrder"]
+__all__ = ["BalancedOrder"]
 
 
 T = TypeVar("T")
 
 
-class DealtOrder(LookedUp[T]):
+class BalancedOrder(Indexed[T]):
     """Looks up a window of the epoch's order, balances it, and takes this rank's part of it.
 
     It begins with the window in which the pass resumes. Nobody else has taken a part of the epoch.
@@ -33,7 +33,7 @@ class DealtOrder(LookedUp[T]):
     sizes: Sizes | None
     origins: Origins
 
-    def __init__(self, epoch: Epoch[T], dealing: Dealing) -> None:
+    def __init__(self, epoch: Epoch[T], dealing: Balancer) -> None:
         super().__init__(epoch)
         self._dealing = dealing
         self.origins = Origins()
@@ -79,21 +79,21 @@ class DealtOrder(LookedUp[T]):
 class _Windows:
     """The windows of an order, the latest of them in memory."""
 
-    def __init__(self, order: Order, dealing: Dealing, ranks: int, epoch: int) -> None:
+    def __init__(self, order: Order, dealing: Balancer, ranks: int, epoch: int) -> None:
         self._order, self._dealing, self._ranks, self._epoch = order, dealing, ranks, epoch
         self.width: int = dealing.width(ranks)
         self.count: int = -(-order.length // self.width)
-        self._latest: tuple[int, Any, Dealt] = (-1, [], as_it_came(0))
+        self._latest: tuple[int, Any, BalancedWindow] = (-1, [], as_it_came(0))
 
     def items(self, number: int) -> Any:
         """Return the items of a window as they come, which may be an array."""
         return self._window(number)[0]
 
-    def dealt(self, number: int) -> Dealt:
+    def dealt(self, number: int) -> BalancedWindow:
         """Return their positions in the window, balanced."""
         return self._window(number)[1]
 
-    def _window(self, number: int) -> tuple[Any, Dealt]:
+    def _window(self, number: int) -> tuple[Any, BalancedWindow]:
         if self._latest[0] != number:
             positions = range(number * self.width, min(self._order.length, (number + 1) * self.width))
             found = self._order.array(positions)

@@ -21,19 +21,19 @@ from ddp_patch.costs import CostOf, Costs
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.orders.chunks import owned
 from ddp_patch.orders.random_states import Seed, dealing_key
-from ddp_patch.plan import Batching, Done, Plan
+from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Dealing", "Dealt", "Division", "as_it_came", "deal", "deal_batch", "dealt_stream"]
+__all__ = ["BalancedWindow", "Balancer", "Division", "as_it_came", "deal", "deal_batch", "dealt_stream"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class BalancedWindow:
     """A balanced window.
 
     Attributes:
@@ -58,7 +58,9 @@ class Dealt:
         return np.concatenate([*own, self.left[rank : rank + 1]])
 
 
-def deal(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf, key: np.random.SeedSequence) -> Dealt:
+def deal(
+    costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf, key: np.random.SeedSequence
+) -> BalancedWindow:
     """Balance the items of a window so that the batches of each step cost about the same.
 
     The steps come in a random order, and so do the batches within each. A batch has its items in the order in which
@@ -98,12 +100,12 @@ def deal(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf, key
     random = np.random.PCG64(key)
     steps = _shuffled(_steps(costs[:whole], ranks, size, cost_of), random)
     last = whole + _shuffled(_steps(costs[whole : whole + over * ranks], ranks, over, cost_of), random)
-    return Dealt(steps, last, np.arange(whole + over * ranks, len(costs)))
+    return BalancedWindow(steps, last, np.arange(whole + over * ranks, len(costs)))
 
 
-def as_it_came(items: int) -> Dealt:
+def as_it_came(items: int) -> BalancedWindow:
     """Return a window of one rank, which has its order already."""
-    return Dealt(np.arange(items).reshape(-1, 1, 1), np.empty((0, 1, 0), np.int64), np.empty(0, np.int64))
+    return BalancedWindow(np.arange(items).reshape(-1, 1, 1), np.empty((0, 1, 0), np.int64), np.empty(0, np.int64))
 
 
 def deal_batch(costs: Sequence[float], ranks: int) -> list[int]:
@@ -268,7 +270,7 @@ _Window: TypeAlias = tuple[Sequence[T], np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Dealing:
+class Balancer:
     """How a sampler's stream is balanced.
 
     Attributes:
@@ -306,7 +308,7 @@ class Dealing:
 
     def dealt(
         self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, stage: int, window: int
-    ) -> Dealt:
+    ) -> BalancedWindow:
         """Return a window, balanced for this many ranks.
 
         Args:
@@ -325,9 +327,9 @@ class Dealing:
 
 def dealt_stream(
     stream: Iterator[T],
-    dealing: Dealing,
+    dealing: Balancer,
     epoch: int,
-    before: Done,
+    before: Consumed,
     plans: Sequence[Plan],
     note: Callable[[Sequence[np.ndarray[Any, Any]]], object],
 ) -> Iterator[T]:
@@ -364,7 +366,9 @@ def _recorded(
     return items
 
 
-def _dealt(windows: Iterator[_Window[T]], dealing: Dealing, ranks: int, epoch: int, stage: int) -> Iterator[_Window[T]]:
+def _dealt(
+    windows: Iterator[_Window[T]], dealing: Balancer, ranks: int, epoch: int, stage: int
+) -> Iterator[_Window[T]]:
     """Balance a stream's windows for this many ranks."""
     for number, (items, places) in enumerate(windows):
         order = dealing.dealt(items, ranks, epoch, stage, number).order

@@ -19,8 +19,8 @@ from ddp_patch.orders.chunks import Chunk, draw, own
 from ddp_patch.orders.fingerprint import Fingerprint
 from ddp_patch.orders.pass_fingerprint import PassFingerprint
 from ddp_patch.orders.random_states import distributed_permutation
-from ddp_patch.plan import Done, Plan
-from ddp_patch.sharding.balancing import Dealing, dealt_stream
+from ddp_patch.plan import Consumed, Plan
+from ddp_patch.sharding.balancing import Balancer, dealt_stream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -163,7 +163,7 @@ class Epoch(Generic[T]):
     is_one_shot: bool
     number: int
     plan: Plan
-    before: Done
+    before: Consumed
     rng: AbstractContextManager[None]
     private: torch.Generator | None
     draws_ahead: bool
@@ -173,7 +173,7 @@ class Epoch(Generic[T]):
     at_end: Callable[[int, int], None]
     verify: Callable[[int, str], None] | None
     keeps_sizes: bool
-    dealing: Dealing | None
+    dealing: Balancer | None
     noted: PassFingerprint | None
 
 

@@ -9,15 +9,15 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_patch.errors import InvalidOptionError, StateError
-from ddp_patch.orders.chunks import Given
+from ddp_patch.orders.chunks import GivenBatches
 from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
-from ddp_patch.plan import Batching, Done, Plan
+from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.pass_monitor import Watch
-from ddp_patch.sharding.held import Held, Holders
+from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.sharding.held import SamplerState, SamplerStates
 from ddp_patch.sharding.passes import Pass
-from ddp_patch.sharding.position import Place, read_state, write_state
-from ddp_patch.sharding.schedule import DividedBatches, Part, StepSamples, Turns
+from ddp_patch.sharding.position import Position, read_state, write_state
+from ddp_patch.sharding.schedule import DividedBatches, Part, Schedule, StepSamples
 
 __all__ = ["EpochSampler"]
 
@@ -45,16 +45,16 @@ class EpochSampler(DistributedSampler[T]):
 
     is_ddp_aware: bool = True
 
-    def __init__(self, agreed: Agreed, holders: Holders, facts: Mapping[str, object]) -> None:
+    def __init__(self, agreed: Agreed, holders: SamplerStates, facts: Mapping[str, object]) -> None:
         # Don't call DistributedSampler.__init__: it needs a length, and fixes it once.
         self.agreed = agreed
         self.plan: Plan = agreed.plan(agreed.world.rank)
         self.epochs: EpochCounter = EpochCounter()
         self.latest: Pass[T] | None = None
-        self.place: Place | None = None
+        self.place: Position | None = None
         self.tells_rest: bool = True
         self.keeps_sizes: bool = False
-        self.given: Given | None = None
+        self.given: GivenBatches | None = None
         self._division = agreed.division
         self._holders = holders
         self._choices, self._is_chosen = 0, False  # how often an epoch was chosen; whether none has begun since
@@ -62,7 +62,7 @@ class EpochSampler(DistributedSampler[T]):
         self._applied = 0  # the latest choice that was put back
         self._drawn_from: torch.Generator | None = None  # by the loader, for the iterator that it made last
         options = agreed.options
-        self.watch: Watch = Watch(agreed.peers, type(self).__name__, keeps=self.plan.uneven == "keep")
+        self.watch: PassMonitor = PassMonitor(agreed.peers, type(self).__name__, keeps=self.plan.uneven == "keep")
         self._facts = {
             **facts,
             "uneven": options.uneven,
@@ -142,7 +142,7 @@ class EpochSampler(DistributedSampler[T]):
                     torch.empty((), dtype=torch.int64).random_(generator=self._drawn_from)
         self._has_begun_holders, self._drawn_from = False, None
 
-    def held(self) -> Held:
+    def held(self) -> SamplerState:
         """Return what the samplers hold now."""
         return self._holders.held()
 
@@ -168,14 +168,14 @@ class EpochSampler(DistributedSampler[T]):
         length = self._length_if_any(one.epoch)
         return None if length is None else len(self.plan.rest(length, one.before))
 
-    def left(self, place: Place) -> int | None:
+    def left(self, place: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
         length, (before, skip) = self._length_if_any(place.epoch), place.split(self.plan.num_replicas)
         return None if length is None else len(self.plan.share(len(self.plan.rest(length, before)))) - skip
 
-    def turns(self, one: Pass[Any], batching: Batching) -> Turns:
+    def turns(self, one: Pass[Any], batching: Batching) -> Schedule:
         """Return the batches of a pass, with the ends that this rank has found so far."""
-        return Turns(self.plan, batching, [Part(one.skip, self._length_known(one, one.source.length_found()))])
+        return Schedule(self.plan, batching, [Part(one.skip, self._length_known(one, one.source.length_found()))])
 
     def _length_known(self, one: Pass[Any], found: int | None) -> int | None:
         """Return how many items all ranks share in a pass: as found, or as ``len()`` says if runs follow from that."""
@@ -187,7 +187,7 @@ class EpochSampler(DistributedSampler[T]):
         turn, total = turns.turn(number), turns.total(number)
         return StepSamples(turn.items, turn.real, total, turns.whole_after(number))
 
-    def divided_batches(self, one: Pass[Any], turns: Turns) -> DividedBatches | None:
+    def divided_batches(self, one: Pass[Any], turns: Schedule) -> DividedBatches | None:
         """Return this rank's rows of a whole pass with these batches, if batches are divided; otherwise None."""
         if self._division is None:
             return None
@@ -202,13 +202,13 @@ class EpochSampler(DistributedSampler[T]):
         """Return how many items a pass leaves out because another package's loader resumed within it."""
         return 0
 
-    def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
+    def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Schedule | None:
         """Return the batches of a pass if this rank has reached its end, otherwise None."""
         length = one.length if one.is_ended else self.pass_length(one)
         # A loop that takes len() batches never asks for the end.
         if length is None or not (one.is_ended or one.taken >= len(self.plan.share(length))):
             return None
-        return Turns(self.plan, batching, [Part(one.skip, length)])
+        return Schedule(self.plan, batching, [Part(one.skip, length)])
 
     def given_batches(self, one: Pass[Any], batching: Batching) -> int:
         """Return how many batches a pass has given; those that workers fetch ahead may count."""
@@ -216,7 +216,7 @@ class EpochSampler(DistributedSampler[T]):
 
     def most_batches(self, one: Pass[Any], batching: Batching) -> int | None:
         """Return how many batches the largest share has in a pass if every rank knows that; otherwise None."""
-        return Turns(self.plan, batching, [Part(one.skip, self.pass_length(one))]).most
+        return Schedule(self.plan, batching, [Part(one.skip, self.pass_length(one))]).most
 
     def most_found(self, one: Pass[Any], batching: Batching, batches: int) -> int | None:
         """Return how many batches the largest share has in a pass, as far as this rank knows; None if it does not.
@@ -226,7 +226,7 @@ class EpochSampler(DistributedSampler[T]):
         """
         return self.most_batches(one, batching)
 
-    def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
+    def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Position:
         """Return the position after this many batches of a pass."""
         return one.place(one.skip + batches * batching.size)
 
@@ -265,7 +265,7 @@ class EpochSampler(DistributedSampler[T]):
             self.given.begin()
 
     def _settle_latest(self) -> None:
-        """Let the latest pass count as drawn to its end, where that makes a difference; see ``Holders``."""
+        """Let the latest pass count as drawn to its end, where that makes a difference; see ``SamplerStates``."""
 
     def note_running(self, one: Pass[T]) -> None:
         """Record that the training loop is in a pass, because it was given a batch of it after a ``set_epoch``.
@@ -275,13 +275,13 @@ class EpochSampler(DistributedSampler[T]):
         if self.place is None:
             self.latest = one
 
-    def _measured(self) -> tuple[int, Done, int]:
+    def _measured(self) -> tuple[int, Consumed, int]:
         """Return what ``len()`` counts: an epoch, what other numbers of ranks took of it, what each rank took since.
 
         If a position was loaded, this is about the next pass, which resumes there; otherwise about the running one.
         """
         one, skip = self.latest, 0
-        before: Done = ()
+        before: Consumed = ()
         if self.place is not None:
             epoch = self.place.epoch
             before, skip = self.place.split(self.plan.num_replicas)
@@ -298,15 +298,15 @@ class EpochSampler(DistributedSampler[T]):
         """
         return self.state_at(self._place_now())
 
-    def state_at(self, place: Place) -> dict[str, Any]:
+    def state_at(self, place: Position) -> dict[str, Any]:
         """Return the state of this sampler at a position."""
         return write_state(place, self._identity(self.latest), self.seed)
 
-    def _place_now(self) -> Place:
+    def _place_now(self) -> Position:
         if self.place is not None:
             return self.place
         if self.latest is None:
-            return Place(self.epochs.upcoming, held=self.held())
+            return Position(self.epochs.upcoming, held=self.held())
         if self.latest.is_ended:
             return self.latest.place_at_end(self.held())
         # What is the passes' own is drawn again; a dataset's generators are wherever somebody left them.
@@ -328,7 +328,7 @@ class EpochSampler(DistributedSampler[T]):
         """
         self.go_to(self.read(state_dict), tells_rest=False)
 
-    def read(self, state: Any) -> Place:
+    def read(self, state: Any) -> Position:
         """Return the position that a state describes; raise StateError unless this loader has it."""
         self.require_states("restored")
         place = read_state(state, self._identity(None), self.agreed.seed, self._holders.holders)
@@ -351,7 +351,7 @@ class EpochSampler(DistributedSampler[T]):
         """Return how many items the stream has, or None if that is not certain."""
         return None
 
-    def go_to(self, place: Place, *, tells_rest: bool) -> None:
+    def go_to(self, place: Position, *, tells_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``tells_rest``."""
         if place.seed is not None:
             self.agreed.seed.adopt(place.seed)

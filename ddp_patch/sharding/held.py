@@ -24,7 +24,7 @@ from ddp_patch.orders.generators import (
 )
 from ddp_patch.orders.random_states import one_at_a_time
 
-__all__ = ["Held", "Holders", "Transparent"]
+__all__ = ["SamplerState", "SamplerStates", "Transparent"]
 
 
 # How many epochs' beginnings are kept, for who goes back to one.
@@ -32,7 +32,7 @@ _LATEST = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class SamplerState:
     """What the samplers' order follows from, besides (seed, epoch).
 
     Attributes:
@@ -96,7 +96,7 @@ class _Beginning:
     counters: Mapping[tuple[int, str], Any]
 
 
-class Holders:
+class SamplerStates:
     """The samplers of a stream, and other objects that may hold random generators or a state.
 
     Their generators and counters belong to the passes of one loader: they are put back to where these passes left them
@@ -248,7 +248,7 @@ class Holders:
 
     # ---- states ----
 
-    def held(self) -> Held:
+    def held(self) -> SamplerState:
         """Return what they hold now."""
         attributes = [
             {name: value for name, value in plain_attributes(holder).items() if first.get(name, _UNSET) != value}
@@ -257,17 +257,17 @@ class Holders:
         changed = attributes if any(attributes) else ()
         states = self.generators()
         try:
-            return Held(states, [copy.deepcopy(_told(holder)) for holder in self._stateful()], changed)
+            return SamplerState(states, [copy.deepcopy(_told(holder)) for holder in self._stateful()], changed)
         except Exception as error:  # noqa: BLE001 - the user's code; it counts when a state is asked for
             why = f"when the epoch began, the state_dict() of a sampler in it raised {error!r}. Correct that method"
-            return Held(states, (), changed, why)
+            return SamplerState(states, (), changed, why)
 
     def generators(self) -> Sequence[Any]:
         """Return the states of their random generators."""
         with self.drawing():
             return generator_states(self.holders)
 
-    def reinstate(self, held: Held) -> None:
+    def reinstate(self, held: SamplerState) -> None:
         """Make them hold what they held before."""
         self.reinstate_generators(held.generators)
         for holder, state in zip(self._stateful(), held.samplers, strict=True):
@@ -288,7 +288,7 @@ class Holders:
             for one in self._own:
                 one.own = one.shown = as_read(one.generator)
 
-    def restore(self, epoch: int, held: Held) -> None:
+    def restore(self, epoch: int, held: SamplerState) -> None:
         """Make them hold what they held before an epoch, because a state is restored."""
         self.reinstate(held)
         self._beginnings = {epoch: self._now()}

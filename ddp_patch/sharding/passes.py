@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import ref
 
 from ddp_patch.orders.chunks import Progress, State
-from ddp_patch.plan import Done
-from ddp_patch.ranks.histories import Standing
-from ddp_patch.ranks.histories import State as Known
+from ddp_patch.plan import Consumed
+from ddp_patch.ranks.histories import PassProgress, PassState
 from ddp_patch.ranks.notices import StepCounts
-from ddp_patch.ranks.pass_monitor import PassNotes, Watch
+from ddp_patch.ranks.pass_monitor import PassMonitor, PassNotes
 from ddp_patch.sharding.balancing import Division
 from ddp_patch.sharding.drawing import Sizes, size_of
-from ddp_patch.sharding.held import Held, Holders
-from ddp_patch.sharding.position import Place
+from ddp_patch.sharding.held import SamplerState, SamplerStates
+from ddp_patch.sharding.position import Position
 from ddp_patch.sharding.sources import Source
 
 if TYPE_CHECKING:
@@ -32,10 +31,10 @@ R = TypeVar("R")
 _MOST_STEPS = 32
 
 _KNOWN = {
-    State.NOT_BEGUN: Known.OPEN,
-    State.RUNNING: Known.OPEN,
-    State.ENDED: Known.ENDED,
-    State.LEFT: Known.LEFT,
+    State.NOT_BEGUN: PassState.OPEN,
+    State.RUNNING: PassState.OPEN,
+    State.ENDED: PassState.ENDED,
+    State.LEFT: PassState.LEFT,
 }
 
 
@@ -68,11 +67,11 @@ class Pass(Progress, Generic[T]):
 
     def __init__(
         self,
-        start: Place,
+        start: Position,
         num_replicas: int,
-        holders: Holders,
+        holders: SamplerStates,
         source: Source[T],
-        watch: Watch,
+        watch: PassMonitor,
         *,
         resumes: bool = False,
         sizes: Sizes | None = None,
@@ -82,7 +81,7 @@ class Pass(Progress, Generic[T]):
     ) -> None:
         before, skip = start.split(num_replicas)
         super().__init__(skip)
-        self.before: Done = before
+        self.before: Consumed = before
         self.handed_out: int | None = None
         self.is_exhausted: bool = False
         self.has_failed: bool = False
@@ -92,7 +91,7 @@ class Pass(Progress, Generic[T]):
         self._resumes, self._at_end = resumes, at_end
         self.sizes: Sizes | None = sizes
         self._division = division
-        self.start: Place = start
+        self.start: Position = start
         self._num_replicas, self._holders = num_replicas, holders
         self._watch = watch
         self._steps, self._surely_taken, self._awaited = 1, skip, 0
@@ -172,29 +171,29 @@ class Pass(Progress, Generic[T]):
             self._awaited = 0
         yield run
 
-    def standing(self) -> Standing:
+    def standing(self) -> PassProgress:
         """Return how many items of the share were surely taken, and the record of the pass."""
         pace, known = self._watch.pace, _KNOWN[self.state]
         asked = self.taken + self._awaited - self.skip
         taken = self.skip + pace.taken(asked, is_over=self.is_exhausted and self.is_ended)
-        if known is Known.ENDED and pace.ahead and self.handed_out is not None and not self.is_exhausted:
+        if known is PassState.ENDED and pace.ahead and self.handed_out is not None and not self.is_exhausted:
             # Workers were asked for all, and the loop may not have taken it.
             taken = self._in_batches()
             if taken < self.taken:
-                known = Known.OPEN if self._counter is not None and self._counter() is not None else Known.LEFT
+                known = PassState.OPEN if self._counter is not None and self._counter() is not None else PassState.LEFT
         if self.has_failed:  # other ranks may have been given the batch that the loop asked for here
             taken = max(taken, self._in_batches())
         if not self.source.is_counted:
-            return Standing(taken, Known.UNKNOWN)
+            return PassProgress(taken, PassState.UNKNOWN)
         if not self.source.ends_elsewhere():
             self._surely_taken = taken
         elif self.handed_out is not None:
             # When a worker finds the end depends on chance, and then more is asked for. Only the batches count.
             self._surely_taken = max(self._surely_taken, self._in_batches())
-            known = Known.ENDED if self.is_exhausted else known
+            known = PassState.ENDED if self.is_exhausted else known
         else:
-            known = Known.ENDED
-        return Standing(self._surely_taken, known)
+            known = PassState.ENDED
+        return PassProgress(self._surely_taken, known)
 
     def _in_batches(self) -> int:
         """Return how many items are in the batches that the loop was given, and in one that failed."""
@@ -235,7 +234,7 @@ class Pass(Progress, Generic[T]):
         What workers fetched ahead is taken now; and where only they find an end, no index tells of it.
 
         Raises:
-            RankMismatchError: As ``Watch.compare``.
+            RankMismatchError: As ``PassMonitor.compare``.
         """
         self.is_exhausted = True
         if self._watch.pace.ahead or self.source.ends_elsewhere():
@@ -264,7 +263,7 @@ class Pass(Progress, Generic[T]):
             self._holders.reinstate_generators(latest[1])
             self._snapshots = replace(self._snapshots, latest=None)
 
-    def place(self, taken: int, *, generators: Sequence[Any] = ()) -> Place:
+    def place(self, taken: int, *, generators: Sequence[Any] = ()) -> Position:
         """Return the position after this many items of the share were taken.
 
         Args:
@@ -272,14 +271,14 @@ class Pass(Progress, Generic[T]):
             generators: The generators' states, for a state that says how far this rank has drawn.
         """
         latest = (self.given, generators) if generators else None
-        return Place(
+        return Position(
             self.epoch,
             (*(stint for stint in self.before if stint[1]), (self._num_replicas, taken)),
             self.source.held_before or self.start.held,
             snapshots=replace(self._snapshots, latest=latest),
         )
 
-    def place_at_end(self, held: Held) -> Place:
+    def place_at_end(self, held: SamplerState) -> Position:
         """Return the position after everything was taken, when the samplers hold ``held``."""
         return replace(self.place(self.taken), held=self.source.held_after or held, ended=True)
 

@@ -7,10 +7,20 @@ from typing import Any, NamedTuple, TypeGuard
 from ddp_patch.errors import StateError
 from ddp_patch.orders.generators import is_stateful, random_generators, set_generator_state, unmoved
 from ddp_patch.orders.random_states import Seed
-from ddp_patch.plan import Done
-from ddp_patch.sharding.held import Held
+from ddp_patch.plan import Consumed
+from ddp_patch.sharding.held import SamplerState
 
-__all__ = ["First", "Mark", "PartsDone", "Place", "Snapshots", "no_state", "read_state", "split", "write_state"]
+__all__ = [
+    "PartsDone",
+    "Position",
+    "Snapshots",
+    "StreamSnapshot",
+    "StreamStart",
+    "no_state",
+    "read_state",
+    "split",
+    "write_state",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +48,10 @@ class PartsDone:
     """
 
     first: int
-    done: Sequence[Done]
+    done: Sequence[Consumed]
 
 
-class First(NamedTuple):
+class StreamStart(NamedTuple):
     """Hashes of a stream's first items, to recognise the stream after a restart.
 
     Attributes:
@@ -58,7 +68,7 @@ class First(NamedTuple):
     numbers: int
     distinct: int
 
-    def is_again(self, other: "First", is_drawn: bool) -> bool:
+    def is_again(self, other: "StreamStart", is_drawn: bool) -> bool:
         """Return whether another stream begins with the same items, perhaps augmented differently.
 
         Args:
@@ -72,7 +82,7 @@ class First(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class StreamSnapshot:
     """What identifies an iterable dataset's stream, or one worker's part of it, besides how much was taken.
 
     Attributes:
@@ -80,7 +90,7 @@ class Mark:
         state: The dataset's own state, as the only element; empty if it has no state with a position.
     """
 
-    first: First | None = None
+    first: StreamStart | None = None
     state: Sequence[Any] = ()
 
     def plain(self) -> list[Any]:
@@ -88,14 +98,14 @@ class Mark:
         return [None if self.first is None else list(self.first), list(self.state)]
 
     @classmethod
-    def of(cls, plain: Sequence[Any]) -> "Mark":
+    def of(cls, plain: Sequence[Any]) -> "StreamSnapshot":
         """Return what ``plain`` made plain values of."""
         first, state = plain
-        return cls(None if first is None else First(*first), tuple(state))
+        return cls(None if first is None else StreamStart(*first), tuple(state))
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Position:
     """A position in the epochs: where a pass begins, or how far it is.
 
     Attributes:
@@ -110,12 +120,12 @@ class Place:
     """
 
     epoch: int
-    done: Done = ()
-    held: Held = field(default_factory=Held)
+    done: Consumed = ()
+    held: SamplerState = field(default_factory=SamplerState)
     ended: bool = False
     snapshots: Snapshots = field(default_factory=Snapshots)
     parts: PartsDone | None = None
-    marks: Sequence[Mark] = ()
+    marks: Sequence[StreamSnapshot] = ()
     seed: int | None = None
 
     @property
@@ -128,16 +138,16 @@ class Place:
         """Whether nothing of the epoch was taken."""
         return not any(taken for _, taken in self.done)
 
-    def split(self, num_replicas: int) -> tuple[Done, int]:
+    def split(self, num_replicas: int) -> tuple[Consumed, int]:
         """Return what other numbers of ranks took, and how many items each of this many took after that."""
         return split(self.done, num_replicas)
 
-    def following(self) -> "Place":
+    def following(self) -> "Position":
         """Return where the next epoch begins, if this one has ended; otherwise this position."""
-        return Place(self.epoch + 1, held=self.held, seed=self.seed) if self.ended else self
+        return Position(self.epoch + 1, held=self.held, seed=self.seed) if self.ended else self
 
 
-def split(done: Done, num_replicas: int) -> tuple[Done, int]:
+def split(done: Consumed, num_replicas: int) -> tuple[Consumed, int]:
     """Return what other numbers of ranks took, and how many items each of this many took after that."""
     if done and done[-1][0] == num_replicas:
         return done[:-1], done[-1][1]
@@ -153,7 +163,7 @@ _FIELDS = (
 )
 
 
-def write_state(place: Place, facts: Mapping[str, object], seed: int) -> dict[str, Any]:
+def write_state(place: Position, facts: Mapping[str, object], seed: int) -> dict[str, Any]:
     """Return a position as plain values, with the seed and the facts that identify the loader.
 
     Raises:
@@ -188,7 +198,7 @@ def no_state(why: str) -> dict[str, Any]:
     return {_CANNOT_RESUME: why}
 
 
-def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Sequence[Any]) -> Place:
+def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Sequence[Any]) -> Position:
     """Return the position that a state describes.
 
     Args:
@@ -228,10 +238,10 @@ def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Seq
     held, latest = _read_held(state, holders), _read_latest(state["now"], holders)
     snapshots, parts = Snapshots(at_first, latest), _read_parts(state["parts"])
     marks = _read_marks(state["marks"], parts)
-    return Place(state["epoch"], done, held, state["ended"], snapshots, parts, marks, state["loader"]["seed"])
+    return Position(state["epoch"], done, held, state["ended"], snapshots, parts, marks, state["loader"]["seed"])
 
 
-def _listed(done: Done) -> list[list[int]]:
+def _listed(done: Consumed) -> list[list[int]]:
     return [list(stint) for stint in done]
 
 
@@ -250,12 +260,12 @@ def _read_parts(parts: Any) -> PartsDone | None:
     return PartsDone(parts[0], tuple(tuple((ranks, taken) for ranks, taken in done) for done in parts[1]))
 
 
-def _read_marks(marks: Any, parts: PartsDone | None) -> Sequence[Mark]:
+def _read_marks(marks: Any, parts: PartsDone | None) -> Sequence[StreamSnapshot]:
     if not (isinstance(marks, list | tuple) and all(map(_is_mark, marks))):
         raise _damaged(f"its field marks is {marks!r}, not a list of pairs: what a stream began with, and its state")
     if len(marks) not in {0, 1 if parts is None else len(parts.done)}:
         raise _damaged(f"its field marks has {len(marks)} elements, not one for each part")
-    return tuple(map(Mark.of, marks))
+    return tuple(map(StreamSnapshot.of, marks))
 
 
 def _is_mark(mark: object) -> bool:
@@ -283,7 +293,7 @@ def _read_generators(name: str, states: Any, holders: Sequence[Any]) -> Sequence
     return states  # type: ignore[no-any-return]  # a list: _require_number checked it
 
 
-def _read_held(state: Mapping[str, Any], holders: Sequence[Any]) -> Held:
+def _read_held(state: Mapping[str, Any], holders: Sequence[Any]) -> SamplerState:
     _read_generators("generators", state["generators"], holders)
     _require_number("samplers", state["samplers"], sum(map(is_stateful, holders)))
     try:
@@ -292,7 +302,7 @@ def _read_held(state: Mapping[str, Any], holders: Sequence[Any]) -> Held:
         raise _damaged(f"its field attributes is {state['attributes']!r}, not a list of lists of pairs") from None
     if attributes:
         _require_number("attributes", attributes, len(holders))
-    return Held(state["generators"], state["samplers"], attributes)
+    return SamplerState(state["generators"], state["samplers"], attributes)
 
 
 def _read_latest(now: Any, holders: Sequence[Any]) -> tuple[int, Sequence[Any]] | None:

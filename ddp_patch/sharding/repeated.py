@@ -12,7 +12,7 @@ from ddp_patch.errors import StreamLengthError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.moving import Mover
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.orders.chunks import Given
+from ddp_patch.orders.chunks import GivenBatches
 from ddp_patch.sharding.epochs import EpochSampler
 
 __all__ = ["RepeatedPasses"]
@@ -45,7 +45,7 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
         self._mover = None if make_mover is None else make_mover()
         self._loader = weakref.ref(loader)
         self._sampler, self._one_pass = sampler, dict(one_pass)
-        sampler.given = self._given = Given()
+        sampler.given = self._given = GivenBatches()
         self._plain: DataLoader[Any] | None = None
         self._length: int | None = None
         self.drop_pass()

@@ -30,14 +30,14 @@ from ddp_patch.orders.random_states import Entered, PrivateRNG, epoch_generator,
 from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassNotes
-from ddp_patch.sharding.balancing import Dealing, Division
+from ddp_patch.sharding.balancing import Balancer, Division
 from ddp_patch.sharding.drawing import Epoch, Sizes, require_sure_length
 from ddp_patch.sharding.epochs import EpochSampler
-from ddp_patch.sharding.held import Held, Holders, Transparent
+from ddp_patch.sharding.held import SamplerState, SamplerStates, Transparent
 from ddp_patch.sharding.passes import Pass
-from ddp_patch.sharding.position import Place
+from ddp_patch.sharding.position import Position
 from ddp_patch.sharding.schedule import StepSamples, divided, of_whole_batches, require_steps
-from ddp_patch.sharding.sources import Drawn, Led, LookedUp, Nothing, Source
+from ddp_patch.sharding.sources import FromLeader, Indexed, Nothing, Source, Streamed
 
 __all__ = ["ShardedSampler"]
 
@@ -53,21 +53,21 @@ class ShardedSampler(Transparent, EpochSampler[T]):
     """
 
     latest: Pass[T] | None
-    place: Place | None
+    place: Position | None
     _gives_batches: bool = False
     _inner = "sampler"
 
     def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ITEMS) -> None:
         if agreed.options.scalable_shuffle:
             stream = StreamFacts.of(scalable(stream.source, agreed.seed))
-        dealing = Dealing.of(agreed, batching, are_batches=self._gives_batches)
+        dealing = Balancer.of(agreed, batching, are_batches=self._gives_batches)
         facts = {
             "shared by": type(self).__name__,
             "shuffle_samples_between_gpus": shuffle,
             **stream.described,
             **({} if dealing is None else dealing.described),
         }
-        super().__init__(agreed, Holders(stream.samplers, stream.counted), facts)
+        super().__init__(agreed, SamplerStates(stream.samplers, stream.counted), facts)
         self.sampler: Iterable[T] = stream.source
         self._shuffles = shuffle
         self._batching, self._dealing = batching, dealing
@@ -173,7 +173,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             length = self._restored_length if latest.start.is_begun else latest.length
         return {**self._facts, "stream length": self._stream_length(self.epochs.upcoming) if length is None else length}
 
-    def go_to(self, place: Place, *, tells_rest: bool) -> None:
+    def go_to(self, place: Position, *, tells_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``tells_rest``."""
         super().go_to(place, tells_rest=tells_rest)
         self._restored_length = self._stream_length(place.epoch) if self._is_torchs else None
@@ -184,14 +184,14 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         with self._nested_epochs.told(epoch, otherwise=self.epochs.upcoming):  # epochs may have different lengths
             return self._stream_length(epoch)
 
-    def held(self) -> Held:
+    def held(self) -> SamplerState:
         """Return what the samplers hold now: generators, states and counters."""
         if self._is_one_shot and self.epochs.passes:
             why = (
                 "the sampler is an iterator, which can be used only once, and nobody knows how many items earlier "
                 "epochs took. Give the loader something that can be iterated again"
             )
-            return Held(unknown=why)
+            return SamplerState(unknown=why)
         return super().held()
 
     def set_epoch(self, epoch: int) -> None:
@@ -235,7 +235,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             self._holders.reinstate(start.held)  # others may have drawn from the generators since it was loaded
         else:
             self._begin_holders()
-            start = Place(number, held=self.held())
+            start = Position(number, held=self.held())
         is_spent, options = self._is_spent(start), self.agreed.options
         noted = PassFingerprint() if self.watch.is_on else None
         source: Source[T] = Nothing() if is_spent else self._source(start, noted)
@@ -281,7 +281,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         self._torchs_generators = now
         return True
 
-    def _is_spent(self, start: Place) -> bool:
+    def _is_spent(self, start: Position) -> bool:
         """Return whether nothing is left of the epoch."""
         if start.ended or not (self.agreed.options.verify and self.plan.uneven == "keep"):
             return start.ended
@@ -303,7 +303,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         if one.ends_within(self._batching.size):
             self._holders.end(one.epoch)
 
-    def _source(self, start: Place, noted: PassFingerprint | None) -> Source[T]:
+    def _source(self, start: Position, noted: PassFingerprint | None) -> Source[T]:
         """Choose how a pass gets its items."""
         options, leader = self.agreed.options, self.agreed.leader
         private = epoch_generator(options, self.agreed.seed, start.epoch)
@@ -338,16 +338,16 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             plans = [self.agreed.plan(rank) for rank in (self.agreed.world.members or {}).values()]
             has_length = leader.draws and self._length_if_any(start.epoch) is not None
             turn = partial(self._turn, start.epoch)
-            return Led(epoch, leader, turn, plans, start.held, self.held, has_length=has_length)
+            return FromLeader(epoch, leader, turn, plans, start.held, self.held, has_length=has_length)
         if has_rest or not is_looked_up:
-            return Drawn(epoch)
+            return Streamed(epoch)
         if epoch.dealing is None:
-            return LookedUp(epoch)
-        from ddp_patch.sharding.balanced_order import DealtOrder  # most trainings do not need it
+            return Indexed(epoch)
+        from ddp_patch.sharding.balanced_order import BalancedOrder  # most trainings do not need it
 
-        return DealtOrder(epoch, epoch.dealing)
+        return BalancedOrder(epoch, epoch.dealing)
 
-    def _require_steps(self, start: Place, length: int) -> None:
+    def _require_steps(self, start: Position, length: int) -> None:
         """Refuse an epoch without steps. The rest of one may well have none."""
         if start.is_whole:
             require_steps(self.plan, self._batching, self._name, [length], in_batches=self._batching.size > 1)

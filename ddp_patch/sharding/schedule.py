@@ -14,11 +14,11 @@ from ddp_patch.plan import ITEMS, Batching, Plan
 from ddp_patch.sharding.drawing import Sizes
 
 __all__ = [
+    "BatchRecord",
     "DividedBatches",
     "Part",
+    "Schedule",
     "StepSamples",
-    "Turn",
-    "Turns",
     "divided",
     "made_in_turn",
     "of_whole_batches",
@@ -253,11 +253,11 @@ class Part:
         return None if self.length is None else batching.count(max(0, len(plan.share(self.length)) - self.skip))
 
 
-class Turn(NamedTuple):
+class BatchRecord(NamedTuple):
     """One batch.
 
     Attributes:
-        part: Whose it is: an index into ``Turns.parts``.
+        part: Whose it is: an index into ``Schedule.parts``.
         first: The position of its first item in the rank's share of that part.
         items: How many items it has.
         real: How many of them are not padding.
@@ -270,7 +270,7 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class Schedule:
     """The batches of one rank, in the order in which the loader gives them: each worker's first, then each one's next.
 
     A worker that has come to its end is passed over.
@@ -305,7 +305,7 @@ class Turns:
         """How many batches the rank with the largest share makes; None while an end is unknown."""
         return self._on_rank(0).count
 
-    def _on_rank(self, rank: int) -> "Turns":
+    def _on_rank(self, rank: int) -> "Schedule":
         return replace(self, plan=replace(self.plan, rank=rank))
 
     @property
@@ -339,18 +339,18 @@ class Turns:
     def _end(self, part: Part, items: int) -> int:
         return items if part.length is None else max(part.skip, min(items, self.plan.rounds(part.length)))
 
-    def turn(self, number: int) -> Turn:
+    def turn(self, number: int) -> BatchRecord:
         """Return batch ``number``, from 0."""
         return self._turn(*self._next(number))
 
-    def _turn(self, place: int, number: int) -> Turn:
+    def _turn(self, place: int, number: int) -> BatchRecord:
         part, size = self.parts[place], self.batching.size
         first = part.skip + number * size
         if part.length is None:  # no padding comes before the end is found
-            return Turn(place, first, size, size)
+            return BatchRecord(place, first, size, size)
         share, padding = len(self.plan.share(part.length)), len(self.plan.padding(part.length))
         items = max(0, min(size, share - first))
-        return Turn(place, first, items, max(0, min(items, share - padding - first)))
+        return BatchRecord(place, first, items, max(0, min(items, share - padding - first)))
 
     def total(self, number: int) -> int:
         """Return how many samples that are not padding batch ``number`` has on all ranks together."""
@@ -375,7 +375,7 @@ class Turns:
             real = max(0, length - (plan.num_replicas - 1) * plan.rounds(length))
         return max(0, real - part.skip) // self.batching.size
 
-    def all(self) -> Iterator[Turn]:
+    def all(self) -> Iterator[BatchRecord]:
         """Yield all batches, as far as ends are known."""
         most = [own or 0 for own in self._batches]
         for number in range(max(most, default=0)):
@@ -397,7 +397,7 @@ class Turns:
         """Yield where each sample that is not padding lies in the unpatched loader's order; see ``positions_in``."""
         return chain.from_iterable(map(self.positions_in, self.all()))
 
-    def positions_in(self, turn: Turn) -> Iterator[tuple[int, int, int]]:
+    def positions_in(self, turn: BatchRecord) -> Iterator[tuple[int, int, int]]:
         """Yield where each sample of a batch that is not padding lies in the unpatched loader's order.
 
         Yields:
@@ -413,7 +413,7 @@ class Turns:
         return self._on_rank(0).made(batches) == self._on_rank(self.plan.num_replicas - 1).made(batches)
 
 
-def places_of_parts(ranks: Sequence[Turns]) -> list[list[range]]:
+def places_of_parts(ranks: Sequence[Schedule]) -> list[list[range]]:
     """Return the positions of each rank's samples among all ranks', in the unpatched loader's order.
 
     Args:

@@ -14,9 +14,9 @@ from ddp_patch.orders.orders import Order, order_of
 from ddp_patch.plan import Plan, Rest, blocks
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
 from ddp_patch.sharding.drawing import Epoch, Origins, Sizes, Stream, size_of
-from ddp_patch.sharding.held import Held
+from ddp_patch.sharding.held import SamplerState
 
-__all__ = ["Drawn", "Led", "LookedUp", "Nothing", "Source"]
+__all__ = ["FromLeader", "Indexed", "Nothing", "Source", "Streamed"]
 
 
 T = TypeVar("T")
@@ -39,8 +39,8 @@ class Source(Generic[T]):
 
     length: int | None = None
     drawn: int = 0
-    held_before: Held | None = None
-    held_after: Held | None = None
+    held_before: SamplerState | None = None
+    held_after: SamplerState | None = None
     sizes: Sizes | None = None
     origins: Origins | None = None
     # Whether the whole epoch is drawn before the first item is given.
@@ -93,7 +93,7 @@ class Nothing(Source[T]):
         return iter(())
 
 
-class LookedUp(Source[T]):
+class Indexed(Source[T]):
     """Looks this rank's items up in the epoch's order."""
 
     is_drawn_at_once: bool = True
@@ -170,7 +170,7 @@ class LookedUp(Source[T]):
                 draw_rest()
 
 
-class Drawn(Source[T]):
+class Streamed(Source[T]):
     """Draws the whole stream, chunk by chunk, and keeps this rank's items."""
 
     sizes: Sizes | None
@@ -222,7 +222,7 @@ def _items_at(order: Order, rest: Rest, positions: range) -> Sequence[Any]:
     return order.at(runs[0]) if len(runs) == 1 else [item for run in runs for item in order.at(run)]
 
 
-class Led(Source[T]):
+class FromLeader(Source[T]):
     """Gets this rank's items from the leader; on the leader, draws for all and sends every rank its share.
 
     Args:
@@ -236,8 +236,8 @@ class Led(Source[T]):
     """
 
     length: int | None
-    held_before: Held | None
-    held_after: Held | None
+    held_before: SamplerState | None
+    held_after: SamplerState | None
     origins: Origins | None
 
     def __init__(
@@ -246,8 +246,8 @@ class Led(Source[T]):
         leader: Leader,
         turn: Callable[[], Mapping[str, object]],
         plans: Sequence[Plan],
-        held_before: Held,
-        held_now: Callable[[], Held],
+        held_before: SamplerState,
+        held_now: Callable[[], SamplerState],
         *,
         has_length: bool,
     ) -> None:
@@ -287,12 +287,12 @@ class Led(Source[T]):
             origins.add(np.array([place for place, _ in share if place >= 0], np.int64))
             yield [item for _, item in share]
 
-    def _note(self, is_last: bool) -> tuple[Held | None, Held | None, int | None]:
+    def _note(self, is_last: bool) -> tuple[SamplerState | None, SamplerState | None, int | None]:
         """Return what the leader sends to the others, so that every rank knows the loader's position."""
         self.held_after = self._held_now() if is_last else None
         return self.held_before, self.held_after, self.length
 
-    def _take_note(self, note: tuple[Held | None, Held | None, int | None]) -> None:
+    def _take_note(self, note: tuple[SamplerState | None, SamplerState | None, int | None]) -> None:
         self.held_before, self.held_after, self.length = note
 
     def ends_within(self, items: int) -> bool:

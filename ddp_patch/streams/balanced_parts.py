@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 from ddp_patch.options import Uneven
 from ddp_patch.sharding.schedule import made_in_turn, turn_after
 
-__all__ = ["Balance", "Consumed", "Holding", "Round", "Source", "Verdict", "ahead_of_next", "next_round"]
+__all__ = ["Balance", "BatchSource", "Consumed", "Holding", "NextMove", "Round", "ahead_of_next", "next_round"]
 
 
 class Holding(NamedTuple):
@@ -26,7 +26,7 @@ class Holding(NamedTuple):
     reads: bool
 
 
-class Source(NamedTuple):
+class BatchSource(NamedTuple):
     """Where a rank's batch comes from.
 
     Attributes:
@@ -46,7 +46,7 @@ class Round:
         gets: Where each rank's batch comes from; None for a rank that gets none.
     """
 
-    gets: Sequence[Source | None]
+    gets: Sequence[BatchSource | None]
 
     @property
     def taken(self) -> tuple[int, ...]:
@@ -63,14 +63,14 @@ class Round:
         ]
 
 
-class Verdict(Enum):
+class NextMove(Enum):
     """What else can follow from what the ranks hold."""
 
     READ_MORE = "read more, then say again what you hold"
     END = "the pass is over"
 
 
-def next_round(ranks: Sequence[Holding], uneven: Uneven) -> Round | Verdict:
+def next_round(ranks: Sequence[Holding], uneven: Uneven) -> Round | NextMove:
     """Return the next round of a pass, what must come before it, or that there is none.
 
     Every rank takes its own batch if it has one. A rank without gets one that another holds beyond its own, from
@@ -86,10 +86,10 @@ def next_round(ranks: Sequence[Holding], uneven: Uneven) -> Round | Verdict:
     held = [rank.held for rank in ranks]
     if sum(held) < len(ranks):
         if any(rank.reads for rank in ranks):
-            return Verdict.READ_MORE
+            return NextMove.READ_MORE
         if not any(held) or uneven == "drop":
-            return Verdict.END
-    own = [Source(rank, 0) if count else None for rank, count in enumerate(held)]
+            return NextMove.END
+    own = [BatchSource(rank, 0) if count else None for rank, count in enumerate(held)]
     if all(own):
         return Round(own)
     surplus = _surplus(held)
@@ -100,14 +100,14 @@ def next_round(ranks: Sequence[Holding], uneven: Uneven) -> Round | Verdict:
     return Round(gets)
 
 
-def _surplus(held: Sequence[int]) -> Iterator[Source]:
+def _surplus(held: Sequence[int]) -> Iterator[BatchSource]:
     """Yield what ranks hold beyond their own next batch: from the largest surplus first, of equal ones the first."""
     heap = [(1 - count, rank) for rank, count in enumerate(held) if count > 1]
     heapify(heap)
     while heap and heap[0][0]:
         less, rank = heap[0]
         heapreplace(heap, (less + 1, rank))
-        yield Source(rank, held[rank] + less)
+        yield BatchSource(rank, held[rank] + less)
 
 
 def ahead_of_next(ranks: Sequence[Holding], taken: Sequence[int]) -> int:

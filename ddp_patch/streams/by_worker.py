@@ -14,7 +14,7 @@ from ddp_patch.errors import NoStepsError, WorldError
 from ddp_patch.options import Uneven
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
-from ddp_patch.streams.balanced_parts import Balance, Holding, Round, Verdict, ahead_of_next, next_round
+from ddp_patch.streams.balanced_parts import Balance, Holding, NextMove, Round, ahead_of_next, next_round
 from ddp_patch.streams.sampler import StreamSampler
 
 __all__ = ["EvenIterators"]
@@ -182,7 +182,7 @@ def _handed_out(own: _Own, terms: _Terms) -> Generator[Any]:
     terms.sampler.balance = balance = Balance()
     with terms.opened(own) as channel:
         own.say(channel)
-        while (step := next_round(ranks := _heard(channel, own, balance), terms.uneven)) is not Verdict.END:
+        while (step := next_round(ranks := _heard(channel, own, balance), terms.uneven)) is not NextMove.END:
             taken: Sequence[int] = [0] * len(ranks)
             got: list[Any] = []
             if isinstance(step, Round):

@@ -14,14 +14,14 @@ from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.options import Options
 from ddp_patch.orders.generators import generator_states, random_generators, set_generator_states
 from ddp_patch.orders.random_states import EpochCounter, Seed
-from ddp_patch.plan import Batching, Done, Plan
+from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.sharding.held import Transparent
-from ddp_patch.sharding.position import Mark, Place, split
+from ddp_patch.sharding.position import Position, StreamSnapshot, split
 from ddp_patch.sharding.schedule import made_in_turn, turn_after
 from ddp_patch.streams.marks import FirstItems, MarksInMemory, can_snapshot
-from ddp_patch.streams.reading import Items, Loaded, Reader, Start, this_worker
-from ddp_patch.streams.shared_state import Board, Ends
-from ddp_patch.streams.worker_pass import Terms, WorkerPass
+from ddp_patch.streams.reading import Reader, WorkerCheckpoint, WorkerIterator, WorkerPosition, this_worker
+from ddp_patch.streams.shared_state import Ends, SharedWorkerState
+from ddp_patch.streams.worker_pass import WorkerConfig, WorkerPass
 
 __all__ = ["IterableWorkerInit", "ShardedIterable", "random_holder"]
 
@@ -76,7 +76,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         division: Plan | None = None,
     ) -> None:
         self.dataset = dataset
-        self.board: Board = Board(readers, ahead if can_snapshot(dataset, options) else None)
+        self.board: SharedWorkerState = SharedWorkerState(readers, ahead if can_snapshot(dataset, options) else None)
         self.ends: Ends = Ends(readers)
         self.first_items: FirstItems | None = None
         self.marks: MarksInMemory | None = None
@@ -87,7 +87,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         self._reader = Reader()
         self._first_pass: int | None = None  # that a worker was started for
         self._made_for: int | None = None  # for which worker a worker_init_fn prepared the dataset
-        self._resumed: tuple[int, Place] | None = None  # which pass continues, and from where
+        self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where
         self._tells_rest = True
         self._loads: int = self.board.loads  # how many loaded states this copy knows of
         self.chosen_epoch: int | None = None
@@ -103,7 +103,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         self.chosen_epoch = epoch
 
     def __len__(self) -> int:
-        before: Done = ()
+        before: Consumed = ()
         skip = 0
         # Persistent workers keep a pass that has come to its end.
         if self._tells_rest and self._resumed is not None and set(self.board.lengths(self._resumed[0])) == {None}:
@@ -114,7 +114,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         """Return the length of the user's dataset; TypeError where it has none."""
         return len(cast(Any, self.dataset))
 
-    def resume(self, number: int, place: Place, *, tells_rest: bool) -> None:
+    def resume(self, number: int, place: Position, *, tells_rest: bool) -> None:
         """Let pass ``number`` begin at a position, in workers that are started from now on.
 
         Args:
@@ -130,27 +130,29 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         if self._resumed is not None and number in {None, self._resumed[0]}:
             self._resumed = None
 
-    def _start(self, number: int, epoch: int) -> Start:
+    def _start(self, number: int, epoch: int) -> WorkerPosition:
         """Return where this worker's pass begins."""
         worker, workers = this_worker()
         if self._resumed is None or self._resumed[0] != number:
-            return Start(number, epoch, worker if self._made_for is None else self._made_for)
+            return WorkerPosition(number, epoch, worker if self._made_for is None else self._made_for)
         place = self._resumed[1]
         done, skip = place.split(self._plan.num_replicas)
         if self._options.iterable_sharding == "by_worker":
             batches = self._batches_done(place, workers)
             # Batches continue with the one whose turn it was.
             role = (worker + turn_after(batches)) % workers
-            return Start(number, epoch, role, skip=batches[role] * self._batching.size)
+            return WorkerPosition(number, epoch, role, skip=batches[role] * self._batching.size)
         if place.parts is None:
-            mark = place.marks[0] if place.marks else Mark()
-            return Start(number, epoch, worker, done, skip, "nothing" if place.is_whole else "stream", mark=mark)
+            mark = place.marks[0] if place.marks else StreamSnapshot()
+            return WorkerPosition(
+                number, epoch, worker, done, skip, "nothing" if place.is_whole else "stream", mark=mark
+            )
         role = (worker + place.parts.first) % workers
-        mark = place.marks[role] if place.marks else Mark()
+        mark = place.marks[role] if place.marks else StreamSnapshot()
         done, skip = split(place.parts.done[role], self._plan.num_replicas)
-        return Start(number, epoch, role, done, skip, "parts", mark=mark)
+        return WorkerPosition(number, epoch, role, done, skip, "parts", mark=mark)
 
-    def _batches_done(self, place: Place, workers: int) -> Sequence[int]:
+    def _batches_done(self, place: Position, workers: int) -> Sequence[int]:
         """Return how many batches each of this rank's workers has made where the dataset splits itself."""
         if place.parts is None:  # in an explicit world ranks cannot report which workers have ended
             return made_in_turn([None] * workers, place.split(self._plan.num_replicas)[1] // self._batching.size)
@@ -158,19 +160,19 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         return [sum(items for _, items in done) // self._batching.size for done in own]
 
     def __iter__(self) -> Iterator[T]:
-        return Items(self._items, self._unbegun, self._note_loaded)
+        return WorkerIterator(self._items, self._unbegun, self._note_loaded)
 
-    def _unbegun(self) -> Loaded:
+    def _unbegun(self) -> WorkerCheckpoint:
         number = self.board.latest_pass + 1 if self._first_pass is None else self._first_pass
         generators = generator_states([random_holder(self.dataset)])
-        return Loaded(self._start(number, epoch=-1), self._seed.value, generators, is_over=False)
+        return WorkerCheckpoint(self._start(number, epoch=-1), self._seed.value, generators, is_over=False)
 
-    def _note_loaded(self, loaded: Loaded) -> None:
+    def _note_loaded(self, loaded: WorkerCheckpoint) -> None:
         self.loaded_at_end = loaded.start.epoch if loaded.is_over else None
         if self._first_pass is not None:  # a worker's first batch may come long after another's
             self.board.note_offset(self._first_pass, this_worker()[0], loaded.start.offset)
 
-    def _items(self, items: Items[T]) -> Iterator[T]:
+    def _items(self, items: WorkerIterator[T]) -> Iterator[T]:
         # This begins when the first item is asked for. By then the main process has begun the epoch. A worker's
         # first pass is the one that it was started for, although others may have begun since.
         number = self._first_pass
@@ -211,9 +213,9 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         # They hold what reads the dataset. A cycle would keep that open after a pass was left, until it is collected.
         return one.shared(proxy(items), generators, self.first_items, self.marks)
 
-    def _pass(self, start: Start) -> WorkerPass[T]:
+    def _pass(self, start: WorkerPosition) -> WorkerPass[T]:
         return WorkerPass(
-            Terms(
+            WorkerConfig(
                 self.dataset,
                 self._plan,
                 self._division,
@@ -226,7 +228,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
             start,
         )
 
-    def _start_of(self, loaded: Loaded, number: int, epoch: int) -> Start:
+    def _start_of(self, loaded: WorkerCheckpoint, number: int, epoch: int) -> WorkerPosition:
         """Return where a pass begins that another package's loader resumes."""
         start = replace(loaded.start, number=number, epoch=epoch)
         if loaded.start.epoch not in {-1, epoch} or self._made_for not in {None, start.role}:

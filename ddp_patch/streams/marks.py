@@ -18,11 +18,11 @@ from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import COMPARED, ItemHashes, fingerprint, hashes_if_any
 from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.ranks.order_guard import Notes, PartMarks, following
-from ddp_patch.sharding.position import First, Mark
+from ddp_patch.sharding.position import StreamSnapshot, StreamStart
 from ddp_patch.streams.reading import Switching
-from ddp_patch.streams.shared_state import FIRST, Board, shared
+from ddp_patch.streams.shared_state import FIRST, SharedWorkerState, shared
 
-__all__ = ["FirstItems", "Marker", "MarksInMemory", "can_snapshot"]
+__all__ = ["FirstItems", "MarksInMemory", "SnapshotWriter", "can_snapshot"]
 
 
 T = TypeVar("T")
@@ -241,7 +241,7 @@ def can_snapshot(dataset: object, options: Options) -> bool:
     )
 
 
-class Marker:
+class SnapshotWriter:
     """Records how a worker's stream begins, and the dataset's own state.
 
     Args:
@@ -253,7 +253,12 @@ class Marker:
     """
 
     def __init__(
-        self, dataset: IterableDataset[Any], board: Board, number: int, reader: int, states: Switching | None
+        self,
+        dataset: IterableDataset[Any],
+        board: SharedWorkerState,
+        number: int,
+        reader: int,
+        states: Switching | None,
     ) -> None:
         self._dataset, self._board = dataset, board
         self._number, self._reader = number, reader
@@ -294,7 +299,7 @@ class Marker:
     def _stands_at(self, state: Any) -> bool:
         return fingerprint([cast(Any, self._dataset).state_dict()]) == fingerprint([state])
 
-    def watch(self, items: Iterator[T], mark: Mark) -> Iterator[T]:
+    def watch(self, items: Iterator[T], mark: StreamSnapshot) -> Iterator[T]:
         """Pass the items of a stream on that is read from its beginning.
 
         Raises:
@@ -313,14 +318,14 @@ class Marker:
                 break
         yield from self.follow(items)
 
-    def first(self, items: Iterator[T], mark: Mark, count: int) -> list[T]:
+    def first(self, items: Iterator[T], mark: StreamSnapshot, count: int) -> list[T]:
         """Return this many of the first items of a stream; as ``watch``, raise StateError if it begins otherwise."""
         first = list(islice(self.watch(items, mark), count))
         if len(first) < count:
             raise self._other_stream(mark)
         return first
 
-    def _other_stream(self, mark: Mark) -> StateError:
+    def _other_stream(self, mark: StreamSnapshot) -> StateError:
         count = mark.first.seen if mark.first else 0
         return StateError(
             f"{type(self._dataset).__name__} cannot resume from the state: its first {count} items differ from those "
@@ -366,9 +371,9 @@ def _is_again(dataset: Any, iterator: Any) -> bool:
     return before is not None and before() is iterator
 
 
-def _first(seen: list[ItemHashes]) -> First:
+def _first(seen: list[ItemHashes]) -> StreamStart:
     wholes, names, numbers = zip(*seen, strict=True)
-    return First(len(seen), _digest(wholes), _digest(names), _digest(numbers), len(set(wholes)))
+    return StreamStart(len(seen), _digest(wholes), _digest(names), _digest(numbers), len(set(wholes)))
 
 
 def _digest(hashes: Sequence[int]) -> int:

@@ -11,10 +11,10 @@ from torch.utils.data import get_worker_info
 from ddp_patch.compat.private_torch import WorkerInfo, noted_worker_info, rank_noted, worker_info_told
 from ddp_patch.errors import StateError
 from ddp_patch.orders.random_states import PrivateRNG
-from ddp_patch.plan import Done
-from ddp_patch.sharding.position import Mark
+from ddp_patch.plan import Consumed
+from ddp_patch.sharding.position import StreamSnapshot
 
-__all__ = ["Items", "Loaded", "Reader", "Start", "Switching", "this_worker"]
+__all__ = ["Reader", "Switching", "WorkerCheckpoint", "WorkerIterator", "WorkerPosition", "this_worker"]
 
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ _KEY = "ddp_patch"
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class WorkerPosition:
     """Where a worker's pass begins, and which worker the dataset thinks it is in.
 
     Attributes:
@@ -40,11 +40,11 @@ class Start:
     number: int
     epoch: int
     role: int
-    before: Done = ()
+    before: Consumed = ()
     skip: int = 0
     counts: Literal["stream", "parts", "nothing"] = "nothing"
     offset: int = 0
-    mark: Mark = field(default_factory=Mark)
+    mark: StreamSnapshot = field(default_factory=StreamSnapshot)
 
     @property
     def is_whole(self) -> bool:
@@ -58,7 +58,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class WorkerCheckpoint:
     """What the iterator of a worker said of itself, and shall resume from.
 
     Attributes:
@@ -68,13 +68,13 @@ class Loaded:
         is_over: Whether nothing was left.
     """
 
-    start: Start
+    start: WorkerPosition
     seed: int
     generators: Sequence[Any]
     is_over: bool
 
 
-class Items(Iterator[T]):
+class WorkerIterator(Iterator[T]):
     """A worker's items in one pass. Nothing is read before the first is asked for.
 
     torchdata's loader saves and resumes it in the worker by its ``state_dict``, where it would else count items from
@@ -92,14 +92,14 @@ class Items(Iterator[T]):
 
     def __init__(
         self,
-        begin: Callable[["Items[T]"], Iterator[T]],
-        standing: Callable[[], Loaded],
-        note: Callable[[Loaded], object],
+        begin: Callable[["WorkerIterator[T]"], Iterator[T]],
+        standing: Callable[[], WorkerCheckpoint],
+        note: Callable[[WorkerCheckpoint], object],
     ) -> None:
         self._begin, self._note = begin, note
         self._items: Iterator[T] | None = None
-        self.loaded: Loaded | None = None
-        self.standing: Callable[[], Loaded] = standing
+        self.loaded: WorkerCheckpoint | None = None
+        self.standing: Callable[[], WorkerCheckpoint] = standing
 
     def __next__(self) -> T:
         if self._items is None:
@@ -132,9 +132,11 @@ class Items(Iterator[T]):
                 "it with that loader, or take one from the patched loader."
             )
         epoch, role, done, skip, counts, offset, first, state, seed, generators, is_over = state_dict[_KEY]
-        mark = Mark.of((first, state))
+        mark = StreamSnapshot.of((first, state))
         before = tuple((ranks, taken) for ranks, taken in done)
-        self.loaded = Loaded(Start(-1, epoch, role, before, skip, counts, offset, mark), seed, generators, is_over)
+        self.loaded = WorkerCheckpoint(
+            WorkerPosition(-1, epoch, role, before, skip, counts, offset, mark), seed, generators, is_over
+        )
         self._note(self.loaded)
 
 

@@ -12,19 +12,19 @@ from torch.utils.data import DataLoader
 from ddp_patch.errors import StateError
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.samples import DatasetEpoch
-from ddp_patch.plan import Batching, Done
+from ddp_patch.plan import Batching, Consumed
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.order_guard import EndGuard, OrderGuard
 from ddp_patch.sharding.epochs import EpochSampler
-from ddp_patch.sharding.held import Holders
+from ddp_patch.sharding.held import SamplerStates
 from ddp_patch.sharding.passes import Pass
-from ddp_patch.sharding.position import Mark, PartsDone, Place, split
-from ddp_patch.sharding.schedule import Part, StepSamples, Turns, divided
+from ddp_patch.sharding.position import PartsDone, Position, StreamSnapshot, split
+from ddp_patch.sharding.schedule import Part, Schedule, StepSamples, divided
 from ddp_patch.sharding.sources import Source
 from ddp_patch.streams.balanced_parts import Balance
 from ddp_patch.streams.dataset import ShardedIterable, random_holder
 from ddp_patch.streams.marks import FirstItems, MarksInMemory
-from ddp_patch.streams.shared_state import Board
+from ddp_patch.streams.shared_state import SharedWorkerState
 
 __all__ = ["ReadByWorkers", "StreamSampler", "source_of"]
 
@@ -44,7 +44,7 @@ class ReadByWorkers(Source[None]):
     draws_here: bool = False
     is_counted: bool
 
-    def __init__(self, board: Board, number: int, is_counted: bool) -> None:
+    def __init__(self, board: SharedWorkerState, number: int, is_counted: bool) -> None:
         self._board, self._number = board, number
         self.is_counted = is_counted
 
@@ -76,7 +76,7 @@ class ReadByWorkers(Source[None]):
         lengths = self._board.lengths(self._number)
         return lengths if self.is_in_parts else [next((length for length in lengths if length is not None), None)]
 
-    def mark(self, reader: int, batches: int, done: Done, before: Mark) -> Mark:
+    def mark(self, reader: int, batches: int, done: Consumed, before: StreamSnapshot) -> StreamSnapshot:
         """Return what is known of a reader's stream.
 
         Args:
@@ -88,7 +88,7 @@ class ReadByWorkers(Source[None]):
         if not batches:
             return before
         first = self._board.first(self._number, reader, sum(ranks * taken for ranks, taken in done))
-        return Mark(first or before.first, self._board.snapshot(self._number, reader, batches))
+        return StreamSnapshot(first or before.first, self._board.snapshot(self._number, reader, batches))
 
     @property
     def left_out(self) -> int:
@@ -105,7 +105,7 @@ def source_of(one: Pass[Any]) -> ReadByWorkers:
 _ENDS_S = 10
 
 
-def _done_of_parts(one: Pass[Any], readers: int) -> Sequence[Done]:
+def _done_of_parts(one: Pass[Any], readers: int) -> Sequence[Consumed]:
     """Return what was taken of each part before a pass."""
     return [()] * readers if one.start.parts is None else one.start.parts.done
 
@@ -121,7 +121,7 @@ class StreamSampler(EpochSampler[None]):
     """
 
     latest: Pass[None] | None
-    place: Place | None
+    place: Position | None
     balance: Balance | None
 
     def __init__(self, dataset: ShardedIterable[Any], given: LoaderFacts[Any], agreed: Agreed) -> None:
@@ -136,7 +136,7 @@ class StreamSampler(EpochSampler[None]):
                 "num_workers": given.num_workers,
                 "batch_size": given.batch_size or 1,
             }
-        super().__init__(agreed, Holders([random_holder(dataset.dataset)], is_private=False), facts)
+        super().__init__(agreed, SamplerStates([random_holder(dataset.dataset)], is_private=False), facts)
         self.dataset: ShardedIterable[Any] = dataset
         self._workers, self._batching = given.num_workers, given.batching
         peers = agreed.peers
@@ -198,7 +198,7 @@ class StreamSampler(EpochSampler[None]):
         number = self.epochs.passes + 1
         is_exact = self.agreed.options.iterable_sharding == "exact"
         source = ReadByWorkers(self.dataset.board, number, is_exact)
-        start = self.place or Place(epoch, held=self.held())
+        start = self.place or Position(epoch, held=self.held())
         one = Pass(start, self.plan.num_replicas, self._holders, source, self.watch)
         if start.is_begun:
             self._holders.reinstate_generators(start.held.generators)  # a loader may have drawn from them since
@@ -222,7 +222,7 @@ class StreamSampler(EpochSampler[None]):
     def __len__(self) -> int:
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
 
-    def go_to(self, place: Place, *, tells_rest: bool) -> None:
+    def go_to(self, place: Position, *, tells_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``tells_rest``."""
         super().go_to(place, tells_rest=tells_rest)
         self.dataset.resume(self.epochs.passes + 1, place, tells_rest=tells_rest)
@@ -239,15 +239,15 @@ class StreamSampler(EpochSampler[None]):
         # Before, one rank may know and another not.
         return source_of(one).lengths_found()[0] if told is None and one.is_over else told
 
-    def turns(self, one: Pass[Any], batching: Batching) -> Turns:
+    def turns(self, one: Pass[Any], batching: Batching) -> Schedule:
         """Return the batches of a pass, of one stream or of the parts that workers read; see ``EpochSampler``."""
         source = source_of(one)
         lengths = source.lengths_found()
         if not source.is_in_parts:
-            return Turns(self.plan, batching, [Part(one.skip, self._length_known(one, lengths[0]))])
+            return Schedule(self.plan, batching, [Part(one.skip, self._length_known(one, lengths[0]))])
         skips = [split(done, self.plan.num_replicas)[1] for done in _done_of_parts(one, len(lengths))]
         parts, first = list(map(Part, skips, lengths, count())), source.first_part
-        return Turns(self.plan, batching, parts[first:] + parts[:first])
+        return Schedule(self.plan, batching, parts[first:] + parts[:first])
 
     def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
         """Return how many samples step ``number`` of a pass has; see ``EpochSampler``."""
@@ -268,7 +268,7 @@ class StreamSampler(EpochSampler[None]):
         """Return how many items a pass leaves out; see ``EpochSampler``."""
         return source_of(one).left_out
 
-    def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Turns | None:
+    def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Schedule | None:
         """Return the batches of a pass if this rank's workers have come to its end, otherwise None."""
         turns = self.turns(one, batching)
         return None if turns.count is None else turns
@@ -300,7 +300,7 @@ class StreamSampler(EpochSampler[None]):
             )
         return most
 
-    def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Place:
+    def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Position:
         """Return the position after this many batches of a pass."""
         place, source = super().place_after(one, batching, batches), source_of(one)
         if not batches:
@@ -309,7 +309,7 @@ class StreamSampler(EpochSampler[None]):
             return place if self.balance is None else self._place_of_all(one, place, self.balance, batches)
         self._require_own_pass(source)
         turns = self.turns(one, batching)
-        readers, marks = self.dataset.board.readers, one.start.marks or [Mark()] * len(turns.parts)
+        readers, marks = self.dataset.board.readers, one.start.marks or [StreamSnapshot()] * len(turns.parts)
         if not source.is_in_parts:
             place = one.place(turns.taken(batches)[0])
             return replace(place, marks=[source.mark((batches - 1) % readers, batches, place.done, marks[0])])
@@ -334,7 +334,7 @@ class StreamSampler(EpochSampler[None]):
         """Return how many batches a pass has given, counted high; see ``EpochSampler``."""
         return super().given_batches(one, batching) if self.balance is None else self.balance.given
 
-    def _place_of_all(self, one: Pass[Any], place: Place, balance: Balance, batches: int) -> Place:
+    def _place_of_all(self, one: Pass[Any], place: Position, balance: Balance, batches: int) -> Position:
         """Return the position of all ranks' workers, if ranks send each other batches."""
         size, readers = self._batching.size, self.dataset.board.readers
         done = [()] * (readers * self.num_replicas) if one.start.parts is None else one.start.parts.done
@@ -352,7 +352,7 @@ class StreamSampler(EpochSampler[None]):
                 "Use the loader's own state_dict(), or resume by restore_loader()."
             )
 
-    def read(self, state: Any) -> Place:
+    def read(self, state: Any) -> Position:
         """Return the position that a state describes; raise StateError unless this loader has it."""
         place, readers = super().read(state), self.dataset.board.readers
         if self.agreed.options.iterable_sharding == "by_worker":
@@ -369,15 +369,15 @@ class StreamSampler(EpochSampler[None]):
         """Return 0: what was drawn ahead was drawn in workers."""
         return 0
 
-    def _place_now(self) -> Place:
+    def _place_now(self) -> Position:
         # Other packages' loaders find the position in an epoch by reading it again.
         if self.place is not None:
             return self.place
         one = self.latest
         if one is None or one.epoch != self._iterated:
-            return Place(self._iterated, held=self.held())
+            return Position(self._iterated, held=self.held())
         if self._is_done(one):
-            return Place(one.epoch + 1, held=self.held())
+            return Position(one.epoch + 1, held=self.held())
         return replace(one.place(one.skip), parts=one.start.parts, marks=one.start.marks)
 
     def _is_done(self, one: Pass[Any]) -> bool:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 
 from ddp_patch.orders.fingerprint import fingerprint
-from ddp_patch.sharding.position import First
+from ddp_patch.sharding.position import StreamStart
 
-__all__ = ["FIRST", "Board", "Ends", "Ring", "shared"]
+__all__ = ["FIRST", "Ends", "Ring", "SharedWorkerState", "shared"]
 
 
 # The largest snapshot, in bytes. A stream with larger ones is read again.
@@ -61,7 +61,7 @@ _LATEST = 64
 _UNKNOWN, _ONE_STREAM = -1, -2
 
 
-class Board:
+class SharedWorkerState:
     """What the main process and its workers report to each other, in shared memory.
 
     The main process writes which epoch each of the latest passes is over, and how many states were loaded. A worker
@@ -78,7 +78,7 @@ class Board:
         self._ring = None if ahead is None else Ring(readers, ahead)
         of_each = (_LATEST, readers)
         self._firsts, self._ends, self._offsets, self._roles, self._epochs, self._latest, self._loads = shared(
-            (*of_each, FIRST, len(First._fields)), (*of_each, 2), (*of_each, 2), of_each, (_LATEST,), (1,), (1,)
+            (*of_each, FIRST, len(StreamStart._fields)), (*of_each, 2), (*of_each, 2), of_each, (_LATEST,), (1,), (1,)
         )
 
     @property
@@ -122,7 +122,7 @@ class Board:
         found = self._roles[number % _LATEST].tolist()
         return next(((role - reader) % self.readers for reader, role in enumerate(found) if role >= 0), 0)
 
-    def note_first(self, number: int, reader: int, first: First) -> None:
+    def note_first(self, number: int, reader: int, first: StreamStart) -> None:
         """Write what the first items were that a reader read in pass ``number``."""
         self._firsts[number % _LATEST, reader, first.seen - 1] = torch.tensor(first)
 
@@ -148,14 +148,14 @@ class Board:
         """Return the dataset's own state after this many batches of pass ``number``, if there is one."""
         return () if self._ring is None else self._ring.read(number, reader, batches)
 
-    def first(self, number: int, reader: int, items: int) -> First | None:
+    def first(self, number: int, reader: int, items: int) -> StreamStart | None:
         """Return the hashes of the first items, this many, that a reader read in pass ``number``.
 
         None if it did not read the beginning.
         """
         if not items:
             return None
-        first = First(*self._firsts[number % _LATEST, reader, min(FIRST, items) - 1].tolist())
+        first = StreamStart(*self._firsts[number % _LATEST, reader, min(FIRST, items) - 1].tolist())
         return None if first.seen < 0 else first
 
     def end(self, number: int, role: int, length: int, order: str | None = None) -> None:

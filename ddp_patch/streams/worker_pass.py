@@ -17,18 +17,18 @@ from ddp_patch.orders.fingerprint import Fingerprint
 from ddp_patch.orders.random_states import Seed, epoch_states, reader_seed
 from ddp_patch.plan import Batching, Plan
 from ddp_patch.sharding.drawing import require_sure_length, share
-from ddp_patch.sharding.position import Mark
+from ddp_patch.sharding.position import StreamSnapshot
 from ddp_patch.sharding.schedule import require_steps
-from ddp_patch.streams.marks import FirstItems, Marker, MarksInMemory, can_snapshot
-from ddp_patch.streams.reading import Items, Loaded, Reader, Start, Switching, this_worker
-from ddp_patch.streams.shared_state import Board, Ends
+from ddp_patch.streams.marks import FirstItems, MarksInMemory, SnapshotWriter, can_snapshot
+from ddp_patch.streams.reading import Reader, Switching, WorkerCheckpoint, WorkerIterator, WorkerPosition, this_worker
+from ddp_patch.streams.shared_state import Ends, SharedWorkerState
 
-__all__ = ["Terms", "WorkerPass", "require_one_way", "require_same_ends"]
+__all__ = ["WorkerConfig", "WorkerPass", "require_one_way", "require_same_ends"]
 
 T = TypeVar("T")
 
 
-def require_one_way(name: str, board: Board, start: Start, plan: Plan) -> None:
+def require_one_way(name: str, board: SharedWorkerState, start: WorkerPosition, plan: Plan) -> None:
     """Refuse a dataset that can be sharded neither as one stream nor in parts.
 
     Args:
@@ -65,7 +65,7 @@ def require_one_way(name: str, board: Board, start: Start, plan: Plan) -> None:
         )
 
 
-def require_same_ends(name: str, board: Board, number: int) -> Sequence[int | None]:
+def require_same_ends(name: str, board: SharedWorkerState, number: int) -> Sequence[int | None]:
     """Return how many items the one stream has, or each part, as far as workers came to its end.
 
     Raises:
@@ -88,7 +88,7 @@ _NOTHING: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Terms(Generic[T]):
+class WorkerConfig(Generic[T]):
     """What all passes of a worker have in common; ``ShardedIterable`` describes it.
 
     Attributes:
@@ -102,7 +102,7 @@ class Terms(Generic[T]):
     options: Options
     seed: Seed
     batching: Batching
-    board: Board
+    board: SharedWorkerState
     reader: Reader
 
     @property
@@ -125,8 +125,8 @@ class WorkerPass(Generic[T]):
         info: What ``get_worker_info()`` returns to it.
     """
 
-    def __init__(self, terms: Terms[T], start: Start) -> None:
-        self.start: Start = start
+    def __init__(self, terms: WorkerConfig[T], start: WorkerPosition) -> None:
+        self.start: WorkerPosition = start
         self._terms = terms
         self._worker, self._workers = this_worker()
         self.reader: int = start.role
@@ -138,7 +138,7 @@ class WorkerPass(Generic[T]):
         self.info: Any = terms.reader.info(self.reader, self.readers, seed, terms.dataset)
         self._states = Switching(epoch_states(terms.options, terms.seed, start.epoch))
         snapshots = can_snapshot(terms.dataset, terms.options)
-        self._marker = Marker(
+        self._marker = SnapshotWriter(
             terms.dataset, terms.board, start.number, self._worker, self._states if snapshots else None
         )
         self._takes_snapshots = snapshots
@@ -168,7 +168,7 @@ class WorkerPass(Generic[T]):
 
     def shared(
         self,
-        items: Items[T],
+        items: WorkerIterator[T],
         generators: Sequence[Any],
         first_items: FirstItems | None,
         marks: MarksInMemory | None = None,
@@ -225,10 +225,12 @@ class WorkerPass(Generic[T]):
                     leaves = terms.board.leave(self.start.number, self._worker, self._place // size, state)
                 yield item
 
-    def _standing(self, generators: Sequence[Any], *, is_over: bool) -> Loaded:
+    def _standing(self, generators: Sequence[Any], *, is_over: bool) -> WorkerCheckpoint:
         start = self.start
         mark = start.mark if self._place == start.offset else self._mark(self._place)
-        return Loaded(replace(start, offset=self._place, mark=mark), self._terms.seed.value, generators, is_over)
+        return WorkerCheckpoint(
+            replace(start, offset=self._place, mark=mark), self._terms.seed.value, generators, is_over
+        )
 
     def _read(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
         return self._terms.reader.read(begin, self.info)
@@ -291,14 +293,14 @@ class WorkerPass(Generic[T]):
                 first = self._marker.first(self._read(self._marker.begin), start.mark, looked_at)
         return Chunk(start.done * plan.num_replicas, first)
 
-    def _mark(self, place: int) -> Mark:
-        """Return what is known about the stream after this many items of this rank's share (see ``Start.offset``)."""
+    def _mark(self, place: int) -> StreamSnapshot:
+        """Return what is known about the stream after this many items of this rank's share (see ``WorkerPosition.offset``)."""
         start = self.start
         taken = sum(ranks * each for ranks, each in start.before)
         taken += self._terms.plan.num_replicas * (start.skip + place)
         first = self._terms.board.first(start.number, self._worker, taken)
         state = self._snapshot()
-        return Mark(first or start.mark.first, () if state is None else (pickle.loads(state),))  # noqa: S301 - ours
+        return StreamSnapshot(first or start.mark.first, () if state is None else (pickle.loads(state),))  # noqa: S301 - ours
 
     def _snapshot(self) -> bytes | None:
         reader = self._terms.reader

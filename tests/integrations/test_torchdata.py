@@ -36,7 +36,7 @@ from ddp_patch.options import Options
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.refusals import require_shareable
 from ddp_patch.streams.dataset import ShardedIterable
-from ddp_patch.streams.reading import Items, this_worker
+from ddp_patch.streams.reading import WorkerIterator, this_worker
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 
@@ -326,7 +326,7 @@ def test_batches_are_not_counted_in_a_pass_that_it_resumed(num_workers: int) -> 
 def test_batches_are_not_counted_while_the_worker_that_resumed_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = ShardedIterable._items
 
-    def late(dataset: ShardedIterable[int], items: Items[int]) -> Iterator[int]:
+    def late(dataset: ShardedIterable[int], items: WorkerIterator[int]) -> Iterator[int]:
         if this_worker()[0] == 0:
             time.sleep(1)  # the other worker's batch comes first
         return begun(dataset, items)
@@ -352,7 +352,7 @@ def test_a_state_of_a_loader_that_was_not_patched_is_refused() -> None:
     given = StatefulDataLoader(Stood(), 3, collate_fn=as_it_is)
     list(islice(given, 1))
     with raises(StateError, "ddp_patch", "loader"):
-        Items(lambda _: iter(()), lambda: pytest.fail("not begun"), lambda _: None).load_state_dict(
+        WorkerIterator(lambda _: iter(()), lambda: pytest.fail("not begun"), lambda _: None).load_state_dict(
             given.dataset.state_dict()
         )
 

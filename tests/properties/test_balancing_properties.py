@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from ddp_patch.options import Uneven
-from ddp_patch.streams.balanced_parts import Consumed, Holding, Round, Verdict, ahead_of_next, next_round
+from ddp_patch.streams.balanced_parts import Consumed, Holding, NextMove, Round, ahead_of_next, next_round
 
 unevens: st.SearchStrategy[Uneven] = st.sampled_from(["pad", "drop", "keep"])
 # How many batches each rank's workers make: none on some or on all, and one rank may have far more than the others.
@@ -40,7 +40,7 @@ def made(
     consumed, more = Consumed(), 0
     for rank in ranks:
         rank.read_up_to(1)
-    while (step := next_round(said := [Holding(len(r.held), r.reads) for r in ranks], uneven)) is not Verdict.END:
+    while (step := next_round(said := [Holding(len(r.held), r.reads) for r in ranks], uneven)) is not NextMove.END:
         taken: Sequence[int] = [0] * len(ranks)
         more = 0 if isinstance(step, Round) else more + 1
         assert more <= len(ranks) + 1, "each time that more is asked for, one runs out or there is enough"

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from ddp_patch.orders.random_states import EpochCounter
-from ddp_patch.ranks.histories import History, Record, Standing, State, contradiction
+from ddp_patch.ranks.histories import History, PassProgress, PassRecord, PassState, contradiction
 
 SIZE = 2  # items in a batch
 
@@ -41,10 +41,10 @@ class Rank:
     def long_look(self) -> int:
         return max(SIZE, self.batches * SIZE // 2)
 
-    def runs(self, program: Sequence[Iterates]) -> list[Record]:
+    def runs(self, program: Sequence[Iterates]) -> list[PassRecord]:
         return [record for does in program for record in self.records(does)]
 
-    def records(self, does: Iterates) -> Iterator[Record]:
+    def records(self, does: Iterates) -> Iterator[PassRecord]:
         if does.epoch is not None:
             for steps in does.looks if self.takes_looks else ():
                 yield from self.iterates(min(steps, self.long_look() // SIZE))
@@ -55,23 +55,23 @@ class Rank:
         self.epochs.set(epoch)
         self.history.choose()
 
-    def iterates(self, steps: int, nested: int = 0, keeps: bool = False) -> Iterator[Record]:
-        standing = [Standing(0, State.OPEN)]
+    def iterates(self, steps: int, nested: int = 0, keeps: bool = False) -> Iterator[PassRecord]:
+        standing = [PassProgress(0, PassState.OPEN)]
         epoch = self.epochs.upcoming
         self.epochs.begin(epoch)
         self.history.begin(epoch, lambda: standing[0], self.long_look)
         yield self.history.record()
         for step in range(min(steps, self.batches)):
-            standing[0] = Standing(step * SIZE + 1, State.OPEN)  # the next batch was asked for
+            standing[0] = PassProgress(step * SIZE + 1, PassState.OPEN)  # the next batch was asked for
             yield self.history.record()
-            standing[0] = Standing((step + 1) * SIZE, State.OPEN)
+            standing[0] = PassProgress((step + 1) * SIZE, PassState.OPEN)
             if step == 0:
                 for _ in range(nested):
                     yield from self.iterates(self.batches)
         if steps >= self.batches:
-            standing[0] = Standing(self.batches * SIZE, State.ENDED)
+            standing[0] = PassProgress(self.batches * SIZE, PassState.ENDED)
         elif not keeps:
-            standing[0] = standing[0]._replace(state=State.LEFT)
+            standing[0] = standing[0]._replace(state=PassState.LEFT)
         yield self.history.record()
 
 
@@ -97,7 +97,7 @@ def test_ranks_that_run_one_program_never_contradict_each_other(program: list[It
     records = rank.runs(program)
     for mine in records:
         for theirs in records:
-            assert contradiction(mine, Record.decoded(theirs.encoded()), SIZE, 0, rank.long_look) is None
+            assert contradiction(mine, PassRecord.decoded(theirs.encoded()), SIZE, 0, rank.long_look) is None
 
 
 def agree(program: Sequence[Iterates], batches: int) -> bool:

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from ddp_patch.plan import Batching, Plan
-from ddp_patch.sharding.schedule import Part, Turns
+from ddp_patch.sharding.schedule import Part, Schedule
 
 parts = st.lists(st.builds(Part, st.integers(0, 6), st.integers(0, 40)), min_size=1, max_size=5)
 
@@ -18,7 +18,7 @@ def plans(rank: int = 0) -> st.SearchStrategy[Plan]:
 batchings = st.builds(Batching, st.integers(1, 5), drop_last=st.booleans())
 
 
-def loaded(turns: Turns) -> list[tuple[int, int, int, int]]:
+def loaded(turns: Schedule) -> list[tuple[int, int, int, int]]:
     """Each batch as a loader gives them: it asks every worker in turn, and no more whoever came to its end."""
     waiting = []
     for part in turns.parts:
@@ -39,7 +39,7 @@ def loaded(turns: Turns) -> list[tuple[int, int, int, int]]:
 
 @given(plans(), batchings, parts)
 def test_batches_come_as_a_loader_asks_for_them(plan: Plan, batching: Batching, read: list[Part]) -> None:
-    turns = Turns(plan, batching, read)
+    turns = Schedule(plan, batching, read)
     expected = loaded(turns)
     assert turns.count == len(expected)
     assert [tuple(turns.turn(number)) for number in range(len(expected))] == expected
@@ -57,7 +57,7 @@ def test_batches_come_as_a_loader_asks_for_them(plan: Plan, batching: Batching, 
 def test_going_on_after_some_batches_gives_the_others(
     plan: Plan, batching: Batching, read: list[Part], data: st.DataObject
 ) -> None:
-    turns = Turns(plan, batching, read)
+    turns = Schedule(plan, batching, read)
     expected = loaded(turns)
     batches = data.draw(st.integers(1, max(1, len(expected))))
     if batches > len(expected):
@@ -65,7 +65,7 @@ def test_going_on_after_some_batches_gives_the_others(
     after = expected[batches - 1][0] + 1
     order = [*range(after, len(read)), *range(after)]  # the worker after the last one begins
     taken = turns.taken(batches)
-    rest = loaded(Turns(plan, batching, [Part(taken[place], read[place].length) for place in order]))
+    rest = loaded(Schedule(plan, batching, [Part(taken[place], read[place].length) for place in order]))
     assert [(order[place], *turn) for place, *turn in rest] == expected[batches:]
 
 
@@ -73,7 +73,7 @@ def test_going_on_after_some_batches_gives_the_others(
 def test_ranks_make_the_same_batches_of_each_part_where_all_take_equally_much(
     batching: Batching, read: list[Part], ranks: int, uneven: str, batches: int
 ) -> None:
-    turns = [Turns(Plan(rank, ranks, uneven), batching, read) for rank in range(ranks)]  # type: ignore[arg-type]  # a str
+    turns = [Schedule(Plan(rank, ranks, uneven), batching, read) for rank in range(ranks)]  # type: ignore[arg-type]  # a str
     batches = min(batches, turns[0].count or 0)
     assert all(one.made(batches) == turns[0].made(batches) for one in turns)
     assert turns[-1].are_alike(batches)

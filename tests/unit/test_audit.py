@@ -39,7 +39,7 @@ from ddp_patch.auditing.commands import commands
 from ddp_patch.auditing.drawn import Coding
 from ddp_patch.auditing.report import Provenance, page
 from ddp_patch.auditing.simulate import ranks_of
-from ddp_patch.auditing.subject import Subject
+from ddp_patch.auditing.subject import Audited
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.samplers import PKBatchSampler
 
@@ -496,7 +496,7 @@ def test_of_a_large_loader_four_bytes_for_each_index_are_kept() -> None:
     n, world_size = 200_000, 4
     given: DataLoader[Any] = DataLoader(Untouchable(n), batch_size=250, shuffle=True)
     drawn = [
-        rank.epoch(0, Coding()) for rank in ranks_of(Subject(look_at(given), True, {}, False, n), range(world_size))
+        rank.epoch(0, Coding()) for rank in ranks_of(Audited(look_at(given), True, {}, False, n), range(world_size))
     ]
     assert sum(one.items.nbytes for one in drawn) == 4 * n
     assert sum(one.sizes.nbytes for one in drawn) == 4 * n // 250

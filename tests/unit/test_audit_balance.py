@@ -20,7 +20,7 @@ from ddp_patch.auditing import Report
 from ddp_patch.auditing.report import Provenance, page
 from ddp_patch.samplers import PKBatchSampler
 from ddp_patch.sharding import balancing
-from ddp_patch.sharding.balancing import Dealing, Dealt
+from ddp_patch.sharding.balancing import BalancedWindow, Balancer
 
 N = 400
 COSTS = np.random.default_rng(3).lognormal(3, 0.8, N).round() + 1
@@ -214,19 +214,19 @@ def test_the_first_steps_of_a_long_epoch_are_balanced_as_they_are_in_the_epoch()
 # What is judged.
 
 
-def with_another_instead(dealt: Dealt) -> Dealt:
+def with_another_instead(dealt: BalancedWindow) -> BalancedWindow:
     """The first item of the window is lost, and the second one is there twice."""
     return replace(dealt, steps=np.where(dealt.steps == 0, 1, dealt.steps))
 
 
-def with_more(dealt: Dealt) -> Dealt:
+def with_more(dealt: BalancedWindow) -> BalancedWindow:
     return replace(dealt, left=np.concatenate([dealt.left, np.arange(5)]))
 
 
-def damage(monkeypatch: pytest.MonkeyPatch, how: Callable[[Dealt], Dealt]) -> None:
+def damage(monkeypatch: pytest.MonkeyPatch, how: Callable[[BalancedWindow], BalancedWindow]) -> None:
     """Damage every window that is dealt, also that of one process."""
-    dealt = Dealing.dealt
-    monkeypatch.setattr(Dealing, "dealt", lambda *given: how(dealt(*given)))
+    dealt = Balancer.dealt
+    monkeypatch.setattr(Balancer, "dealt", lambda *given: how(dealt(*given)))
 
 
 @pytest.mark.parametrize("name", ["samples", "whole batches", "batches of the sampler", "batches of other sizes"])

@@ -5,26 +5,35 @@ from collections.abc import Sequence
 import pytest
 
 from ddp_patch.ranks import pass_monitor
-from ddp_patch.ranks.histories import Contradiction, History, Pace, Record, Run, Standing, State, contradiction
+from ddp_patch.ranks.histories import (
+    Contradiction,
+    History,
+    PassProgress,
+    PassRecord,
+    PassState,
+    ReadAhead,
+    Run,
+    contradiction,
+)
 from ddp_patch.ranks.notices import Peers
 
-OPEN, LEFT, ENDED, UNKNOWN, WITHDRAWN, _ = State
+OPEN, LEFT, ENDED, UNKNOWN, WITHDRAWN, _ = PassState
 SIZE = 4
 
 # A pass: which epoch was set before it, if one was; its epoch; the items taken; its state.
-Pass = tuple[bool, int, int, State]
+Pass = tuple[bool, int, int, PassState]
 
 
 def half() -> int:
     return 6
 
 
-def record(*passes: Pass) -> Record:
+def record(*passes: Pass) -> PassRecord:
     history = History(SIZE)
     for chosen, epoch, items, state in passes:
         if chosen:
             history.choose()
-        history.begin(epoch, lambda items=items, state=state: Standing(items, state), half)  # type: ignore[misc]
+        history.begin(epoch, lambda items=items, state=state: PassProgress(items, state), half)  # type: ignore[misc]
     return history.record()
 
 
@@ -90,14 +99,14 @@ def test_unequal_shares_may_differ_by_a_batch() -> None:
 def test_a_thousand_epochs_are_one_run() -> None:
     told = record(*((SET, epoch, 12, ENDED) for epoch in range(1000)))
     assert told.runs == [Run(0, 1000, 12, ENDED, True, 0)]
-    assert Record.decoded(told.encoded()) == told
+    assert PassRecord.decoded(told.encoded()) == told
 
 
 def test_what_was_surely_taken() -> None:
-    assert Pace(4).taken(9) == 9
-    assert Pace(4, ahead=8).taken(9) == 1
-    assert Pace(4, ahead=8).taken(5) == 0
-    assert Pace(4, drop_last=True).taken(9) == 8
+    assert ReadAhead(4).taken(9) == 9
+    assert ReadAhead(4, ahead=8).taken(9) == 1
+    assert ReadAhead(4, ahead=8).taken(5) == 0
+    assert ReadAhead(4, drop_last=True).taken(9) == 8
 
 
 def test_comparisons_take_no_more_than_a_small_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +116,7 @@ def test_comparisons_take_no_more_than_a_small_part_of_the_time(monkeypatch: pyt
     class Counted:
         def __init__(self, _: Peers) -> None: ...
 
-        def exchange(self, _: Record) -> dict[int, Record]:
+        def exchange(self, _: PassRecord) -> dict[int, PassRecord]:
             nonlocal now
             now += cost
             made.append(now)
@@ -115,7 +124,7 @@ def test_comparisons_take_no_more_than_a_small_part_of_the_time(monkeypatch: pyt
 
     monkeypatch.setattr(pass_monitor, "Notices", Counted)
     monkeypatch.setattr(pass_monitor, "perf_counter", lambda: now)
-    watch = pass_monitor.Watch(Peers("loader", 1, 0, [1]))
+    watch = pass_monitor.PassMonitor(Peers("loader", 1, 0, [1]))
     for due in range(10_000):
         watch.compare(due)
         if due == 50:

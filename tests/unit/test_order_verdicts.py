@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_patch.orders.fingerprint import ItemHashes, hashes_of
-from ddp_patch.ranks.order_guard import Notes, Verdict, compare, compare_parts, compare_workers, decoded, encoded
+from ddp_patch.ranks.order_guard import Notes, OrderVerdict, compare, compare_parts, compare_workers, decoded, encoded
 
-ALIKE, OTHER_ORDER, UNKNOWN = Verdict.ALIKE, Verdict.OTHER_ORDER, Verdict.UNKNOWN
+ALIKE, OTHER_ORDER, UNKNOWN = OrderVerdict.ALIKE, OrderVerdict.OTHER_ORDER, OrderVerdict.UNKNOWN
 
 
 def notes(items: Sequence[Any], *, is_all: bool = False) -> Notes:
@@ -39,7 +39,7 @@ def shuffled(items: Sequence[Any], seed: int = 1) -> list[Any]:
 
 MANY = range(100)
 # What one reader noted, what the other did, whether these are all their items, and what that tells.
-TABLE: dict[str, tuple[Sequence[Any], Sequence[Any], bool, Verdict]] = {
+TABLE: dict[str, tuple[Sequence[Any], Sequence[Any], bool, OrderVerdict]] = {
     "nothing": ([], [], True, ALIKE),
     "nothing yet": ([], [1, 2], False, ALIKE),
     "the same": (MANY, MANY, False, ALIKE),

@@ -16,7 +16,7 @@ from ddp_patch.loaders.contents import Row, rows_of
 from ddp_patch.orders.chunks import begun, draw
 from ddp_patch.orders.orders import order_of
 from ddp_patch.orders.pass_fingerprint import PassFingerprint
-from ddp_patch.ranks.histories import Standing, State
+from ddp_patch.ranks.histories import PassProgress, PassState
 from ddp_patch.ranks.pass_monitor import PassNotes, difference
 
 KINDS: dict[str, Callable[[int], Any]] = {
@@ -102,11 +102,16 @@ def test_an_order_that_is_looked_up_has_a_fingerprint_before_its_first_item() ->
 
 
 def notes_of(
-    items: list[int], taken: int = 9, state: State = State.OPEN, rows: Any = None, epoch: int = 0, is_old: bool = False
+    items: list[int],
+    taken: int = 9,
+    state: PassState = PassState.OPEN,
+    rows: Any = None,
+    epoch: int = 0,
+    is_old: bool = False,
 ) -> list[Any]:
     """Return what a rank left of a pass, of which it took some items."""
     kept = [rows or {}]
-    noted = PassNotes("S", epoch, "0", 0, drawn(items), lambda: kept[0], lambda: Standing(taken, state))
+    noted = PassNotes("S", epoch, "0", 0, drawn(items), lambda: kept[0], lambda: PassProgress(taken, state))
     return noted.encoded(look=4, is_old=is_old)
 
 
@@ -123,7 +128,7 @@ def test_a_look_is_not_compared_and_neither_is_another_epoch() -> None:
     mine, other = notes_of([*range(9)]), [*range(8, -1, -1)]
     assert difference([mine], [notes_of(other, taken=4)]) is None
     assert difference([notes_of([*range(9)], taken=4)], [notes_of(other)]) is None
-    assert difference([mine], [notes_of(other, taken=4, state=State.ENDED)]) is not None
+    assert difference([mine], [notes_of(other, taken=4, state=PassState.ENDED)]) is not None
     assert difference([mine], [notes_of(other, epoch=1)]) is None
 
 
@@ -136,16 +141,16 @@ def test_a_rank_that_is_epochs_ahead_left_its_last_mark() -> None:
 
 def test_the_notes_of_a_pass_that_is_over_keep_nothing_of_it() -> None:
     class Stands:
-        state = State.OPEN
+        state = PassState.OPEN
 
-        def now(self) -> Standing:
-            return Standing(9, self.state)
+        def now(self) -> PassProgress:
+            return PassProgress(9, self.state)
 
     stands = Stands()
     gone = weakref.ref(stands)
     notes = PassNotes("S", 0, "0", 0, drawn([*range(9)]), dict, stands.now)
     notes.settle()
-    stands.state = State.LEFT
+    stands.state = PassState.LEFT
     told = notes.encoded(4, is_old=True)
     notes.settle()
     del stands

@@ -50,7 +50,7 @@ from ddp_patch.samplers import (
     aspect_ratio_groups,
     pk,
 )
-from ddp_patch.samplers.lengths import Batches
+from ddp_patch.samplers.lengths import LengthBatches
 
 MANY = 2000
 BOUND = 5.0  # standard deviations, as in test_permutation.py
@@ -743,7 +743,7 @@ def test_a_pass_that_the_global_generators_decide_is_told_of_before_and_after_it
 def test_a_pass_that_has_ended_leaves_no_order_behind() -> None:
     sampler = GroupedBatchSampler(ScalableRandomSampler(N), LABELS, 3)
     list(sampler)
-    assert not [value for value in vars(sampler).values() if isinstance(value, Batches)]
+    assert not [value for value in vars(sampler).values() if isinstance(value, LengthBatches)]
 
 
 def test_aspect_ratios_are_told_apart_at_the_edges() -> None:
