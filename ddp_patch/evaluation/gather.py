@@ -51,22 +51,23 @@ def got_in_pass(batches: Batches) -> ExpectedRows:
     Raises:
         Misfit: There is none, or it is not over.
     """
-    sampler, one = batches.sampler, batches.sampler.latest
-    if one is None:
+    sampler, current = batches.sampler, batches.sampler.latest
+    if current is None:
         raise Misfit("made no pass over the loader")
-    _require_one_pass(sampler, one)
-    turns = sampler.turns_of_whole(one, batches)
+    _require_one_pass(sampler, current)
+    turns = sampler.turns_of_whole(current, batches)
     if turns is None or (sampler.given is not None and sampler.given.is_within):
-        raise Misfit(f"stopped in the middle of epoch {one.epoch}; gather_step() gathers a step")
-    divided = sampler.divided_batches(one, turns)
+        raise Misfit(f"stopped in the middle of epoch {current.epoch}; gather_step() gathers a step")
+    divided = sampler.divided_batches(current, turns)
     length = turns.length if divided is None else divided.length
-    at = f"gather_in_order() of patched loader {sampler.agreed.number} after epoch {_pass_text(one)}, of {length} items"
+    number, epoch = sampler.agreed.number, _pass_text(current)
+    at = f"gather_in_order() of patched loader {number} after epoch {epoch}, of {length} items"
     if divided is not None:
         return ExpectedRows(
             at, _share_of_divided(divided), WholeStand(turns, divided.rows, [*divided.sizes], divided.plan)
         )
     if batches.level is Level.BATCH:
-        return _got_batches(at, one, turns)
+        return _got_batches(at, current, turns)
     rows, samples = turns.rows, turns.samples
     # Each part's padding comes at its own end, in the midst of what other workers give.
     real = list(turns.real_places()) if rows < samples and len(turns.parts) > 1 else range(rows)
@@ -82,18 +83,18 @@ def _share_of_divided(divided: DividedBatches) -> Share:
     return Share(samples, range(rows) if rows == samples else list(divided.real_places()), len(sizes), sizes)
 
 
-def _got_batches(at: str, one: Pass[Any], turns: Schedule) -> ExpectedRows:
+def _got_batches(at: str, current: Pass[Any], turns: Schedule) -> ExpectedRows:
     """Return what a rank got that takes whole batches, where padding comes last."""
     batches, real = turns.samples, turns.rows
-    sizes = [] if one.sizes is None else [*one.sizes][:batches]
+    sizes = [] if current.sizes is None else [*current.sizes][:batches]
     if len(sizes) < batches:  # nobody noted them
         return ExpectedRows(at, Share(None, range(0), batches, None, range(real)), WholeStand(turns, real))
     share = Share(sum(sizes), range(sum(sizes[:real])), batches, sizes, range(real))
     return ExpectedRows(at, share, WholeStand(turns, real, sizes[:real]))
 
 
-def _pass_text(one: Pass[Any]) -> str:
-    return f"{one.epoch}" if one.begins_at == "0" else f"{one.epoch} from {one.begins_at} on"
+def _pass_text(current: Pass[Any]) -> str:
+    return f"{current.epoch}" if current.begins_at == "0" else f"{current.epoch} from {current.begins_at} on"
 
 
 def got_in_step(loader: DataLoader[Any], batches: Batches) -> ExpectedRows:
@@ -102,44 +103,44 @@ def got_in_step(loader: DataLoader[Any], batches: Batches) -> ExpectedRows:
     Raises:
         Misfit: That is not known, or other ranks may make no such step.
     """
-    sampler, one = batches.sampler, batches.sampler.latest
+    sampler, current = batches.sampler, batches.sampler.latest
     try:
         number = batches.handed_out(loader) - 1
     except DDPPatchError as error:
         raise Misfit(f"cannot know the step: {message_of(error)}") from error
-    if one is None or number < 0:
+    if current is None or number < 0:
         raise Misfit("got no batch of the loader yet")
-    if one.is_exhausted:
-        raise Misfit(f"called it after the loop: epoch {one.epoch} is over")
-    _require_one_pass(sampler, one)
-    turns = ends = sampler.turns(one, batches)
+    if current.is_exhausted:
+        raise Misfit(f"called it after the loop: epoch {current.epoch} is over")
+    _require_one_pass(sampler, current)
+    turns = ends = sampler.turns(current, batches)
     if len(turns.parts) == 1 and turns.count is None:
-        ends = replace(turns, parts=[Part(one.skip, sampler.pass_length(one))])
+        ends = replace(turns, parts=[Part(current.skip, sampler.pass_length(current))])
     division = sampler.agreed.division
     if division is None:
-        _require_equal_steps(ends, knows_length=len(turns.parts) == 1 and sampler.left(one.start) is not None)
-    turn, step = turns.turn(number), sampler.samples_of_step(one, batches, number)
-    is_batch, has_sizes = batches.level is Level.BATCH and division is None, one.sizes is not None
-    keys = _keys(one, turns, turn) if division is None else _keys_in_batch(one, division, turn, number)
+        _require_equal_steps(ends, knows_length=len(turns.parts) == 1 and sampler.left(current.start) is not None)
+    turn, step = turns.turn(number), sampler.samples_of_step(current, batches, number)
+    is_batch, has_sizes = batches.level is Level.BATCH and division is None, current.sizes is not None
+    keys = _keys(current, turns, turn) if division is None else _keys_in_batch(current, division, turn, number)
     share = Share(step.items, range(step.real), 1, sample="item" if batches.level is Level.UNBATCHED else "sample")
     if is_batch:
         samples = step.items if has_sizes else None
         share = Share(samples, range(step.real), 1, None, range(turn.real))
     stand = StepStand(keys, step.items if is_batch else None, is_last=ends.count == number + 1)
-    at = f"gather_step() of patched loader {sampler.agreed.number} in step {number + 1} of epoch {_pass_text(one)}"
+    at = f"gather_step() of patched loader {sampler.agreed.number} in step {number + 1} of epoch {_pass_text(current)}"
     return ExpectedRows(at, share, stand)
 
 
-def _require_one_pass(sampler: EpochSampler[Any], one: Pass[Any]) -> None:
+def _require_one_pass(sampler: EpochSampler[Any], current: Pass[Any]) -> None:
     """Refuse a pass whose batches cannot be told from those of another one, or were counted elsewhere."""
-    if one.is_interleaved:
+    if current.is_interleaved:
         raise Misfit(
             "used two iterators of the loader at once, so it is unknown which of them the outputs belong to; finish "
             "one before the next begins"
         )
-    if sampler.left_out(one):
+    if sampler.left_out(current):
         raise Misfit(
-            f"resumed within epoch {one.epoch} by the loader's own load_state_dict(), so its first batches were "
+            f"resumed within epoch {current.epoch} by the loader's own load_state_dict(), so its first batches were "
             "counted elsewhere; take the state with loader_state(), and resume with restore_loader()"
         )
 
@@ -160,29 +161,29 @@ def _require_equal_steps(turns: Schedule, *, knows_length: bool) -> None:
         )
 
 
-def _keys(one: Pass[Any], turns: Schedule, turn: BatchRecord) -> Sequence[Any]:
+def _keys(current: Pass[Any], turns: Schedule, turn: BatchRecord) -> Sequence[Any]:
     """Return where the items of a step that are not padding lie in the stream."""
     plan, first, until = turns.plan, turn.first, turn.first + turn.real
     if len(turns.parts) > 1:
         return list(turns.positions_in(turn))
     skip, length = turns.parts[0].skip, turns.parts[0].length
-    if one.origins is not None:
-        places: list[int] = one.origins[first - skip : until - skip].tolist()
+    if current.origins is not None:
+        places: list[int] = current.origins[first - skip : until - skip].tolist()
         return places
     if length is not None:
         return plan.share(length)[first:until]
     return range(plan.rank + first * plan.num_replicas, plan.rank + until * plan.num_replicas, plan.num_replicas)
 
 
-def _keys_in_batch(one: Pass[Any], division: Plan, turn: BatchRecord, number: int) -> Sequence[int]:
+def _keys_in_batch(current: Pass[Any], division: Plan, turn: BatchRecord, number: int) -> Sequence[int]:
     """Return where this rank's samples of a divided batch lie in it."""
-    if one.sizes is None:
+    if current.sizes is None:
         return division.divide(turn.items)[0]
-    own = division.divide(one.sizes[number])[0]
-    if one.origins is None:
+    own = division.divide(current.sizes[number])[0]
+    if current.origins is None:
         return own
-    before = sum(len(division.divide(size)[0]) for size, _ in zip(one.sizes, range(number), strict=False))
-    places: list[int] = one.origins[before : before + len(own)].tolist()
+    before = sum(len(division.divide(size)[0]) for size, _ in zip(current.sizes, range(number), strict=False))
+    places: list[int] = current.origins[before : before + len(own)].tolist()
     return places
 
 
@@ -297,11 +298,11 @@ def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None
         return _alone(outputs, pad)
     batches = require_one_stream("gather_step", loader)
     members = _members("gather_step", batches, _plain(dst), device_of(loader))
-    one = batches.sampler.latest
+    current = batches.sampler.latest
     got = partial(got_in_step, loader, batches)
-    agreement, own = _agreed("gather_step", outputs, got, batches, members, pad, one)
+    agreement, own = _agreed("gather_step", outputs, got, batches, members, pad, current)
     stands = [stand for stand in agreement.stands if isinstance(stand, StepStand)]
-    connection = _KEPT.connected(one, members, agreement.name, is_last=all(stand.is_last for stand in stands))
+    connection = _KEPT.connected(current, members, agreement.name, is_last=all(stand.is_last for stand in stands))
     return _result(agreement, own, placed_in_step(stands), connection, pad)
 
 
@@ -337,10 +338,10 @@ def _agreed(
     batches: Batches,
     members: Members,
     pad: Any,
-    one: Any = None,
+    current: Any = None,
 ) -> tuple[Agreement, LocalOutputs]:
     """Compare the outputs with the other ranks', and return how to read them and what this rank has of them."""
-    kept = None if one is None else _KEPT.name(one)
+    kept = None if current is None else _KEPT.name(current)
     said, own = report(outputs, got, members.dst, _plain(pad), kept)
     judged = partial(judge, operation, batches.sampler.agreed.world.members or [0])
     if len(members.ranks) == 1:

@@ -321,8 +321,8 @@ def _leaf(path: str, records: Mapping[int, RemoteReport], ranks: Sequence[int]) 
     first = next(iter(ways.values()))
     kind = next((kind for kind in first if all(kind in of_rank for of_rank in ways.values())), None)
     if kind is None:
-        told = {rank: f"passed {' or '.join(of_rank)}{at(path)}" for rank, of_rank in ways.items()}
-        raise _refusal(told, _SAME)
+        problems = {rank: f"passed {' or '.join(of_rank)}{at(path)}" for rank, of_rank in ways.items()}
+        raise _refusal(problems, _SAME)
     chosen = {rank: of_rank[kind] for rank, of_rank in ways.items()}
     _require_alike(chosen)
     pad = next(iter(records.values())).pad
@@ -353,8 +353,8 @@ def _column(path: str, chosen: Mapping[int, SaidReading], ranks: Sequence[int], 
 
 def _require_padding(path: str, forms: Mapping[int, Form], form: Form, pad: Any) -> None:
     if pad is None:
-        told = {rank: f"passed {one}{at(path)}" for rank, one in forms.items()}
-        raise _refusal(told, _WIDTHS, "rows differ in width")
+        problems = {rank: f"passed {one}{at(path)}" for rank, one in forms.items()}
+        raise _refusal(problems, _WIDTHS, "rows differ in width")
     if not form.holds(pad):
         raise InvalidOptionError(
             f"pad={pad!r} cannot fill up the rows{at(path)}, which are {form}: it is no value of that dtype. "
@@ -362,12 +362,12 @@ def _require_padding(path: str, forms: Mapping[int, Form], form: Form, pad: Any)
         )
 
 
-def _require_same(told: Mapping[int, str]) -> None:
-    if len(by_value(told)) > 1:
-        raise _refusal(told, _SAME)
+def _require_same(problems: Mapping[int, str]) -> None:
+    if len(by_value(problems)) > 1:
+        raise _refusal(problems, _SAME)
 
 
-def _refusal(told: Mapping[int, str], remedy: str, why: str = "the ranks' outputs do not fit") -> OutputsError:
+def _refusal(problems: Mapping[int, str], remedy: str, why: str = "the ranks' outputs do not fit") -> OutputsError:
     """Return an error with a line for each thing that is told of some ranks."""
-    listed = "\n".join(f"  {ranks_text(ranks)} {what}" for what, ranks in by_value(told).items())
+    listed = "\n".join(f"  {ranks_text(ranks)} {what}" for what, ranks in by_value(problems).items())
     return OutputsError(f"{GATHERING}: {why}.\n{listed}\n{remedy}")

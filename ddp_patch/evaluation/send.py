@@ -115,29 +115,29 @@ class Kept:
     def __init__(self) -> None:
         self._of_passes: WeakKeyDictionary[Any, Connection] = WeakKeyDictionary()
 
-    def name(self, one: Any) -> str | None:
+    def name(self, current: Any) -> str | None:
         """Return the name of a pass's connection; None where there is none."""
-        kept = self._of_passes.get(one)
+        kept = self._of_passes.get(current)
         return None if kept is None else kept.name
 
     @contextmanager
-    def connected(self, one: Any, members: Members, name: str, *, is_last: bool) -> Iterator[Connection]:
+    def connected(self, current: Any, members: Members, name: str, *, is_last: bool) -> Iterator[Connection]:
         """Connect the members for a step of a pass.
 
         Args:
-            one: The pass.
+            current: The pass.
             members: The ranks that gather together.
             name: The name of the pass's connection on every rank, or a new one.
             is_last: Whether no step follows on any rank.
         """
-        found = self._of_passes.pop(one, None)  # after an error, the next step begins anew
+        found = self._of_passes.pop(current, None)  # after an error, the next step begins anew
         if found is None or found.name != name:
             found = _opened(members, name)
         yield replace(found, members=members)
         if is_last:
             found.close()
         elif found.group is not None:
-            self._of_passes[one] = found
+            self._of_passes[current] = found
 
 
 @contextmanager

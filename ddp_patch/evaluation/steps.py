@@ -74,22 +74,22 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches) -> Steps
     try:
         for number, batch in enumerate(loader):
             if number == 0:
-                one = cast("Pass[Any]", sampler.latest)
-                _require_own_pass(operation, sampler, one)
+                current = cast("Pass[Any]", sampler.latest)
+                _require_own_pass(operation, sampler, current)
             if number >= until:
-                step = sampler.samples_of_step(one, batches, number)
+                step = sampler.samples_of_step(current, batches, number)
                 until = step.until
             yield batch, step
     finally:
         sampler.keeps_sizes = False
 
 
-def _require_own_pass(operation: str, sampler: EpochSampler[Any], one: Pass[Any]) -> None:
-    if sampler.left_out(one):
+def _require_own_pass(operation: str, sampler: EpochSampler[Any], current: Pass[Any]) -> None:
+    if sampler.left_out(current):
         raise UnsupportedLoaderError(
             f"{operation} cannot know which samples a batch holds: the loader's own load_state_dict() resumed within "
-            f"epoch {one.epoch}, so its first batches were counted elsewhere. Take the state with loader_state(), and "
-            "resume with restore_loader()."
+            f"epoch {current.epoch}, so its first batches were counted elsewhere. Take the state with loader_state(), "
+            "and resume with restore_loader()."
         )
 
 
@@ -260,8 +260,8 @@ def _shared(steps: Steps, sampler: EpochSampler[Any], like: torch.Tensor, weight
     with closing(steps):  # type: ignore[type-var]  # a generator, which has a close()
         # What a rank can know is known once its pass has begun.
         first = [step for step in [next(steps, None)] if step is not None]
-        one, all_steps = sampler.latest, chain(first, steps)
-        if weight_of is None and (one is None or sampler.knows_totals(one)):
+        current, all_steps = sampler.latest, chain(first, steps)
+        if weight_of is None and (current is None or sampler.knows_totals(current)):
             yield from _counted(all_steps, ranks, like)
             return
         if ranks == 1:

@@ -94,8 +94,8 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
                 if values:
                     found[name, is_held].append([*values])
     return tuple(
-        Content(name, fingerprint(told), is_held, all(map(_identifies, told)))
-        for (name, is_held), told in found.items()
+        Content(name, fingerprint(elements), is_held, all(map(_identifies, elements)))
+        for (name, is_held), elements in found.items()
     )
 
 
@@ -114,36 +114,36 @@ def rows_of(dataset: Any, known: Collection[str] = ()) -> dict[str, Row]:
     for part in islice(nested_datasets(dataset), LOOKED_AT):
         with suppress(Exception):  # as above
             for name, is_held, values in _contents(part):
-                told = [*values]
-                identifies = _identifies(told)
-                numbers = [_whole_number(value) for value in told]
+                elements = [*values]
+                identifies = _identifies(elements)
+                numbers = [_whole_number(value) for value in elements]
                 # Rows that were not shuffled yet count too: another rank may have shuffled its own.
-                is_order = is_held and _are_distinct(told) and all(number in range(len(part)) for number in numbers)
-                names_samples = identifies and all(isinstance(value, tuple | int) for value in told)
-                if told and (not is_held or names_samples or is_order or (identifies and name in known)):
+                is_order = is_held and _are_distinct(elements) and all(number in range(len(part)) for number in numbers)
+                names_samples = identifies and all(isinstance(value, tuple | int) for value in elements)
+                if elements and (not is_held or names_samples or is_order or (identifies and name in known)):
                     again = sum(other.partition(" (")[0] == name for other in found)
-                    found[f"{name} ({again + 1})" if again else name] = Row(fingerprint(told), identifies, is_order)
+                    found[f"{name} ({again + 1})" if again else name] = Row(fingerprint(elements), identifies, is_order)
     return found
 
 
-def _whole_number(told: Any) -> int | None:
+def _whole_number(elements: Any) -> int | None:
     """Return the whole number that an element is, as ``_told`` describes it; None if it is none."""
-    number = told[2] if isinstance(told, list) and told[1:2] == [()] else told
+    number = elements[2] if isinstance(elements, list) and elements[1:2] == [()] else elements
     return number if isinstance(number, int) else None
 
 
-def _identifies(told: list[Any]) -> bool:
+def _identifies(elements: list[Any]) -> bool:
     """Return whether no two elements are alike; but positions are the same for any data."""
-    return _are_distinct(told) and told != _positions(told)
+    return _are_distinct(elements) and elements != _positions(elements)
 
 
-def _are_distinct(told: list[Any]) -> bool:
-    return bool(told) and len({fingerprint([value]) for value in told}) == len(told)
+def _are_distinct(elements: list[Any]) -> bool:
+    return bool(elements) and len({fingerprint([value]) for value in elements}) == len(elements)
 
 
-def _positions(told: list[Any]) -> list[int]:
+def _positions(elements: list[Any]) -> list[int]:
     """Return the result if each element were its own position."""
-    return _spread(told[-1] + 1) if isinstance(told[-1], int) else []
+    return _spread(elements[-1] + 1) if isinstance(elements[-1], int) else []
 
 
 def _spread(n: int) -> list[int]:
@@ -175,9 +175,9 @@ def _attributes(dataset: Any) -> Iterator[tuple[str, Sequence[Any]]]:
     n = length_of(dataset, ()) or 0
     for name, value, depth in _nested(type(dataset).__name__, dataset) if n >= _LEAST_HELD else ():
         if type(value) in _PLAIN and _length(value) == n:
-            told = _looked_at(value)
-            if depth == 0 or all(isinstance(part, tuple | int) for part in told):
-                yield name, told
+            elements = _looked_at(value)
+            if depth == 0 or all(isinstance(part, tuple | int) for part in elements):
+                yield name, elements
         elif is_hugging_face_table(value) and len(value) == n:
             yield f"the first and last rows of {name}", _ends(value)
 

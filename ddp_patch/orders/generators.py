@@ -71,7 +71,7 @@ def random_generators(holders: Iterable[object]) -> list[RandomGenerator]:
     for holder in holders:
         for value in chain(getattr(holder, "__dict__", {}).values(), _methods(type(holder))):
             found |= {id(rng): rng for rng in _within(value, _DEPTH)}
-    return [rng for rng in found.values() if not any(rng is one for one in _GLOBAL)]
+    return [rng for rng in found.values() if not any(rng is state for state in _GLOBAL)]
 
 
 def _methods(kind: type) -> Iterator[FunctionType]:
@@ -184,16 +184,16 @@ def set_as_read(generator: RandomGenerator, state: Any) -> None:
             generator.setstate(state)
 
 
-def same_state(one: Any, other: Any) -> bool:
+def same_state(state: Any, other: Any) -> bool:
     """Return whether two states that ``as_read`` returned are the same."""
-    match one:
+    match state:
         case torch.Tensor():
-            return isinstance(other, torch.Tensor) and torch.equal(one, other)
+            return isinstance(other, torch.Tensor) and torch.equal(state, other)
         case np.ndarray():
-            return np.array_equal(one, other)
+            return np.array_equal(state, other)
         case dict():
-            return one.keys() == other.keys() and all(same_state(value, other[name]) for name, value in one.items())
-    return bool(one == other)
+            return state.keys() == other.keys() and all(same_state(value, other[name]) for name, value in state.items())
+    return bool(state == other)
 
 
 def was_seeded(generator: RandomGenerator, before: Any) -> bool:

@@ -79,7 +79,7 @@ def require_all_shares(doing: str, held: Mapping[int, tuple[int, HeldWorld]]) ->
     )
 
 
-def require_same_samples(doing: str, told: Mapping[int, Sequence[Content]]) -> None:
+def require_same_samples(doing: str, reported: Mapping[int, Sequence[Content]]) -> None:
     """Raise unless the ranks' datasets hold the same samples, as far as all ranks know.
 
     Attributes of datasets may hold other things than samples, such as random numbers. So one that identifies the
@@ -87,9 +87,9 @@ def require_same_samples(doing: str, told: Mapping[int, Sequence[Content]]) -> N
 
     Args:
         doing: What the ranks are doing, for the error.
-        told: What each rank reports about its dataset.
+        reported: What each rank reports about its dataset.
     """
-    named = {rank: {content.name: content for content in contents} for rank, contents in told.items()}
+    named = {rank: {content.name: content for content in contents} for rank, contents in reported.items()}
     known = [{rank: named[rank][name] for rank in named} for name in _common(named)]
     differing = [contents for contents in known if len({one.fingerprint for one in contents.values()}) > 1]
     held = [contents for contents in known if all(one.is_held for one in contents.values())]
@@ -118,14 +118,14 @@ def _common(named: Mapping[int, Mapping[str, Content]]) -> list[str]:
 def why_each_differs(
     asked: Mapping[str, tuple[Mapping[int, str | None], str]],
     ranks: int,
-    told: Mapping[int, Mapping[str, tuple[int, FirstSamples] | None]],
+    reported: Mapping[int, Mapping[str, tuple[int, FirstSamples] | None]],
 ) -> dict[int, dict[str, str]]:
     """Return for each rank the warnings that ``why_orders_differ`` has, by the names of the loaders.
 
     Args:
         asked: The loaders whose orders differ, by their names: these orders, and the class that they come from.
         ranks: How many ranks share.
-        told: What each rank reports about these loaders, by their names.
+        reported: What each rank reports about these loaders, by their names.
 
     Raises:
         RankMismatchError: The streams of a loader are parts already.
@@ -133,12 +133,12 @@ def why_each_differs(
     whys = {}
     for place, (orders, name) in asked.items():
         with error_context(place):
-            whys[place] = why_orders_differ(orders, name, ranks, {rank: said[place] for rank, said in told.items()})
-    return dict.fromkeys(told, whys)
+            whys[place] = why_orders_differ(orders, name, ranks, {rank: said[place] for rank, said in reported.items()})
+    return dict.fromkeys(reported, whys)
 
 
 def why_orders_differ(
-    orders: Mapping[int, str | None], name: str, ranks: int, told: Mapping[int, tuple[int, FirstSamples] | None]
+    orders: Mapping[int, str | None], name: str, ranks: int, reported: Mapping[int, tuple[int, FirstSamples] | None]
 ) -> str:
     """Return the warning that says why the ranks' orders differ.
 
@@ -146,14 +146,14 @@ def why_orders_differ(
         orders: A fingerprint of each rank's order.
         name: The class that they come from.
         ranks: How many ranks share.
-        told: Each rank's length of the dataset and first samples, where these can be told.
+        reported: Each rank's length of the dataset and first samples, where these can be told.
 
     Raises:
         RankMismatchError: The streams are parts already.
     """
     parties = by_value(orders)
     listed = " and ".join(ranks_text(members) for members in parties.values())
-    relation = _relation([told[members[0]] for members in parties.values()], ranks)
+    relation = _relation([reported[members[0]] for members in parties.values()], ranks)
     mark = _MARK.format(name=name)
     if relation == "parts":
         raise RankMismatchError(
@@ -252,23 +252,23 @@ class Decision:
 _OfOneLoader: TypeAlias = Mapping[int, RankReport]
 
 
-def judge(told: Mapping[int, Told]) -> dict[int, tuple[Decision, ...]]:
+def judge(reported: Mapping[int, Told]) -> dict[int, tuple[Decision, ...]]:
     """Compare the ranks' loaders, and decide for each what is used on all ranks.
 
     Raises:
         RankMismatchError: They differ. No seed counts as given then.
     """
-    require_same(AGREEING, {rank: {"loaders": said.nest} for rank, said in told.items()})
-    by_rank = (said.records for said in told.values())
-    loaders = [dict(zip(told, records, strict=True)) for records in zip(*by_rank, strict=True)]
+    require_same(AGREEING, {rank: {"loaders": said.nest} for rank, said in reported.items()})
+    by_rank = (said.records for said in reported.values())
+    loaders = [dict(zip(reported, records, strict=True)) for records in zip(*by_rank, strict=True)]
     for records in loaders:
         with error_context(_place(records)):
             require_same_samples(AGREEING, {rank: record.samples for rank, record in records.items()})
-    require_same(AGREEING, {rank: _facts(said) for rank, said in told.items()})
+    require_same(AGREEING, {rank: _facts(said) for rank, said in reported.items()})
     for records in loaders:
         with error_context(_place(records)):
             _require_alike(records)
-    return dict.fromkeys(told, tuple(map(_verdict, loaders)))
+    return dict.fromkeys(reported, tuple(map(_verdict, loaders)))
 
 
 def _place(records: _OfOneLoader) -> str:
@@ -426,8 +426,8 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     members = list(world.members)
     generators = [() if subject.stream is None else subject.stream.generators for subject in subjects]
     records = [_record(world, options, *each) for each in zip(subjects, generators, strict=True)]
-    told = Told(nest, _chosen(options) | _sharing(world.members), records)
-    verdicts: Sequence[Decision] = exchange(members, AGREEING, told, judge, options.timeout)
+    reported = Told(nest, _chosen(options) | _sharing(world.members), records)
+    verdicts: Sequence[Decision] = exchange(members, AGREEING, reported, judge, options.timeout)
     for found, verdict in zip(generators, verdicts, strict=True):
         for generator, state in zip(found, verdict.generators, strict=True):
             generator.set_state(state)
@@ -471,10 +471,10 @@ def _why_orders_differ(
     }
     if not differing:
         return {}
-    told = {place: stream.first_samples(world.num_replicas) for place, (_, stream) in differing.items()}
+    reported = {place: stream.first_samples(world.num_replicas) for place, (_, stream) in differing.items()}
     asked = {place: (orders, stream.name) for place, (orders, stream) in differing.items()}
     judge_orders = partial(why_each_differs, asked, world.num_replicas)
-    whys: dict[str, str] = exchange(list(world.members or ()), TELLING_APART, told, judge_orders, options.timeout)
+    whys: dict[str, str] = exchange(list(world.members or ()), TELLING_APART, reported, judge_orders, options.timeout)
     return whys
 
 

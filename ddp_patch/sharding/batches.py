@@ -109,12 +109,12 @@ class Tally:
         if not self._has_pass:
             self._find_pass()
         self._batches += 1
-        if (one := self._pass) is not None:
+        if (current := self._pass) is not None:
             # The loader continued after an error, so some batch was skipped: nobody knows the position.
-            one.note_handed_out(None if self._has_failed else self._batches)
+            current.note_handed_out(None if self._has_failed else self._batches)
             if (latest := self._sampler.latest) is None:
-                self._sampler.note_running(one)
-            elif latest is not one:
+                self._sampler.note_running(current)
+            elif latest is not current:
                 latest.note_interleaved()
 
     def fail(self, error: BaseException) -> None:
@@ -156,11 +156,11 @@ class Batches(Batching):
         """The latest pass, unless a state was restored since."""
         return self.sampler.latest if self.sampler.place is None else None
 
-    def _given(self, one: Pass[Any] | None) -> int:
+    def _given(self, current: Pass[Any] | None) -> int:
         """Return how many batches a pass has given; if nobody counts them, with those that workers fetched ahead."""
-        if one is None:
+        if current is None:
             return 0
-        return self.sampler.given_batches(one, self) if one.handed_out is None else one.handed_out
+        return self.sampler.given_batches(current, self) if current.handed_out is None else current.handed_out
 
     def handed_out(self, loader: DataLoader[Any]) -> int:
         """Return how many batches of the latest pass the loader has given.
@@ -170,10 +170,10 @@ class Batches(Batching):
         """
         if self.sampler.given is not None:
             return self.sampler.given.batches
-        one = self._running
-        is_counted = one is None or (one.handed_out is not None and not has_own_iteration(type(loader)))
-        if is_counted or not self._given(one):
-            return self._given(one)
+        current = self._running
+        is_counted = current is None or (current.handed_out is not None and not has_own_iteration(type(loader)))
+        if is_counted or not self._given(current):
+            return self._given(current)
         raise StateError(
             f"It is not known how many batches of epoch {self.sampler.epoch} the {type(loader).__name__} has given: "
             f"{_why_not_counted(loader)}. Pass how many the training loop has finished: batches_done=step + 1 inside "
@@ -194,28 +194,28 @@ class Batches(Batching):
         sampler = self.sampler
         sampler.require_states("told")
         _require_count(batches, sampler)
-        one = self._running
-        if batches > (given := self._given(one)):
+        current = self._running
+        if batches > (given := self._given(current)):
             raise InvalidOptionError(
                 f"batches_done={batches}, and the pass in progress has given {given}. Pass how many of its batches the "
                 "training loop has finished, counted from the beginning of this pass."
             )
-        if one is None:
+        if current is None:
             return sampler.state_dict()
-        is_over = one.is_exhausted and batches == given  # only a rank with fewer batches than others can know
-        if is_over or batches == self._most(one, batches, as_found):
+        is_over = current.is_exhausted and batches == given  # only a rank with fewer batches than others can know
+        if is_over or batches == self._most(current, batches, as_found):
             # This is the last batch. If more were given, the length is wrong.
-            taken = one.skip + batches * self.size
-            unused = (self.size - 1 if self.drop_last else 0) - sampler.given_after(one, taken)
-            if unused >= 0 and one.ends_within(unused):
-                return sampler.state_at(one.place_at_end(sampler.held()).following())
-        return sampler.state_at(sampler.place_after(one, self, batches))
+            taken = current.skip + batches * self.size
+            unused = (self.size - 1 if self.drop_last else 0) - sampler.given_after(current, taken)
+            if unused >= 0 and current.ends_within(unused):
+                return sampler.state_at(current.place_at_end(sampler.held()).following())
+        return sampler.state_at(sampler.place_after(current, self, batches))
 
-    def _most(self, one: Pass[Any], batches: int, as_found: bool) -> int | None:
+    def _most(self, current: Pass[Any], batches: int, as_found: bool) -> int | None:
         """Return how many batches the largest share has in a pass; None if that is not known."""
         if as_found:
-            return self.sampler.most_found(one, self, batches)
-        return self.sampler.most_batches(one, self)
+            return self.sampler.most_found(current, self, batches)
+        return self.sampler.most_batches(current, self)
 
 
 def _why_not_counted(loader: DataLoader[Any]) -> str:

@@ -116,12 +116,12 @@ class EpochSampler(DistributedSampler[T]):
         return self._holders.drawing()
 
     def _require_no_failure(self, loader: DataLoader[Any]) -> None:
-        one = self.latest
-        if one is not None and one.has_failed and self.place is None and self.watch.is_on:
+        current = self.latest
+        if current is not None and current.has_failed and self.place is None and self.watch.is_on:
             raise StateError(  # no RuntimeError, which a script may catch because of torch's workers
-                f"Iterating the {type(loader).__name__} again: its pass over epoch {one.epoch} ended by an error, "
-                f"raised in place of batch {one.handed_out or 0} (from 0). The script caught it, and a new pass would "
-                "begin on this rank alone: the rest of its shard of that epoch would be lost, and the ranks' steps "
+                f"Iterating the {type(loader).__name__} again: its pass over epoch {current.epoch} ended by an error, "
+                f"raised in place of batch {current.handed_out or 0} (from 0). The script caught it, and a new pass "
+                "would begin on this rank alone: the rest of its shard of that epoch would be lost, and the ranks' steps "
                 "would not match. Correct what raised the error, and let it end the training: all ranks then resume "
                 "from a checkpoint. Or tell the other ranks of it, and call loader.set_epoch(N) with the same N on "
                 "every rank, which leaves out the rest of the epoch."
@@ -161,74 +161,76 @@ class EpochSampler(DistributedSampler[T]):
         length = self._length_if_any(self.epochs.upcoming)
         return None if length is None else self.plan.least(length)
 
-    def pass_length(self, one: Pass[Any]) -> int | None:
+    def pass_length(self, current: Pass[Any]) -> int | None:
         """Return how many items all ranks share in a pass: as found; or as the sampler says; or None."""
-        if one.length is not None:
-            return one.length
-        length = self._length_if_any(one.epoch)
-        return None if length is None else len(self.plan.rest(length, one.before))
+        if current.length is not None:
+            return current.length
+        length = self._length_if_any(current.epoch)
+        return None if length is None else len(self.plan.rest(length, current.before))
 
     def left(self, place: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
         length, (before, skip) = self._length_if_any(place.epoch), place.split(self.plan.num_replicas)
         return None if length is None else len(self.plan.share(len(self.plan.rest(length, before)))) - skip
 
-    def turns(self, one: Pass[Any], batching: Batching) -> Schedule:
+    def turns(self, current: Pass[Any], batching: Batching) -> Schedule:
         """Return the batches of a pass, with the ends that this rank has found so far."""
-        return Schedule(self.plan, batching, [Part(one.skip, self._length_known(one, one.source.length_found()))])
+        return Schedule(
+            self.plan, batching, [Part(current.skip, self._length_known(current, current.source.length_found()))]
+        )
 
-    def _length_known(self, one: Pass[Any], found: int | None) -> int | None:
+    def _length_known(self, current: Pass[Any], found: int | None) -> int | None:
         """Return how many items all ranks share in a pass: as found, or as ``len()`` says if runs follow from that."""
-        return self.pass_length(one) if found is None and self.plan.needs_length else found
+        return self.pass_length(current) if found is None and self.plan.needs_length else found
 
-    def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
+    def samples_of_step(self, current: Pass[Any], batching: Batching, number: int) -> StepSamples:
         """Return how many samples step ``number`` of a pass has, whose batch this rank has been given."""
-        turns = self.turns(one, batching)
+        turns = self.turns(current, batching)
         turn, total = turns.turn(number), turns.total(number)
         return StepSamples(turn.items, turn.real, total, turns.whole_after(number))
 
-    def divided_batches(self, one: Pass[Any], turns: Schedule) -> DividedBatches | None:
+    def divided_batches(self, current: Pass[Any], turns: Schedule) -> DividedBatches | None:
         """Return this rank's rows of a whole pass with these batches, if batches are divided; otherwise None."""
         if self._division is None:
             return None
-        sizes = [turn.items for turn in turns.all()] if one.sizes is None else one.sizes
+        sizes = [turn.items for turn in turns.all()] if current.sizes is None else current.sizes
         return DividedBatches(self._division, sizes)
 
-    def knows_totals(self, one: Pass[Any]) -> bool:
+    def knows_totals(self, current: Pass[Any]) -> bool:
         """Return whether this rank alone knows how many samples all ranks take in each step of a pass."""
         return True
 
-    def left_out(self, one: Pass[Any]) -> int:
+    def left_out(self, current: Pass[Any]) -> int:
         """Return how many items a pass leaves out because another package's loader resumed within it."""
         return 0
 
-    def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Schedule | None:
+    def turns_of_whole(self, current: Pass[Any], batching: Batching) -> Schedule | None:
         """Return the batches of a pass if this rank has reached its end, otherwise None."""
-        length = one.length if one.is_ended else self.pass_length(one)
+        length = current.length if current.is_ended else self.pass_length(current)
         # A loop that takes len() batches never asks for the end.
-        if length is None or not (one.is_ended or one.taken >= len(self.plan.share(length))):
+        if length is None or not (current.is_ended or current.taken >= len(self.plan.share(length))):
             return None
-        return Schedule(self.plan, batching, [Part(one.skip, length)])
+        return Schedule(self.plan, batching, [Part(current.skip, length)])
 
-    def given_batches(self, one: Pass[Any], batching: Batching) -> int:
+    def given_batches(self, current: Pass[Any], batching: Batching) -> int:
         """Return how many batches a pass has given; those that workers fetch ahead may count."""
-        return batching.count(one.taken - one.skip)
+        return batching.count(current.taken - current.skip)
 
-    def most_batches(self, one: Pass[Any], batching: Batching) -> int | None:
+    def most_batches(self, current: Pass[Any], batching: Batching) -> int | None:
         """Return how many batches the largest share has in a pass if every rank knows that; otherwise None."""
-        return Schedule(self.plan, batching, [Part(one.skip, self.pass_length(one))]).most
+        return Schedule(self.plan, batching, [Part(current.skip, self.pass_length(current))]).most
 
-    def most_found(self, one: Pass[Any], batching: Batching, batches: int) -> int | None:
+    def most_found(self, current: Pass[Any], batching: Batching, batches: int) -> int | None:
         """Return how many batches the largest share has in a pass, as far as this rank knows; None if it does not.
 
         Raises:
             StateError: ``batches`` may be all of them, and this rank cannot know it yet.
         """
-        return self.most_batches(one, batching)
+        return self.most_batches(current, batching)
 
-    def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Position:
+    def place_after(self, current: Pass[Any], batching: Batching, batches: int) -> Position:
         """Return the position after this many batches of a pass."""
-        return one.place(one.skip + batches * batching.size)
+        return current.place(current.skip + batches * batching.size)
 
     @property
     def epoch(self) -> int:
@@ -267,28 +269,28 @@ class EpochSampler(DistributedSampler[T]):
     def _settle_latest(self) -> None:
         """Let the latest pass count as drawn to its end, where that makes a difference; see ``SamplerStates``."""
 
-    def note_running(self, one: Pass[T]) -> None:
+    def note_running(self, current: Pass[T]) -> None:
         """Record that the training loop is in a pass, because it was given a batch of it after a ``set_epoch``.
 
         Lightning starts an epoch's workers before it says which epoch it is.
         """
         if self.place is None:
-            self.latest = one
+            self.latest = current
 
     def _measured(self) -> tuple[int, Consumed, int]:
         """Return what ``len()`` counts: an epoch, what other numbers of ranks took of it, what each rank took since.
 
         If a position was loaded, this is about the next pass, which resumes there; otherwise about the running one.
         """
-        one, skip = self.latest, 0
+        current, skip = self.latest, 0
         before: Consumed = ()
         if self.place is not None:
             epoch = self.place.epoch
             before, skip = self.place.split(self.plan.num_replicas)
-        elif one is None or one.is_over:
+        elif current is None or current.is_over:
             epoch = self.epochs.current
         else:
-            epoch, before, skip = one.epoch, one.before, one.skip
+            epoch, before, skip = current.epoch, current.before, current.skip
         return (epoch, before, skip) if self.tells_rest else (epoch, (), 0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -313,9 +315,9 @@ class EpochSampler(DistributedSampler[T]):
         generators = () if self._holders.is_private else self._holders.generators()
         return self.latest.place(self.latest.taken, generators=generators)
 
-    def given_after(self, one: Pass[Any], taken: int) -> int:
+    def given_after(self, current: Pass[Any], taken: int) -> int:
         """Return how many items of the share were given beyond the first ``taken``."""
-        return one.given - taken
+        return current.given - taken
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next pass resume where a ``state_dict`` was taken, with its seed if the user chose none.

@@ -222,13 +222,13 @@ class SamplerStates:
         first = min(self._beginnings)
         return _later(self._beginnings[first], epoch - first)
 
-    def _set(self, one: _Generator, state: Any) -> None:
+    def _set(self, generator: _Generator, state: Any) -> None:
         if self._before is None:
-            one.own = state
-            if one.is_seeded:
-                one.shown = as_read(one.generator)
+            generator.own = state
+            if generator.is_seeded:
+                generator.shown = as_read(generator.generator)
         else:
-            set_as_read(one.generator, state)
+            set_as_read(generator.generator, state)
 
     def begin_from_here(self) -> None:
         """Let the latest epoch that is known to begin somewhere begin with what is held now."""

@@ -85,11 +85,11 @@ class ShardedSampler(Transparent, EpochSampler[T]):
 
     def _wrapped(self) -> Iterator[Any]:
         # What torch, or this package, puts between the loader and the user's sampler has none of its attributes.
-        one: Any = self.sampler
-        yield one
-        while is_torch_batch_sampler(type(one)) or isinstance(one, ScalableShuffle):
-            one = one.sampler
-            yield one
+        current: Any = self.sampler
+        yield current
+        while is_torch_batch_sampler(type(current)) or isinstance(current, ScalableShuffle):
+            current = current.sampler
+            yield current
 
     def _changing(self) -> AbstractContextManager[object] | None:
         return self._holders.changed_by_user() if self._holders.has_counters else None
@@ -208,19 +208,19 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             self.set_epoch(epoch)
         return chain.from_iterable(self._runs(self._take_up_pass(), self._choices))
 
-    def _runs(self, one: Pass[T], choices: int) -> Iterator[Iterator[T]]:
+    def _runs(self, current: Pass[T], choices: int) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
-        is_other = one.epoch != self.epochs.upcoming or choices != self._choices
-        if not one.is_ended and (is_other or self._was_given_a_generator()):
+        is_other = current.epoch != self.epochs.upcoming or choices != self._choices
+        if not current.is_ended and (is_other or self._was_given_a_generator()):
             # Another iterator began this epoch since, or set_epoch() chose one: take the one that is next now. A
             # sampler of torch's looks at its generator now.
-            one = self._take_up_pass()
-        if one.is_ended:
+            current = self._take_up_pass()
+        if current.is_ended:
             return
-        self._begin(one.epoch, {"position": one.begins_at}, self._known_end)
+        self._begin(current.epoch, {"position": current.begins_at}, self._known_end)
         self._known_end = {}
-        self.latest, self.place, self._is_chosen = one, None, False
-        yield from one.runs()
+        self.latest, self.place, self._is_chosen = current, None, False
+        yield from current.runs()
 
     def _take_up_pass(self) -> Pass[T]:
         """Make a pass over the upcoming epoch the latest one, and return it.
@@ -239,7 +239,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         is_spent, options = self._is_spent(start), self.agreed.options
         noted = PassFingerprint() if self.watch.is_on else None
         source: Source[T] = Nothing() if is_spent else self._source(start, noted)
-        self.latest = one = Pass(
+        self.latest = current = Pass(
             start,
             self.plan.num_replicas,
             self._holders,
@@ -252,14 +252,16 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             note=None if noted is None else partial(self._notes, noted),
         )
         if is_spent:
-            one.end()
+            current.end()
             self.epochs.begin(number)
             self.place = None
-        return one
+        return current
 
-    def _notes(self, fingerprint: PassFingerprint, one: Pass[T]) -> PassNotes:
+    def _notes(self, fingerprint: PassFingerprint, current: Pass[T]) -> PassNotes:
         """Return what is noted of a pass, for the ranks to compare."""
-        return PassNotes(self._name, one.epoch, one.begins_at, one.skip, fingerprint, self._rows, one.standing)
+        return PassNotes(
+            self._name, current.epoch, current.begins_at, current.skip, fingerprint, self._rows, current.standing
+        )
 
     def _generators_of_torchs(self) -> list[torch.Generator]:
         return torch_generators(holder for holder in self._holders.holders if is_torch_sampler(holder))
@@ -292,16 +294,16 @@ class ShardedSampler(Transparent, EpochSampler[T]):
 
     def _settle_latest(self) -> None:
         """Draw to its end a pass whose every batch was taken: a loop that takes ``len()`` batches asks for no end."""
-        one = self.latest
-        if one is None or one.is_ended or (length := self.pass_length(one)) is None:
+        current = self.latest
+        if current is None or current.is_ended or (length := self.pass_length(current)) is None:
             return
         count, share = self._batching.count, self.plan.least(length)
-        if not one.taken or count(one.taken - one.skip) < count(max(0, share - one.skip)):
+        if not current.taken or count(current.taken - current.skip) < count(max(0, share - current.skip)):
             return
-        if one.state is State.NOT_BEGUN:  # it resumed where nothing was left
-            one.draw_to_end()
-        if one.ends_within(self._batching.size):
-            self._holders.end(one.epoch)
+        if current.state is State.NOT_BEGUN:  # it resumed where nothing was left
+            current.draw_to_end()
+        if current.ends_within(self._batching.size):
+            self._holders.end(current.epoch)
 
     def _source(self, start: Position, noted: PassFingerprint | None) -> Source[T]:
         """Choose how a pass gets its items."""
@@ -363,28 +365,28 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         # All that is drawn is compared, where it can be drawn.
         return has_computed_order(self.sampler) or not self.agreed.options.verify
 
-    def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
+    def samples_of_step(self, current: Pass[Any], batching: Batching, number: int) -> StepSamples:
         """Return how many samples all ranks take in step ``number`` of a pass; see ``EpochSampler``."""
-        if one.sizes is None:
-            step = super().samples_of_step(one, batching, number)
-            if one.length is not None or self.plan.needs_length:
+        if current.sizes is None:
+            step = super().samples_of_step(current, batching, number)
+            if current.length is not None or self.plan.needs_length:
                 return step
             # While nobody has found the end, ranks were given whole rounds alone.
-            return step._replace(until=(one.given - one.skip) // batching.size)
-        size, until = one.sizes[number], one.sizes.alike_until(number)
+            return step._replace(until=(current.given - current.skip) // batching.size)
+        size, until = current.sizes[number], current.sizes.alike_until(number)
         if self._division is not None:
             return divided(self._division, size, until)
-        real = size if self.turns(one, batching).turn(number).real else 0
-        if (sizes := one.source.sizes) is None:
+        real = size if self.turns(current, batching).turn(number).real else 0
+        if (sizes := current.source.sizes) is None:
             return StepSamples(size, real, None, number + 1)
-        round_, ranks = one.skip + number, self.plan.num_replicas
-        total = of_whole_batches(self.plan, round_, one.length, sizes)
-        alike = number if self.plan.needs_length else sizes.alike_until(round_ * ranks) // ranks - one.skip
+        round_, ranks = current.skip + number, self.plan.num_replicas
+        total = of_whole_batches(self.plan, round_, current.length, sizes)
+        alike = number if self.plan.needs_length else sizes.alike_until(round_ * ranks) // ranks - current.skip
         return StepSamples(size, real, total, alike)
 
-    def knows_totals(self, one: Pass[Any]) -> bool:
+    def knows_totals(self, current: Pass[Any]) -> bool:
         """Return whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``."""
-        return one.sizes is None or self._division is not None or one.source.sizes is not None
+        return current.sizes is None or self._division is not None or current.source.sizes is not None
 
     def _compare_end(self, epoch: int, drawn: int, order: str) -> None:
         if self.plan.needs_length:

@@ -96,18 +96,18 @@ class ReadByWorkers(Source[None]):
         return self._board.offset(self._number)
 
 
-def source_of(one: Pass[Any]) -> ReadByWorkers:
+def source_of(current: Pass[Any]) -> ReadByWorkers:
     """Return the source of a pass over an iterable dataset."""
-    return cast(ReadByWorkers, one.source)
+    return cast(ReadByWorkers, current.source)
 
 
 # How long a state waits for workers to find the end, where the length says that it has come.
 _ENDS_S = 10
 
 
-def _done_of_parts(one: Pass[Any], readers: int) -> Sequence[Consumed]:
+def _done_of_parts(current: Pass[Any], readers: int) -> Sequence[Consumed]:
     """Return what was taken of each part before a pass."""
-    return [()] * readers if one.start.parts is None else one.start.parts.done
+    return [()] * readers if current.start.parts is None else current.start.parts.done
 
 
 class StreamSampler(EpochSampler[None]):
@@ -199,23 +199,23 @@ class StreamSampler(EpochSampler[None]):
         is_exact = self.agreed.options.iterable_sharding == "exact"
         source = ReadByWorkers(self.dataset.board, number, is_exact)
         start = self.place or Position(epoch, held=self.held())
-        one = Pass(start, self.plan.num_replicas, self._holders, source, self.watch)
+        current = Pass(start, self.plan.num_replicas, self._holders, source, self.watch)
         if start.is_begun:
             self._holders.reinstate_generators(start.held.generators)  # a loader may have drawn from them since
         # Workers cannot communicate. What they drew is compared here, in the main process, when the next pass begins.
-        self._begin(epoch, {"position": one.begins_at}, self.dataset.board.facts(self.epochs.passes))
+        self._begin(epoch, {"position": current.begins_at}, self.dataset.board.facts(self.epochs.passes))
         self.dataset.board.begin(number, epoch)
         for noted in (self.dataset.first_items, self.dataset.marks):
             if noted is not None:
-                noted.begin(number, f"epoch {epoch} from {one.begins_at}")
+                noted.begin(number, f"epoch {epoch} from {current.begins_at}")
         if self.place is None:
             self.dataset.forget()
-        self.latest, self.place, self.balance = one, None, None
+        self.latest, self.place, self.balance = current, None, None
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
         self._dataset_epoch.tell(epoch)
         try:
-            yield from chain.from_iterable(one.runs())
+            yield from chain.from_iterable(current.runs())
         finally:
             self.dataset.forget(number)
 
@@ -233,64 +233,64 @@ class StreamSampler(EpochSampler[None]):
         if self.place is None:
             self.dataset.forget()
 
-    def pass_length(self, one: Pass[Any]) -> int | None:
+    def pass_length(self, current: Pass[Any]) -> int | None:
         """Return how many items all ranks share in a pass: as the dataset says, or as was found by its end."""
-        told = super().pass_length(one)
+        told = super().pass_length(current)
         # Before, one rank may know and another not.
-        return source_of(one).lengths_found()[0] if told is None and one.is_over else told
+        return source_of(current).lengths_found()[0] if told is None and current.is_over else told
 
-    def turns(self, one: Pass[Any], batching: Batching) -> Schedule:
+    def turns(self, current: Pass[Any], batching: Batching) -> Schedule:
         """Return the batches of a pass, of one stream or of the parts that workers read; see ``EpochSampler``."""
-        source = source_of(one)
+        source = source_of(current)
         lengths = source.lengths_found()
         if not source.is_in_parts:
-            return Schedule(self.plan, batching, [Part(one.skip, self._length_known(one, lengths[0]))])
-        skips = [split(done, self.plan.num_replicas)[1] for done in _done_of_parts(one, len(lengths))]
+            return Schedule(self.plan, batching, [Part(current.skip, self._length_known(current, lengths[0]))])
+        skips = [split(done, self.plan.num_replicas)[1] for done in _done_of_parts(current, len(lengths))]
         parts, first = list(map(Part, skips, lengths, count())), source.first_part
         return Schedule(self.plan, batching, parts[first:] + parts[:first])
 
-    def samples_of_step(self, one: Pass[Any], batching: Batching, number: int) -> StepSamples:
+    def samples_of_step(self, current: Pass[Any], batching: Batching, number: int) -> StepSamples:
         """Return how many samples step ``number`` of a pass has; see ``EpochSampler``."""
-        step = super().samples_of_step(one, batching, number)
+        step = super().samples_of_step(current, batching, number)
         if self._division is not None:
             return divided(self._division, step.items, step.until)
-        return step if self.knows_totals(one) else step._replace(total=None)
+        return step if self.knows_totals(current) else step._replace(total=None)
 
-    def knows_totals(self, one: Pass[Any]) -> bool:
+    def knows_totals(self, current: Pass[Any]) -> bool:
         """Return whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``.
 
         A worker whose part has ended is passed over. Where ranks come to that end at different steps, from then on a
         step is another worker's on each.
         """
-        return self._division is not None or self.plan.uneven != "keep" or not source_of(one).is_in_parts
+        return self._division is not None or self.plan.uneven != "keep" or not source_of(current).is_in_parts
 
-    def left_out(self, one: Pass[Any]) -> int:
+    def left_out(self, current: Pass[Any]) -> int:
         """Return how many items a pass leaves out; see ``EpochSampler``."""
-        return source_of(one).left_out
+        return source_of(current).left_out
 
-    def turns_of_whole(self, one: Pass[Any], batching: Batching) -> Schedule | None:
+    def turns_of_whole(self, current: Pass[Any], batching: Batching) -> Schedule | None:
         """Return the batches of a pass if this rank's workers have come to its end, otherwise None."""
-        turns = self.turns(one, batching)
+        turns = self.turns(current, batching)
         return None if turns.count is None else turns
 
-    def most_batches(self, one: Pass[Any], batching: Batching) -> int | None:
+    def most_batches(self, current: Pass[Any], batching: Batching) -> int | None:
         """Return how many batches the largest share has in a pass, where every rank knows that; otherwise None."""
         if self.balance is not None:
             return self.balance.given if self.balance.is_over else None
-        if not source_of(one).is_in_parts:
-            return super().most_batches(one, batching)
-        return self.turns(one, batching).most if one.is_over else None
+        if not source_of(current).is_in_parts:
+            return super().most_batches(current, batching)
+        return self.turns(current, batching).most if current.is_over else None
 
-    def most_found(self, one: Pass[Any], batching: Batching, batches: int) -> int | None:
+    def most_found(self, current: Pass[Any], batching: Batching, batches: int) -> int | None:
         """Return how many batches the largest share has in a pass, as far as this rank knows; see ``EpochSampler``."""
-        most = self.most_batches(one, batching)
+        most = self.most_batches(current, batching)
         if most is not None or self.balance is not None:
             return most
-        by_length = super().most_batches(one, batching)
+        by_length = super().most_batches(current, batching)
         may_end = by_length is not None and batches >= by_length
         # Workers read on while the last batches are used, so the end is found in a moment.
         until = monotonic() + (_ENDS_S if may_end else 0)
-        while (most := self.turns(one, batching).most) is None and monotonic() < until:
+        while (most := self.turns(current, batching).most) is None and monotonic() < until:
             sleep(0.005)
         if most is None and may_end:
             raise StateError(
@@ -300,18 +300,18 @@ class StreamSampler(EpochSampler[None]):
             )
         return most
 
-    def place_after(self, one: Pass[Any], batching: Batching, batches: int) -> Position:
+    def place_after(self, current: Pass[Any], batching: Batching, batches: int) -> Position:
         """Return the position after this many batches of a pass."""
-        place, source = super().place_after(one, batching, batches), source_of(one)
+        place, source = super().place_after(current, batching, batches), source_of(current)
         if not batches:
-            return replace(place, parts=one.start.parts, marks=one.start.marks)
+            return replace(place, parts=current.start.parts, marks=current.start.marks)
         if not source.is_counted:
-            return place if self.balance is None else self._place_of_all(one, place, self.balance, batches)
+            return place if self.balance is None else self._place_of_all(current, place, self.balance, batches)
         self._require_own_pass(source)
-        turns = self.turns(one, batching)
-        readers, marks = self.dataset.board.readers, one.start.marks or [StreamSnapshot()] * len(turns.parts)
+        turns = self.turns(current, batching)
+        readers, marks = self.dataset.board.readers, current.start.marks or [StreamSnapshot()] * len(turns.parts)
         if not source.is_in_parts:
-            place = one.place(turns.taken(batches)[0])
+            place = current.place(turns.taken(batches)[0])
             return replace(place, marks=[source.mark((batches - 1) % readers, batches, place.done, marks[0])])
         if not turns.are_alike(batches):
             raise StateError(
@@ -322,7 +322,7 @@ class StreamSampler(EpochSampler[None]):
             )
         first, taken, made = source.first_part, turns.taken(batches), turns.made(batches)
         done, known = [], []
-        for role, before in enumerate(_done_of_parts(one, readers)):
+        for role, before in enumerate(_done_of_parts(current, readers)):
             reader = (role - first) % readers
             done.append((*split(before, self.plan.num_replicas)[0], (self.plan.num_replicas, taken[reader])))
             known.append(source.mark(reader, made[reader], done[-1], marks[role]))
@@ -330,14 +330,14 @@ class StreamSampler(EpochSampler[None]):
         upcoming = (first + turns.turn(batches - 1).part + 1) % readers
         return replace(place, parts=PartsDone(upcoming, done), marks=known)
 
-    def given_batches(self, one: Pass[Any], batching: Batching) -> int:
+    def given_batches(self, current: Pass[Any], batching: Batching) -> int:
         """Return how many batches a pass has given, counted high; see ``EpochSampler``."""
-        return super().given_batches(one, batching) if self.balance is None else self.balance.given
+        return super().given_batches(current, batching) if self.balance is None else self.balance.given
 
-    def _place_of_all(self, one: Pass[Any], place: Position, balance: Balance, batches: int) -> Position:
+    def _place_of_all(self, current: Pass[Any], place: Position, balance: Balance, batches: int) -> Position:
         """Return the position of all ranks' workers, if ranks send each other batches."""
         size, readers = self._batching.size, self.dataset.board.readers
-        done = [()] * (readers * self.num_replicas) if one.start.parts is None else one.start.parts.done
+        done = [()] * (readers * self.num_replicas) if current.start.parts is None else current.start.parts.done
         before = [sum(items for _, items in of_reader) // size for of_reader in done]
         of_ranks = [before[at : at + readers] for at in range(0, len(before), readers)]
         made = chain.from_iterable(balance.made(batches, of_ranks))
@@ -365,7 +365,7 @@ class StreamSampler(EpochSampler[None]):
             )
         return place
 
-    def given_after(self, one: Pass[Any], taken: int) -> int:
+    def given_after(self, current: Pass[Any], taken: int) -> int:
         """Return 0: what was drawn ahead was drawn in workers."""
         return 0
 
@@ -373,20 +373,20 @@ class StreamSampler(EpochSampler[None]):
         # Other packages' loaders find the position in an epoch by reading it again.
         if self.place is not None:
             return self.place
-        one = self.latest
-        if one is None or one.epoch != self._iterated:
+        current = self.latest
+        if current is None or current.epoch != self._iterated:
             return Position(self._iterated, held=self.held())
-        if self._is_done(one):
-            return Position(one.epoch + 1, held=self.held())
-        return replace(one.place(one.skip), parts=one.start.parts, marks=one.start.marks)
+        if self._is_done(current):
+            return Position(current.epoch + 1, held=self.held())
+        return replace(current.place(current.skip), parts=current.start.parts, marks=current.start.marks)
 
-    def _is_done(self, one: Pass[Any]) -> bool:
+    def _is_done(self, current: Pass[Any]) -> bool:
         """Return whether a loader without workers has found the end of a pass: it asked for more than there is."""
         if self._workers:
             return False
-        if self.dataset.loaded_at_end == one.epoch:
-            return one.taken > one.skip
-        batching, source = self._batching, source_of(one)
-        count = self.turns(one, batching).count
-        asked = batching.count(one.taken - one.skip) + batching.count(source.left_out)
+        if self.dataset.loaded_at_end == current.epoch:
+            return current.taken > current.skip
+        batching, source = self._batching, source_of(current)
+        count = self.turns(current, batching).count
+        asked = batching.count(current.taken - current.skip) + batching.count(source.left_out)
         return count is not None and asked > count

@@ -294,7 +294,7 @@ class WorkerPass(Generic[T]):
         return Chunk(start.done * plan.num_replicas, first)
 
     def _mark(self, place: int) -> StreamSnapshot:
-        """Return what is known about the stream after this many items of this rank's share (see ``WorkerPosition.offset``)."""
+        """Return what is known about the stream after this many items of this rank's share."""
         start = self.start
         taken = sum(ranks * each for ranks, each in start.before)
         taken += self._terms.plan.num_replicas * (start.skip + place)
