@@ -102,10 +102,10 @@ def streamed(world_size: int) -> DataLoader[Any]:
 
 def in_steps(loader: DataLoader[Any]) -> list[float]:
     """Take an epoch in steps, and return how many milliseconds each comparison took, and each count that was left."""
-    watch: Any = loader.sampler.watch  # type: ignore[attr-defined]  # ours
+    monitor: Any = loader.sampler.monitor  # type: ignore[attr-defined]  # ours
     spent: list[float] = []
-    watch.compare = timing(watch.compare, spent)
-    steps = watch.steps(0, "")
+    monitor.compare = timing(monitor.compare, spent)
+    steps = monitor.steps(0, "")
     steps.leave = timing(steps.leave, spent)
     dist.barrier()
     for _ in loader:

@@ -204,7 +204,7 @@ class OwnMethods:
     def _require_none_ahead(self, loader: DataLoader[Any]) -> None:
         """Refuse a mid-epoch state if there is no len(): frameworks fetch a batch ahead to find the end."""
         sampler = self._sampler
-        if sampler is None or sampler.place is not None or (one := sampler.latest) is None:
+        if sampler is None or sampler.position is not None or (one := sampler.latest) is None:
             return
         if one.handed_out and not one.is_exhausted and sampler.left(one.start) is None:
             raise StateError(

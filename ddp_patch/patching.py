@@ -416,7 +416,7 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     share_of = _iterable_share if facts.level is Level.ITERABLE else _sampler_share
     sharded, new = share_of(facts, agreed)
     ahead = facts.batches_ahead + copies_ahead(facts, agreed.options)
-    sharded.watch.set_pace(type(facts.loader).__name__, _pace(facts, ahead), sharded.least_share)
+    sharded.monitor.set_read_ahead(type(facts.loader).__name__, _read_ahead(facts, ahead), sharded.least_share)
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
@@ -472,7 +472,7 @@ def _mover_of(facts: LoaderFacts[Any], options: Options) -> tuple[Callable[[], M
     return partial(Mover, device, copies_ahead=copies_ahead(facts, options)), {ON_DEVICE: device}
 
 
-def _pace(facts: LoaderFacts[Any], ahead: int) -> ReadAhead:
+def _read_ahead(facts: LoaderFacts[Any], ahead: int) -> ReadAhead:
     """Return how a loader takes the items of its share, with this many batches ahead of the loop."""
     if facts.level in {Level.BATCH, Level.UNBATCHED}:
         return ReadAhead(1, ahead)

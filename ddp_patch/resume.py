@@ -134,15 +134,15 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     go_on(loader, state, tells_rest=True)
 
 
-def _require_left(batches: Batches, place: Position) -> None:
+def _require_left(batches: Batches, position: Position) -> None:
     """Refuse a rest without batches if the loader has one iterator for all epochs: it would never find the end."""
-    left = batches.sampler.left(place)
+    left = batches.sampler.left(position)
     if left is not None and batches.count(left) < 1:
         raise StateError(
             f"The loader cannot resume from the state: rank {batches.sampler.rank} has no batch left in epoch "
-            f"{place.epoch}, and a loader with one iterator for all epochs would never find its end. Restore it on "
+            f"{position.epoch}, and a loader with one iterator for all epochs would never find its end. Restore it on "
             "the number of ranks that saved it, or leave the rest out: call "
-            f"set_epoch({place.epoch + 1}) on every rank."
+            f"set_epoch({position.epoch + 1}) on every rank."
         )
 
 
@@ -150,18 +150,20 @@ def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -
     """Restore a loader; ``tells_rest=False`` keeps ``len()`` of a whole epoch, for loops that count from its start."""
     sampler = patched_sampler("restore_loader", loader)
     with failures_broadcast(sampler.agreed.world, _RESTORING):
-        place = sampler.read(state).following()
-        if sampler.given is not None and place.is_begun:
-            _require_left(require_batches("restore_loader", loader), place)
+        position = sampler.read(state).following()
+        if sampler.given is not None and position.is_begun:
+            _require_left(require_batches("restore_loader", loader), position)
     sampler.agreed.compare(
         _RESTORING,
         {
-            "seed": place.seed,
-            "epoch to resume in": place.epoch,
-            "done": json.dumps(place.done),
-            "done of each part": None if place.parts is None else json.dumps([place.parts.first, *place.parts.done]),
-            "held": fingerprint([place.held.generators, place.held.samplers, place.held.attributes]),
+            "seed": position.seed,
+            "epoch to resume in": position.epoch,
+            "done": json.dumps(position.done),
+            "done of each part": None
+            if position.parts is None
+            else json.dumps([position.parts.first, *position.parts.done]),
+            "held": fingerprint([position.held.generators, position.held.samplers, position.held.attributes]),
         },
     )
-    sampler.go_to(place, tells_rest=tells_rest)
+    sampler.go_to(position, tells_rest=tells_rest)
     forget_iterator(loader)

@@ -139,9 +139,9 @@ def _is_each(drawn: RankDraws, once: RankDraws, workers: int) -> bool:
     """Tell whether each of several workers drew what one alone draws, as far as both were drawn."""
     if drawn.ended != once.ended or (drawn.ended and len(drawn.items) != workers * len(once.items)):
         return False
-    turns = min(len(drawn.sizes) // workers, len(once.sizes))
-    each = np.repeat(_in_order(once.first_steps(turns)), workers)
-    return np.array_equal(_in_order(drawn.first_steps(turns * workers)), each)
+    schedule = min(len(drawn.sizes) // workers, len(once.sizes))
+    each = np.repeat(_in_order(once.first_steps(schedule)), workers)
+    return np.array_equal(_in_order(drawn.first_steps(schedule * workers)), each)
 
 
 def _in_order(drawn: RankDraws) -> Any:

@@ -88,9 +88,9 @@ class Workers:
         dataset = self._facts.dataset
         if not isinstance(dataset, ShardedIterable):
             return ()
-        number = dataset.board.latest_pass
-        found = tuple(length for length in dataset.board.lengths(number) if length is not None)
-        return found if dataset.board.ways(number) == {"parts"} and len(found) == dataset.board.readers else ()
+        number = dataset.shared.latest_pass
+        found = tuple(length for length in dataset.shared.lengths(number) if length is not None)
+        return found if dataset.shared.ways(number) == {"parts"} and len(found) == dataset.shared.readers else ()
 
     def batches(self) -> Iterator[list[Any]]:
         """Yield the batches of the next pass, in the order in which the loader gives them."""

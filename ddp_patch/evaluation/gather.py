@@ -55,26 +55,26 @@ def got_in_pass(batches: Batches) -> ExpectedRows:
     if current is None:
         raise Misfit("made no pass over the loader")
     _require_one_pass(sampler, current)
-    turns = sampler.turns_of_whole(current, batches)
-    if turns is None or (sampler.given is not None and sampler.given.is_within):
+    schedule = sampler.schedule_of_whole(current, batches)
+    if schedule is None or (sampler.given is not None and sampler.given.is_within):
         raise Misfit(f"stopped in the middle of epoch {current.epoch}; gather_step() gathers a step")
-    divided = sampler.divided_batches(current, turns)
-    length = turns.length if divided is None else divided.length
+    divided = sampler.divided_batches(current, schedule)
+    length = schedule.length if divided is None else divided.length
     number, epoch = sampler.agreed.number, _pass_text(current)
     at = f"gather_in_order() of patched loader {number} after epoch {epoch}, of {length} items"
     if divided is not None:
         return ExpectedRows(
-            at, _share_of_divided(divided), WholeStand(turns, divided.rows, [*divided.sizes], divided.plan)
+            at, _share_of_divided(divided), WholeStand(schedule, divided.rows, [*divided.sizes], divided.plan)
         )
     if batches.level is Level.BATCH:
-        return _got_batches(at, current, turns)
-    rows, samples = turns.rows, turns.samples
+        return _got_batches(at, current, schedule)
+    rows, samples = schedule.rows, schedule.samples
     # Each part's padding comes at its own end, in the midst of what other workers give.
-    real = list(turns.real_places()) if rows < samples and len(turns.parts) > 1 else range(rows)
+    real = list(schedule.real_places()) if rows < samples and len(schedule.parts) > 1 else range(rows)
     if batches.level is Level.UNBATCHED:
-        return ExpectedRows(at, Share(samples, real, samples, sample="item"), WholeStand(turns, rows))
-    sizes = [turn.items for turn in turns.all()]
-    return ExpectedRows(at, Share(samples, real, len(sizes), sizes), WholeStand(turns, rows))
+        return ExpectedRows(at, Share(samples, real, samples, sample="item"), WholeStand(schedule, rows))
+    sizes = [turn.items for turn in schedule.all()]
+    return ExpectedRows(at, Share(samples, real, len(sizes), sizes), WholeStand(schedule, rows))
 
 
 def _share_of_divided(divided: DividedBatches) -> Share:
@@ -83,14 +83,14 @@ def _share_of_divided(divided: DividedBatches) -> Share:
     return Share(samples, range(rows) if rows == samples else list(divided.real_places()), len(sizes), sizes)
 
 
-def _got_batches(at: str, current: Pass[Any], turns: Schedule) -> ExpectedRows:
+def _got_batches(at: str, current: Pass[Any], schedule: Schedule) -> ExpectedRows:
     """Return what a rank got that takes whole batches, where padding comes last."""
-    batches, real = turns.samples, turns.rows
+    batches, real = schedule.samples, schedule.rows
     sizes = [] if current.sizes is None else [*current.sizes][:batches]
     if len(sizes) < batches:  # nobody noted them
-        return ExpectedRows(at, Share(None, range(0), batches, None, range(real)), WholeStand(turns, real))
+        return ExpectedRows(at, Share(None, range(0), batches, None, range(real)), WholeStand(schedule, real))
     share = Share(sum(sizes), range(sum(sizes[:real])), batches, sizes, range(real))
-    return ExpectedRows(at, share, WholeStand(turns, real, sizes[:real]))
+    return ExpectedRows(at, share, WholeStand(schedule, real, sizes[:real]))
 
 
 def _pass_text(current: Pass[Any]) -> str:
@@ -113,15 +113,15 @@ def got_in_step(loader: DataLoader[Any], batches: Batches) -> ExpectedRows:
     if current.is_exhausted:
         raise Misfit(f"called it after the loop: epoch {current.epoch} is over")
     _require_one_pass(sampler, current)
-    turns = ends = sampler.turns(current, batches)
-    if len(turns.parts) == 1 and turns.count is None:
-        ends = replace(turns, parts=[Part(current.skip, sampler.pass_length(current))])
+    schedule = ends = sampler.schedule(current, batches)
+    if len(schedule.parts) == 1 and schedule.count is None:
+        ends = replace(schedule, parts=[Part(current.skip, sampler.pass_length(current))])
     division = sampler.agreed.division
     if division is None:
-        _require_equal_steps(ends, knows_length=len(turns.parts) == 1 and sampler.left(current.start) is not None)
-    turn, step = turns.turn(number), sampler.samples_of_step(current, batches, number)
+        _require_equal_steps(ends, knows_length=len(schedule.parts) == 1 and sampler.left(current.start) is not None)
+    turn, step = schedule.turn(number), sampler.samples_of_step(current, batches, number)
     is_batch, has_sizes = batches.level is Level.BATCH and division is None, current.sizes is not None
-    keys = _keys(current, turns, turn) if division is None else _keys_in_batch(current, division, turn, number)
+    keys = _keys(current, schedule, turn) if division is None else _keys_in_batch(current, division, turn, number)
     share = Share(step.items, range(step.real), 1, sample="item" if batches.level is Level.UNBATCHED else "sample")
     if is_batch:
         samples = step.items if has_sizes else None
@@ -145,28 +145,28 @@ def _require_one_pass(sampler: EpochSampler[Any], current: Pass[Any]) -> None:
         )
 
 
-def _require_equal_steps(turns: Schedule, *, knows_length: bool) -> None:
+def _require_equal_steps(schedule: Schedule, *, knows_length: bool) -> None:
     """Refuse a pass in which some ranks may come to a step that others do not.
 
     Whether a rank has found the end already depends on chance, so only a length that was known before counts.
     """
-    plan = turns.plan
+    plan = schedule.plan
     if plan.uneven != "keep" or plan.num_replicas == 1:
         return
-    fewest = replace(turns, plan=replace(plan, rank=plan.num_replicas - 1)).count
-    if not knows_length or fewest is None or fewest != turns.most:
+    fewest = replace(schedule, plan=replace(plan, rank=plan.num_replicas - 1)).count
+    if not knows_length or fewest is None or fewest != schedule.most:
         raise Misfit(
             "cannot gather step by step with uneven='keep', by which some ranks may have a step less and would not "
             "come; use gather_in_order() after the loop, or uneven='pad'"
         )
 
 
-def _keys(current: Pass[Any], turns: Schedule, turn: BatchRecord) -> Sequence[Any]:
+def _keys(current: Pass[Any], schedule: Schedule, turn: BatchRecord) -> Sequence[Any]:
     """Return where the items of a step that are not padding lie in the stream."""
-    plan, first, until = turns.plan, turn.first, turn.first + turn.real
-    if len(turns.parts) > 1:
-        return list(turns.positions_in(turn))
-    skip, length = turns.parts[0].skip, turns.parts[0].length
+    plan, first, until = schedule.plan, turn.first, turn.first + turn.real
+    if len(schedule.parts) > 1:
+        return list(schedule.positions_in(turn))
+    skip, length = schedule.parts[0].skip, schedule.parts[0].length
     if current.origins is not None:
         places: list[int] = current.origins[first - skip : until - skip].tolist()
         return places

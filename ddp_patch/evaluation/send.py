@@ -210,13 +210,13 @@ class WholeStand:
     """What a rank got in a whole pass, as the others need to know it.
 
     Attributes:
-        turns: Its batches.
+        schedule: Its batches.
         rows: How many samples are not padding; of whole batches that are shared, how many batches.
         sizes: How many samples each of these batches has, without padding; of divided batches, each of one process's.
         division: The rank's share of a batch, where batches are divided.
     """
 
-    turns: Schedule
+    schedule: Schedule
     rows: int
     sizes: Sequence[int] | None = None
     division: Plan | None = None
@@ -241,11 +241,11 @@ def placed_whole(stands: Sequence[WholeStand], own: WholeStand) -> Mapping[Kind,
             DividedBatches(replace(first.division, rank=rank), sizes) for rank in range(first.division.num_replicas)
         ]
         return _of_samples(Placed(sum(counts), divided, sizes))
-    if len(first.turns.parts) > 1:
-        turns = [stand.turns for stand in stands]
-        cuts = Counter(place[:2] for of_rank in turns for place in of_rank.positions())
-        return _of_samples(Placed(sum(counts), places_of_parts(turns), [cuts[batch] for batch in sorted(cuts)]))
-    plan, rows, size = first.turns.plan, sum(counts), first.turns.batching.size
+    if len(first.schedule.parts) > 1:
+        schedule = [stand.schedule for stand in stands]
+        cuts = Counter(place[:2] for of_rank in schedule for place in of_rank.positions())
+        return _of_samples(Placed(sum(counts), places_of_parts(schedule), [cuts[batch] for batch in sorted(cuts)]))
+    plan, rows, size = first.schedule.plan, sum(counts), first.schedule.batching.size
     placed = Placed(rows, places_of_rows(plan, counts), [min(size, rows - at) for at in range(0, rows, size)])
     if first.sizes is None:
         return _of_samples(placed)

@@ -69,12 +69,12 @@ def attach_loader(engine: Any, loader: DataLoader[T], **options: Unpack[PatchOpt
             f"({sharded_by(patched)}), so its position cannot be saved. Pass the loader without what shards it: "
             "attach_loader patches it."
         )
-    place = _Place(engine, patched)
+    place = _SavedPosition(engine, patched)
     engine.state_dict, engine.load_state_dict = place.state_dict, place.load_state_dict
     return patched
 
 
-class _Place:
+class _SavedPosition:
     """The two methods of an engine that save and restore its loader's position, and how many batches an epoch has.
 
     An engine counts iterations; with another number of batches it would end epochs elsewhere.

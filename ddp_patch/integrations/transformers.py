@@ -81,7 +81,7 @@ def _skipped(loader: Any, num_batches: int = 0) -> Any:
     """Return what a Trainer iterates after a checkpoint: the restored loader itself, which has nothing to skip."""
     if not _is_ours(loader):
         return skip_first_batches(loader, num_batches)
-    if loader.sampler.place is None:
+    if loader.sampler.position is None:
         raise StateError(
             f"The checkpoint was taken {num_batches} batches into an epoch, without the training loader's position: it "
             "was taken without PatchedLoadersMixin, or by one process. Pass ignore_data_skip=True in the "

@@ -266,8 +266,8 @@ def _random_order(sampler: RandomSampler, private: torch.Generator | None) -> Or
     dtype = _integers(n)
 
     def permuted(size: int) -> torch.Tensor:
-        turns = [torch.randperm(n, generator=generator, dtype=dtype) for _ in range(-(-size // n))]
-        return (turns[0] if len(turns) == 1 else torch.cat(turns))[:size]
+        schedule = [torch.randperm(n, generator=generator, dtype=dtype) for _ in range(-(-size // n))]
+        return (schedule[0] if len(schedule) == 1 else torch.cat(schedule))[:size]
 
     if sampler.replacement:
         drawn = _Turns(num_samples, _TURN, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator))
@@ -331,8 +331,8 @@ def has_order(sampler: object) -> bool:
         return has_order(sampler.sampler)
     if type(sampler) is RandomSampler:
         # Iterate orders of several turns: to draw them ahead would move the user's own generator too far.
-        turns = sampler.replacement or sampler.num_samples > len(sampler.data_source)
-        return not (turns and (sampler.generator is not None or len(sampler.data_source) == 0))
+        schedule = sampler.replacement or sampler.num_samples > len(sampler.data_source)
+        return not (schedule and (sampler.generator is not None or len(sampler.data_source) == 0))
     return is_torch_sampler(sampler) or has_computed_order(sampler)
 
 

@@ -177,44 +177,44 @@ class ReadAhead:
 class _Pass:
     """A pass that may still continue."""
 
-    def __init__(self, epoch: int, standing: Callable[[], PassProgress], chosen: bool, attempt: int) -> None:
+    def __init__(self, epoch: int, progress: Callable[[], PassProgress], chosen: bool, attempt: int) -> None:
         self.epoch, self.chosen, self.attempt = epoch, chosen, attempt
         self.is_doubtful = False
-        self._standing: Callable[[], PassProgress] | PassProgress = standing
+        self._progress: Callable[[], PassProgress] | PassProgress = progress
         self._at_next: int | None = None
 
     @property
-    def standing(self) -> PassProgress:
+    def progress(self) -> PassProgress:
         """How far it has come."""
-        told = self._standing() if callable(self._standing) else self._standing
+        told = self._progress() if callable(self._progress) else self._progress
         return told._replace(state=PassState.UNKNOWN) if self.is_doubtful else told
 
     @property
     def run(self) -> Run:
         """The pass as a run of one."""
-        return Run(self.epoch, 1, *self.standing, self.chosen, self.attempt)
+        return Run(self.epoch, 1, *self.progress, self.chosen, self.attempt)
 
     @property
     def is_open(self) -> bool:
         """Whether it may continue."""
-        return self.standing.state is PassState.OPEN
+        return self.progress.state is PassState.OPEN
 
     def settle(self, next_state: PassState | None) -> None:
         """Record that another pass begins now; keep no more than the numbers of one that is over.
 
         So is one whose iterator lives, but which stood still while the whole next pass was made.
         """
-        told = self.standing
+        told = self.progress
         if told.state is not PassState.OPEN:
-            self._standing = told
+            self._progress = told
         elif self._at_next is None:
             self._at_next = told.items
         elif next_state is PassState.ENDED and told.items == self._at_next:
-            self._standing = told._replace(state=PassState.LEFT)
+            self._progress = told._replace(state=PassState.LEFT)
 
     def withdraw(self) -> None:
         """Let it no longer count against ranks that choose the same epoch."""
-        self._standing = _withdrawn(self.standing)
+        self._progress = _withdrawn(self.progress)
 
 
 class History:
@@ -247,13 +247,13 @@ class History:
         self._is_chosen = True
 
     def begin(
-        self, epoch: int, standing: Callable[[], PassProgress], long_look: Callable[[], int] | None = None
+        self, epoch: int, progress: Callable[[], PassProgress], long_look: Callable[[], int] | None = None
     ) -> None:
         """Add a pass.
 
         Args:
             epoch: The epoch that it is over.
-            standing: Tells how far it has come.
+            progress: Tells how far it has come.
             long_look: Returns how many items a look takes at most that is still no attempt at an epoch that nobody
                 chose. Default: as many as a look.
         """
@@ -262,7 +262,7 @@ class History:
         self._go_back_to(epoch, long_look)
         if chosen:
             self._withdraw()
-        self._open.append(_Pass(epoch, standing, chosen, self._attempt))
+        self._open.append(_Pass(epoch, progress, chosen, self._attempt))
 
     def doubt(self, epoch: int) -> None:
         """Record that it is not known how far the pass over an epoch came."""
@@ -275,7 +275,7 @@ class History:
         return PassRecord(runs, self._since, share, notes, tuple(self._left))
 
     def _settle(self) -> None:
-        states = [one.standing.state for one in self._open]
+        states = [one.progress.state for one in self._open]
         for one, next_state in zip(self._open, [*states[1:], None], strict=False):
             one.settle(next_state)
         while self._open and (not self._open[0].is_open or len(self._open) > _MOST_RUNS):
@@ -313,11 +313,11 @@ class History:
         self._settled[first:] = [run._replace(**_withdrawn(run)._asdict()) for run in self._settled[first:]]
 
 
-def _withdrawn(standing: PassProgress | Run) -> PassProgress:
-    if standing.state is PassState.UNKNOWN:
+def _withdrawn(progress: PassProgress | Run) -> PassProgress:
+    if progress.state is PassState.UNKNOWN:
         return PassProgress(0, PassState.UNKNOWN)
     return PassProgress(
-        standing.items, PassState.WHOLE if standing.state in {PassState.ENDED, PassState.WHOLE} else PassState.WITHDRAWN
+        progress.items, PassState.WHOLE if progress.state in {PassState.ENDED, PassState.WHOLE} else PassState.WITHDRAWN
     )
 
 

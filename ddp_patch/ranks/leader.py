@@ -92,10 +92,10 @@ class Leader:
             yield unpacked(share), note
 
     def _next(
-        self, pieces: Iterator[_Piece], turns: Mapping[int, Mapping[str, object]]
+        self, pieces: Iterator[_Piece], schedule: Mapping[int, Mapping[str, object]]
     ) -> dict[int, tuple[bytes, Any, bool]]:
         """Draw the next piece once every rank asks for it."""
-        require_same(_SENDING, turns)
+        require_same(_SENDING, schedule)
         try:
             shares, note, is_last = next(pieces)
             return {rank: (packed(share), note, is_last) for rank, share in zip(self.members, shares, strict=True)}

@@ -250,12 +250,12 @@ class Notices:
     """The records of one loader's passes."""
 
     def __init__(self, peers: Peers) -> None:
-        self._letters = Mailbox(peers)
+        self._mailbox = Mailbox(peers)
         self._known: dict[int, tuple[bytes, PassRecord]] = {}
 
     def exchange(self, record: PassRecord) -> dict[int, PassRecord]:
         """Leave this rank's record, and return those that others left; see ``Mailbox``."""
-        for rank, text in (came := self._letters.exchange(record.encoded())).items():
+        for rank, text in (came := self._mailbox.exchange(record.encoded())).items():
             if rank not in self._known or self._known[rank][0] != text:
                 self._known[rank] = text, PassRecord.decoded(text)
         return {rank: self._known[rank][1] for rank in came}
@@ -316,7 +316,7 @@ class StepCounts:
 
     def __init__(self, peers: Peers, slack: int = 0) -> None:
         self._others, self._slack = peers.others, slack
-        self._letters = Mailbox(peers, "steps")
+        self._mailbox = Mailbox(peers, "steps")
         self._epoch, self._which = -1, ""
         self._left, self._left_s, self._cost_s = 0, 0.0, 0.0
 
@@ -334,7 +334,7 @@ class StepCounts:
         now_s = perf_counter()
         if self._left >= _FREE and now_s - self._left_s < _TIMES_THEIR_COST * self._cost_s:
             return
-        self._letters.leave_at_once(f"{self._epoch}|{self._which}|{batches}|0")
+        self._mailbox.leave_at_once(f"{self._epoch}|{self._which}|{batches}|0")
         self._left += 1
         self._left_s = perf_counter()
         self._cost_s = self._left_s - now_s
@@ -346,12 +346,12 @@ class StepCounts:
             batches: How many batches this rank was given.
         """
         mine, until_s = _Count(self._epoch, self._which, batches, True), perf_counter() + _MOMENT_S
-        self._letters.leave_at_once(f"{self._epoch}|{self._which}|{batches}|1")
+        self._mailbox.leave_at_once(f"{self._epoch}|{self._which}|{batches}|1")
         while True:
-            counts = {rank: _Count.decoded(text) for rank, text in self._letters.exchange(None).items()}
+            counts = {rank: _Count.decoded(text) for rank, text in self._mailbox.exchange(None).items()}
             alike = {rank: count.batches for rank, count in counts.items() if count[:2] == mine[:2]}
             found = {rank: given for rank, given in alike.items() if given > batches + self._slack}
             is_open = len(counts) < len(self._others) or any(count.may_grow_to(mine) for count in counts.values())
-            if found or not is_open or not self._letters.are_open or perf_counter() > until_s:
+            if found or not is_open or not self._mailbox.are_open or perf_counter() > until_s:
                 return found
             sleep(_AGAIN_S)

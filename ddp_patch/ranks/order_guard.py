@@ -382,7 +382,7 @@ class OrderGuard:
         workers_read_alike: Callable[[int], bool] = lambda number: True,
     ) -> None:
         self._rank, self._number = peers.rank, peers.number
-        self._letters = Mailbox(peers, "orders")
+        self._mailbox = Mailbox(peers, "orders")
         self._open = set(peers.others)
         self._name, self._remedy = type(dataset).__name__, order_remedy(dataset) or _SEED
         self._noted, self._workers_read_alike = noted, workers_read_alike
@@ -402,7 +402,7 @@ class OrderGuard:
             return
         mine = self._noted.passes()
         self._compare_workers(mine)
-        for rank, text in self._letters.exchange(self._news(mine)).items():
+        for rank, text in self._mailbox.exchange(self._news(mine)).items():
             theirs = decoded(text)
             for name in mine.keys() & theirs.keys():
                 found = compare_parts(mine[name], theirs[name])
@@ -411,7 +411,7 @@ class OrderGuard:
                 self._judge(found, f"part {found.part}", f"rank {self._rank}", ranks_text([rank]))
                 if found.is_final:
                     self._open.discard(rank)
-                    self._letters.drop(rank)
+                    self._mailbox.drop(rank)
         if not self._open:
             self._noted.settle()
 
@@ -483,7 +483,7 @@ class EndGuard:
 
     def __init__(self, peers: Peers, dataset: object, marked: Marked) -> None:
         self._rank, self._number, self._name = peers.rank, peers.number, type(dataset).__name__
-        self._letters, self._marked = Mailbox(peers, "marks"), marked
+        self._mailbox, self._marked = Mailbox(peers, "marks"), marked
         self._left = ""
 
     def compare(self) -> None:
@@ -494,7 +494,7 @@ class EndGuard:
         """
         mine = self._marked.passes()
         news = encoded_marks(mine)
-        others = self._letters.exchange(None if news == self._left else news)
+        others = self._mailbox.exchange(None if news == self._left else news)
         self._left = news
         for rank, text in others.items():
             theirs = decoded_marks(text)

@@ -42,7 +42,7 @@ class PassNotes:
         skip: How many items of the share were taken before.
         fingerprint: That of what is drawn.
         rows: Looks at the dataset.
-        standing: Tells how far the pass has come.
+        progress: Tells how far the pass has come.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class PassNotes:
         skip: int,
         fingerprint: PassFingerprint,
         rows: Callable[[], Rows],
-        standing: Callable[[], PassProgress],
+        progress: Callable[[], PassProgress],
     ) -> None:
         self.what: str = what
         self.epoch: int = epoch
         self._begins_at, self._skip = begins_at, skip
-        self._fingerprint, self._look, self._standing = fingerprint, rows, standing
+        self._fingerprint, self._look, self._progress = fingerprint, rows, progress
         self._rows: list[Rows] = []
         self._old: list[Any] | None = None  # as it was left, once nothing changes it
         self.attempt: int = 0
@@ -66,13 +66,13 @@ class PassNotes:
     @property
     def is_whole(self) -> bool:
         """Whether the pass came to its end."""
-        return self._standing().state is PassState.ENDED
+        return self._progress().state is PassState.ENDED
 
     def settle(self) -> None:
         """Keep no more of a pass that is over than what was noted."""
-        told = self._standing()
+        told = self._progress()
         if told.state is not PassState.OPEN:
-            self._standing = partial(PassProgress, *told)
+            self._progress = partial(PassProgress, *told)
 
     def encoded(self, look: int, *, is_old: bool = False) -> list[Any]:
         """Return them as plain values.
@@ -83,7 +83,7 @@ class PassNotes:
         """
         if is_old and self._old is not None:
             return self._old
-        items, state = self._standing()
+        items, state = self._progress()
         taken = items - self._skip
         if len(self._rows) < _LOOKS and taken >= look * len(self._rows):
             self._rows.append(self._look())
@@ -176,7 +176,7 @@ class PassMonitor:
         keeps: Whether one rank's share may have an item more than another's.
 
     Attributes:
-        pace: How the loader takes items.
+        read_ahead: How the loader takes items.
         orders: Compare the orders in which they read, where that is for the readers to say; none elsewhere.
         epochs_differ: Whether an epoch's order may differ from another's. Where it does not, passes over different
             epochs are alike, and no sample is lost by them.
@@ -194,23 +194,23 @@ class PassMonitor:
         self.orders: list[Callable[[], None]] = []
         self.epochs_differ: bool = True
         self._name, self._units = name, ("item", "items")
-        self.pace: ReadAhead = ReadAhead()
+        self.read_ahead: ReadAhead = ReadAhead()
         self._share: Callable[[], Callable[[], int | None] | None] = lambda: None
         self._made, self._cost_s, self._ended_s = 0, 0.0, 0.0
         self._exchange()  # so that nobody has to look for this rank's record later
 
-    def set_pace(self, name: str, pace: ReadAhead, share: Callable[[], int | None]) -> None:
+    def set_read_ahead(self, name: str, read_ahead: ReadAhead, share: Callable[[], int | None]) -> None:
         """Set what errors call the loader and how it takes batches, before its first pass.
 
         Args:
             name: What errors call it.
-            pace: How it takes batches.
+            read_ahead: How it takes batches.
             share: A method that returns how many items the smallest share of an epoch has; None if that is not known.
         """
         self._name, self._units = name, ("batch", "batches")
-        self.pace = pace
+        self.read_ahead = read_ahead
         self._share = WeakMethod(share)  # the loader goes when nobody refers to it but this
-        self._history.look = pace.size
+        self._history.look = read_ahead.size
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
         return PassMonitor, ()  # a copy makes passes of its own, which other ranks need not know about
@@ -224,12 +224,12 @@ class PassMonitor:
         """Record that the user chose the epoch that comes next."""
         self._history.choose()
 
-    def begin(self, epoch: int, standing: Callable[[], PassProgress], notes: PassNotes | None = None) -> None:
+    def begin(self, epoch: int, progress: Callable[[], PassProgress], notes: PassNotes | None = None) -> None:
         """Record that a pass begins, and compare.
 
         Args:
             epoch: The epoch that it is over.
-            standing: Tells how far it has come.
+            progress: Tells how far it has come.
             notes: What is noted of it, if anything is.
 
         Raises:
@@ -237,7 +237,7 @@ class PassMonitor:
         """
         if self.is_on:
             if self.epochs_differ:
-                self._history.begin(epoch, standing, self._long_look)
+                self._history.begin(epoch, progress, self._long_look)
             if notes is not None:
                 self._note(notes)
             self.compare(epoch)
@@ -246,7 +246,7 @@ class PassMonitor:
         """Return how many items a long look takes at most: half of a share, or some batches if its size is unknown."""
         share = self._share()
         items = None if share is None else share()
-        return self.pace.size * _LONG_LOOK if items is None else max(self.pace.size, items // 2)
+        return self.read_ahead.size * _LONG_LOOK if items is None else max(self.read_ahead.size, items // 2)
 
     def _note(self, notes: PassNotes) -> None:
         """Keep the notes of a new pass. Who goes back to an epoch that was whole makes another attempt at it."""
@@ -290,7 +290,7 @@ class PassMonitor:
     def steps(self, epoch: int, begins_at: str) -> StepCounts:
         """Return where to leave how many batches this rank is given of a pass whose end nobody knows before."""
         if self._steps is None:
-            self._steps = StepCounts(cast(Peers, self._peers), self.pace.readers if self._keeps else 0)
+            self._steps = StepCounts(cast(Peers, self._peers), self.read_ahead.readers if self._keeps else 0)
         self._steps.begin(epoch, f"{begins_at} ({self._history.attempt})")
         return self._steps
 
@@ -318,13 +318,14 @@ class PassMonitor:
         if self._peers is None or self._notices is None:
             return {}, {}
         share, old = self._peers.share, len(self._noted) - _IN_FULL
-        notes = [noted.encoded(self.pace.size, is_old=place < old) for place, noted in enumerate(self._noted)]
+        notes = [noted.encoded(self.read_ahead.size, is_old=place < old) for place, noted in enumerate(self._noted)]
         mine = self._history.record(None if share is None else share[0], notes)
         others = self._notices.exchange(mine)
         self._peers.require_fair_shares(others)
-        slack = self.pace.size * self.pace.readers if self._keeps else 0
+        slack = self.read_ahead.size * self.read_ahead.readers if self._keeps else 0
         compared = {
-            rank: contradiction(mine, record, self.pace.size, slack, self._long_look) for rank, record in others.items()
+            rank: contradiction(mine, record, self.read_ahead.size, slack, self._long_look)
+            for rank, record in others.items()
         }
         differing = {rank: difference(notes, record.notes) for rank, record in others.items()} if notes else {}
         return (
@@ -367,5 +368,5 @@ class PassMonitor:
         )
 
     def _told(self, items: int) -> str:
-        number = -(-items // self.pace.size)
+        number = -(-items // self.read_ahead.size)
         return f"{number} {self._units[number != 1]}"

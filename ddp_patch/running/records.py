@@ -211,7 +211,7 @@ class Models:
         self._knows_fsdp = False
 
     def __enter__(self) -> Self:
-        self._watch(DistributedDataParallel)
+        self._monitor(DistributedDataParallel)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -230,9 +230,9 @@ class Models:
         fsdp = imported_fsdp()
         if not self._knows_fsdp and hasattr(fsdp, "FullyShardedDataParallel"):
             self._knows_fsdp = True
-            self._watch(fsdp.FullyShardedDataParallel)
+            self._monitor(fsdp.FullyShardedDataParallel)
 
-    def _watch(self, kind: Any) -> None:
+    def _monitor(self, kind: Any) -> None:
         begin = kind.__init__
 
         def init(model: Any, *args: Any, **options: Any) -> None:
@@ -276,11 +276,11 @@ class UsedLoader:
     def note_pass(self) -> None:
         """Fill in what its latest pass has shown of a loader without a length, if that came to its end."""
         loader = None if self.loader is None else self.loader()
-        turns = None if loader is None or self.samples else _whole_pass(loader)
-        if turns is not None:
-            lengths = [part.length or 0 for part in turns.parts]
-            self.steps = turns.count
-            self.note_shares(turns.plan, lengths, "sample" if turns.batching.size > 1 else "item")
+        schedule = None if loader is None or self.samples else _whole_pass(loader)
+        if schedule is not None:
+            lengths = [part.length or 0 for part in schedule.parts]
+            self.steps = schedule.count
+            self.note_shares(schedule.plan, lengths, "sample" if schedule.batching.size > 1 else "item")
 
     def note_shares(self, plan: Plan, lengths: Sequence[int], unit: str) -> None:
         """Fill in what a rank gets of streams of these lengths."""
@@ -346,4 +346,4 @@ def _whole_pass(loader: DataLoader[Any]) -> Schedule | None:
     # A rank may get other items than it reads.
     if sampler.latest is None or options.divides_batches or options.iterable_sharding == "by_worker":
         return None
-    return sampler.turns_of_whole(sampler.latest, batches)
+    return sampler.schedule_of_whole(sampler.latest, batches)

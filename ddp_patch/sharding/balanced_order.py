@@ -25,7 +25,7 @@ class BalancedOrder(Indexed[T]):
 
     Args:
         epoch: The epoch.
-        dealing: How its order is balanced.
+        balancer: How its order is balanced.
     """
 
     length: int | None
@@ -33,9 +33,9 @@ class BalancedOrder(Indexed[T]):
     sizes: Sizes | None
     origins: Origins
 
-    def __init__(self, epoch: Epoch[T], dealing: Balancer) -> None:
+    def __init__(self, epoch: Epoch[T], balancer: Balancer) -> None:
         super().__init__(epoch)
-        self._dealing = dealing
+        self._balancer = balancer
         self.origins = Origins()
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
@@ -45,7 +45,7 @@ class BalancedOrder(Indexed[T]):
         self.drawn = sys.maxsize
         length = self.length = order.length
         real, repeated = plan.sources(length)
-        windows = _Windows(order, self._dealing, plan.num_replicas, epoch.number)
+        windows = _Windows(order, self._balancer, plan.num_replicas, epoch.number)
         padding = _at(windows.items(0), windows.dealt(0).order[list(repeated)]) if repeated else []
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
         rounds = length // plan.num_replicas
@@ -79,9 +79,9 @@ class BalancedOrder(Indexed[T]):
 class _Windows:
     """The windows of an order, the latest of them in memory."""
 
-    def __init__(self, order: Order, dealing: Balancer, ranks: int, epoch: int) -> None:
-        self._order, self._dealing, self._ranks, self._epoch = order, dealing, ranks, epoch
-        self.width: int = dealing.width(ranks)
+    def __init__(self, order: Order, balancer: Balancer, ranks: int, epoch: int) -> None:
+        self._order, self._balancer, self._ranks, self._epoch = order, balancer, ranks, epoch
+        self.width: int = balancer.width(ranks)
         self.count: int = -(-order.length // self.width)
         self._latest: tuple[int, Any, BalancedWindow] = (-1, [], as_it_came(0))
 
@@ -98,7 +98,7 @@ class _Windows:
             positions = range(number * self.width, min(self._order.length, (number + 1) * self.width))
             found = self._order.array(positions)
             items = self._order.at(positions) if found is None else found
-            self._latest = (number, items, self._dealing.dealt(items, self._ranks, self._epoch, 0, number))
+            self._latest = (number, items, self._balancer.dealt(items, self._ranks, self._epoch, 0, number))
         return self._latest[1:]
 
 

@@ -327,7 +327,7 @@ class Balancer:
 
 def dealt_stream(
     stream: Iterator[T],
-    dealing: Balancer,
+    balancer: Balancer,
     epoch: int,
     before: Consumed,
     plans: Sequence[Plan],
@@ -341,7 +341,7 @@ def dealt_stream(
 
     Args:
         stream: The sampler's stream, begun.
-        dealing: How it is balanced.
+        balancer: How it is balanced.
         epoch: Which epoch it is.
         before: What other numbers of ranks have taken.
         plans: Whose shares will be taken.
@@ -349,11 +349,11 @@ def dealt_stream(
             come.
     """
     *taken, (ranks, _) = worlds = [*(stint for stint in before if stint[1]), (plans[0].num_replicas, 0)]
-    windows = _numbered(owned(stream), dealing.width(worlds[0][0]))
+    windows = _numbered(owned(stream), balancer.width(worlds[0][0]))
     for stage, (earlier, each) in enumerate(taken):
-        dealt = _dealt(windows, dealing, earlier, epoch, stage)
-        windows = _without(dealt, earlier * each, dealing.width(worlds[stage + 1][0]))
-    dealt = _dealt(windows, dealing, ranks, epoch, len(taken))
+        dealt = _dealt(windows, balancer, earlier, epoch, stage)
+        windows = _without(dealt, earlier * each, balancer.width(worlds[stage + 1][0]))
+    dealt = _dealt(windows, balancer, ranks, epoch, len(taken))
     return chain.from_iterable(map(partial(_recorded, plans, note), dealt))
 
 
@@ -367,11 +367,11 @@ def _recorded(
 
 
 def _dealt(
-    windows: Iterator[_Window[T]], dealing: Balancer, ranks: int, epoch: int, stage: int
+    windows: Iterator[_Window[T]], balancer: Balancer, ranks: int, epoch: int, stage: int
 ) -> Iterator[_Window[T]]:
     """Balance a stream's windows for this many ranks."""
     for number, (items, places) in enumerate(windows):
-        order = dealing.dealt(items, ranks, epoch, stage, number).order
+        order = balancer.dealt(items, ranks, epoch, stage, number).order
         yield list(map(items.__getitem__, order.tolist())), places[order]
 
 

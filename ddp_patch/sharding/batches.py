@@ -154,7 +154,7 @@ class Batches(Batching):
     @property
     def _running(self) -> Pass[Any] | None:
         """The latest pass, unless a state was restored since."""
-        return self.sampler.latest if self.sampler.place is None else None
+        return self.sampler.latest if self.sampler.position is None else None
 
     def _given(self, current: Pass[Any] | None) -> int:
         """Return how many batches a pass has given; if nobody counts them, with those that workers fetched ahead."""
@@ -208,8 +208,8 @@ class Batches(Batching):
             taken = current.skip + batches * self.size
             unused = (self.size - 1 if self.drop_last else 0) - sampler.given_after(current, taken)
             if unused >= 0 and current.ends_within(unused):
-                return sampler.state_at(current.place_at_end(sampler.held()).following())
-        return sampler.state_at(sampler.place_after(current, self, batches))
+                return sampler.state_at(current.position_at_end(sampler.held()).following())
+        return sampler.state_at(sampler.position_after(current, self, batches))
 
     def _most(self, current: Pass[Any], batches: int, as_found: bool) -> int | None:
         """Return how many batches the largest share has in a pass; None if that is not known."""

@@ -155,7 +155,7 @@ class Epoch(Generic[T]):
         at_end: Called with how many items the whole stream had and how many were assumed.
         verify: Called at the end with how many items were drawn, and their fingerprint; None if nobody compares.
         keeps_sizes: Whether to record how many samples the items have.
-        dealing: How to balance the stream by cost; None if it is sharded as it comes.
+        balancer: How to balance the stream by cost; None if it is sharded as it comes.
         noted: The fingerprint of the pass; None if nobody compares it.
     """
 
@@ -173,7 +173,7 @@ class Epoch(Generic[T]):
     at_end: Callable[[int, int], None]
     verify: Callable[[int, str], None] | None
     keeps_sizes: bool
-    dealing: Balancer | None
+    balancer: Balancer | None
     noted: PassFingerprint | None
 
 
@@ -210,8 +210,8 @@ class Stream(Generic[T]):
         if epoch.shuffle_seed is not None:
             stream = _shuffled(stream, epoch.shuffle_seed, epoch.number)
         rest = plan.rest_of_stream(epoch.length, epoch.before)
-        if epoch.dealing is not None:
-            stream = dealt_stream(stream, epoch.dealing, epoch.number, epoch.before, plans, self._note_origins)
+        if epoch.balancer is not None:
+            stream = dealt_stream(stream, epoch.balancer, epoch.number, epoch.before, plans, self._note_origins)
         elif epoch.before:
             stream = rest.select(stream)
         if self._sizes is not None:

@@ -36,11 +36,11 @@ class EpochSampler(DistributedSampler[T]):
         plan: Which positions of the stream are this rank's.
         epochs: Which epoch comes next.
         latest: The latest pass, if there was one since an epoch was set.
-        place: Where the next pass resumes, if a state was loaded for it.
+        position: Where the next pass resumes, if a state was loaded for it.
         tells_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
         keeps_sizes: Whether passes that begin record how many samples their items have.
         given: What a loader with one iterator for all epochs has given of its pass; None in other loaders.
-        watch: Compares its passes with the other ranks'.
+        monitor: Compares its passes with the other ranks'.
     """
 
     is_ddp_aware: bool = True
@@ -51,7 +51,7 @@ class EpochSampler(DistributedSampler[T]):
         self.plan: Plan = agreed.plan(agreed.world.rank)
         self.epochs: EpochCounter = EpochCounter()
         self.latest: Pass[T] | None = None
-        self.place: Position | None = None
+        self.position: Position | None = None
         self.tells_rest: bool = True
         self.keeps_sizes: bool = False
         self.given: GivenBatches | None = None
@@ -62,7 +62,7 @@ class EpochSampler(DistributedSampler[T]):
         self._applied = 0  # the latest choice that was put back
         self._drawn_from: torch.Generator | None = None  # by the loader, for the iterator that it made last
         options = agreed.options
-        self.watch: PassMonitor = PassMonitor(agreed.peers, type(self).__name__, keeps=self.plan.uneven == "keep")
+        self.monitor: PassMonitor = PassMonitor(agreed.peers, type(self).__name__, keeps=self.plan.uneven == "keep")
         self._facts = {
             **facts,
             "uneven": options.uneven,
@@ -117,14 +117,14 @@ class EpochSampler(DistributedSampler[T]):
 
     def _require_no_failure(self, loader: DataLoader[Any]) -> None:
         current = self.latest
-        if current is not None and current.has_failed and self.place is None and self.watch.is_on:
+        if current is not None and current.has_failed and self.position is None and self.monitor.is_on:
             raise StateError(  # no RuntimeError, which a script may catch because of torch's workers
                 f"Iterating the {type(loader).__name__} again: its pass over epoch {current.epoch} ended by an error, "
                 f"raised in place of batch {current.handed_out or 0} (from 0). The script caught it, and a new pass "
-                "would begin on this rank alone: the rest of its shard of that epoch would be lost, and the ranks' steps "
-                "would not match. Correct what raised the error, and let it end the training: all ranks then resume "
-                "from a checkpoint. Or tell the other ranks of it, and call loader.set_epoch(N) with the same N on "
-                "every rank, which leaves out the rest of the epoch."
+                "would begin on this rank alone: the rest of its shard of that epoch would be lost, and the ranks' "
+                "steps would not match. Correct what raised the error, and let it end the training: all ranks then "
+                "resume from a checkpoint. Or tell the other ranks of it, and call loader.set_epoch(N) with the same N "
+                "on every rank, which leaves out the rest of the epoch."
             )
 
     def _begin_holders(self) -> None:
@@ -168,12 +168,12 @@ class EpochSampler(DistributedSampler[T]):
         length = self._length_if_any(current.epoch)
         return None if length is None else len(self.plan.rest(length, current.before))
 
-    def left(self, place: Position) -> int | None:
+    def left(self, position: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
-        length, (before, skip) = self._length_if_any(place.epoch), place.split(self.plan.num_replicas)
+        length, (before, skip) = self._length_if_any(position.epoch), position.split(self.plan.num_replicas)
         return None if length is None else len(self.plan.share(len(self.plan.rest(length, before)))) - skip
 
-    def turns(self, current: Pass[Any], batching: Batching) -> Schedule:
+    def schedule(self, current: Pass[Any], batching: Batching) -> Schedule:
         """Return the batches of a pass, with the ends that this rank has found so far."""
         return Schedule(
             self.plan, batching, [Part(current.skip, self._length_known(current, current.source.length_found()))]
@@ -185,15 +185,15 @@ class EpochSampler(DistributedSampler[T]):
 
     def samples_of_step(self, current: Pass[Any], batching: Batching, number: int) -> StepSamples:
         """Return how many samples step ``number`` of a pass has, whose batch this rank has been given."""
-        turns = self.turns(current, batching)
-        turn, total = turns.turn(number), turns.total(number)
-        return StepSamples(turn.items, turn.real, total, turns.whole_after(number))
+        schedule = self.schedule(current, batching)
+        turn, total = schedule.turn(number), schedule.total(number)
+        return StepSamples(turn.items, turn.real, total, schedule.whole_after(number))
 
-    def divided_batches(self, current: Pass[Any], turns: Schedule) -> DividedBatches | None:
+    def divided_batches(self, current: Pass[Any], schedule: Schedule) -> DividedBatches | None:
         """Return this rank's rows of a whole pass with these batches, if batches are divided; otherwise None."""
         if self._division is None:
             return None
-        sizes = [turn.items for turn in turns.all()] if current.sizes is None else current.sizes
+        sizes = [turn.items for turn in schedule.all()] if current.sizes is None else current.sizes
         return DividedBatches(self._division, sizes)
 
     def knows_totals(self, current: Pass[Any]) -> bool:
@@ -204,7 +204,7 @@ class EpochSampler(DistributedSampler[T]):
         """Return how many items a pass leaves out because another package's loader resumed within it."""
         return 0
 
-    def turns_of_whole(self, current: Pass[Any], batching: Batching) -> Schedule | None:
+    def schedule_of_whole(self, current: Pass[Any], batching: Batching) -> Schedule | None:
         """Return the batches of a pass if this rank has reached its end, otherwise None."""
         length = current.length if current.is_ended else self.pass_length(current)
         # A loop that takes len() batches never asks for the end.
@@ -228,9 +228,9 @@ class EpochSampler(DistributedSampler[T]):
         """
         return self.most_batches(current, batching)
 
-    def place_after(self, current: Pass[Any], batching: Batching, batches: int) -> Position:
+    def position_after(self, current: Pass[Any], batching: Batching, batches: int) -> Position:
         """Return the position after this many batches of a pass."""
-        return current.place(current.skip + batches * batching.size)
+        return current.position(current.skip + batches * batching.size)
 
     @property
     def epoch(self) -> int:
@@ -257,11 +257,11 @@ class EpochSampler(DistributedSampler[T]):
                 "from it. Pass the number of the epoch that comes next."
             )
         if number != self.epochs.upcoming:
-            self.place = None
+            self.position = None
         self._settle_latest()
         self.latest = None
         self._choices, self._is_chosen, self._has_begun_holders = self._choices + 1, True, False
-        self.watch.choose()
+        self.monitor.choose()
         self.epochs.set(number)
         if self.given is not None:
             self.given.begin()
@@ -274,7 +274,7 @@ class EpochSampler(DistributedSampler[T]):
 
         Lightning starts an epoch's workers before it says which epoch it is.
         """
-        if self.place is None:
+        if self.position is None:
             self.latest = current
 
     def _measured(self) -> tuple[int, Consumed, int]:
@@ -284,9 +284,9 @@ class EpochSampler(DistributedSampler[T]):
         """
         current, skip = self.latest, 0
         before: Consumed = ()
-        if self.place is not None:
-            epoch = self.place.epoch
-            before, skip = self.place.split(self.plan.num_replicas)
+        if self.position is not None:
+            epoch = self.position.epoch
+            before, skip = self.position.split(self.plan.num_replicas)
         elif current is None or current.is_over:
             epoch = self.epochs.current
         else:
@@ -298,22 +298,22 @@ class EpochSampler(DistributedSampler[T]):
 
         The state is the same on every rank, and can be loaded with any number of ranks.
         """
-        return self.state_at(self._place_now())
+        return self.state_at(self._position_now())
 
-    def state_at(self, place: Position) -> dict[str, Any]:
+    def state_at(self, position: Position) -> dict[str, Any]:
         """Return the state of this sampler at a position."""
-        return write_state(place, self._identity(self.latest), self.seed)
+        return write_state(position, self._identity(self.latest), self.seed)
 
-    def _place_now(self) -> Position:
-        if self.place is not None:
-            return self.place
+    def _position_now(self) -> Position:
+        if self.position is not None:
+            return self.position
         if self.latest is None:
             return Position(self.epochs.upcoming, held=self.held())
         if self.latest.is_ended:
-            return self.latest.place_at_end(self.held())
+            return self.latest.position_at_end(self.held())
         # What is the passes' own is drawn again; a dataset's generators are wherever somebody left them.
         generators = () if self._holders.is_private else self._holders.generators()
-        return self.latest.place(self.latest.taken, generators=generators)
+        return self.latest.position(self.latest.taken, generators=generators)
 
     def given_after(self, current: Pass[Any], taken: int) -> int:
         """Return how many items of the share were given beyond the first ``taken``."""
@@ -333,17 +333,19 @@ class EpochSampler(DistributedSampler[T]):
     def read(self, state: Any) -> Position:
         """Return the position that a state describes; raise StateError unless this loader has it."""
         self.require_states("restored")
-        place = read_state(state, self._identity(None), self.agreed.seed, self._holders.holders)
-        with self.agreed.seed.tried(self.seed if place.seed is None else place.seed):  # a length may follow from it
-            length = self._sure_length(place.epoch)
-        for number, (ranks, taken) in enumerate(place.done if length is not None else ()):
-            left = len(self.plan.rest(length or 0, place.done[:number]))
+        position = read_state(state, self._identity(None), self.agreed.seed, self._holders.holders)
+        with self.agreed.seed.tried(
+            self.seed if position.seed is None else position.seed
+        ):  # a length may follow from it
+            length = self._sure_length(position.epoch)
+        for number, (ranks, taken) in enumerate(position.done if length is not None else ()):
+            left = len(self.plan.rest(length or 0, position.done[:number]))
             if taken > Plan(0, ranks, self.plan.uneven, self.plan.layout).rounds(left):
                 raise StateError(
                     f"The state is damaged: {ranks} ranks took {taken} items each in it, and only {left} items were "
                     "left for them. Pass what loader_state(), or state_dict(), returned, as it was saved."
                 )
-        return place
+        return position
 
     def _identity(self, latest: Pass[T] | None) -> Mapping[str, object]:
         """Return the facts by which a state is known to be of this loader, with its length in a pass or now."""
@@ -353,14 +355,14 @@ class EpochSampler(DistributedSampler[T]):
         """Return how many items the stream has, or None if that is not certain."""
         return None
 
-    def go_to(self, place: Position, *, tells_rest: bool) -> None:
+    def go_to(self, position: Position, *, tells_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``tells_rest``."""
-        if place.seed is not None:
-            self.agreed.seed.adopt(place.seed)
+        if position.seed is not None:
+            self.agreed.seed.adopt(position.seed)
         self.latest = None
-        self._holders.restore(place.epoch + place.ended, place.held)
-        self.set_epoch(place.epoch)  # also on samplers whose own state has the epoch before
-        self.place, self.tells_rest = place, tells_rest
+        self._holders.restore(position.epoch + position.ended, position.held)
+        self.set_epoch(position.epoch)  # also on samplers whose own state has the epoch before
+        self.position, self.tells_rest = position, tells_rest
 
     def require_states(self, what: str) -> None:
         """Raise StateError if no state can describe the order."""

@@ -46,7 +46,7 @@ class Pass(Progress, Generic[T]):
         num_replicas: How many ranks share the epoch.
         holders: The objects whose generators the samplers draw from.
         source: How it gets its items.
-        watch: Compares it with the other ranks' passes.
+        monitor: Compares it with the other ranks' passes.
         resumes: Whether it starts at a position that was loaded.
         sizes: Records how many samples each item has; None if nobody needs that.
         division: Returns this rank's part of an item; None if ranks take whole items.
@@ -71,7 +71,7 @@ class Pass(Progress, Generic[T]):
         num_replicas: int,
         holders: SamplerStates,
         source: Source[T],
-        watch: PassMonitor,
+        monitor: PassMonitor,
         *,
         resumes: bool = False,
         sizes: Sizes | None = None,
@@ -93,7 +93,7 @@ class Pass(Progress, Generic[T]):
         self._division = division
         self.start: Position = start
         self._num_replicas, self._holders = num_replicas, holders
-        self._watch = watch
+        self._monitor = monitor
         self._steps, self._surely_taken, self._awaited = 1, skip, 0
         self._snapshots = start.snapshots
         latest = self._snapshots.latest
@@ -103,7 +103,7 @@ class Pass(Progress, Generic[T]):
         self._notes = None if note is None else note(self)
         # Whether another rank's stream may be longer, and no rank know it before the end.
         self._step_counts: StepCounts | None = None
-        self._is_unsure = watch.is_on and source.is_counted and not source.is_drawn_at_once
+        self._is_unsure = monitor.is_on and source.is_counted and not source.is_drawn_at_once
 
     @property
     def epoch(self) -> int:
@@ -140,17 +140,17 @@ class Pass(Progress, Generic[T]):
         """Yield this rank's items in runs, from when the first is asked for."""
         self.begin()
         try:
-            self._watch.begin(self.epoch, self.standing, self._notes)
+            self._monitor.begin(self.epoch, self.progress, self._notes)
             self._begin_generators()
             for part in self.source.parts(self.skip):
                 if self.length is not None:
                     self._at_end(self.length)
                 run = self.give(self._prepared(part))
                 self._catch_up()
-                yield from self._compared(run) if self._watch.is_on else [run]
+                yield from self._compared(run) if self._monitor.is_on else [run]
             self.end()
             self._holders.end(self.epoch)
-            self._watch.compare(self.epoch, at_end=True)
+            self._monitor.compare(self.epoch, at_end=True)
         finally:
             self.leave()
 
@@ -162,21 +162,21 @@ class Pass(Progress, Generic[T]):
 
     def _compared(self, run: Iterator[R]) -> Iterator[Iterator[R]]:
         """Cut a run where the ranks compare their progress: at first after every batch, then more rarely."""
-        pace = self._watch.pace
-        while (moment := self.skip + pace.ahead + self._steps * pace.size) < self.given:
+        read_ahead = self._monitor.read_ahead
+        while (moment := self.skip + read_ahead.ahead + self._steps * read_ahead.size) < self.given:
             yield islice(run, moment - self.taken)
             self._steps += min(self._steps, _MOST_STEPS)
             self._awaited = 1  # whoever asks on gets one more
-            self._watch.compare(self.epoch)
+            self._monitor.compare(self.epoch)
             self._awaited = 0
         yield run
 
-    def standing(self) -> PassProgress:
+    def progress(self) -> PassProgress:
         """Return how many items of the share were surely taken, and the record of the pass."""
-        pace, known = self._watch.pace, _KNOWN[self.state]
+        read_ahead, known = self._monitor.read_ahead, _KNOWN[self.state]
         asked = self.taken + self._awaited - self.skip
-        taken = self.skip + pace.taken(asked, is_over=self.is_exhausted and self.is_ended)
-        if known is PassState.ENDED and pace.ahead and self.handed_out is not None and not self.is_exhausted:
+        taken = self.skip + read_ahead.taken(asked, is_over=self.is_exhausted and self.is_ended)
+        if known is PassState.ENDED and read_ahead.ahead and self.handed_out is not None and not self.is_exhausted:
             # Workers were asked for all, and the loop may not have taken it.
             taken = self._in_batches()
             if taken < self.taken:
@@ -197,7 +197,7 @@ class Pass(Progress, Generic[T]):
 
     def _in_batches(self) -> int:
         """Return how many items are in the batches that the loop was given, and in one that failed."""
-        return min(self.taken, self.skip + ((self.handed_out or 0) + self.has_failed) * self._watch.pace.size)
+        return min(self.taken, self.skip + ((self.handed_out or 0) + self.has_failed) * self._monitor.read_ahead.size)
 
     def _prepared(self, part: Sequence[T]) -> Sequence[T]:
         """Record the sizes of the next items and divide them, if asked to."""
@@ -221,7 +221,7 @@ class Pass(Progress, Generic[T]):
         self.handed_out, self.has_failed = batches, False
         if batches and self._is_unsure:
             if self._step_counts is None:
-                self._step_counts = self._watch.steps(self.epoch, self.begins_at)
+                self._step_counts = self._monitor.steps(self.epoch, self.begins_at)
             self._step_counts.leave(batches)
 
     def note_failed(self) -> None:
@@ -237,10 +237,10 @@ class Pass(Progress, Generic[T]):
             RankMismatchError: As ``PassMonitor.compare``.
         """
         self.is_exhausted = True
-        if self._watch.pace.ahead or self.source.ends_elsewhere():
-            self._watch.compare(self.epoch, at_end=True)
+        if self._monitor.read_ahead.ahead or self.source.ends_elsewhere():
+            self._monitor.compare(self.epoch, at_end=True)
         if self._is_unsure and self.handed_out is not None:
-            self._watch.compare_ends(self.epoch, self.begins_at, self.handed_out)
+            self._monitor.compare_ends(self.epoch, self.begins_at, self.handed_out)
 
     def note_interleaved(self) -> None:
         """Record that an iterator of an earlier pass gave a batch."""
@@ -263,7 +263,7 @@ class Pass(Progress, Generic[T]):
             self._holders.reinstate_generators(latest[1])
             self._snapshots = replace(self._snapshots, latest=None)
 
-    def place(self, taken: int, *, generators: Sequence[Any] = ()) -> Position:
+    def position(self, taken: int, *, generators: Sequence[Any] = ()) -> Position:
         """Return the position after this many items of the share were taken.
 
         Args:
@@ -278,9 +278,9 @@ class Pass(Progress, Generic[T]):
             snapshots=replace(self._snapshots, latest=latest),
         )
 
-    def place_at_end(self, held: SamplerState) -> Position:
+    def position_at_end(self, held: SamplerState) -> Position:
         """Return the position after everything was taken, when the samplers hold ``held``."""
-        return replace(self.place(self.taken), held=self.source.held_after or held, ended=True)
+        return replace(self.position(self.taken), held=self.source.held_after or held, ended=True)
 
     def ends_within(self, items: int) -> bool:
         """Draw up to the end if it is at most this many items away, and return whether it is; see ``Source``."""

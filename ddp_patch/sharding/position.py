@@ -163,27 +163,29 @@ _FIELDS = (
 )
 
 
-def write_state(place: Position, facts: Mapping[str, object], seed: int) -> dict[str, Any]:
+def write_state(position: Position, facts: Mapping[str, object], seed: int) -> dict[str, Any]:
     """Return a position as plain values, with the seed and the facts that identify the loader.
 
     Raises:
         StateError: The samplers' own states are not known.
     """
-    if place.held.unknown:
-        raise StateError(f"The loader's state cannot be saved: {place.held.unknown}.")
-    at_first, latest = place.snapshots.at_first, place.snapshots.latest
+    if position.held.unknown:
+        raise StateError(f"The loader's state cannot be saved: {position.held.unknown}.")
+    at_first, latest = position.snapshots.at_first, position.snapshots.latest
     return {
         "version": _VERSION,
         "loader": {**facts, "seed": seed},
-        "epoch": place.epoch,
-        "done": _listed(place.done),
-        "parts": None if place.parts is None else [place.parts.first, [_listed(done) for done in place.parts.done]],
-        "marks": [mark.plain() for mark in place.marks],
-        "ended": place.ended,
-        "generators": list(place.held.generators),
-        "samplers": list(place.held.samplers),
+        "epoch": position.epoch,
+        "done": _listed(position.done),
+        "parts": None
+        if position.parts is None
+        else [position.parts.first, [_listed(done) for done in position.parts.done]],
+        "marks": [mark.plain() for mark in position.marks],
+        "ended": position.ended,
+        "generators": list(position.held.generators),
+        "samplers": list(position.held.samplers),
         # Pairs, because torch.distributed.checkpoint looks into dicts, and for what it finds when it loads.
-        "attributes": [[list(pair) for pair in changed.items()] for changed in place.held.attributes],
+        "attributes": [[list(pair) for pair in changed.items()] for changed in position.held.attributes],
         "drawn_from": None if at_first is None else list(at_first),
         "now": None if latest is None else [latest[0], list(latest[1])],
     }

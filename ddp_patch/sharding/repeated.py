@@ -85,7 +85,7 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
 
     def _begin(self) -> None:
         """Begin the upcoming pass."""
-        if self._plain is None or self._sampler.place is not None or not self._plain.num_workers:
+        if self._plain is None or self._sampler.position is not None or not self._plain.num_workers:
             # Workers know nothing of a state that was restored in the main process.
             self._plain = self._make_plain()
         self.drop_pass()

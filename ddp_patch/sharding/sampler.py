@@ -53,25 +53,25 @@ class ShardedSampler(Transparent, EpochSampler[T]):
     """
 
     latest: Pass[T] | None
-    place: Position | None
+    position: Position | None
     _gives_batches: bool = False
     _inner = "sampler"
 
     def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ITEMS) -> None:
         if agreed.options.scalable_shuffle:
             stream = StreamFacts.of(scalable(stream.source, agreed.seed))
-        dealing = Balancer.of(agreed, batching, are_batches=self._gives_batches)
+        balancer = Balancer.of(agreed, batching, are_batches=self._gives_batches)
         facts = {
             "shared by": type(self).__name__,
             "shuffle_samples_between_gpus": shuffle,
             **stream.described,
-            **({} if dealing is None else dealing.described),
+            **({} if balancer is None else balancer.described),
         }
         super().__init__(agreed, SamplerStates(stream.samplers, stream.counted), facts)
         self.sampler: Iterable[T] = stream.source
         self._shuffles = shuffle
-        self._batching, self._dealing = batching, dealing
-        self.watch.epochs_differ = shuffle or dealing is not None or not is_always_alike(self.sampler)
+        self._batching, self._balancer = batching, balancer
+        self.monitor.epochs_differ = shuffle or balancer is not None or not is_always_alike(self.sampler)
         self._is_one_shot = stream.is_one_shot
         self._rows = stream.rows
         self._is_torchs = has_order(self.sampler) and not has_computed_order(self.sampler)
@@ -173,10 +173,10 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             length = self._restored_length if latest.start.is_begun else latest.length
         return {**self._facts, "stream length": self._stream_length(self.epochs.upcoming) if length is None else length}
 
-    def go_to(self, place: Position, *, tells_rest: bool) -> None:
+    def go_to(self, position: Position, *, tells_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``tells_rest``."""
-        super().go_to(place, tells_rest=tells_rest)
-        self._restored_length = self._stream_length(place.epoch) if self._is_torchs else None
+        super().go_to(position, tells_rest=tells_rest)
+        self._restored_length = self._stream_length(position.epoch) if self._is_torchs else None
 
     def _sure_length(self, epoch: int) -> int | None:
         if not (self._is_looked_up() or self.plan.needs_length):
@@ -219,7 +219,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             return
         self._begin(current.epoch, {"position": current.begins_at}, self._known_end)
         self._known_end = {}
-        self.latest, self.place, self._is_chosen = current, None, False
+        self.latest, self.position, self._is_chosen = current, None, False
         yield from current.runs()
 
     def _take_up_pass(self) -> Pass[T]:
@@ -230,21 +230,21 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         """
         number = self.epochs.upcoming
         self._nested_epochs.tell(number)
-        resumes, start = self.place is not None, self.place
+        resumes, start = self.position is not None, self.position
         if start is not None and start.is_begun:
             self._holders.reinstate(start.held)  # others may have drawn from the generators since it was loaded
         else:
             self._begin_holders()
             start = Position(number, held=self.held())
         is_spent, options = self._is_spent(start), self.agreed.options
-        noted = PassFingerprint() if self.watch.is_on else None
+        noted = PassFingerprint() if self.monitor.is_on else None
         source: Source[T] = Nothing() if is_spent else self._source(start, noted)
         self.latest = current = Pass(
             start,
             self.plan.num_replicas,
             self._holders,
             source,
-            self.watch,
+            self.monitor,
             resumes=resumes,
             sizes=Sizes() if self.keeps_sizes or self._gives_batches or self._division is not None else None,
             division=None if self._division is None else Division(self._division, self._name, options.costs),
@@ -254,13 +254,13 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         if is_spent:
             current.end()
             self.epochs.begin(number)
-            self.place = None
+            self.position = None
         return current
 
     def _notes(self, fingerprint: PassFingerprint, current: Pass[T]) -> PassNotes:
         """Return what is noted of a pass, for the ranks to compare."""
         return PassNotes(
-            self._name, current.epoch, current.begins_at, current.skip, fingerprint, self._rows, current.standing
+            self._name, current.epoch, current.begins_at, current.skip, fingerprint, self._rows, current.progress
         )
 
     def _generators_of_torchs(self) -> list[torch.Generator]:
@@ -327,12 +327,12 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             # The leader alone draws, so there is nothing to compare.
             verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
             keeps_sizes=self.keeps_sizes and self._division is None,
-            dealing=self._dealing,
+            balancer=self._balancer,
             # With verify=True, all of it is compared at the end, where every rank raises.
             noted=noted if leader is None and not options.verify else None,
         )
         is_looked_up = self._is_looked_up()
-        has_rest = epoch.dealing is not None and any(taken for _, taken in epoch.before)
+        has_rest = epoch.balancer is not None and any(taken for _, taken in epoch.before)
         if has_rest if is_looked_up else self._is_torchs and not self._holders.has_generators:
             # Drawn, as a whole, from what nobody else draws from.
             epoch = replace(epoch, sampler=InOrder(self.sampler, start.epoch, private))
@@ -343,11 +343,11 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             return FromLeader(epoch, leader, turn, plans, start.held, self.held, has_length=has_length)
         if has_rest or not is_looked_up:
             return Streamed(epoch)
-        if epoch.dealing is None:
+        if epoch.balancer is None:
             return Indexed(epoch)
         from ddp_patch.sharding.balanced_order import BalancedOrder  # most trainings do not need it
 
-        return BalancedOrder(epoch, epoch.dealing)
+        return BalancedOrder(epoch, epoch.balancer)
 
     def _require_steps(self, start: Position, length: int) -> None:
         """Refuse an epoch without steps. The rest of one may well have none."""
@@ -376,7 +376,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         size, until = current.sizes[number], current.sizes.alike_until(number)
         if self._division is not None:
             return divided(self._division, size, until)
-        real = size if self.turns(current, batching).turn(number).real else 0
+        real = size if self.schedule(current, batching).turn(number).real else 0
         if (sizes := current.source.sizes) is None:
             return StepSamples(size, real, None, number + 1)
         round_, ranks = current.skip + number, self.plan.num_replicas

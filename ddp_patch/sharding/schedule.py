@@ -358,8 +358,8 @@ class Schedule:
         part, size, ranks = self.parts[place], self.batching.size, range(self.plan.num_replicas)
         if part.length is None or made < self._whole(part):
             return size * len(ranks)
-        turns = [self._on_rank(rank)._turn(place, made) for rank in ranks]
-        return sum(turn.real for turn in turns if turn.items == size or not self.batching.drop_last)
+        schedule = [self._on_rank(rank)._turn(place, made) for rank in ranks]
+        return sum(turn.real for turn in schedule if turn.items == size or not self.batching.drop_last)
 
     def whole_after(self, number: int) -> int:
         """Return up to which batch, from ``number`` on, all surely are whole on every rank; ``number`` if none is."""
@@ -425,6 +425,6 @@ def places_of_parts(ranks: Sequence[Schedule]) -> list[list[range]]:
         >>> [[place for run in runs for place in run] for runs in places_of_parts(ranks)]
         [[0, 4, 2], [1, 3]]
     """
-    positions = [list(turns.positions()) for turns in ranks]
+    positions = [list(schedule.positions()) for schedule in ranks]
     place_of = {position: place for place, position in enumerate(sorted(chain.from_iterable(positions)))}
     return [[range(place_of[position], place_of[position] + 1) for position in of_rank] for of_rank in positions]

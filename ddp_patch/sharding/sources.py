@@ -184,7 +184,7 @@ class Streamed(Source[T]):
             stream = begun(epoch.sampler)
         # In runs, one rank would see another's batches steps later.
         self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None
-        self.origins = None if epoch.dealing is None else Origins()
+        self.origins = None if epoch.balancer is None else Origins()
         # Not a method of this object: a circle would keep an abandoned pass's sampler from being closed.
         self._stream = Stream(epoch, stream, self.sizes, partial(_note_first, self.origins))
 
@@ -257,7 +257,7 @@ class FromLeader(Source[T]):
         # Begun with its first item: then the leader can report an error to the others.
         self._stream = Stream(epoch, chain(epoch.sampler), note_origins=partial(_wait, self._waiting))
         self.held_before = held_before
-        self.origins = None if epoch.dealing is None else Origins()
+        self.origins = None if epoch.balancer is None else Origins()
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""

@@ -33,14 +33,14 @@ class EvenIterators:
     """
 
     def __init__(self, sampler: StreamSampler, workers: int, name: str) -> None:
-        self._terms = _Terms(sampler, workers, name)
+        self._config = _Terms(sampler, workers, name)
 
     def __call__(self, loader: DataLoader[Any]) -> "EvenSteps":
         """Return the iterator of a pass."""
         return EvenSteps(loader, self._begin)
 
     def _begin(self, wrapped: Iterator[Any]) -> Generator[Any]:
-        return _handed_out(_Own(wrapped, self._terms), self._terms)
+        return _handed_out(_Own(wrapped, self._config), self._config)
 
 
 class EvenSteps(WrappedIterator, Iterator[Any]):
@@ -120,14 +120,14 @@ class _Own:
 
     Args:
         wrapped: The loader's own iterator.
-        terms: What the ranks agree on.
+        config: What the ranks agree on.
 
     Attributes:
         failure: What reading them raised.
     """
 
-    def __init__(self, wrapped: Iterator[Any], terms: _Terms) -> None:
-        self._wrapped, self._terms = wrapped, terms
+    def __init__(self, wrapped: Iterator[Any], config: _Terms) -> None:
+        self._wrapped, self._config = wrapped, config
         self._held: deque[Any] = deque()
         self._ran_out = False
         self.failure: Exception | None = None
@@ -156,7 +156,7 @@ class _Own:
         if self.failure is not None:
             channel.fail(self.failure)
         state = _FAILED if self.failure is not None else _RAN_OUT if self._ran_out else _READS
-        channel.say([len(self._held), state, *self._terms.ends])
+        channel.say([len(self._held), state, *self._config.ends])
 
     def take(self, step: Round, channel: Channel) -> list[Any]:
         """Hand to others what the round says; return the batch that this rank gets, if it gets one."""
@@ -172,17 +172,17 @@ class _Own:
         return got
 
 
-def _handed_out(own: _Own, terms: _Terms) -> Generator[Any]:
+def _handed_out(own: _Own, config: _Terms) -> Generator[Any]:
     """Yield a rank's batches of one pass, in rounds of all ranks.
 
     It reports what it holds before it gives a batch, in the background of the step, and receives the reports of others
     when the next batch is asked for.
     """
     own.read_up_to(1)  # which begins the pass
-    terms.sampler.balance = balance = Balance()
-    with terms.opened(own) as channel:
+    config.sampler.balance = balance = Balance()
+    with config.opened(own) as channel:
         own.say(channel)
-        while (step := next_round(ranks := _heard(channel, own, balance), terms.uneven)) is not NextMove.END:
+        while (step := next_round(ranks := _heard(channel, own, balance), config.uneven)) is not NextMove.END:
             taken: Sequence[int] = [0] * len(ranks)
             got: list[Any] = []
             if isinstance(step, Round):
@@ -195,7 +195,7 @@ def _handed_out(own: _Own, terms: _Terms) -> Generator[Any]:
                 balance.given += 1
                 yield got.pop()
         balance.is_over = True
-        _require_steps(terms, balance, ranks)
+        _require_steps(config, balance, ranks)
 
 
 def _heard(channel: Channel, own: _Own, balance: Balance) -> list[Holding]:
@@ -208,14 +208,14 @@ def _heard(channel: Channel, own: _Own, balance: Balance) -> list[Holding]:
     return [Holding(held, state == _READS) for held, state, *_ in rows]
 
 
-def _require_steps(terms: _Terms, balance: Balance, ranks: Sequence[Holding]) -> None:
+def _require_steps(config: _Terms, balance: Balance, ranks: Sequence[Holding]) -> None:
     """Refuse to leave out all that there was; the rest of an epoch may well have no step."""
-    one = terms.sampler.latest
+    one = config.sampler.latest
     if one is not None and not one.start.is_whole:
         return
     if (left := sum(rank.held for rank in ranks)) and not balance.consumed.rounds:
         raise NoStepsError(
             f"A rank would make no step in an epoch: a step needs a batch for each of {len(ranks)} ranks, all workers "
-            f"together made {left}, and uneven={terms.uneven!r} leaves out an incomplete step. Use one of "
+            f"together made {left}, and uneven={config.uneven!r} leaves out an incomplete step. Use one of "
             f"these: uneven='pad', uneven='keep', a number of ranks of at most {left}."
         )

@@ -52,7 +52,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
 
     Attributes:
         dataset: The dataset that the user gave.
-        board: What the main process and the workers report to each other.
+        shared: What the main process and the workers report to each other.
         ends: How many batches the workers made, with ``iterable_sharding="by_worker"``.
         chosen_epoch: The epoch that the user has chosen by this object's ``set_epoch``, until a pass begins.
         first_items: Where readers record what they read first, for the ranks to compare; None if nobody does.
@@ -76,7 +76,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         division: Plan | None = None,
     ) -> None:
         self.dataset = dataset
-        self.board: SharedWorkerState = SharedWorkerState(readers, ahead if can_snapshot(dataset, options) else None)
+        self.shared: SharedWorkerState = SharedWorkerState(readers, ahead if can_snapshot(dataset, options) else None)
         self.ends: Ends = Ends(readers)
         self.first_items: FirstItems | None = None
         self.marks: MarksInMemory | None = None
@@ -89,7 +89,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         self._made_for: int | None = None  # for which worker a worker_init_fn prepared the dataset
         self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where
         self._tells_rest = True
-        self._loads: int = self.board.loads  # how many loaded states this copy knows of
+        self._loads: int = self.shared.loads  # how many loaded states this copy knows of
         self.chosen_epoch: int | None = None
         self._seal()
 
@@ -106,7 +106,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         before: Consumed = ()
         skip = 0
         # Persistent workers keep a pass that has come to its end.
-        if self._tells_rest and self._resumed is not None and set(self.board.lengths(self._resumed[0])) == {None}:
+        if self._tells_rest and self._resumed is not None and set(self.shared.lengths(self._resumed[0])) == {None}:
             before, skip = self._resumed[1].split(self._plan.num_replicas)
         return max(0, len(self._plan.share(len(self._plan.rest(self.stream_length(), before)))) - skip)
 
@@ -114,16 +114,16 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         """Return the length of the user's dataset; TypeError where it has none."""
         return len(cast(Any, self.dataset))
 
-    def resume(self, number: int, place: Position, *, tells_rest: bool) -> None:
+    def resume(self, number: int, position: Position, *, tells_rest: bool) -> None:
         """Let pass ``number`` begin at a position, in workers that are started from now on.
 
         Args:
             number: The pass.
-            place: Where it begins.
+            position: Where it begins.
             tells_rest: Whether the length is that of the rest until then, or of the whole epoch.
         """
-        self._resumed, self._tells_rest = (number, place), tells_rest
-        self._loads = self.board.load()
+        self._resumed, self._tells_rest = (number, position), tells_rest
+        self._loads = self.shared.load()
 
     def forget(self, number: int | None = None) -> None:
         """Let ``len()`` count whole epochs again: if pass ``number`` was resumed, or whichever was."""
@@ -135,42 +135,42 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         worker, workers = this_worker()
         if self._resumed is None or self._resumed[0] != number:
             return WorkerPosition(number, epoch, worker if self._made_for is None else self._made_for)
-        place = self._resumed[1]
-        done, skip = place.split(self._plan.num_replicas)
+        position = self._resumed[1]
+        done, skip = position.split(self._plan.num_replicas)
         if self._options.iterable_sharding == "by_worker":
-            batches = self._batches_done(place, workers)
+            batches = self._batches_done(position, workers)
             # Batches continue with the one whose turn it was.
             role = (worker + turn_after(batches)) % workers
             return WorkerPosition(number, epoch, role, skip=batches[role] * self._batching.size)
-        if place.parts is None:
-            mark = place.marks[0] if place.marks else StreamSnapshot()
+        if position.parts is None:
+            mark = position.marks[0] if position.marks else StreamSnapshot()
             return WorkerPosition(
-                number, epoch, worker, done, skip, "nothing" if place.is_whole else "stream", mark=mark
+                number, epoch, worker, done, skip, "nothing" if position.is_whole else "stream", mark=mark
             )
-        role = (worker + place.parts.first) % workers
-        mark = place.marks[role] if place.marks else StreamSnapshot()
-        done, skip = split(place.parts.done[role], self._plan.num_replicas)
+        role = (worker + position.parts.first) % workers
+        mark = position.marks[role] if position.marks else StreamSnapshot()
+        done, skip = split(position.parts.done[role], self._plan.num_replicas)
         return WorkerPosition(number, epoch, role, done, skip, "parts", mark=mark)
 
-    def _batches_done(self, place: Position, workers: int) -> Sequence[int]:
+    def _batches_done(self, position: Position, workers: int) -> Sequence[int]:
         """Return how many batches each of this rank's workers has made where the dataset splits itself."""
-        if place.parts is None:  # in an explicit world ranks cannot report which workers have ended
-            return made_in_turn([None] * workers, place.split(self._plan.num_replicas)[1] // self._batching.size)
-        own = place.parts.done[self._plan.rank * workers :][:workers]
+        if position.parts is None:  # in an explicit world ranks cannot report which workers have ended
+            return made_in_turn([None] * workers, position.split(self._plan.num_replicas)[1] // self._batching.size)
+        own = position.parts.done[self._plan.rank * workers :][:workers]
         return [sum(items for _, items in done) // self._batching.size for done in own]
 
     def __iter__(self) -> Iterator[T]:
         return WorkerIterator(self._items, self._unbegun, self._note_loaded)
 
     def _unbegun(self) -> WorkerCheckpoint:
-        number = self.board.latest_pass + 1 if self._first_pass is None else self._first_pass
+        number = self.shared.latest_pass + 1 if self._first_pass is None else self._first_pass
         generators = generator_states([random_holder(self.dataset)])
         return WorkerCheckpoint(self._start(number, epoch=-1), self._seed.value, generators, is_over=False)
 
     def _note_loaded(self, loaded: WorkerCheckpoint) -> None:
         self.loaded_at_end = loaded.start.epoch if loaded.is_over else None
         if self._first_pass is not None:  # a worker's first batch may come long after another's
-            self.board.note_offset(self._first_pass, this_worker()[0], loaded.start.offset)
+            self.shared.note_offset(self._first_pass, this_worker()[0], loaded.start.offset)
 
     def _items(self, items: WorkerIterator[T]) -> Iterator[T]:
         # This begins when the first item is asked for. By then the main process has begun the epoch. A worker's
@@ -179,14 +179,14 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         loaded = items.loaded
         if loaded is not None:
             # What the main process loaded, this worker was given by its iterator's state.
-            self._loads = self.board.loads
+            self._loads = self.shared.loads
             self._seed.adopt(loaded.seed)
         if number is None:
-            number = self.board.latest_pass
+            number = self.shared.latest_pass
             self._require_all_loads()
         self._first_pass = None
-        epoch = self.board.epoch_of(number)
-        if epoch is None or this_worker()[1] != self.board.readers:
+        epoch = self.shared.epoch_of(number)
+        if epoch is None or this_worker()[1] != self.shared.readers:
             raise UnsupportedLoaderError(
                 f"{type(self.dataset).__name__} cannot be sharded here: the patched loader was rebuilt without its "
                 "sampler, which begins each epoch, or with another number of workers. Lightning's predict and "
@@ -222,7 +222,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
                 self._options,
                 self._seed,
                 self._batching,
-                self.board,
+                self.shared,
                 self._reader,
             ),
             start,
@@ -237,13 +237,13 @@ class ShardedIterable(Transparent, IterableDataset[T]):
                 f"{start.role} in epoch {loaded.start.epoch}: this is worker {this_worker()[0]} in epoch {epoch}. Load "
                 "the state of the whole loader, and do not set another epoch before it resumes."
             )
-        self.board.note_offset(number, this_worker()[0], start.offset)
+        self.shared.note_offset(number, this_worker()[0], start.offset)
         set_generator_states([random_holder(self.dataset)], loaded.generators)
         return start
 
     def _require_all_loads(self) -> None:
         """Refuse to continue in a worker that was started before a state was loaded: it lacks position and seed."""
-        if self._loads != self.board.loads:
+        if self._loads != self.shared.loads:
             raise StateError(
                 f"{type(self.dataset).__name__} cannot resume from the state: it was loaded by load_state_dict() while "
                 "the loader's persistent workers ran, and they did not get it. Call restore_loader(loader, state), "

@@ -20,7 +20,7 @@ from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.ranks.order_guard import Notes, PartMarks, following
 from ddp_patch.sharding.position import StreamSnapshot, StreamStart
 from ddp_patch.streams.reading import Switching
-from ddp_patch.streams.shared_state import FIRST, SharedWorkerState, shared
+from ddp_patch.streams.shared_state import FIRST, SharedWorkerState, shared_arrays
 
 __all__ = ["FirstItems", "MarksInMemory", "SnapshotWriter", "can_snapshot"]
 
@@ -66,7 +66,7 @@ class FirstItems:
         self.parts: int = parts
         self._most = min(COMPARED, max(_FEWEST, _OF_ALL_PARTS // parts))
         of_each = (_PASSES, parts)
-        self._hashes, self._counts, self._statuses, self._asked, self._is_settled = shared(
+        self._hashes, self._counts, self._statuses, self._asked, self._is_settled = shared_arrays(
             (*of_each, self._most, 3), of_each, of_each, of_each, (1,)
         )
         self._names: list[str] = []
@@ -165,7 +165,9 @@ class MarksInMemory:
     def __init__(self, parts: int) -> None:
         self._parts = parts
         of_each = (_KEPT, parts)
-        self._hashes, self._counts, self._ends, self._numbers = shared((*of_each, _MOST, 3), of_each, of_each, (_KEPT,))
+        self._hashes, self._counts, self._ends, self._numbers = shared_arrays(
+            (*of_each, _MOST, 3), of_each, of_each, (_KEPT,)
+        )
         self._names: dict[int, str] = {}
         self._earlier: dict[str, list[PartMarks]] = {}
         self._whole: Counter[str] = Counter()  # how often a pass of that name came to its end
@@ -246,7 +248,7 @@ class SnapshotWriter:
 
     Args:
         dataset: The dataset that the user gave.
-        board: Where to record it.
+        shared: Where to record it.
         number: The pass.
         reader: Which worker this is.
         states: The random states that the dataset draws from, if its own state may be taken; otherwise None.
@@ -255,12 +257,12 @@ class SnapshotWriter:
     def __init__(
         self,
         dataset: IterableDataset[Any],
-        board: SharedWorkerState,
+        shared: SharedWorkerState,
         number: int,
         reader: int,
         states: Switching | None,
     ) -> None:
-        self._dataset, self._board = dataset, board
+        self._dataset, self._shared = dataset, shared
         self._number, self._reader = number, reader
         self._states = states
         self._generators = generator_states([dataset]) if states is not None else ()
@@ -309,7 +311,7 @@ class SnapshotWriter:
         for item in items:
             seen.append(hashes_if_any(item))
             first = _first(seen)
-            self._board.note_first(self._number, self._reader, first)
+            self._shared.note_first(self._number, self._reader, first)
             known = mark.first
             if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
                 raise self._other_stream(mark)

@@ -82,24 +82,24 @@ class WorkerIterator(Iterator[T]):
 
     Args:
         begin: Called with the iterator when its first item is asked for. Returns the items.
-        standing: Tells where it will begin.
+        progress: Tells where it will begin.
         note: Called with what was loaded.
 
     Attributes:
         loaded: What was loaded, if anything was.
-        standing: Returns its position.
+        progress: Returns its position.
     """
 
     def __init__(
         self,
         begin: Callable[["WorkerIterator[T]"], Iterator[T]],
-        standing: Callable[[], WorkerCheckpoint],
+        progress: Callable[[], WorkerCheckpoint],
         note: Callable[[WorkerCheckpoint], object],
     ) -> None:
         self._begin, self._note = begin, note
         self._items: Iterator[T] | None = None
         self.loaded: WorkerCheckpoint | None = None
-        self.standing: Callable[[], WorkerCheckpoint] = standing
+        self.progress: Callable[[], WorkerCheckpoint] = progress
 
     def __next__(self) -> T:
         if self._items is None:
@@ -108,7 +108,7 @@ class WorkerIterator(Iterator[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return its position, as the only value."""
-        loaded = self.loaded if self._items is None and self.loaded is not None else self.standing()
+        loaded = self.loaded if self._items is None and self.loaded is not None else self.progress()
         start = loaded.start
         done = [list(stint) for stint in start.before]
         return {

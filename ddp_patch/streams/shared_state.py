@@ -10,7 +10,7 @@ import torch
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.sharding.position import StreamStart
 
-__all__ = ["FIRST", "Ends", "Ring", "SharedWorkerState", "shared"]
+__all__ = ["FIRST", "Ends", "Ring", "SharedWorkerState", "shared_arrays"]
 
 
 # The largest snapshot, in bytes. A stream with larger ones is read again.
@@ -77,7 +77,7 @@ class SharedWorkerState:
         self.readers: int = readers
         self._ring = None if ahead is None else Ring(readers, ahead)
         of_each = (_LATEST, readers)
-        self._firsts, self._ends, self._offsets, self._roles, self._epochs, self._latest, self._loads = shared(
+        self._firsts, self._ends, self._offsets, self._roles, self._epochs, self._latest, self._loads = shared_arrays(
             (*of_each, FIRST, len(StreamStart._fields)), (*of_each, 2), (*of_each, 2), of_each, (_LATEST,), (1,), (1,)
         )
 
@@ -186,7 +186,7 @@ class Ends:
     """
 
     def __init__(self, readers: int) -> None:
-        (self._ends,) = shared((readers, 2))
+        (self._ends,) = shared_arrays((readers, 2))
 
     def write(self, worker: int, number: int, batches: int) -> None:
         """Write that a worker made this many batches in pass ``number``."""
@@ -197,7 +197,7 @@ class Ends:
         return [batches if passed == number else -1 for passed, batches in self._ends.tolist()]
 
 
-def shared(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+def shared_arrays(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     """Return tensors of -1 in memory that the workers share; all in one file, of which a process may have few."""
     sizes = list(map(math.prod, shapes))
     together = torch.full((sum(sizes),), -1, dtype=torch.int64, device="cpu")

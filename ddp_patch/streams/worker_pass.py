@@ -28,12 +28,12 @@ __all__ = ["WorkerConfig", "WorkerPass", "require_one_way", "require_same_ends"]
 T = TypeVar("T")
 
 
-def require_one_way(name: str, board: SharedWorkerState, start: WorkerPosition, plan: Plan) -> None:
+def require_one_way(name: str, shared: SharedWorkerState, start: WorkerPosition, plan: Plan) -> None:
     """Refuse a dataset that can be sharded neither as one stream nor in parts.
 
     Args:
         name: What errors call the dataset.
-        board: Where workers wrote how they read.
+        shared: Where workers wrote how they read.
         start: Where the pass of this one begins.
         plan: The rank's share.
 
@@ -42,42 +42,42 @@ def require_one_way(name: str, board: SharedWorkerState, start: WorkerPosition, 
         InvalidOptionError: The length of a part would have to be known.
         StateError: The state counts something else.
     """
-    if board.readers == 1:
+    if shared.readers == 1:
         return
-    if len(ways := board.ways(start.number)) > 1:
+    if len(ways := shared.ways(start.number)) > 1:
         raise UnsupportedLoaderError(
-            f"{name} cannot be sharded with {board.readers} workers: it called get_worker_info() in some workers and "
+            f"{name} cannot be sharded with {shared.readers} workers: it called get_worker_info() in some workers and "
             "not in others, so it is neither one stream nor split into parts. Call it in every worker, first in "
             "__iter__, or use num_workers=0."
         )
     if ways == {"parts"} and plan.needs_length:
         raise InvalidOptionError(
-            f"layout='contiguous' does not work with {name} and num_workers={board.readers}: it splits itself over its "
-            "workers, and the length of each part is known only at its end. Use layout='interleaved', or num_workers=0 "
-            "or 1."
+            f"layout='contiguous' does not work with {name} and num_workers={shared.readers}: it splits itself over "
+            "its workers, and the length of each part is known only at its end. Use layout='interleaved', or "
+            "num_workers=0 or 1."
         )
     if start.counts != "nothing" and {start.counts} != ways:
-        counts = {"stream": "one stream, as 0 or 1 workers read it", "parts": f"the parts of {board.readers} workers"}
+        counts = {"stream": "one stream, as 0 or 1 workers read it", "parts": f"the parts of {shared.readers} workers"}
         raise StateError(
             f"{name} cannot resume from the state, which counts items of {counts[start.counts]}: with "
-            f"num_workers={board.readers} it is read as {counts[next(iter(ways))]}. Use the num_workers that the state "
-            "was taken with."
+            f"num_workers={shared.readers} it is read as {counts[next(iter(ways))]}. Use the num_workers that the "
+            "state was taken with."
         )
 
 
-def require_same_ends(name: str, board: SharedWorkerState, number: int) -> Sequence[int | None]:
+def require_same_ends(name: str, shared: SharedWorkerState, number: int) -> Sequence[int | None]:
     """Return how many items the one stream has, or each part, as far as workers came to its end.
 
     Raises:
         UnsupportedLoaderError: Workers that read one stream found different ends.
     """
-    lengths = board.lengths(number)
-    if board.ways(number) != {"stream"}:
+    lengths = shared.lengths(number)
+    if shared.ways(number) != {"stream"}:
         return lengths
     found = list({length for length in lengths if length is not None})
     if len(found) > 1:
         raise UnsupportedLoaderError(
-            f"{name} cannot be sharded with {board.readers} workers: it never called get_worker_info(), but gave "
+            f"{name} cannot be sharded with {shared.readers} workers: it never called get_worker_info(), but gave "
             f"{' and '.join(map(str, found))} items in two of them. Split it by get_worker_info() in __iter__, or use "
             "num_workers=0."
         )
@@ -102,7 +102,7 @@ class WorkerConfig(Generic[T]):
     options: Options
     seed: Seed
     batching: Batching
-    board: SharedWorkerState
+    shared: SharedWorkerState
     reader: Reader
 
     @property
@@ -115,7 +115,7 @@ class WorkerPass(Generic[T]):
     """One worker's pass over an epoch, or over what is left of one.
 
     Args:
-        terms: What all its passes have in common.
+        config: What all its passes have in common.
         start: Where this one begins.
 
     Attributes:
@@ -125,21 +125,21 @@ class WorkerPass(Generic[T]):
         info: What ``get_worker_info()`` returns to it.
     """
 
-    def __init__(self, terms: WorkerConfig[T], start: WorkerPosition) -> None:
+    def __init__(self, config: WorkerConfig[T], start: WorkerPosition) -> None:
         self.start: WorkerPosition = start
-        self._terms = terms
+        self._config = config
         self._worker, self._workers = this_worker()
         self.reader: int = start.role
         self.readers: int = self._workers
-        if terms.options.iterable_sharding == "by_worker":
-            self.reader += terms.plan.rank * self._workers
-            self.readers *= terms.plan.num_replicas
-        seed = reader_seed(terms.seed.value, start.epoch) + self.reader
-        self.info: Any = terms.reader.info(self.reader, self.readers, seed, terms.dataset)
-        self._states = Switching(epoch_states(terms.options, terms.seed, start.epoch))
-        snapshots = can_snapshot(terms.dataset, terms.options)
+        if config.options.iterable_sharding == "by_worker":
+            self.reader += config.plan.rank * self._workers
+            self.readers *= config.plan.num_replicas
+        seed = reader_seed(config.seed.value, start.epoch) + self.reader
+        self.info: Any = config.reader.info(self.reader, self.readers, seed, config.dataset)
+        self._states = Switching(epoch_states(config.options, config.seed, start.epoch))
+        snapshots = can_snapshot(config.dataset, config.options)
         self._marker = SnapshotWriter(
-            terms.dataset, terms.board, start.number, self._worker, self._states if snapshots else None
+            config.dataset, config.shared, start.number, self._worker, self._states if snapshots else None
         )
         self._takes_snapshots = snapshots
         self._has_own_states = False
@@ -151,20 +151,20 @@ class WorkerPass(Generic[T]):
         Raises:
             StateError: There are fewer than were done.
         """
-        terms, size, start = self._terms, self._terms.batching.size, self.start
-        chunks = self._drawn(self._decided(self._read(partial(iter, terms.dataset))), Plan(0, 1), 0, start.skip)
+        config, size, start = self._config, self._config.batching.size, self.start
+        chunks = self._drawn(self._decided(self._read(partial(iter, config.dataset))), Plan(0, 1), 0, start.skip)
         items = (item for chunk in chunks for item in chunk.items)
         skipped = sum(1 for _ in islice(items, start.skip))
-        if skipped < start.skip if terms.batching.drop_last else skipped <= start.skip - size:
+        if skipped < start.skip if config.batching.drop_last else skipped <= start.skip - size:
             raise StateError(
-                f"{terms.name} cannot resume from the state: worker {start.role} of {self._workers} had only {skipped} "
-                "items before its end, so the workers no longer took turns, and nobody knows which batches were done. "
-                "Begin the epoch again, or use iterable_sharding='exact'."
+                f"{config.name} cannot resume from the state: worker {start.role} of {self._workers} had only "
+                f"{skipped} items before its end, so the workers no longer took turns, and nobody knows which batches "
+                "were done. Begin the epoch again, or use iterable_sharding='exact'."
             )
         made = skipped
         for made, item in enumerate(items, skipped + 1):  # noqa: B007 - told after the loop
             yield item
-        ends.write(start.role, start.number, terms.batching.count(made))
+        ends.write(start.role, start.number, config.batching.count(made))
 
     def shared(
         self,
@@ -181,14 +181,14 @@ class WorkerPass(Generic[T]):
             first_items: Where to record what is read first; None if nobody compares it.
             marks: Where to mark what is read to the end; None as above.
         """
-        terms, start, plan = self._terms, self.start, self._terms.plan
-        rest = plan.rest_of_stream(lambda: len(cast(Any, terms.dataset)), start.before)
+        config, start, plan = self._config, self.start, self._config.plan
+        rest = plan.rest_of_stream(lambda: len(cast(Any, config.dataset)), start.before)
         before = self._before()
         if before is None:
             skip = start.skip
             read = self._marker.watch(self._read(self._marker.begin), start.mark)
             if first_items is not None:
-                read = first_items.watching(start.role, start.number, read, lambda: terms.reader.has_asked_rank)
+                read = first_items.watching(start.role, start.number, read, lambda: config.reader.has_asked_rank)
             if marks is not None:
                 read = marks.watching(start.role, start.number, read)
             stream = rest.select(self._decided(read))
@@ -200,40 +200,40 @@ class WorkerPass(Generic[T]):
             stream = self._decided(self._marker.follow(read))
         chunks = self._drawn(stream, plan, len(rest), skip)
         running = Fingerprint()
-        if is_verified := terms.options.verify and before is None:
+        if is_verified := config.options.verify and before is None:
             chunks = running.watching(chunks)
 
         def at_end(drawn: int) -> None:
-            terms.board.end(start.number, start.role, drawn, running.hexdigest() if is_verified else None)
+            config.shared.end(start.number, start.role, drawn, running.hexdigest() if is_verified else None)
             self._require_ends(drawn, len(rest))
 
         of_rank = (item for (part,) in share([plan], chunks, len(rest), at_end, before) for item in part)
-        items.standing = partial(self._standing, generators, is_over=False)
+        items.progress = partial(self._progress, generators, is_over=False)
         mine = self._of_worker(islice(of_rank, start.done if before is None else 0, None))
-        yield from mine if terms.division is None else _divided(mine, terms.division, terms.batching)
-        items.standing = partial(self._standing, generators, is_over=True)
+        yield from mine if config.division is None else _divided(mine, config.division, config.batching)
+        items.progress = partial(self._progress, generators, is_over=True)
 
     def _of_worker(self, of_rank: Iterator[T]) -> Iterator[T]:
         """Yield those of the rank's items that this worker gives, and record the dataset's own states."""
-        terms, size, leaves = self._terms, self._terms.batching.size, self._takes_snapshots
+        config, size, leaves = self._config, self._config.batching.size, self._takes_snapshots
         for item in of_rank:
             # Readers of one stream take turns.
-            is_mine = terms.reader.has_split or self._place // size % self._workers == self._worker
+            is_mine = config.reader.has_split or self._place // size % self._workers == self._worker
             self._place += 1
             if is_mine:
                 if leaves and self._place % size == 0 and (state := self._snapshot()) is not None:
-                    leaves = terms.board.leave(self.start.number, self._worker, self._place // size, state)
+                    leaves = config.shared.leave(self.start.number, self._worker, self._place // size, state)
                 yield item
 
-    def _standing(self, generators: Sequence[Any], *, is_over: bool) -> WorkerCheckpoint:
+    def _progress(self, generators: Sequence[Any], *, is_over: bool) -> WorkerCheckpoint:
         start = self.start
         mark = start.mark if self._place == start.offset else self._mark(self._place)
         return WorkerCheckpoint(
-            replace(start, offset=self._place, mark=mark), self._terms.seed.value, generators, is_over
+            replace(start, offset=self._place, mark=mark), self._config.seed.value, generators, is_over
         )
 
     def _read(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
-        return self._terms.reader.read(begin, self.info)
+        return self._config.reader.read(begin, self.info)
 
     def _decided(self, read: Iterator[T]) -> Iterator[T]:
         """Yield what is read. The first item shows whether the dataset asks which worker it is in.
@@ -241,37 +241,37 @@ class WorkerPass(Generic[T]):
         Up to then all workers draw from the same random states, so that a dataset may shuffle its files and then take
         its own. After it, one that asked draws from states of its worker's own, as in torch.
         """
-        reader, start = self._terms.reader, self.start
+        reader, start = self._config.reader, self.start
         first = next(read, _NOTHING)
         asked = self.readers > 1 and (reader.has_asked if first is _NOTHING else reader.has_split)
         if asked and not self._has_own_states:
             self._use_own_states()
-        self._terms.board.note_role(start.number, self._worker, start.role if asked else None)
-        if self._terms.options.iterable_sharding == "exact":
-            require_one_way(self._terms.name, self._terms.board, start, self._terms.plan)
+        self._config.shared.note_role(start.number, self._worker, start.role if asked else None)
+        if self._config.options.iterable_sharding == "exact":
+            require_one_way(self._config.name, self._config.shared, start, self._config.plan)
         if first is _NOTHING:
             return
         yield first
         for item in read:
             if reader.has_split and not asked and self.readers > 1:
                 raise UnsupportedLoaderError(
-                    f"{self._terms.name} cannot be sharded with {self._workers} workers: it asked get_worker_info() "
+                    f"{self._config.name} cannot be sharded with {self._workers} workers: it asked get_worker_info() "
                     "which worker it is in only after its first items, so these came from every worker and later ones "
                     "from one. Call get_worker_info() first in __iter__, or use num_workers=0."
                 )
             yield item
 
     def _use_own_states(self) -> None:
-        terms, self._has_own_states = self._terms, True
-        self._states.replace(epoch_states(terms.options, terms.seed, self.start.epoch, self.reader))
+        config, self._has_own_states = self._config, True
+        self._states.replace(epoch_states(config.options, config.seed, self.start.epoch, self.reader))
 
     def _drawn(self, stream: Iterator[T], plan: Plan, length: int, skip: int) -> Iterator[Chunk[T]]:
         """Yield the stream in whole batches: no batch can come without, and states are taken between two."""
-        size = self._terms.batching.size
+        size = self._config.batching.size
 
         def kept(at: int, items: int) -> slice:
             # The first round is for padding.
-            return slice(None) if self._terms.options.verify or not at else plan.part(at, items, length)
+            return slice(None) if self._config.options.verify or not at else plan.part(at, items, length)
 
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
         # No copies: these are samples, not indices.
@@ -282,14 +282,14 @@ class WorkerPass(Generic[T]):
 
         Padding repeats items of the first round, so these are read where there may be padding.
         """
-        plan, start = self._terms.plan, self.start
+        plan, start = self._config.plan, self.start
         repeats = plan.num_replicas - 1 if plan.uneven == "pad" and start.done else 0
         if not (self._takes_snapshots and start.mark.state) or (repeats and start.before):
             return None
         first: list[T] = []
         if repeats:
             looked_at = max(repeats, 0 if start.mark.first is None else start.mark.first.seen)
-            with epoch_states(self._terms.options, self._terms.seed, start.epoch):
+            with epoch_states(self._config.options, self._config.seed, start.epoch):
                 first = self._marker.first(self._read(self._marker.begin), start.mark, looked_at)
         return Chunk(start.done * plan.num_replicas, first)
 
@@ -297,13 +297,13 @@ class WorkerPass(Generic[T]):
         """Return what is known about the stream after this many items of this rank's share."""
         start = self.start
         taken = sum(ranks * each for ranks, each in start.before)
-        taken += self._terms.plan.num_replicas * (start.skip + place)
-        first = self._terms.board.first(start.number, self._worker, taken)
+        taken += self._config.plan.num_replicas * (start.skip + place)
+        first = self._config.shared.first(start.number, self._worker, taken)
         state = self._snapshot()
         return StreamSnapshot(first or start.mark.first, () if state is None else (pickle.loads(state),))  # noqa: S301 - ours
 
     def _snapshot(self) -> bytes | None:
-        reader = self._terms.reader
+        reader = self._config.reader
         asked = reader.has_asked
         with worker_info_told(self.info):
             state = self._marker.snapshot()
@@ -312,14 +312,14 @@ class WorkerPass(Generic[T]):
 
     def _require_ends(self, drawn: int, assumed: int) -> None:
         """Refuse an end that contradicts the other workers', a state or a length, and an epoch without steps."""
-        terms, start = self._terms, self.start
-        lengths = require_same_ends(terms.name, terms.board, start.number)
+        config, start = self._config, self.start
+        lengths = require_same_ends(config.name, config.shared, start.number)
         if start.is_whole and None not in lengths:
-            require_steps(terms.plan, terms.batching, terms.name, cast("list[int]", lengths), in_batches=False)
-        require_sure_length(terms.plan, terms.name, "dataset", drawn, assumed)
-        if start.done > terms.plan.rounds(drawn):
+            require_steps(config.plan, config.batching, config.name, cast("list[int]", lengths), in_batches=False)
+        require_sure_length(config.plan, config.name, "dataset", drawn, assumed)
+        if start.done > config.plan.rounds(drawn):
             raise StateError(
-                f"{terms.name} cannot resume from the state: {start.done} items of each rank's share were done in it, "
+                f"{config.name} cannot resume from the state: {start.done} items of each rank's share were done in it, "
                 f"and the stream ended after {drawn} items of all ranks. Restore it with the dataset that it was taken "
                 "of; one that is its own iterator must be rebuilt."
             )

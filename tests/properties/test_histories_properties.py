@@ -56,22 +56,22 @@ class Rank:
         self.history.choose()
 
     def iterates(self, steps: int, nested: int = 0, keeps: bool = False) -> Iterator[PassRecord]:
-        standing = [PassProgress(0, PassState.OPEN)]
+        progress = [PassProgress(0, PassState.OPEN)]
         epoch = self.epochs.upcoming
         self.epochs.begin(epoch)
-        self.history.begin(epoch, lambda: standing[0], self.long_look)
+        self.history.begin(epoch, lambda: progress[0], self.long_look)
         yield self.history.record()
         for step in range(min(steps, self.batches)):
-            standing[0] = PassProgress(step * SIZE + 1, PassState.OPEN)  # the next batch was asked for
+            progress[0] = PassProgress(step * SIZE + 1, PassState.OPEN)  # the next batch was asked for
             yield self.history.record()
-            standing[0] = PassProgress((step + 1) * SIZE, PassState.OPEN)
+            progress[0] = PassProgress((step + 1) * SIZE, PassState.OPEN)
             if step == 0:
                 for _ in range(nested):
                     yield from self.iterates(self.batches)
         if steps >= self.batches:
-            standing[0] = PassProgress(self.batches * SIZE, PassState.ENDED)
+            progress[0] = PassProgress(self.batches * SIZE, PassState.ENDED)
         elif not keeps:
-            standing[0] = standing[0]._replace(state=PassState.LEFT)
+            progress[0] = progress[0]._replace(state=PassState.LEFT)
         yield self.history.record()
 
 

@@ -312,7 +312,7 @@ def counted(rank: int, world_size: int) -> tuple[int, int]:
     """How often a pass of 1000 steps comes to the store."""
     train = patch_dataloader_to_ddp(DataLoader(Indices(2000), batch_size=None))
     whole(train)
-    letters: Any = train.sampler.watch._notices._letters  # type: ignore[attr-defined]
+    mailbox: Any = train.sampler.monitor._notices._mailbox  # type: ignore[attr-defined]
     calls: list[str] = []
 
     class Counting:
@@ -321,7 +321,7 @@ def counted(rank: int, world_size: int) -> tuple[int, int]:
             return getattr(default_store(), name)
 
     counting = Counting()
-    letters._open_store = lambda: counting
+    mailbox._open_store = lambda: counting
     whole(train)
     return calls.count("set"), len(calls)
 

@@ -86,8 +86,8 @@ def in_one_call(given: list[Any]) -> list[Any]:
 
 
 def test_in_one_call_each_gives_what_it_gives_in_turn() -> None:
-    turns, calls = (run_ranks(drawn, 2, patch) for patch in (in_turn, in_one_call))
-    for (epochs, told, met), (expected, told_in_turn, met_in_turn) in zip(calls, turns, strict=True):
+    schedule, calls = (run_ranks(drawn, 2, patch) for patch in (in_turn, in_one_call))
+    for (epochs, told, met), (expected, told_in_turn, met_in_turn) in zip(calls, schedule, strict=True):
         assert epochs == expected
         assert met_in_turn == 11 + 2  # two of eleven loaders are drawn differently
         assert met == 1 + 1  # once for all of these
@@ -95,7 +95,7 @@ def test_in_one_call_each_gives_what_it_gives_in_turn() -> None:
     warned = calls[0][1]
     assert calls[1][1] == []
     assert [text.partition(": ")[0] for text in warned] == ["loaders[4]", "loaders[9]"]
-    for text, alone in zip(warned, turns[0][1], strict=True):
+    for text, alone in zip(warned, schedule[0][1], strict=True):
         assert text.partition(": ")[2] == alone
 
 

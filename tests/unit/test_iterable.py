@@ -319,13 +319,13 @@ def test_workers_leave_word_of_all_that_a_pass_has_drawn(workers: int) -> None:
     )
     loader: DataLoader[Any] = DataLoader(sharded, batch_size=3, num_workers=workers, collate_fn=as_it_is)
     for number in (1, 2):
-        sharded.board.begin(number, epoch=0)
-        assert sharded.board.facts(number) == {}
+        sharded.shared.begin(number, epoch=0)
+        assert sharded.shared.facts(number) == {}
         assert sum(map(len, loader)) == 12
     whole = int(fingerprint(range(N))[:15], 16)
     assert (
-        sharded.board.facts(1)
-        == sharded.board.facts(2)
+        sharded.shared.facts(1)
+        == sharded.shared.facts(2)
         == {"drawn in the epoch before": N, "order of the epoch before": whole}
     )
 

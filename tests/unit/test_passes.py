@@ -171,12 +171,12 @@ def test_what_a_pass_took_does_not_depend_on_when_its_worker_finds_the_end(takes
     batches = iter(train)
     next(batches)
     one = train.sampler.latest
-    assert one.standing() == (2, PassState.OPEN)
+    assert one.progress() == (2, PassState.OPEN)
     dataset.may_end.set()
     while not one.source.ends_elsewhere():  # the test's time limit ends it
         time.sleep(0.001)
-    assert one.standing() == (2, PassState.OPEN)
+    assert one.progress() == (2, PassState.OPEN)
     if takes_all:
         assert len(list(batches)) == 1
     del batches
-    assert one.standing() == ((4, PassState.ENDED) if takes_all else (2, PassState.LEFT))
+    assert one.progress() == ((4, PassState.ENDED) if takes_all else (2, PassState.LEFT))
