@@ -328,7 +328,7 @@ def _members(operation: str, batches: Batches, dst: int | None, device: torch.de
                 "and num_replicas=, and nothing says which processes these are. Patch it with a process group."
             )
         return Members([0], 0, dst, timeout, device)
-    return Members(world.column(), dist.get_rank(), dst, timeout, device)
+    return Members(world.peer_ranks(), dist.get_rank(), dst, timeout, device)
 
 
 def _agreed(

@@ -275,7 +275,7 @@ def _shared(steps: Steps, sampler: EpochSampler[Any], like: torch.Tensor, weight
             )
         facts = {"patched as": f"number {sampler.agreed.number}", "epoch": sampler.epoch}
         timeout, stale = sampler.agreed.options.timeout, _STALE.setdefault(sampler, [])
-        with opened_sums(world.column(), "Weighing samples", facts, timeout, stale) as sums:
+        with opened_sums(world.peer_ranks(), "Weighing samples", facts, timeout, stale) as sums:
             yield from _summed(all_steps, ranks, like, weight_of, sums.of)
 
 

@@ -32,7 +32,7 @@ _STORE_ERRORS = (RuntimeError, ValueError)
 
 _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
 
-# What ranks leave each other letters about: which passes they make, how they read, and how far they have come.
+# What ranks leave each other: which passes they make, how they read, and how far they have come.
 _Subject = Literal["", "orders", "marks", "steps"]
 _SUBJECTS: tuple[_Subject, ...] = ("", "orders", "marks", "steps")
 
@@ -144,7 +144,7 @@ class Mailbox:
 
     def __init__(self, peers: Peers, subject: _Subject = "") -> None:
         _tell_gone()
-        self._peers = peers  # as long as they are here, the letters stay
+        self._peers = peers  # as long as they are here, what was left stays
         self._own_key = _letter(peers.key, subject, peers.rank)
         # No more than a reference: a store that is kept keeps its port, too.
         self._store: ref[Any] | None = ref(default_store())
@@ -221,7 +221,7 @@ _gone: deque[_Gone] = deque()
 
 
 def _cleared_later(peers: Peers, ranks: Sequence[int]) -> Peers:
-    """Have letters deleted once the loader is gone on all ranks: until then a slower one may read them."""
+    """Have what was left deleted once the loader is gone on all ranks: until then a slower one may read them."""
     # Noted here, and told with the next loader: this may run in the middle of anything, such as an import. A script's
     # last loaders may also outlive the store, and torch logs that.
     finalize(peers, _gone.append, _Gone(ref(default_store()), peers.key, ranks)).atexit = False
@@ -229,7 +229,7 @@ def _cleared_later(peers: Peers, ranks: Sequence[int]) -> Peers:
 
 
 def _tell_gone() -> None:
-    """Tell the store which loaders are gone on this rank; delete the letters about those that are gone on all."""
+    """Tell the store which loaders are gone on this rank; delete what was left about those that are gone on all."""
     if not dist.is_initialized():
         return
     current = default_store()

@@ -48,7 +48,7 @@ class World:
     def __post_init__(self) -> None:
         check_rank(self.rank, self.num_replicas)
 
-    def column(self) -> list[int]:
+    def peer_ranks(self) -> list[int]:
         """Return the ranks, one for each share in order, that this one exchanges data with.
 
         If several ranks take the same share, the first of each share are together, then the second of each, and so on.

@@ -46,7 +46,7 @@ class LengthBatches:
         runs: Where each batch lies among them.
 
     Examples:
-        >>> batches = Batches(np.array([7, 8, 9]), cut(np.array([3]), 2))
+        >>> batches = LengthBatches(np.array([7, 8, 9]), cut(np.array([3]), 2))
         >>> batches(np.array([1, 0]))
         [[9], [7, 8]]
     """

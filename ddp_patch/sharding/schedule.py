@@ -281,8 +281,8 @@ class Schedule:
         parts: What each worker reads, from the one whose turn is first.
 
     Examples:
-        >>> turns = Turns(Plan(0, 2), Batching(2, drop_last=False), (Part(length=4), Part(length=7)))
-        >>> turns.count, [tuple(turns.turn(number)) for number in range(3)]
+        >>> schedule = Schedule(Plan(0, 2), Batching(2, drop_last=False), (Part(length=4), Part(length=7)))
+        >>> schedule.count, [tuple(schedule.turn(number)) for number in range(3)]
         (3, [(0, 0, 2, 2), (1, 0, 2, 2), (1, 2, 2, 2)])
     """
 
@@ -421,7 +421,7 @@ def places_of_parts(ranks: Sequence[Schedule]) -> list[list[range]]:
 
     Examples:
         >>> parts = (Part(length=3), Part(length=2, worker=1))
-        >>> ranks = [Turns(Plan(rank, 2), Batching(2, drop_last=False), parts) for rank in range(2)]
+        >>> ranks = [Schedule(Plan(rank, 2), Batching(2, drop_last=False), parts) for rank in range(2)]
         >>> [[place for run in runs for place in run] for runs in places_of_parts(ranks)]
         [[0, 4, 2], [1, 3]]
     """

@@ -79,7 +79,7 @@ def next_round(ranks: Sequence[Holding], uneven: Uneven) -> Round | NextMove:
 
     Examples:
         >>> next_round([Holding(1, True), Holding(3, True), Holding(0, False)], "pad").gets[2]
-        Source(rank=1, place=1)
+        BatchSource(rank=1, place=1)
         >>> next_round([Holding(1, True), Holding(1, False), Holding(0, False)], "pad").name
         'READ_MORE'
     """

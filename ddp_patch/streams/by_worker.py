@@ -104,7 +104,7 @@ class _Terms:
                 "batches. Call torch.distributed.init_process_group() again and patch the unpatched loader, or iterate "
                 "the unpatched loader."
             )
-        members = agreed.world.column()
+        members = agreed.world.peer_ranks()
         if own.failure is not None:
             refuse(members, doing, own.failure)
             own.raise_failure()

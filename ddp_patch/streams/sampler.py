@@ -1,4 +1,4 @@
-"""The sampler of a sharded stream: turns instead of indices, and what came of them."""
+"""The sampler of a sharded stream: None instead of indices, and what came of them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
