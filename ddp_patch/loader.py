@@ -204,9 +204,10 @@ class OwnMethods:
     def _require_none_ahead(self, loader: DataLoader[Any]) -> None:
         """Refuse a mid-epoch state if there is no len(): frameworks fetch a batch ahead to find the end."""
         sampler = self._sampler
-        if sampler is None or sampler.position is not None or (one := sampler.latest) is None:
+        current = None if sampler is None else sampler.running
+        if sampler is None or current is None:
             return
-        if one.handed_out and not one.is_exhausted and sampler.left(one.start) is None:
+        if current.handed_out and not current.is_exhausted and sampler.left(current.start) is None:
             raise StateError(
                 f"The {type(loader).__name__} has no len(), so the framework that asks for its state may have fetched "
                 "a batch ahead of the training loop, to find the end. Give the dataset or sampler a __len__, or save "

@@ -11,8 +11,8 @@ from ddp_patch.options import as_index
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.generators import random_generators
 from ddp_patch.ranks.agreement import failures_broadcast
-from ddp_patch.sharding.batches import Batches, patched_sampler, require_batches
-from ddp_patch.sharding.position import Position
+from ddp_patch.sharding.batches import batches_given, patched_sampler, require_batches
+from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.streams.dataset import ShardedIterable
 
 __all__ = ["go_on", "loader_state", "restore_loader", "state_as_found"]
@@ -58,8 +58,8 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
         (4, [[4, 5], [6, 7], [8, 9], [10, 11]])
     """
     done = None if batches_done is None else _checked(batches_done)
-    batches = _known(loader)
-    return batches.state_after(batches.handed_out(loader) if done is None else done)
+    sampler = _resumable(loader)
+    return sampler.state_after(batches_given(loader, sampler) if done is None else done)
 
 
 def state_as_found(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -70,20 +70,20 @@ def state_as_found(loader: DataLoader[Any]) -> dict[str, Any]:
     Raises:
         StateError: The position is not known; see ``loader_state`` for other errors.
     """
-    batches = _known(loader)
-    return batches.state_after(batches.handed_out(loader), as_found=True)
+    sampler = _resumable(loader)
+    return sampler.state_after(batches_given(loader, sampler), as_found=True)
 
 
-def _known(loader: DataLoader[Any]) -> Batches:
-    """Return how a patched loader makes its batches; raise if its position cannot be saved."""
-    batches = require_batches("loader_state", loader)
+def _resumable(loader: DataLoader[Any]) -> EpochSampler[Any]:
+    """Return the sampler that shards a loader; raise if the loader's position cannot be saved."""
+    sampler = require_batches("loader_state", loader).sampler
     dataset = loader.dataset
     if isinstance(dataset, ShardedIterable) and loader.persistent_workers and random_generators([dataset.dataset]):
         raise StateError(
             f"The state of {type(dataset.dataset).__name__} cannot be saved: it has a random generator, and "
             "persistent workers advance copies of it. Use persistent_workers=False."
         )
-    return batches
+    return sampler
 
 
 def _checked(batches_done: SupportsIndex) -> int:
@@ -134,25 +134,19 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     go_on(loader, state, tells_rest=True)
 
 
-def _require_left(batches: Batches, position: Position) -> None:
-    """Refuse a rest without batches if the loader has one iterator for all epochs: it would never find the end."""
-    left = batches.sampler.left(position)
-    if left is not None and batches.count(left) < 1:
-        raise StateError(
-            f"The loader cannot resume from the state: rank {batches.sampler.rank} has no batch left in epoch "
-            f"{position.epoch}, and a loader with one iterator for all epochs would never find its end. Restore it on "
-            "the number of ranks that saved it, or leave the rest out: call "
-            f"set_epoch({position.epoch + 1}) on every rank."
-        )
-
-
 def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -> None:
     """Restore a loader; ``tells_rest=False`` keeps ``len()`` of a whole epoch, for loops that count from its start."""
     sampler = patched_sampler("restore_loader", loader)
     with failures_broadcast(sampler.agreed.world, _RESTORING):
         position = sampler.read(state).following()
-        if sampler.given is not None and position.is_begun:
-            _require_left(require_batches("restore_loader", loader), position)
+        left = sampler.left(position) if sampler.is_repeated and position.is_begun else None
+        if left is not None and require_batches("restore_loader", loader).count(left) < 1:
+            raise StateError(
+                f"The loader cannot resume from the state: rank {sampler.rank} has no batch left in epoch "
+                f"{position.epoch}, and a loader with one iterator for all epochs would never find its end. Restore it "
+                "on the number of ranks that saved it, or leave the rest out: call "
+                f"set_epoch({position.epoch + 1}) on every rank."
+            )
     sampler.agreed.compare(
         _RESTORING,
         {

@@ -35,7 +35,7 @@ from ddp_patch.loaders.facts import Level
 from ddp_patch.loaders.moving import device_of
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.exchange import exchange
-from ddp_patch.sharding.batches import Batches
+from ddp_patch.sharding.batches import Batches, batches_given
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.schedule import BatchRecord, DividedBatches, Part, Schedule
@@ -56,7 +56,7 @@ def got_in_pass(batches: Batches) -> ExpectedRows:
         raise Misfit("made no pass over the loader")
     _require_one_pass(sampler, current)
     schedule = sampler.schedule_of_whole(current, batches)
-    if schedule is None or (sampler.given is not None and sampler.given.is_within):
+    if schedule is None or sampler.batches_within:
         raise Misfit(f"stopped in the middle of epoch {current.epoch}; gather_step() gathers a step")
     divided = sampler.divided_batches(current, schedule)
     length = schedule.length if divided is None else divided.length
@@ -105,7 +105,7 @@ def got_in_step(loader: DataLoader[Any], batches: Batches) -> ExpectedRows:
     """
     sampler, current = batches.sampler, batches.sampler.latest
     try:
-        number = batches.handed_out(loader) - 1
+        number = batches_given(loader, sampler) - 1
     except DDPPatchError as error:
         raise Misfit(f"cannot know the step: {message_of(error)}") from error
     if current is None or number < 0:
@@ -115,7 +115,7 @@ def got_in_step(loader: DataLoader[Any], batches: Batches) -> ExpectedRows:
     _require_one_pass(sampler, current)
     schedule = ends = sampler.schedule(current, batches)
     if len(schedule.parts) == 1 and schedule.count is None:
-        ends = replace(schedule, parts=[Part(current.skip, sampler.pass_length(current))])
+        ends = replace(schedule, parts=[Part(current.skip, current.likely_length)])
     division = sampler.agreed.division
     if division is None:
         _require_equal_steps(ends, knows_length=len(schedule.parts) == 1 and sampler.left(current.start) is not None)

@@ -63,10 +63,10 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches) -> Steps
         UnsupportedLoaderError: The loader would continue a pass that has begun.
     """
     sampler = batches.sampler
-    if sampler.given is not None and sampler.given.is_within:
+    if sampler.batches_within:
         raise UnsupportedLoaderError(
             f"{operation} was given a {type(loader).__name__} in the middle of epoch {sampler.epoch}, after "
-            f"{sampler.given.batches} batches: it has one iterator for all epochs, and continues after a break. Call "
+            f"{sampler.batches_within} batches: it has one iterator for all epochs, and continues after a break. Call "
             f"set_epoch({sampler.epoch}) first, to start the epoch again."
         )
     sampler.keeps_sizes = batches.level is Level.BATCH

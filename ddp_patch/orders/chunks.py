@@ -6,7 +6,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from enum import Enum
 from itertools import compress, islice, repeat
 from operator import length_hint
@@ -23,7 +22,6 @@ __all__ = [
     "MOST_AHEAD",
     "MOST_PLAIN",
     "Chunk",
-    "GivenBatches",
     "Progress",
     "State",
     "begun",
@@ -266,33 +264,6 @@ class State(Enum):
     RUNNING = "running"
     ENDED = "ended"  # all items were given
     LEFT = "left"  # broken off before
-
-
-@dataclass
-class GivenBatches:
-    """How many batches of its current pass a loader with one iterator for all epochs has given.
-
-    After a ``break`` such a loader continues in the same pass, so a training loop's own count may be another.
-
-    Attributes:
-        batches: How many, since the pass began.
-        is_within: Whether the pass has begun and not ended.
-    """
-
-    batches: int = 0
-    is_within: bool = False
-
-    def begin(self) -> None:
-        """Record that a pass begins with the next batch."""
-        self.batches, self.is_within = 0, False
-
-    def count(self) -> None:
-        """Record that a batch was given."""
-        self.batches, self.is_within = self.batches + 1, True
-
-    def end(self) -> None:
-        """Record that there are no more batches."""
-        self.is_within = False
 
 
 class Progress:

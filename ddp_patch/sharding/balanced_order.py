@@ -1,6 +1,5 @@
 """How a pass gets balanced items from an order that can be looked up: one window at a time."""
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -29,7 +28,6 @@ class BalancedOrder(Indexed[T]):
     """
 
     length: int | None
-    drawn: int
     sizes: Sizes | None
     origins: Origins
 
@@ -42,7 +40,6 @@ class BalancedOrder(Indexed[T]):
         """Draw the order, and yield this rank's items window by window."""
         epoch, plan = self._epoch, self._epoch.plan
         order = self._drawn_order()
-        self.drawn = sys.maxsize
         length = self.length = order.length
         real, repeated = plan.sources(length)
         windows = _Windows(order, self._balancer, plan.num_replicas, epoch.number)

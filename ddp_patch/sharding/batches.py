@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_patch.compat.private_torch import has_own_iteration
-from ddp_patch.errors import DDPPatchError, InvalidOptionError, NotPatchedError, StateError, UnsupportedLoaderError
+from ddp_patch.errors import DDPPatchError, NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, look_at
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import require_loader, sharded_by
@@ -18,7 +18,7 @@ from ddp_patch.plan import Batching
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.passes import Pass
 
-__all__ = ["Batches", "Tally", "describe_share", "patched_sampler", "require_batches"]
+__all__ = ["Batches", "Tally", "batches_given", "describe_share", "patched_sampler", "require_batches"]
 
 
 # They change no share, or another part of the text tells them.
@@ -98,7 +98,6 @@ class Tally:
         """Record that a pass begins."""
         if self._pass is not None:
             self._pass.note_left()
-        self._batches = 0
         self._has_failed = self._has_pass = False
         self._pass = None
         if self._begins_ahead:
@@ -108,10 +107,9 @@ class Tally:
         """Record that a batch is given. It is called for each, so it calls little itself."""
         if not self._has_pass:
             self._find_pass()
-        self._batches += 1
         if (current := self._pass) is not None:
-            # The loader continued after an error, so some batch was skipped: nobody knows the position.
-            current.note_handed_out(None if self._has_failed else self._batches)
+            # If the loader continued after an error, some batch was skipped: nobody knows the position.
+            current.deliver(is_next=not self._has_failed)
             if (latest := self._sampler.latest) is None:
                 self._sampler.note_running(current)
             elif latest is not current:
@@ -151,71 +149,23 @@ class Batches(Batching):
     sampler: EpochSampler[Any]
     level: Level
 
-    @property
-    def _running(self) -> Pass[Any] | None:
-        """The latest pass, unless a state was restored since."""
-        return self.sampler.latest if self.sampler.position is None else None
 
-    def _given(self, current: Pass[Any] | None) -> int:
-        """Return how many batches a pass has given; if nobody counts them, with those that workers fetched ahead."""
-        if current is None:
-            return 0
-        return self.sampler.given_batches(current, self) if current.handed_out is None else current.handed_out
+def batches_given(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> int:
+    """Return how many batches of the latest pass a patched loader has given.
 
-    def handed_out(self, loader: DataLoader[Any]) -> int:
-        """Return how many batches of the latest pass the loader has given.
-
-        Raises:
-            StateError: Nobody counted them.
-        """
-        if self.sampler.given is not None:
-            return self.sampler.given.batches
-        current = self._running
-        is_counted = current is None or (current.handed_out is not None and not has_own_iteration(type(loader)))
-        if is_counted or not self._given(current):
-            return self._given(current)
-        raise StateError(
-            f"It is not known how many batches of epoch {self.sampler.epoch} the {type(loader).__name__} has given: "
-            f"{_why_not_counted(loader)}. Pass how many the training loop has finished: batches_done=step + 1 inside "
-            "enumerate(loader)."
-        )
-
-    def state_after(self, batches: int, *, as_found: bool = False) -> dict[str, Any]:
-        """Return the state after some batches of the latest pass.
-
-        Args:
-            batches: How many.
-            as_found: Say that the pass is over if this rank knows it, though others may not know it yet.
-
-        Raises:
-            InvalidOptionError: The pass has not yielded that many.
-            StateError: The order depends on something that no state holds.
-        """
-        sampler = self.sampler
-        sampler.require_states("told")
-        _require_count(batches, sampler)
-        current = self._running
-        if batches > (given := self._given(current)):
-            raise InvalidOptionError(
-                f"batches_done={batches}, and the pass in progress has given {given}. Pass how many of its batches the "
-                "training loop has finished, counted from the beginning of this pass."
-            )
-        if current is None:
-            return sampler.state_dict()
-        is_over = current.is_exhausted and batches == given  # only a rank with fewer batches than others can know
-        if is_over or batches == self._most(current, batches, as_found):
-            # This is the last batch. If more were given, the length is wrong.
-            taken = current.skip + batches * self.size
-            unused = (self.size - 1 if self.drop_last else 0) - sampler.given_after(current, taken)
-            if unused >= 0 and current.ends_within(unused):
-                return sampler.state_at(current.position_at_end(sampler.held()).following())
-        return sampler.state_at(sampler.position_after(current, self, batches))
-
-    def _most(self, current: Pass[Any], batches: int, as_found: bool) -> int | None:
-        """Return how many batches the largest share has in a pass; None if that is not known."""
-        if as_found:
-            return self.sampler.most_found(current, self, batches)
-        return self.sampler.most_batches(current, self)
+    Raises:
+        StateError: Nobody counted them.
+    """
+    current = sampler.running
+    if current is None or not current.batches:
+        return 0
+    if current.handed_out is not None and (sampler.is_repeated or not has_own_iteration(type(loader))):
+        return current.handed_out
+    raise StateError(
+        f"It is not known how many batches of epoch {sampler.epoch} the {type(loader).__name__} has given: "
+        f"{_why_not_counted(loader)}. Pass how many the training loop has finished: batches_done=step + 1 inside "
+        "enumerate(loader)."
+    )
 
 
 def _why_not_counted(loader: DataLoader[Any]) -> str:
@@ -227,17 +177,6 @@ def _why_not_counted(loader: DataLoader[Any]) -> str:
         "the pass was made by another loader over the same sampler, or by an iterator that is not torch's, or it went "
         "on after an error"
     )
-
-
-def _require_count(batches: int, sampler: EpochSampler[Any]) -> None:
-    """Refuse a count other than the loader's own if a ``break`` does not end its pass."""
-    if sampler.given is not None and batches != sampler.given.batches:
-        raise InvalidOptionError(
-            f"batches_done={batches}, and {sampler.given.batches} batches of epoch {sampler.epoch} were given: a "
-            "loader with one iterator for all epochs continues after a break, so the loop's count may not be the "
-            "epoch's. Pass how many batches of the epoch were given, or call set_epoch() before each loop, to begin an "
-            "epoch there."
-        )
 
 
 def patched_sampler(operation: str, loader: object) -> EpochSampler[Any]:
@@ -274,4 +213,5 @@ def require_batches(operation: str, loader: DataLoader[Any]) -> Batches:
             "sampler in its own way, so nobody knows how many samples a batch took. Shard whole batches instead: pass "
             "the loader of the original samplers to patch_dataloader_to_ddp()."
         )
+    sampler.batched(facts.batching)
     return Batches(facts.batching.size, facts.batching.drop_last, sampler, facts.level)

@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_patch.errors import InvalidOptionError, StateError
-from ddp_patch.orders.chunks import GivenBatches
 from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
@@ -39,7 +38,7 @@ class EpochSampler(DistributedSampler[T]):
         position: Where the next pass resumes, if a state was loaded for it.
         tells_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
         keeps_sizes: Whether passes that begin record how many samples their items have.
-        given: What a loader with one iterator for all epochs has given of its pass; None in other loaders.
+        is_repeated: Whether its loader has one iterator for all epochs, which continues after a ``break``.
         monitor: Compares its passes with the other ranks'.
     """
 
@@ -54,7 +53,7 @@ class EpochSampler(DistributedSampler[T]):
         self.position: Position | None = None
         self.tells_rest: bool = True
         self.keeps_sizes: bool = False
-        self.given: GivenBatches | None = None
+        self.is_repeated: bool = False
         self._division = agreed.division
         self._holders = holders
         self._choices, self._is_chosen = 0, False  # how often an epoch was chosen; whether none has begun since
@@ -161,13 +160,6 @@ class EpochSampler(DistributedSampler[T]):
         length = self._length_if_any(self.epochs.upcoming)
         return None if length is None else self.plan.least(length)
 
-    def pass_length(self, current: Pass[Any]) -> int | None:
-        """Return how many items all ranks share in a pass: as found; or as the sampler says; or None."""
-        if current.length is not None:
-            return current.length
-        length = self._length_if_any(current.epoch)
-        return None if length is None else len(self.plan.rest(length, current.before))
-
     def left(self, position: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
         length, (before, skip) = self._length_if_any(position.epoch), position.split(self.plan.num_replicas)
@@ -175,13 +167,11 @@ class EpochSampler(DistributedSampler[T]):
 
     def schedule(self, current: Pass[Any], batching: Batching) -> Schedule:
         """Return the batches of a pass, with the ends that this rank has found so far."""
-        return Schedule(
-            self.plan, batching, [Part(current.skip, self._length_known(current, current.source.length_found()))]
-        )
+        return Schedule(self.plan, batching, [Part(current.skip, self._length_known(current, current.length))])
 
     def _length_known(self, current: Pass[Any], found: int | None) -> int | None:
         """Return how many items all ranks share in a pass: as found, or as ``len()`` says if runs follow from that."""
-        return self.pass_length(current) if found is None and self.plan.needs_length else found
+        return current.likely_length if found is None and self.plan.needs_length else found
 
     def samples_of_step(self, current: Pass[Any], batching: Batching, number: int) -> StepSamples:
         """Return how many samples step ``number`` of a pass has, whose batch this rank has been given."""
@@ -206,31 +196,11 @@ class EpochSampler(DistributedSampler[T]):
 
     def schedule_of_whole(self, current: Pass[Any], batching: Batching) -> Schedule | None:
         """Return the batches of a pass if this rank has reached its end, otherwise None."""
-        length = current.length if current.is_ended else self.pass_length(current)
+        length = current.length if current.is_ended else current.likely_length
         # A loop that takes len() batches never asks for the end.
         if length is None or not (current.is_ended or current.taken >= len(self.plan.share(length))):
             return None
         return Schedule(self.plan, batching, [Part(current.skip, length)])
-
-    def given_batches(self, current: Pass[Any], batching: Batching) -> int:
-        """Return how many batches a pass has given; those that workers fetch ahead may count."""
-        return batching.count(current.taken - current.skip)
-
-    def most_batches(self, current: Pass[Any], batching: Batching) -> int | None:
-        """Return how many batches the largest share has in a pass if every rank knows that; otherwise None."""
-        return Schedule(self.plan, batching, [Part(current.skip, self.pass_length(current))]).most
-
-    def most_found(self, current: Pass[Any], batching: Batching, batches: int) -> int | None:
-        """Return how many batches the largest share has in a pass, as far as this rank knows; None if it does not.
-
-        Raises:
-            StateError: ``batches`` may be all of them, and this rank cannot know it yet.
-        """
-        return self.most_batches(current, batching)
-
-    def position_after(self, current: Pass[Any], batching: Batching, batches: int) -> Position:
-        """Return the position after this many batches of a pass."""
-        return current.position(current.skip + batches * batching.size)
 
     @property
     def epoch(self) -> int:
@@ -240,6 +210,16 @@ class EpochSampler(DistributedSampler[T]):
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         self.set_epoch(epoch)
+
+    def repeat(self) -> None:
+        """Record that the loader has one iterator for all epochs."""
+        self.is_repeated = True
+
+    @property
+    def batches_within(self) -> int:
+        """How many batches of its pass a loader with one iterator for all epochs has given; 0 between two passes."""
+        current = self.latest if self.is_repeated else None
+        return 0 if current is None or current.is_exhausted else current.batches
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one.
@@ -263,8 +243,6 @@ class EpochSampler(DistributedSampler[T]):
         self._choices, self._is_chosen, self._has_begun_holders = self._choices + 1, True, False
         self.monitor.choose()
         self.epochs.set(number)
-        if self.given is not None:
-            self.given.begin()
 
     def _settle_latest(self) -> None:
         """Let the latest pass count as drawn to its end, where that makes a difference; see ``SamplerStates``."""
@@ -300,6 +278,48 @@ class EpochSampler(DistributedSampler[T]):
         """
         return self.state_at(self._position_now())
 
+    @property
+    def running(self) -> Pass[T] | None:
+        """The latest pass, unless a state was restored since."""
+        return self.latest if self.position is None else None
+
+    def batched(self, batching: Batching) -> None:
+        """Record how the loader makes batches of the items; see ``Pass``."""
+        if self.latest is not None:
+            self.latest.batched(batching)
+
+    def state_after(self, batches: int, *, as_found: bool = False) -> dict[str, Any]:
+        """Return the state after some batches of the latest pass.
+
+        Args:
+            batches: How many.
+            as_found: Say that the pass is over if this rank knows it, though others may not know it yet.
+
+        Raises:
+            InvalidOptionError: The pass has not yielded that many.
+            StateError: The order depends on something that no state holds.
+        """
+        self.require_states("told")
+        current = self.running
+        given = 0 if current is None else current.batches
+        if self.is_repeated and batches != given:
+            raise InvalidOptionError(
+                f"batches_done={batches}, and {given} batches of epoch {self.epoch} were given: a loader with one "
+                "iterator for all epochs continues after a break, so the loop's count may not be the epoch's. Pass "
+                "how many batches of the epoch were given, or call set_epoch() before each loop, to begin an epoch "
+                "there."
+            )
+        if batches > given:
+            raise InvalidOptionError(
+                f"batches_done={batches}, and the pass in progress has given {given}. Pass how many of its batches the "
+                "training loop has finished, counted from the beginning of this pass."
+            )
+        if current is None:
+            return self.state_dict()
+        if current.is_all(batches, as_found=as_found):
+            return self.state_at(current.position_at_end(self.held()).following())
+        return self.state_at(current.position_after(batches))
+
     def state_at(self, position: Position) -> dict[str, Any]:
         """Return the state of this sampler at a position."""
         return write_state(position, self._identity(self.latest), self.seed)
@@ -311,13 +331,7 @@ class EpochSampler(DistributedSampler[T]):
             return Position(self.epochs.upcoming, held=self.held())
         if self.latest.is_ended:
             return self.latest.position_at_end(self.held())
-        # What is the passes' own is drawn again; a dataset's generators are wherever somebody left them.
-        generators = () if self._holders.is_private else self._holders.generators()
-        return self.latest.position(self.latest.taken, generators=generators)
-
-    def given_after(self, current: Pass[Any], taken: int) -> int:
-        """Return how many items of the share were given beyond the first ``taken``."""
-        return current.given - taken
+        return self.latest.position(self.latest.taken)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next pass resume where a ``state_dict`` was taken, with its seed if the user chose none.

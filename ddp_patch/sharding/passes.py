@@ -1,4 +1,4 @@
-"""One pass over a rank's share of an epoch: its start, its progress, its end."""
+"""One pass over a rank's share of an epoch. It owns its position: what was given, what is left, how it ends."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import ref
 
 from ddp_patch.orders.chunks import Progress, State
-from ddp_patch.plan import Consumed
+from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.histories import PassProgress, PassState
 from ddp_patch.ranks.notices import StepCounts
 from ddp_patch.ranks.pass_monitor import PassMonitor, PassNotes
@@ -15,13 +15,14 @@ from ddp_patch.sharding.balancing import Division
 from ddp_patch.sharding.drawing import Sizes, size_of
 from ddp_patch.sharding.held import SamplerState, SamplerStates
 from ddp_patch.sharding.position import Position
+from ddp_patch.sharding.schedule import Part, Schedule
 from ddp_patch.sharding.sources import Source
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Pass"]
+__all__ = ["Pass", "SamplerPass"]
 
 
 T = TypeVar("T")
@@ -29,6 +30,7 @@ R = TypeVar("R")
 
 # Ranks compare when 1, 2, 4, ... batches were taken, and then whenever so many more were.
 _MOST_STEPS = 32
+
 
 _KNOWN = {
     State.NOT_BEGUN: PassState.OPEN,
@@ -39,71 +41,98 @@ _KNOWN = {
 
 
 class Pass(Progress, Generic[T]):
-    """A pass over this rank's share of an epoch, or of the rest of one. Nobody else writes its state.
+    """A pass over this rank's share of an epoch, or of the rest of one. It changes by its methods alone.
 
     Args:
         start: Where it begins.
-        num_replicas: How many ranks share the epoch.
+        plan: Which positions of the stream are this rank's.
+        batching: How the loader makes batches of its items.
         holders: The objects whose generators the samplers draw from.
-        source: How it gets its items.
         monitor: Compares it with the other ranks' passes.
-        resumes: Whether it starts at a position that was loaded.
-        sizes: Records how many samples each item has; None if nobody needs that.
-        division: Returns this rank's part of an item; None if ranks take whole items.
-        at_end: Called with how many items all ranks share in it, once that is known and before a rank is given items
-            of the incomplete round.
+        stream_length: Returns how many items the whole stream has, as its sampler or dataset says; None if unknown.
         note: Makes the notes that ranks compare of it, from how it stands; None if they compare none.
 
     Attributes:
         start: Where it began.
         before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
-        sizes: How many samples each item had, before division; None if nobody needs that.
         handed_out: How many batches the training loop was given, without those that workers fetched ahead; None if
             nobody counts them.
         is_exhausted: Whether the loop has seen the end.
         has_failed: Whether the loop was given an error of the loader's instead of a batch, and nothing since.
         is_interleaved: Whether an iterator of an earlier pass gave batches while this was the latest one.
+        sizes: How many samples each item had, before division; None if nobody needs that.
     """
+
+    sizes: Sizes | None = None
 
     def __init__(
         self,
         start: Position,
-        num_replicas: int,
+        plan: Plan,
+        batching: Batching,
         holders: SamplerStates,
-        source: Source[T],
         monitor: PassMonitor,
-        *,
-        resumes: bool = False,
-        sizes: Sizes | None = None,
-        division: Division | None = None,
-        at_end: Callable[[int], object] = lambda length: None,
-        note: Callable[["Pass[T]"], PassNotes] | None = None,
+        stream_length: Callable[[], int | None],
+        note: Callable[[Any], PassNotes] | None = None,
     ) -> None:
-        before, skip = start.split(num_replicas)
+        before, skip = start.split(plan.num_replicas)
         super().__init__(skip)
+        self.start: Position = start
         self.before: Consumed = before
         self.handed_out: int | None = None
         self.is_exhausted: bool = False
         self.has_failed: bool = False
-        self._counter: Callable[[], object] | None = None
         self.is_interleaved: bool = False
-        self.source: Source[T] = source
-        self._resumes, self._at_end = resumes, at_end
-        self.sizes: Sizes | None = sizes
-        self._division = division
-        self.start: Position = start
-        self._num_replicas, self._holders = num_replicas, holders
-        self._monitor = monitor
+        self._plan, self._batching = plan, batching
+        self._holders, self._monitor, self._stream_length = holders, monitor, stream_length
+        self._counter: Callable[[], object] | None = None
         self._steps, self._surely_taken, self._awaited = 1, skip, 0
-        self._snapshots = start.snapshots
-        latest = self._snapshots.latest
-        if latest is not None and latest[0] and self.before and not skip and not source.is_drawn_at_once:
-            # It counts items of another number of ranks' shares.
-            self._snapshots = replace(self._snapshots, latest=None)
         self._notes = None if note is None else note(self)
-        # Whether another rank's stream may be longer, and no rank know it before the end.
         self._step_counts: StepCounts | None = None
-        self._is_unsure = monitor.is_on and source.is_counted and not source.is_drawn_at_once
+
+    # ---- what differs between samplers and workers ----
+
+    @property
+    def length(self) -> int | None:
+        """How many items all ranks share in it, once its end was found."""
+        raise NotImplementedError
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether how far a rank has come can be compared with other ranks."""
+        return True
+
+    @property
+    def is_drawn_at_once(self) -> bool:
+        """Whether the whole epoch is drawn before the first item is given."""
+        return False
+
+    @property
+    def origins(self) -> "NDArray[np.int64] | None":
+        """The positions of this rank's items (or samples of divided batches), without padding and skipped ones.
+
+        They are positions in the stream of one process, in the order in which the items are given. If batches are
+        divided, they count from the first that this pass gives. None if they follow from the plan.
+        """
+        return None
+
+    def _parts(self) -> Iterator[Sequence[T]]:
+        """Yield this rank's items in order, but for those taken before, in parts; some may be empty."""
+        raise NotImplementedError
+
+    def ends_within(self, items: int) -> bool:
+        """Draw up to the end if it is at most this many items of the share away, and return whether it is.
+
+        Then the samplers hold what the epoch leaves in them. Return False, too, where one rank would know and another
+        not.
+        """
+        raise NotImplementedError
+
+    def ends_elsewhere(self) -> bool:
+        """Return whether the end was found elsewhere, so that the number of items given says nothing."""
+        return False
+
+    # ---- what it is ----
 
     @property
     def epoch(self) -> int:
@@ -116,49 +145,45 @@ class Pass(Progress, Generic[T]):
         return self.is_exhausted or super().is_over
 
     @property
-    def length(self) -> int | None:
-        """How many items all ranks share in it, once its end was found."""
-        return self.source.length
-
-    @property
-    def origins(self) -> "NDArray[np.int64] | None":
-        """The positions of this rank's items (or samples of divided batches), without padding and skipped ones.
-
-        They are positions in the stream of one process, in the order in which the items are given. If batches are
-        divided, they count from the first that this pass gives. None if they follow from the plan.
-        """
-        if self._division is not None:
-            return self._division.origins(self.sizes or ())
-        return None if self.source.origins is None else self.source.origins.places()
-
-    @property
     def begins_at(self) -> str:
         """Where it begins, for the ranks to compare."""
         return " + ".join([*(f"{ranks} x {taken}" for ranks, taken in self.before), str(self.skip)])
+
+    @property
+    def likely_length(self) -> int | None:
+        """How many items all ranks share in it: as found; or as the sampler or dataset says; or None."""
+        if self.length is not None:
+            return self.length
+        length = self._stream_length()
+        return None if length is None else len(self._plan.rest(length, self.before))
+
+    @property
+    def batches(self) -> int:
+        """How many batches it has given; if nobody counts them, with those that workers fetched ahead."""
+        return self._batches_asked() if self.handed_out is None else self.handed_out
+
+    def _batches_asked(self) -> int:
+        return self._batching.count(self.taken - self.skip)
+
+    def batched(self, batching: Batching) -> None:
+        """Record how a loader makes batches of its items, whose sampler was wrapped before there was a loader."""
+        self._batching = batching
+
+    # ---- its progress ----
 
     def runs(self) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
         self.begin()
         try:
             self._monitor.begin(self.epoch, self.progress, self._notes)
-            self._begin_generators()
-            for part in self.source.parts(self.skip):
-                if self.length is not None:
-                    self._at_end(self.length)
-                run = self.give(self._prepared(part))
-                self._catch_up()
+            for part in self._parts():
+                run = self.give(part)
                 yield from self._compared(run) if self._monitor.is_on else [run]
             self.end()
             self._holders.end(self.epoch)
             self._monitor.compare(self.epoch, at_end=True)
         finally:
             self.leave()
-
-    def draw_to_end(self) -> None:
-        """Draw what nobody will ask for, so that the samplers' generators are where the epoch leaves them."""
-        self._begin_generators()
-        for _ in self.source.parts(self.skip):
-            self._catch_up()
 
     def _compared(self, run: Iterator[R]) -> Iterator[Iterator[R]]:
         """Cut a run where the ranks compare their progress: at first after every batch, then more rarely."""
@@ -172,7 +197,7 @@ class Pass(Progress, Generic[T]):
         yield run
 
     def progress(self) -> PassProgress:
-        """Return how many items of the share were surely taken, and the record of the pass."""
+        """Return how many items of the share were surely taken, and what is known of the pass."""
         read_ahead, known = self._monitor.read_ahead, _KNOWN[self.state]
         asked = self.taken + self._awaited - self.skip
         taken = self.skip + read_ahead.taken(asked, is_over=self.is_exhausted and self.is_ended)
@@ -183,9 +208,9 @@ class Pass(Progress, Generic[T]):
                 known = PassState.OPEN if self._counter is not None and self._counter() is not None else PassState.LEFT
         if self.has_failed:  # other ranks may have been given the batch that the loop asked for here
             taken = max(taken, self._in_batches())
-        if not self.source.is_counted:
+        if not self.is_counted:
             return PassProgress(taken, PassState.UNKNOWN)
-        if not self.source.ends_elsewhere():
+        if not self.ends_elsewhere():
             self._surely_taken = taken
         elif self.handed_out is not None:
             # When a worker finds the end depends on chance, and then more is asked for. Only the batches count.
@@ -199,30 +224,33 @@ class Pass(Progress, Generic[T]):
         """Return how many items are in the batches that the loop was given, and in one that failed."""
         return min(self.taken, self.skip + ((self.handed_out or 0) + self.has_failed) * self._monitor.read_ahead.size)
 
-    def _prepared(self, part: Sequence[T]) -> Sequence[T]:
-        """Record the sizes of the next items and divide them, if asked to."""
-        if self.sizes is not None:
-            part = [list(item) if isinstance(item, Iterator) else item for item in part]  # type: ignore[misc]  # a batch read into a list
-            for item in part:
-                self.sizes.add(size_of(item))
-        return part if self._division is None else list(map(self._division, part))
+    # ---- what the training loop was given ----
 
     def note_loop(self, counter: object) -> None:
         """Record that a loop begins to take batches, and what counts them: it is gone when the iterator is."""
-        self._counter = ref(counter)
-        self.note_handed_out(0)
+        self._counter, self.handed_out, self.has_failed = ref(counter), 0, False
 
     def note_left(self) -> None:
         """Record that the loop asks for no more batches, though its iterator lives."""
         self._counter = None
 
-    def note_handed_out(self, batches: int | None) -> None:
-        """Record how many of its batches the training loop was given; None if that is no longer known."""
-        self.handed_out, self.has_failed = batches, False
-        if batches and self._is_unsure:
+    def deliver(self, *, is_next: bool = True) -> None:
+        """Record that the loop was given a batch.
+
+        Args:
+            is_next: Whether it is the one after the latest; where the loader went on after an error, nobody knows.
+        """
+        self.handed_out = self.handed_out + 1 if is_next and self.handed_out is not None else None
+        self.has_failed = False
+        # Another rank's stream may be longer, and no rank know it before the end.
+        if self.handed_out and self._is_unsure:
             if self._step_counts is None:
                 self._step_counts = self._monitor.steps(self.epoch, self.begins_at)
-            self._step_counts.leave(batches)
+            self._step_counts.leave(self.handed_out)
+
+    @property
+    def _is_unsure(self) -> bool:
+        return self._monitor.is_on and self.is_counted and not self.is_drawn_at_once
 
     def note_failed(self) -> None:
         """Record that the training loop was given an error of the loader's instead of a batch."""
@@ -237,7 +265,7 @@ class Pass(Progress, Generic[T]):
             RankMismatchError: As ``PassMonitor.compare``.
         """
         self.is_exhausted = True
-        if self._monitor.read_ahead.ahead or self.source.ends_elsewhere():
+        if self._monitor.read_ahead.ahead or self.ends_elsewhere():
             self._monitor.compare(self.epoch, at_end=True)
         if self._is_unsure and self.handed_out is not None:
             self._monitor.compare_ends(self.epoch, self.begins_at, self.handed_out)
@@ -246,42 +274,138 @@ class Pass(Progress, Generic[T]):
         """Record that an iterator of an earlier pass gave a batch."""
         self.is_interleaved = True
 
-    def _begin_generators(self) -> None:
-        """Set a dataset's generators to their states at the first draw: a loader may draw from them before."""
-        if not self.source.draws_here or self._holders.is_private:
-            return
-        if self._snapshots.at_first is not None:
-            self._holders.reinstate_generators(self._snapshots.at_first)
-        elif not self._resumes and (now := self._holders.generators()) != self.start.held.generators:
-            self._snapshots = replace(self._snapshots, at_first=now)
-        self._catch_up()
+    # ---- its position ----
 
-    def _catch_up(self) -> None:
-        """Restore the generators once as much is drawn as when the state was taken."""
-        latest = self._snapshots.latest
-        if latest is not None and self.source.drawn >= latest[0]:
-            self._holders.reinstate_generators(latest[1])
-            self._snapshots = replace(self._snapshots, latest=None)
+    def most_batches(self) -> int | None:
+        """Return how many batches the largest share has in it if every rank knows that; otherwise None."""
+        return Schedule(self._plan, self._batching, [Part(self.skip, self.likely_length)]).most
 
-    def position(self, taken: int, *, generators: Sequence[Any] = ()) -> Position:
-        """Return the position after this many items of the share were taken.
+    def most_found(self, batches: int) -> int | None:
+        """Return how many batches the largest share has in it, as far as this rank knows; None if it does not.
 
         Args:
-            taken: How many, those before the pass included.
-            generators: The generators' states, for a state that says how far this rank has drawn.
+            batches: How many were given; they may be all.
+
+        Raises:
+            StateError: They may be all, and this rank cannot know it yet.
         """
-        latest = (self.given, generators) if generators else None
-        return Position(
-            self.epoch,
-            (*(stint for stint in self.before if stint[1]), (self._num_replicas, taken)),
-            self.source.held_before or self.start.held,
-            snapshots=replace(self._snapshots, latest=latest),
-        )
+        return self.most_batches()
+
+    def is_all(self, batches: int, *, as_found: bool = False) -> bool:
+        """Return whether nothing is left after this many batches, as every rank knows; or, ``as_found``, this one.
+
+        Raises:
+            StateError: As ``most_found``.
+        """
+        is_over = self.is_exhausted and batches == self.batches  # only a rank with fewer batches than others can know
+        if not is_over and batches != (self.most_found(batches) if as_found else self.most_batches()):
+            return False
+        # If more were given, the length is wrong.
+        unused = (self._batching.size - 1 if self._batching.drop_last else 0) - self._given_after(batches)
+        return unused >= 0 and self.ends_within(unused)
+
+    def _given_after(self, batches: int) -> int:
+        """Return how many items of the share were given beyond so many batches."""
+        return self.given - self.skip - batches * self._batching.size
+
+    def position(self, taken: int) -> Position:
+        """Return the position after this many items of the share were taken."""
+        done: Consumed = (*(stint for stint in self.before if stint[1]), (self._plan.num_replicas, taken))
+        return Position(self.epoch, done, self.start.held)
+
+    def position_after(self, batches: int) -> Position:
+        """Return the position after this many of its batches.
+
+        Raises:
+            StateError: No state can describe it.
+        """
+        return self.position(self.skip + batches * self._batching.size)
 
     def position_at_end(self, held: SamplerState) -> Position:
         """Return the position after everything was taken, when the samplers hold ``held``."""
-        return replace(self.position(self.taken), held=self.source.held_after or held, ended=True)
+        return replace(self.position(self.taken), held=held, ended=True)
+
+
+class SamplerPass(Pass[T]):
+    """A pass over a sampler, whose items are drawn in this process or come from the leader.
+
+    Args:
+        start: As in ``Pass``, and so are the next five and ``note``.
+        source: How it gets its items.
+        sizes: Records how many samples each item has; None if nobody needs that.
+        division: Returns this rank's part of an item; None if ranks take whole items.
+        at_end: Called with how many items all ranks share in it, once that is known and before a rank is given items
+            of the incomplete round.
+
+    Attributes:
+        source: As given.
+    """
+
+    def __init__(
+        self,
+        start: Position,
+        plan: Plan,
+        batching: Batching,
+        holders: SamplerStates,
+        monitor: PassMonitor,
+        stream_length: Callable[[], int | None],
+        source: Source[T],
+        *,
+        sizes: Sizes | None = None,
+        division: Division | None = None,
+        at_end: Callable[[int], object] = lambda length: None,
+        note: Callable[["Pass[T]"], PassNotes] | None = None,
+    ) -> None:
+        super().__init__(start, plan, batching, holders, monitor, stream_length, note)
+        self.source: Source[T] = source
+        self.sizes = sizes
+        self._division, self._at_end = division, at_end
+
+    @property
+    def length(self) -> int | None:
+        """How many items all ranks share in it, once its end was found."""
+        return self.source.length
+
+    @property
+    def is_drawn_at_once(self) -> bool:
+        """Whether the whole epoch is drawn before the first item is given."""
+        return self.source.is_drawn_at_once
+
+    @property
+    def origins(self) -> "NDArray[np.int64] | None":
+        """The positions of this rank's items, or samples, in the stream of one process; see ``Pass``."""
+        if self._division is not None:
+            return self._division.origins(self.sizes or ())
+        return None if self.source.origins is None else self.source.origins.places()
+
+    def _parts(self) -> Iterator[Sequence[T]]:
+        for part in self.source.parts(self.skip):
+            if self.length is not None:
+                self._at_end(self.length)
+            yield self._prepared(part)
+
+    def _prepared(self, part: Sequence[T]) -> Sequence[T]:
+        """Record the sizes of the next items and divide them, if asked to."""
+        if self.sizes is not None:
+            part = [list(item) if isinstance(item, Iterator) else item for item in part]  # type: ignore[misc]  # a batch read into a list
+            for item in part:
+                self.sizes.add(size_of(item))
+        return part if self._division is None else list(map(self._division, part))
+
+    def draw_to_end(self) -> None:
+        """Draw what nobody will ask for, so that the samplers' generators are where the epoch leaves them."""
+        for _ in self.source.parts(self.skip):
+            pass
 
     def ends_within(self, items: int) -> bool:
-        """Draw up to the end if it is at most this many items away, and return whether it is; see ``Source``."""
+        """Draw up to the end if it is at most this many items away, and return whether it is; see ``Pass``."""
         return self.is_ended or self.source.ends_within(items)
+
+    def position(self, taken: int) -> Position:
+        """Return the position after this many items of the share were taken."""
+        found = super().position(taken)
+        return found if self.source.held_before is None else replace(found, held=self.source.held_before)
+
+    def position_at_end(self, held: SamplerState) -> Position:
+        """Return the position after everything was taken, when the samplers hold ``held``."""
+        return super().position_at_end(self.source.held_after or held)

@@ -13,7 +13,6 @@ from ddp_patch.sharding.held import SamplerState
 __all__ = [
     "PartsDone",
     "Position",
-    "Snapshots",
     "StreamSnapshot",
     "StreamStart",
     "no_state",
@@ -21,21 +20,6 @@ __all__ = [
     "split",
     "write_state",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshots:
-    """The states of a dataset's generators within a pass, because others draw from them too.
-
-    A ``DataLoader`` draws its workers' seed from its generator, which a dataset may share.
-
-    Attributes:
-        at_first: Their states when the first item was drawn, if they had moved since the pass began.
-        latest: How many items of its share a rank had drawn when the state was taken, and their states then.
-    """
-
-    at_first: Sequence[Any] | None = None
-    latest: tuple[int, Sequence[Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +97,6 @@ class Position:
         done: What was taken of that epoch.
         held: What the samplers held before it; after it, if it has ended.
         ended: Whether nothing of it is left, so that the next pass is empty.
-        snapshots: The states of the generators meanwhile.
         parts: What was taken of each part, if workers read parts of the stream.
         marks: What identifies an iterable dataset's stream there, or each of its parts.
         seed: The seed of the state that it was read from, if any.
@@ -123,7 +106,6 @@ class Position:
     done: Consumed = ()
     held: SamplerState = field(default_factory=SamplerState)
     ended: bool = False
-    snapshots: Snapshots = field(default_factory=Snapshots)
     parts: PartsDone | None = None
     marks: Sequence[StreamSnapshot] = ()
     seed: int | None = None
@@ -156,11 +138,7 @@ def split(done: Consumed, num_replicas: int) -> tuple[Consumed, int]:
 
 _VERSION = 1
 
-# In a state, "drawn_from" is Snapshots.at_first and "now" is Snapshots.latest.
-_FIELDS = (
-    *("version", "loader", "epoch", "done", "parts", "marks", "ended"),
-    *("generators", "samplers", "attributes", "drawn_from", "now"),
-)
+_FIELDS = ("version", "loader", "epoch", "done", "parts", "marks", "ended", "generators", "samplers", "attributes")
 
 
 def write_state(position: Position, facts: Mapping[str, object], seed: int) -> dict[str, Any]:
@@ -171,7 +149,6 @@ def write_state(position: Position, facts: Mapping[str, object], seed: int) -> d
     """
     if position.held.unknown:
         raise StateError(f"The loader's state cannot be saved: {position.held.unknown}.")
-    at_first, latest = position.snapshots.at_first, position.snapshots.latest
     return {
         "version": _VERSION,
         "loader": {**facts, "seed": seed},
@@ -186,8 +163,6 @@ def write_state(position: Position, facts: Mapping[str, object], seed: int) -> d
         "samplers": list(position.held.samplers),
         # Pairs, because torch.distributed.checkpoint looks into dicts, and for what it finds when it loads.
         "attributes": [[list(pair) for pair in changed.items()] for changed in position.held.attributes],
-        "drawn_from": None if at_first is None else list(at_first),
-        "now": None if latest is None else [latest[0], list(latest[1])],
     }
 
 
@@ -234,13 +209,9 @@ def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Seq
     if not isinstance(state["ended"], bool):
         raise _damaged(f"its field ended is {state['ended']!r}, neither True nor False")
     done = tuple((ranks, taken) for ranks, taken in state["done"])
-    at_first = state["drawn_from"]
-    if at_first is not None:
-        at_first = _read_generators("drawn_from", at_first, holders)
-    held, latest = _read_held(state, holders), _read_latest(state["now"], holders)
-    snapshots, parts = Snapshots(at_first, latest), _read_parts(state["parts"])
+    held, parts = _read_held(state, holders), _read_parts(state["parts"])
     marks = _read_marks(state["marks"], parts)
-    return Position(state["epoch"], done, held, state["ended"], snapshots, parts, marks, state["loader"]["seed"])
+    return Position(state["epoch"], done, held, state["ended"], parts, marks, state["loader"]["seed"])
 
 
 def _listed(done: Consumed) -> list[list[int]]:
@@ -282,21 +253,16 @@ def _is_list(value: object, least: int, most: int) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple) and least <= len(value) <= most
 
 
-def _read_generators(name: str, states: Any, holders: Sequence[Any]) -> Sequence[Any]:
-    """Return the states of the holders' generators, after trying each on its generator."""
-    found = random_generators(holders)
-    _require_number(name, states, len(found))
-    with unmoved(found):
-        for generator, state in zip(found, states, strict=True):
-            try:
-                set_generator_state(generator, state)
-            except Exception as error:
-                raise _damaged(f"its field {name} is not the state of a {type(generator).__name__}") from error
-    return states  # type: ignore[no-any-return]  # a list: _require_number checked it
-
-
 def _read_held(state: Mapping[str, Any], holders: Sequence[Any]) -> SamplerState:
-    _read_generators("generators", state["generators"], holders)
+    """Return what the holders held, after trying each generator's state on its generator."""
+    generators = random_generators(holders)
+    _require_number("generators", state["generators"], len(generators))
+    with unmoved(generators):
+        for generator, kept in zip(generators, state["generators"], strict=True):
+            try:
+                set_generator_state(generator, kept)
+            except Exception as error:
+                raise _damaged(f"its field generators is not the state of a {type(generator).__name__}") from error
     _require_number("samplers", state["samplers"], sum(map(is_stateful, holders)))
     try:
         attributes = [{str(name): value for name, value in changed} for changed in state["attributes"]]
@@ -305,14 +271,6 @@ def _read_held(state: Mapping[str, Any], holders: Sequence[Any]) -> SamplerState
     if attributes:
         _require_number("attributes", attributes, len(holders))
     return SamplerState(state["generators"], state["samplers"], attributes)
-
-
-def _read_latest(now: Any, holders: Sequence[Any]) -> tuple[int, Sequence[Any]] | None:
-    if now is None:
-        return None
-    if not (isinstance(now, list | tuple) and len(now) == 2 and _is_count(now[0])):
-        raise _damaged(f"its field now is {now!r}, not a pair")
-    return now[0], _read_generators("now", now[1], holders)
 
 
 def _require_number(name: str, states: Any, here: int) -> None:

@@ -12,7 +12,7 @@ from ddp_patch.errors import StreamLengthError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.moving import Mover
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.orders.chunks import GivenBatches
+from ddp_patch.sharding.batches import Tally
 from ddp_patch.sharding.epochs import EpochSampler
 
 __all__ = ["RepeatedPasses"]
@@ -45,7 +45,8 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
         self._mover = None if make_mover is None else make_mover()
         self._loader = weakref.ref(loader)
         self._sampler, self._one_pass = sampler, dict(one_pass)
-        sampler.given = self._given = GivenBatches()
+        sampler.repeat()
+        self._tally = Tally(sampler, begins_ahead=False)
         self._plain: DataLoader[Any] | None = None
         self._length: int | None = None
         self.drop_pass()
@@ -54,7 +55,8 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
         """Leave the running pass; the next batch is a new one's first."""
         self._running: Iterator[Any] = iter(())
         self._ahead: list[Any] = []
-        self._given.begin()
+        self._given = 0
+        self._tally.begin()
 
     def begin_anew(self, loader: DataLoader[Any]) -> Self:
         """Leave the running pass and its workers: what a loader wants when it makes itself an iterator."""
@@ -71,11 +73,12 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
         if batch is _NOTHING:
             self._require_none()
             raise StopIteration
-        self._given.count()
-        if self._given.batches == self._length:
+        self._given += 1
+        self._tally.count()
+        if self._given == self._length:
             # Find the end now: nobody will ask for it, and len() and states depend on whether the pass has ended.
             if (following := self._draw()) is _NOTHING:
-                self._given.end()
+                self._tally.end()
             else:
                 self._ahead.append(following)
         return batch if self._mover is None else self._mover.moved(batch)

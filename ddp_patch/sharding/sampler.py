@@ -34,7 +34,7 @@ from ddp_patch.sharding.balancing import Balancer, Division
 from ddp_patch.sharding.drawing import Epoch, Sizes, require_sure_length
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.held import SamplerState, SamplerStates, Transparent
-from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.passes import Pass, SamplerPass
 from ddp_patch.sharding.position import Position
 from ddp_patch.sharding.schedule import StepSamples, divided, of_whole_batches, require_steps
 from ddp_patch.sharding.sources import FromLeader, Indexed, Nothing, Source, Streamed
@@ -52,7 +52,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         sampler: The wrapped sampler.
     """
 
-    latest: Pass[T] | None
+    latest: SamplerPass[T] | None
     position: Position | None
     _gives_batches: bool = False
     _inner = "sampler"
@@ -208,7 +208,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             self.set_epoch(epoch)
         return chain.from_iterable(self._runs(self._take_up_pass(), self._choices))
 
-    def _runs(self, current: Pass[T], choices: int) -> Iterator[Iterator[T]]:
+    def _runs(self, current: SamplerPass[T], choices: int) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
         is_other = current.epoch != self.epochs.upcoming or choices != self._choices
         if not current.is_ended and (is_other or self._was_given_a_generator()):
@@ -222,7 +222,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         self.latest, self.position, self._is_chosen = current, None, False
         yield from current.runs()
 
-    def _take_up_pass(self) -> Pass[T]:
+    def _take_up_pass(self) -> SamplerPass[T]:
         """Make a pass over the upcoming epoch the latest one, and return it.
 
         If nothing is left of that epoch, it is counted here: the next pass is over the next epoch, even if nothing is
@@ -230,7 +230,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         """
         number = self.epochs.upcoming
         self._nested_epochs.tell(number)
-        resumes, start = self.position is not None, self.position
+        start = self.position
         if start is not None and start.is_begun:
             self._holders.reinstate(start.held)  # others may have drawn from the generators since it was loaded
         else:
@@ -239,13 +239,14 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         is_spent, options = self._is_spent(start), self.agreed.options
         noted = PassFingerprint() if self.monitor.is_on else None
         source: Source[T] = Nothing() if is_spent else self._source(start, noted)
-        self.latest = current = Pass(
+        self.latest = current = SamplerPass(
             start,
-            self.plan.num_replicas,
+            self.plan,
+            self._batching,
             self._holders,
-            source,
             self.monitor,
-            resumes=resumes,
+            partial(self._length_if_any, start.epoch),
+            source,
             sizes=Sizes() if self.keeps_sizes or self._gives_batches or self._division is not None else None,
             division=None if self._division is None else Division(self._division, self._name, options.costs),
             at_end=partial(self._require_steps, start),
@@ -295,7 +296,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
     def _settle_latest(self) -> None:
         """Draw to its end a pass whose every batch was taken: a loop that takes ``len()`` batches asks for no end."""
         current = self.latest
-        if current is None or current.is_ended or (length := self.pass_length(current)) is None:
+        if current is None or current.is_ended or (length := current.likely_length) is None:
             return
         count, share = self._batching.count, self.plan.least(length)
         if not current.taken or count(current.taken - current.skip) < count(max(0, share - current.skip)):
@@ -377,7 +378,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         if self._division is not None:
             return divided(self._division, size, until)
         real = size if self.schedule(current, batching).turn(number).real else 0
-        if (sizes := current.source.sizes) is None:
+        if (sizes := cast(SamplerPass[Any], current).source.sizes) is None:
             return StepSamples(size, real, None, number + 1)
         round_, ranks = current.skip + number, self.plan.num_replicas
         total = of_whole_batches(self.plan, round_, current.length, sizes)
@@ -386,7 +387,11 @@ class ShardedSampler(Transparent, EpochSampler[T]):
 
     def knows_totals(self, current: Pass[Any]) -> bool:
         """Return whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``."""
-        return current.sizes is None or self._division is not None or current.source.sizes is not None
+        return (
+            current.sizes is None
+            or self._division is not None
+            or cast(SamplerPass[Any], current).source.sizes is not None
+        )
 
     def _compare_end(self, epoch: int, drawn: int, order: str) -> None:
         if self.plan.needs_length:

@@ -28,7 +28,6 @@ class Source(Generic[T]):
     Attributes:
         length: How many items all ranks share in the pass, once its end was found. Every rank knows it at the same
             step.
-        drawn: How many items of this rank's share were drawn, those that the pass skips included.
         held_before: What the samplers held before the pass, as the drawing rank reported it.
         held_after: What they held after it.
         origins: The positions of the items that ``parts`` has yielded, or will yield next, without padding; None if
@@ -38,17 +37,12 @@ class Source(Generic[T]):
     """
 
     length: int | None = None
-    drawn: int = 0
     held_before: SamplerState | None = None
     held_after: SamplerState | None = None
     sizes: Sizes | None = None
     origins: Origins | None = None
     # Whether the whole epoch is drawn before the first item is given.
     is_drawn_at_once: bool = False
-    # Whether items are drawn in this process, where the samplers' generators are.
-    draws_here: bool = True
-    # Whether how far a rank has come can be compared with other ranks.
-    is_counted: bool = True
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""
@@ -62,22 +56,15 @@ class Source(Generic[T]):
         """
         return False
 
-    def ends_elsewhere(self) -> bool:
-        """Return whether the end was found elsewhere, so that the number of items given says nothing."""
-        return False
-
-    def length_found(self) -> int | None:
-        """Return ``length``, or what this rank alone has found so far."""
-        return self.length
-
     def _found(self, length: int) -> None:
         self.length = length
 
-    def _skipping(self, skip: int, parts: Iterable[Sequence[T]]) -> Iterator[Sequence[T]]:
-        for part in parts:
-            left_out = max(0, skip - self.drawn)
-            self.drawn += len(part)
-            yield part[left_out:] if left_out else part
+
+def _skipping(skip: int, parts: Iterable[Sequence[T]]) -> Iterator[Sequence[T]]:
+    """Leave out the first items of some parts."""
+    for part in parts:
+        yield part[skip:] if skip else part
+        skip = max(0, skip - len(part))
 
 
 class Nothing(Source[T]):
@@ -98,7 +85,6 @@ class Indexed(Source[T]):
 
     is_drawn_at_once: bool = True
     length: int | None
-    drawn: int
     sizes: Sizes | None
 
     def __init__(self, epoch: Epoch[T]) -> None:
@@ -110,7 +96,6 @@ class Indexed(Source[T]):
         """Draw the order, and yield the items at this rank's positions."""
         plan, epoch = self._epoch.plan, self._epoch
         order = self._drawn_order()
-        self.drawn = sys.maxsize
         rest = plan.rest(order.length, epoch.before)
         length = self.length = len(rest)
         at: Callable[[range], Sequence[Any]] = partial(_items_at, order, rest)
@@ -193,7 +178,7 @@ class Streamed(Source[T]):
         if self.origins is not None:
             self.origins.skip = skip
         shares = self._stream.shares([self._epoch.plan], skip, self._found)
-        return self._skipping(skip, (part for (part,) in shares))
+        return _skipping(skip, (part for (part,) in shares))
 
     def ends_within(self, items: int) -> bool:
         """Draw more, and return whether at most this many items of the share are left."""
@@ -261,7 +246,7 @@ class FromLeader(Source[T]):
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
-        shares = self._skipping(skip, self._sent(skip) if self._leader.draws else self._received())
+        shares = _skipping(skip, self._sent(skip) if self._leader.draws else self._received())
         return shares if self.origins is None else self._noted(self.origins, shares)
 
     def _sent(self, skip: int) -> Iterator[list[Any]]:

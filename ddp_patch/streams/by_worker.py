@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -15,6 +15,7 @@ from ddp_patch.options import Uneven
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
 from ddp_patch.streams.balanced_parts import Balance, Holding, NextMove, Round, ahead_of_next, next_round
+from ddp_patch.streams.passes import WorkersPass
 from ddp_patch.streams.sampler import StreamSampler
 
 __all__ = ["EvenIterators"]
@@ -93,6 +94,10 @@ class _Terms:
     def ends(self) -> list[int]:
         """How many batches this rank's workers made in all; -1 for those that may make more."""
         return self.sampler.dataset.ends.of(self.sampler.epochs.passes)
+
+    def begun_pass(self) -> WorkersPass:
+        """Return the pass that the first batch has begun."""
+        return cast(WorkersPass, self.sampler.latest)
 
     def opened(self, own: "_Own") -> AbstractContextManager[Channel]:
         """Synchronise with the other ranks when a pass begins; raise this rank's failure, and report it to them."""
@@ -179,7 +184,7 @@ def _handed_out(own: _Own, config: _Terms) -> Generator[Any]:
     when the next batch is asked for.
     """
     own.read_up_to(1)  # which begins the pass
-    config.sampler.balance = balance = Balance()
+    balance = config.begun_pass().give_balanced()
     with config.opened(own) as channel:
         own.say(channel)
         while (step := next_round(ranks := _heard(channel, own, balance), config.uneven)) is not NextMove.END:
@@ -210,8 +215,7 @@ def _heard(channel: Channel, own: _Own, balance: Balance) -> list[Holding]:
 
 def _require_steps(config: _Terms, balance: Balance, ranks: Sequence[Holding]) -> None:
     """Refuse to leave out all that there was; the rest of an epoch may well have no step."""
-    one = config.sampler.latest
-    if one is not None and not one.start.is_whole:
+    if not config.begun_pass().start.is_whole:
         return
     if (left := sum(rank.held for rank in ranks)) and not balance.consumed.rounds:
         raise NoStepsError(

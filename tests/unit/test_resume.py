@@ -250,8 +250,6 @@ def test_the_state_is_small_and_says_what_it_is_of() -> None:
         "generators": [],
         "samplers": [],
         "attributes": [],
-        "drawn_from": None,
-        "now": None,
     }
 
 
@@ -522,7 +520,6 @@ DAMAGED: list[tuple[Any, tuple[str, ...]]] = [
     ({"loader": "it"}, ("loader", "'it'", "dict")),
     ({"generators": "none"}, ("generators", "'none'", "list")),
     ({"attributes": [1]}, ("attributes", "[1]", "list of lists of pairs")),
-    ({"now": 3}, ("now", "3", "pair")),
 ]
 
 
@@ -537,8 +534,8 @@ def test_a_damaged_state_is_refused(damage: Any, told: tuple[str, ...]) -> None:
 
 def test_a_state_that_lacks_a_field_or_is_newer_is_refused() -> None:
     state = state_of(loader(), 2)
-    with raises(StateError, ("damaged", "no done, now"), SAVED):
-        restore_loader(start(loader()), {name: value for name, value in state.items() if name not in {"done", "now"}})
+    with raises(StateError, ("damaged", "no done, marks"), SAVED):
+        restore_loader(start(loader()), {name: value for name, value in state.items() if name not in {"done", "marks"}})
     with raises(StateError, ("version 2", "up to 1"), "version of ddp_patch"):
         restore_loader(start(loader()), state | {"version": 2})
 

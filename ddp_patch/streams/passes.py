@@ -1,0 +1,228 @@
+"""One pass over an iterable dataset, which workers read: indices without end, and what came of them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, count
+from time import monotonic, sleep
+
+from ddp_patch.errors import StateError
+from ddp_patch.plan import Batching, Consumed, Plan
+from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.sharding.held import SamplerStates
+from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.position import PartsDone, Position, StreamSnapshot, split
+from ddp_patch.sharding.schedule import Part, Schedule
+from ddp_patch.streams.balanced_parts import Balance
+from ddp_patch.streams.shared_state import SharedWorkerState
+
+__all__ = ["WorkersPass"]
+
+
+_INDICES = [None] * 1024
+
+# How long a state waits for workers to find the end, where the length says that it has come.
+_ENDS_S = 10
+
+
+class WorkersPass(Pass[None]):
+    """A pass over an iterable dataset: an index for every item, None, forever. Workers find the end, if there is one.
+
+    Args:
+        start: As in ``Pass``, and so are the next five.
+        name: What errors call the dataset.
+        shared: Where workers write how they read.
+        number: Which pass of the loader it is.
+        splits_itself: Whether the dataset splits itself over all ranks' workers, which then read unequally much.
+
+    Attributes:
+        balance: What it has given, if ranks send each other batches.
+    """
+
+    def __init__(
+        self,
+        start: Position,
+        plan: Plan,
+        batching: Batching,
+        holders: SamplerStates,
+        monitor: PassMonitor,
+        stream_length: Callable[[], int | None],
+        name: str,
+        shared: SharedWorkerState,
+        number: int,
+        *,
+        splits_itself: bool,
+    ) -> None:
+        super().__init__(start, plan, batching, holders, monitor, stream_length)
+        self.balance: Balance | None = None
+        self._name, self._shared, self._number, self._splits_itself = name, shared, number, splits_itself
+
+    @property
+    def length(self) -> int | None:
+        """None: this rank's workers may have found the end before another rank's."""
+        return None
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether ranks take equally much; they do where each reads the whole dataset."""
+        return not self._splits_itself
+
+    @property
+    def likely_length(self) -> int | None:
+        """How many items all ranks share in it: as the dataset says, or as was found by its end."""
+        said = super().likely_length
+        # Before, one rank may know and another not.
+        return self.lengths_found()[0] if said is None and self.is_over else said
+
+    @property
+    def batches(self) -> int:
+        """How many batches it has given, counted high; see ``Pass``."""
+        return super().batches if self.balance is None else self.balance.given
+
+    def give_balanced(self) -> Balance:
+        """Return what records that ranks send each other batches."""
+        self.balance = Balance()
+        return self.balance
+
+    def _parts(self) -> Iterator[list[None]]:
+        while True:
+            yield _INDICES
+
+    def ends_within(self, items: int) -> bool:
+        """Return True: nothing has to be drawn here to know what is left."""
+        return True
+
+    def ends_elsewhere(self) -> bool:
+        """Return whether a worker has come to the end: from then on more is asked for than there is."""
+        return any(length is not None for length in self._shared.lengths(self._number))
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether several workers read a part each; False while that is unknown."""
+        return self.is_counted and self._shared.readers > 1 and self._shared.ways(self._number) == {"parts"}
+
+    @property
+    def left_out(self) -> int:
+        """How many items were left out because another package's loader resumed within the pass."""
+        return self._shared.offset(self._number)
+
+    def lengths_found(self) -> Sequence[int | None]:
+        """Return how many items the stream had, or each part of it; None if no worker came to the end."""
+        lengths = self._shared.lengths(self._number)
+        return lengths if self.is_in_parts else [next((length for length in lengths if length is not None), None)]
+
+    def schedule(self) -> Schedule:
+        """Return its batches, of one stream or of the parts that workers read, with the ends that were found so far."""
+        lengths = self.lengths_found()
+        if not self.is_in_parts:
+            length = self.likely_length if lengths[0] is None and self._plan.needs_length else lengths[0]
+            return Schedule(self._plan, self._batching, [Part(self.skip, length)])
+        skips = [split(done, self._plan.num_replicas)[1] for done in self._parts_before()]
+        parts, first = list(map(Part, skips, lengths, count())), self._shared.first_role(self._number)
+        return Schedule(self._plan, self._batching, parts[first:] + parts[:first])
+
+    def _parts_before(self) -> Sequence[Consumed]:
+        """Return what was taken of each part before the pass."""
+        return [()] * self._shared.readers if self.start.parts is None else self.start.parts.done
+
+    def most_batches(self) -> int | None:
+        """Return how many batches the largest share has in it, where every rank knows that; otherwise None."""
+        if self.balance is not None:
+            return self.balance.given if self.balance.is_over else None
+        if not self.is_in_parts:
+            return super().most_batches()
+        return self.schedule().most if self.is_over else None
+
+    def most_found(self, batches: int) -> int | None:
+        """Return how many batches the largest share has in it, as far as this rank knows; see ``Pass``."""
+        most = self.most_batches()
+        if most is not None or self.balance is not None:
+            return most
+        by_length = super().most_batches()
+        may_end = by_length is not None and batches >= by_length
+        # Workers read on while the last batches are used, so the end is found in a moment.
+        until = monotonic() + (_ENDS_S if may_end else 0)
+        while (most := self.schedule().most) is None and monotonic() < until:
+            sleep(0.005)
+        if most is None and may_end:
+            raise StateError(
+                f"{self._name} may have ended after {batches} batches, but not all of its {self._shared.readers} "
+                f"workers, which read a part each, have reported that within {_ENDS_S} s. Take the state a step "
+                "earlier, or after the pass."
+            )
+        return most
+
+    def _given_after(self, batches: int) -> int:
+        return 0  # what was drawn ahead was drawn in workers
+
+    def position_after(self, batches: int) -> Position:
+        """Return the position after this many of its batches; see ``Pass``."""
+        position = super().position_after(batches)
+        if not batches:
+            return replace(position, parts=self.start.parts, marks=self.start.marks)
+        if not self.is_counted:
+            return position if self.balance is None else self._position_of_all(position, self.balance, batches)
+        self._require_own_start()
+        schedule, readers = self.schedule(), self._shared.readers
+        marks = self.start.marks or [StreamSnapshot()] * len(schedule.parts)
+        if not self.is_in_parts:
+            position = self.position(schedule.taken(batches)[0])
+            return replace(position, marks=[self._mark((batches - 1) % readers, batches, position.done, marks[0])])
+        if not schedule.are_alike(batches):
+            raise StateError(
+                f"The state of {self._name} cannot be saved after {batches} batches: with uneven='keep' a worker has "
+                "come to its end on some ranks and not on others, so the ranks' workers no longer take the same turns. "
+                "Use uneven='pad' or 'drop', or take the state earlier, or at the epoch's end."
+            )
+        first, taken, made = self._shared.first_role(self._number), schedule.taken(batches), schedule.made(batches)
+        done, known = [], []
+        for role, before in enumerate(self._parts_before()):
+            reader = (role - first) % readers
+            done.append((*split(before, self._plan.num_replicas)[0], (self._plan.num_replicas, taken[reader])))
+            known.append(self._mark(reader, made[reader], done[-1], marks[role]))
+        # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
+        upcoming = (first + schedule.turn(batches - 1).part + 1) % readers
+        return replace(position, parts=PartsDone(upcoming, done), marks=known)
+
+    def _require_own_start(self) -> None:
+        """Refuse to count batches of a pass that another package's loader resumed in the workers."""
+        if self.left_out:
+            raise StateError(
+                f"The state of {self._name} cannot be saved by a number of batches: the loader's own load_state_dict() "
+                "resumed within this pass, and its first batches were not counted here. Use the loader's own "
+                "state_dict(), or resume by restore_loader()."
+            )
+
+    def _mark(self, reader: int, batches: int, done: Consumed, before: StreamSnapshot) -> StreamSnapshot:
+        """Return what is known of a reader's stream.
+
+        Args:
+            reader: Which worker it is.
+            batches: How many batches of it were made in this pass.
+            done: What was taken of it then.
+            before: What was known of it when the pass began.
+        """
+        if not batches:
+            return before
+        first = self._shared.first(self._number, reader, sum(ranks * taken for ranks, taken in done))
+        return StreamSnapshot(first or before.first, self._shared.snapshot(self._number, reader, batches))
+
+    def _position_of_all(self, position: Position, balance: Balance, batches: int) -> Position:
+        """Return the position of all ranks' workers, if ranks send each other batches."""
+        size, readers, ranks = self._batching.size, self._shared.readers, self._plan.num_replicas
+        done = [()] * (readers * ranks) if self.start.parts is None else self.start.parts.done
+        before = [sum(items for _, items in of_reader) // size for of_reader in done]
+        of_ranks = [before[at : at + readers] for at in range(0, len(before), readers)]
+        made = chain.from_iterable(balance.made(batches, of_ranks))
+        return replace(position, parts=PartsDone(0, [((1, count * size),) for count in made]))
+
+    def is_done_without_workers(self, loaded_at_end: int | None) -> bool:
+        """Return whether a loader without workers has found the end of it: it asked for more than there is.
+
+        Args:
+            loaded_at_end: The epoch of which nothing is left in an iterator that another package's loader loaded.
+        """
+        if loaded_at_end == self.epoch:
+            return self.taken > self.skip
+        end = self.schedule().count
+        asked = self._batches_asked() + self._batching.count(self.left_out)
+        return end is not None and asked > end
