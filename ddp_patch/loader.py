@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch.utils.data import DataLoader, DistributedSampler
@@ -13,6 +13,7 @@ from ddp_patch.compat.private_torch import (
     RUNNING_ITERATOR,
     count_batches,
     has_own_iteration,
+    has_own_iterators,
     move_batches,
     show_loaders,
     torchdata_batch_sampler,
@@ -120,7 +121,7 @@ class OwnMethods:
         make_mover: Callable[[], Mover] | None = None,
     ) -> None:
         self._sampler, self._make_iterator, self._make_mover = sampler, make_iterator, make_mover
-        self._counts = False
+        self._counts = self._takes_notes = False
         self._names = tuple(self._found_names(loader))
         self._attach(loader)
 
@@ -130,9 +131,11 @@ class OwnMethods:
         is_plain = copies_plainly(kind)
         if is_plain:
             yield from (_COPY, _SELF)
-        iterates_plainly = is_plain and not has_own_iteration(kind) and torchdata_batch_sampler(kind) is None
-        self._counts = self._make_iterator is not None or (iterates_plainly and self._sampler is not None)
-        if self._counts or self._make_mover is not None:
+        iterates_by_torch = is_plain and torchdata_batch_sampler(kind) is None and self._sampler is not None
+        self._counts = self._make_iterator is not None or (iterates_by_torch and not has_own_iteration(kind))
+        makes_torchs = self._make_iterator is None and not has_own_iterators(kind)
+        self._takes_notes = iterates_by_torch and makes_torchs and hasattr(loader.dataset, "noting")
+        if self._counts or self._takes_notes or self._make_mover is not None:
             yield MAKE_ITERATOR
         if self._counts and self._is_resumable(loader):
             yield from _STATEFUL
@@ -169,14 +172,26 @@ class OwnMethods:
         loader = self._found()
         # The class's method, because the loader's own attribute of that name is this one.
         make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)
-        with nullcontext() if self._sampler is None else self._sampler.beginning(loader):
+        with nullcontext() if self._sampler is None else self._sampler.beginning(loader), self._noting(loader):
             iterator = make(loader)
         if self._make_mover is not None:
             _move(loader, iterator, self._make_mover())
-        if self._counts and self._sampler is not None:
+        if (self._counts or self._takes_notes) and self._sampler is not None:
             # It counts what comes to the loop, which a batch that is copied ahead has not.
-            count_batches(iterator, Tally(self._sampler, begins_ahead=loader.num_workers > 0))
+            tally = Tally(self._sampler, begins_ahead=loader.num_workers > 0, counts=self._counts)
+            count_batches(iterator, tally)
         return iterator
+
+    @contextmanager
+    def _noting(self, loader: DataLoader[Any]) -> Iterator[None]:
+        """While entered, a new iterator of the loader lets travel with each batch what its worker notes of it."""
+        collate_fn = loader.collate_fn
+        if self._takes_notes and self._sampler is not None:
+            loader.collate_fn = self._sampler.noting(collate_fn)
+        try:
+            yield
+        finally:
+            loader.collate_fn = collate_fn
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position, or why it is not known: the checkpoint may never be restored."""

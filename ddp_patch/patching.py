@@ -532,9 +532,9 @@ def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampl
     readers, ahead = max(1, facts.num_workers), getattr(facts.loader, "prefetch_factor", None) or 2
     ahead += copies_ahead(facts, agreed.options)
     dataset = ShardedIterable(
-        facts.dataset, plan, agreed.options, agreed.seed, facts.batching, readers, ahead, division=agreed.division
+        facts.dataset, plan, agreed.options, agreed.seed, facts.batching, readers, division=agreed.division
     )
-    sampler = StreamSampler(dataset, facts, agreed)
+    sampler = StreamSampler(dataset, facts, agreed, ahead)
     new: dict[str, Any] = {"dataset": dataset, "sampler": sampler}
     if facts.num_workers > 0:
         new["worker_init_fn"] = IterableWorkerInit(facts.loader.worker_init_fn, sampler.epochs)

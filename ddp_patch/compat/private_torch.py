@@ -266,8 +266,7 @@ class _Counted:
         except BaseException as error:
             self.tally.fail(error)
             raise
-        self.tally.count()
-        return batch
+        return self.tally.count(batch)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)  # type: ignore[misc]  # as above

@@ -17,6 +17,7 @@ from ddp_patch.options import Options
 from ddp_patch.plan import Batching
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.position import NotedBatch
 
 __all__ = ["Batches", "Tally", "batches_given", "describe_share", "patched_sampler", "require_batches"]
 
@@ -87,10 +88,11 @@ class Tally:
         sampler: What shards the loader.
         begins_ahead: Whether a pass has begun before its first batch is asked for, as workers begin it; else the first
             batch begins it.
+        counts: Whether the loop is given what the iterator gives. A loader with its own iteration may fetch ahead.
     """
 
-    def __init__(self, sampler: EpochSampler[Any], *, begins_ahead: bool) -> None:
-        self._sampler, self._begins_ahead = sampler, begins_ahead
+    def __init__(self, sampler: EpochSampler[Any], *, begins_ahead: bool, counts: bool = True) -> None:
+        self._sampler, self._begins_ahead, self._counts = sampler, begins_ahead, counts
         self._pass: Pass[Any] | None = None
         self.begin()
 
@@ -103,17 +105,19 @@ class Tally:
         if self._begins_ahead:
             self._find_pass()
 
-    def count(self) -> None:
-        """Record that a batch is given. It is called for each, so it calls little itself."""
+    def count(self, given: Any) -> Any:
+        """Record that a batch is given, and return it alone. It is called for each, so it calls little itself."""
+        note, batch = given if isinstance(given, NotedBatch) else (None, given)
         if not self._has_pass:
             self._find_pass()
         if (current := self._pass) is not None:
             # If the loader continued after an error, some batch was skipped: nobody knows the position.
-            current.deliver(is_next=not self._has_failed)
+            current.deliver(note, is_next=not self._has_failed)
             if (latest := self._sampler.latest) is None:
                 self._sampler.note_running(current)
             elif latest is not current:
                 latest.note_interleaved()
+        return batch
 
     def fail(self, error: BaseException) -> None:
         """Record that an error came instead of a batch; one of this package's leaves no doubt about what is lost."""
@@ -133,7 +137,7 @@ class Tally:
         if self._has_pass:
             return
         self._has_pass, self._pass = True, self._sampler.latest
-        if self._pass is not None:
+        if self._pass is not None and self._counts:
             self._pass.note_loop(self)
 
 

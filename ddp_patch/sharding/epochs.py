@@ -1,7 +1,7 @@
 """The base class of all samplers that this package puts into a loader: a ``DistributedSampler`` that counts epochs."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -92,6 +92,10 @@ class EpochSampler(DistributedSampler[T]):
     def __getstate__(self) -> dict[str, Any]:
         # A running pass cannot be copied.
         return {**self.__dict__, "latest": None}
+
+    def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a ``collate_fn`` with whose batches travels what their workers note, where these read a stream."""
+        return collate_fn
 
     def beginning(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
         """Return what to enter while a loader makes an iterator, for which it draws a number from its generator.

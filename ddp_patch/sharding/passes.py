@@ -14,7 +14,7 @@ from ddp_patch.ranks.pass_monitor import PassMonitor, PassNotes
 from ddp_patch.sharding.balancing import Division
 from ddp_patch.sharding.drawing import Sizes, size_of
 from ddp_patch.sharding.held import SamplerState, SamplerStates
-from ddp_patch.sharding.position import Position
+from ddp_patch.sharding.position import BatchNote, Position
 from ddp_patch.sharding.schedule import Part, Schedule
 from ddp_patch.sharding.sources import Source
 
@@ -234,10 +234,11 @@ class Pass(Progress, Generic[T]):
         """Record that the loop asks for no more batches, though its iterator lives."""
         self._counter = None
 
-    def deliver(self, *, is_next: bool = True) -> None:
+    def deliver(self, note: BatchNote | None = None, *, is_next: bool = True) -> None:
         """Record that the loop was given a batch.
 
         Args:
+            note: What the worker that made it noted of it.
             is_next: Whether it is the one after the latest; where the loader went on after an error, nobody knows.
         """
         self.handed_out = self.handed_out + 1 if is_next and self.handed_out is not None else None

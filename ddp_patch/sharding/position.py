@@ -11,6 +11,8 @@ from ddp_patch.plan import Consumed
 from ddp_patch.sharding.held import SamplerState
 
 __all__ = [
+    "BatchNote",
+    "NotedBatch",
     "PartsDone",
     "Position",
     "StreamSnapshot",
@@ -86,6 +88,29 @@ class StreamSnapshot:
         """Return what ``plain`` made plain values of."""
         first, state = plain
         return cls(None if first is None else StreamStart(*first), tuple(state))
+
+
+class BatchNote(NamedTuple):
+    """What a worker notes of a batch that it made. It travels with the batch, and counts when that is delivered.
+
+    Attributes:
+        reader: Which worker it is.
+        batches: How many batches its stream had with this one.
+        first: The hashes of the first items that were read; None if the note before has them.
+        state: The dataset's own state, pickled; None if it has no state with a position.
+    """
+
+    reader: int
+    batches: int
+    first: StreamStart | None
+    state: bytes | None
+
+
+class NotedBatch(NamedTuple):
+    """A batch on its way out of a worker. torch pins both fields as those of any named tuple."""
+
+    note: BatchNote
+    batch: Any
 
 
 @dataclass(frozen=True, slots=True)

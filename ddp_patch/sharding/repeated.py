@@ -74,7 +74,7 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
             self._require_none()
             raise StopIteration
         self._given += 1
-        self._tally.count()
+        batch = self._tally.count(batch)
         if self._given == self._length:
             # Find the end now: nobody will ask for it, and len() and states depend on whether the pass has ended.
             if (following := self._draw()) is _NOTHING:
@@ -108,6 +108,7 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
         once = {"persistent_workers": loader.num_workers > 0, "generator": torch.Generator(), RUNNING_ITERATOR: None}
         plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
         vars(plain).update(kept | self._one_pass | once)
+        vars(plain)["collate_fn"] = self._sampler.noting(plain.collate_fn)
         return plain
 
     def _require_none(self) -> None:

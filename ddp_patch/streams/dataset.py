@@ -18,10 +18,10 @@ from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.sharding.held import Transparent
 from ddp_patch.sharding.position import Position, StreamSnapshot, split
 from ddp_patch.sharding.schedule import made_in_turn, turn_after
-from ddp_patch.streams.marks import FirstItems, MarksInMemory, can_snapshot
+from ddp_patch.streams.marks import FirstItems, MarksInMemory
 from ddp_patch.streams.reading import Reader, WorkerCheckpoint, WorkerIterator, WorkerPosition, this_worker
 from ddp_patch.streams.shared_state import Ends, SharedWorkerState
-from ddp_patch.streams.worker_pass import WorkerConfig, WorkerPass
+from ddp_patch.streams.worker_pass import LatestGiver, NotingCollate, WorkerConfig, WorkerPass
 
 __all__ = ["IterableWorkerInit", "ShardedIterable", "random_holder"]
 
@@ -47,7 +47,6 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         seed: The seed in force.
         batching: How workers make batches.
         readers: How many workers read it; 1 where the main process does.
-        ahead: How many batches each may be ahead of the training loop.
         division: The rank's share of each batch, where batches are divided; the plan then takes all of the stream.
 
     Attributes:
@@ -71,12 +70,11 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         seed: Seed,
         batching: Batching,
         readers: int = 1,
-        ahead: int = 2,
         *,
         division: Plan | None = None,
     ) -> None:
         self.dataset = dataset
-        self.shared: SharedWorkerState = SharedWorkerState(readers, ahead if can_snapshot(dataset, options) else None)
+        self.shared: SharedWorkerState = SharedWorkerState(readers)
         self.ends: Ends = Ends(readers)
         self.first_items: FirstItems | None = None
         self.marks: MarksInMemory | None = None
@@ -84,7 +82,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         self._plan, self._division = plan, division
         self._options, self._seed = options, seed
         self._batching = batching
-        self._reader = Reader()
+        self._reader, self._latest = Reader(), LatestGiver()
         self._first_pass: int | None = None  # that a worker was started for
         self._made_for: int | None = None  # for which worker a worker_init_fn prepared the dataset
         self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where
@@ -113,6 +111,10 @@ class ShardedIterable(Transparent, IterableDataset[T]):
     def stream_length(self) -> int:
         """Return the length of the user's dataset; TypeError where it has none."""
         return len(cast(Any, self.dataset))
+
+    def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a ``collate_fn`` with whose batches travels what workers note of them."""
+        return NotingCollate(collate_fn, self._latest)
 
     def resume(self, number: int, position: Position, *, tells_rest: bool) -> None:
         """Let pass ``number`` begin at a position, in workers that are started from now on.
@@ -224,6 +226,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
                 self._batching,
                 self.shared,
                 self._reader,
+                self._latest,
             ),
             start,
         )

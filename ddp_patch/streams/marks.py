@@ -20,7 +20,7 @@ from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.ranks.order_guard import Notes, PartMarks, following
 from ddp_patch.sharding.position import StreamSnapshot, StreamStart
 from ddp_patch.streams.reading import Switching
-from ddp_patch.streams.shared_state import FIRST, SharedWorkerState, shared_arrays
+from ddp_patch.streams.shared_state import shared_arrays
 
 __all__ = ["FirstItems", "MarksInMemory", "SnapshotWriter", "can_snapshot"]
 
@@ -228,6 +228,9 @@ class MarksInMemory:
         return {**self._earlier, **{name: self._of(number) for number, name in self._names.items()}}
 
 
+# By how many of its first items a stream is recognised.
+_FIRST = 8
+
 # The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
 _LATEST: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
 
@@ -244,27 +247,19 @@ def can_snapshot(dataset: object, options: Options) -> bool:
 
 
 class SnapshotWriter:
-    """Records how a worker's stream begins, and the dataset's own state.
+    """Records how a worker's stream begins, and takes the dataset's own state.
 
     Args:
         dataset: The dataset that the user gave.
-        shared: Where to record it.
-        number: The pass.
-        reader: Which worker this is.
         states: The random states that the dataset draws from, if its own state may be taken; otherwise None.
+
+    Attributes:
+        start: The hashes of the first items that were read; None if the stream was not read from its beginning.
     """
 
-    def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        shared: SharedWorkerState,
-        number: int,
-        reader: int,
-        states: Switching | None,
-    ) -> None:
-        self._dataset, self._shared = dataset, shared
-        self._number, self._reader = number, reader
-        self._states = states
+    def __init__(self, dataset: IterableDataset[Any], states: Switching | None) -> None:
+        self.start: StreamStart | None = None
+        self._dataset, self._states = dataset, states
         self._generators = generator_states([dataset]) if states is not None else ()
         self._is_over = self._is_drawn = False
 
@@ -310,13 +305,12 @@ class SnapshotWriter:
         seen: list[ItemHashes] = []
         for item in items:
             seen.append(hashes_if_any(item))
-            first = _first(seen)
-            self._shared.note_first(self._number, self._reader, first)
+            first = self.start = _first(seen)
             known = mark.first
             if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
                 raise self._other_stream(mark)
             yield item
-            if len(seen) == FIRST:
+            if len(seen) == _FIRST:
                 break
         yield from self.follow(items)
 
@@ -343,6 +337,11 @@ class SnapshotWriter:
             break
         yield from items
         self._is_over = True
+
+    def start_after(self, items: int) -> StreamStart | None:
+        """Return the hashes of the first items, as many of these as count; None if not just so many were read."""
+        start = self.start
+        return start if start is not None and start.seen == min(_FIRST, items) else None
 
     def snapshot(self) -> bytes | None:
         """Return the dataset's own state, pickled; None if that does not contain the stream's position.

@@ -1,7 +1,10 @@
 """One pass over an iterable dataset, which workers read: indices without end, and what came of them."""
 
+import pickle
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count
 from time import monotonic, sleep
 
@@ -10,7 +13,7 @@ from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.held import SamplerStates
 from ddp_patch.sharding.passes import Pass
-from ddp_patch.sharding.position import PartsDone, Position, StreamSnapshot, split
+from ddp_patch.sharding.position import BatchNote, PartsDone, Position, StreamSnapshot, split
 from ddp_patch.sharding.schedule import Part, Schedule
 from ddp_patch.streams.balanced_parts import Balance
 from ddp_patch.streams.shared_state import SharedWorkerState
@@ -32,6 +35,7 @@ class WorkersPass(Pass[None]):
         name: What errors call the dataset.
         shared: Where workers write how they read.
         number: Which pass of the loader it is.
+        ahead: How many batches each worker may be ahead of the training loop.
         splits_itself: Whether the dataset splits itself over all ranks' workers, which then read unequally much.
 
     Attributes:
@@ -49,12 +53,24 @@ class WorkersPass(Pass[None]):
         name: str,
         shared: SharedWorkerState,
         number: int,
+        ahead: int,
         *,
         splits_itself: bool,
     ) -> None:
         super().__init__(start, plan, batching, holders, monitor, stream_length)
         self.balance: Balance | None = None
         self._name, self._shared, self._number, self._splits_itself = name, shared, number, splits_itself
+        # By reader: how its stream began, after how many batches, and the latest states of the dataset.
+        self._starts: dict[int, list[BatchNote]] = defaultdict(list)
+        self._states: dict[int, deque[BatchNote]] = defaultdict(partial(deque, maxlen=ahead + 2))
+
+    def deliver(self, note: BatchNote | None = None, *, is_next: bool = True) -> None:
+        """Record that the loop was given a batch; see ``Pass``."""
+        super().deliver(note, is_next=is_next)
+        if note is not None and note.first is not None:
+            self._starts[note.reader].append(note)
+        if note is not None and note.state is not None:
+            self._states[note.reader].append(note)
 
     @property
     def length(self) -> int | None:
@@ -166,7 +182,7 @@ class WorkersPass(Pass[None]):
         marks = self.start.marks or [StreamSnapshot()] * len(schedule.parts)
         if not self.is_in_parts:
             position = self.position(schedule.taken(batches)[0])
-            return replace(position, marks=[self._mark((batches - 1) % readers, batches, position.done, marks[0])])
+            return replace(position, marks=[self._mark((batches - 1) % readers, batches, marks[0])])
         if not schedule.are_alike(batches):
             raise StateError(
                 f"The state of {self._name} cannot be saved after {batches} batches: with uneven='keep' a worker has "
@@ -178,7 +194,7 @@ class WorkersPass(Pass[None]):
         for role, before in enumerate(self._parts_before()):
             reader = (role - first) % readers
             done.append((*split(before, self._plan.num_replicas)[0], (self._plan.num_replicas, taken[reader])))
-            known.append(self._mark(reader, made[reader], done[-1], marks[role]))
+            known.append(self._mark(reader, made[reader], marks[role]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
         upcoming = (first + schedule.turn(batches - 1).part + 1) % readers
         return replace(position, parts=PartsDone(upcoming, done), marks=known)
@@ -192,19 +208,13 @@ class WorkersPass(Pass[None]):
                 "state_dict(), or resume by restore_loader()."
             )
 
-    def _mark(self, reader: int, batches: int, done: Consumed, before: StreamSnapshot) -> StreamSnapshot:
-        """Return what is known of a reader's stream.
-
-        Args:
-            reader: Which worker it is.
-            batches: How many batches of it were made in this pass.
-            done: What was taken of it then.
-            before: What was known of it when the pass began.
-        """
+    def _mark(self, reader: int, batches: int, before: StreamSnapshot) -> StreamSnapshot:
+        """Return what is known of a reader's stream after some batches of it; ``before``, when the pass began."""
+        starts = [note.first for note in self._starts[reader] if note.batches <= batches]
+        states = [note.state for note in self._states[reader] if note.batches == batches]
         if not batches:
             return before
-        first = self._shared.first(self._number, reader, sum(ranks * taken for ranks, taken in done))
-        return StreamSnapshot(first or before.first, self._shared.snapshot(self._number, reader, batches))
+        return StreamSnapshot((starts or [before.first])[-1], tuple(map(pickle.loads, states)))  # type: ignore[arg-type]  # they are not None
 
     def _position_of_all(self, position: Position, balance: Balance, batches: int) -> Position:
         """Return the position of all ranks' workers, if ranks send each other batches."""

@@ -1,6 +1,6 @@
 """The sampler of a sharded stream: None instead of indices, and what came of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -32,12 +32,18 @@ class StreamSampler(EpochSampler[None]):
 
     torch puts such a sampler into a loader of an iterable dataset. This one begins the epoch when the loader asks for
     its first batch, and has the ``set_epoch`` that training loops and frameworks call.
+
+    Args:
+        dataset: The sharded dataset.
+        given: The loader that the user gave.
+        agreed: What the ranks agreed on.
+        ahead: How many batches each worker may be ahead of the training loop.
     """
 
     latest: WorkersPass | None
     position: Position | None
 
-    def __init__(self, dataset: ShardedIterable[Any], given: LoaderFacts[Any], agreed: Agreed) -> None:
+    def __init__(self, dataset: ShardedIterable[Any], given: LoaderFacts[Any], agreed: Agreed, ahead: int = 2) -> None:
         facts: dict[str, object] = {
             **{name: given.described[name] for name in ("dataset", "dataset length")},
             "iterable_sharding": agreed.options.iterable_sharding,
@@ -51,7 +57,7 @@ class StreamSampler(EpochSampler[None]):
             }
         super().__init__(agreed, SamplerStates([random_holder(dataset.dataset)], is_private=False), facts)
         self.dataset: ShardedIterable[Any] = dataset
-        self._workers, self._batching = given.num_workers, given.batching
+        self._workers, self._batching, self._ahead = given.num_workers, given.batching, ahead
         peers = agreed.peers
         if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
             dataset.first_items = FirstItems(dataset.shared.readers)
@@ -71,6 +77,11 @@ class StreamSampler(EpochSampler[None]):
     def _read_one_stream(self, number: int) -> bool:
         """Return whether all workers read the same stream in a pass; False while that is unknown."""
         return self.dataset.shared.ways(number) == {"stream"}
+
+    def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a ``collate_fn`` with whose batches travels what their workers note; see ``EpochSampler``."""
+        is_exact = self.agreed.options.iterable_sharding == "exact"
+        return self.dataset.noting(collate_fn) if is_exact else collate_fn
 
     def beginning(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
         """Return what to enter while a loader makes an iterator; its workers are started for the upcoming epoch."""
@@ -119,6 +130,7 @@ class StreamSampler(EpochSampler[None]):
             type(self.dataset.dataset).__name__,
             self.dataset.shared,
             number,
+            self._ahead,
             splits_itself=self.agreed.options.iterable_sharding == "by_worker",
         )
         if start.is_begun:

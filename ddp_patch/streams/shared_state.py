@@ -1,60 +1,15 @@
 """What the main process and its workers share in memory."""
 
 import math
-import pickle
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from ddp_patch.orders.fingerprint import fingerprint
-from ddp_patch.sharding.position import StreamStart
 
-__all__ = ["FIRST", "Ends", "Ring", "SharedWorkerState", "shared_arrays"]
+__all__ = ["Ends", "SharedWorkerState", "shared_arrays"]
 
-
-# The largest snapshot, in bytes. A stream with larger ones is read again.
-_LARGEST = 64 * 1024
-
-
-class Ring:
-    """The latest snapshots of each worker: as many as it may be batches ahead of the training loop, and two more.
-
-    Args:
-        readers: How many workers there are.
-        ahead: How many batches each may be ahead.
-    """
-
-    def __init__(self, readers: int, ahead: int) -> None:
-        self._slots = ahead + 2
-        self._next = 0
-        self._heads = torch.zeros(readers, self._slots, 3, dtype=torch.int64, device="cpu")
-        self._bytes = torch.zeros(readers, self._slots, _LARGEST, dtype=torch.uint8, device="cpu")
-        for shared in (self._heads, self._bytes):
-            shared.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-
-    def write(self, number: int, reader: int, batches: int, data: bytes) -> bool:
-        """Write the pickled snapshot that a worker took after this many batches; return False if it is too large."""
-        if len(data) > _LARGEST:
-            return False
-        self._next = (self._next + 1) % self._slots
-        head, place = self._heads[reader, self._next], self._bytes[reader, self._next]
-        head[:] = 0  # whoever reads it meanwhile finds none
-        place[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        head[:] = torch.tensor([number, batches, len(data)])
-        return True
-
-    def read(self, number: int, reader: int, batches: int) -> tuple[Any, ...]:
-        """Return the snapshot that a worker took after this many batches of a pass; an empty tuple if there is none."""
-        for head, place in zip(self._heads[reader], self._bytes[reader], strict=True):
-            found, made, size = head.tolist()
-            if (found, made) == (number, batches) and size:
-                return (pickle.loads(place[:size].numpy().tobytes()),)  # noqa: S301 - our worker's
-        return ()
-
-
-# By how many of its first items a stream is recognised.
-FIRST = 8
 
 # Remember the epochs of this many passes: iterators may live side by side.
 _LATEST = 64
@@ -65,20 +20,17 @@ class SharedWorkerState:
     """What the main process and its workers report to each other, in shared memory.
 
     The main process writes which epoch each of the latest passes is over, and how many states were loaded. A worker
-    writes whose part of the dataset it reads, how that begins, the dataset's own states, and at the end how many items
-    the part had, and their fingerprint.
+    writes whose part of the dataset it reads, and at the end how many items that had, and their fingerprint.
 
     Args:
         readers: How many workers read the dataset; 1 where the main process does.
-        ahead: How many batches each may be ahead, if the dataset has a state; otherwise None.
     """
 
-    def __init__(self, readers: int = 1, ahead: int | None = None) -> None:
+    def __init__(self, readers: int = 1) -> None:
         self.readers: int = readers
-        self._ring = None if ahead is None else Ring(readers, ahead)
         of_each = (_LATEST, readers)
-        self._firsts, self._ends, self._offsets, self._roles, self._epochs, self._latest, self._loads = shared_arrays(
-            (*of_each, FIRST, len(StreamStart._fields)), (*of_each, 2), (*of_each, 2), of_each, (_LATEST,), (1,), (1,)
+        self._ends, self._offsets, self._roles, self._epochs, self._latest, self._loads = shared_arrays(
+            (*of_each, 2), (*of_each, 2), of_each, (_LATEST,), (1,), (1,)
         )
 
     @property
@@ -99,7 +51,7 @@ class SharedWorkerState:
     def begin(self, number: int, epoch: int) -> None:
         """Write which epoch pass ``number`` is over."""
         self._epochs[number % _LATEST] = epoch
-        for noted in (self._roles, self._ends, self._firsts):
+        for noted in (self._roles, self._ends):
             noted[number % _LATEST] = -1
         self._latest[0] = number
 
@@ -122,10 +74,6 @@ class SharedWorkerState:
         found = self._roles[number % _LATEST].tolist()
         return next(((role - reader) % self.readers for reader, role in enumerate(found) if role >= 0), 0)
 
-    def note_first(self, number: int, reader: int, first: StreamStart) -> None:
-        """Write what the first items were that a reader read in pass ``number``."""
-        self._firsts[number % _LATEST, reader, first.seen - 1] = torch.tensor(first)
-
     def note_offset(self, number: int, reader: int, items: int) -> None:
         """Write that a reader leaves out this many items in pass ``number`` because another package's loader resumed.
 
@@ -136,27 +84,6 @@ class SharedWorkerState:
     def offset(self, number: int) -> int:
         """Return how many items the reader of pass ``number`` leaves out that leaves out most, as above."""
         return max((items for noted, items in self._offsets[number % _LATEST].tolist() if noted == number), default=0)
-
-    def leave(self, number: int, reader: int, batches: int, state: bytes) -> bool:
-        """Write the dataset's own state, pickled, after this many batches of pass ``number``.
-
-        Return False where there is no room for it.
-        """
-        return self._ring is not None and self._ring.write(number, reader, batches, state)
-
-    def snapshot(self, number: int, reader: int, batches: int) -> tuple[Any, ...]:
-        """Return the dataset's own state after this many batches of pass ``number``, if there is one."""
-        return () if self._ring is None else self._ring.read(number, reader, batches)
-
-    def first(self, number: int, reader: int, items: int) -> StreamStart | None:
-        """Return the hashes of the first items, this many, that a reader read in pass ``number``.
-
-        None if it did not read the beginning.
-        """
-        if not items:
-            return None
-        first = StreamStart(*self._firsts[number % _LATEST, reader, min(FIRST, items) - 1].tolist())
-        return None if first.seen < 0 else first
 
     def end(self, number: int, role: int, length: int, order: str | None = None) -> None:
         """Write how many items the reader of a role found in pass ``number``, and their fingerprint if it was taken."""

@@ -17,13 +17,13 @@ from ddp_patch.orders.fingerprint import Fingerprint
 from ddp_patch.orders.random_states import Seed, epoch_states, reader_seed
 from ddp_patch.plan import Batching, Plan
 from ddp_patch.sharding.drawing import require_sure_length, share
-from ddp_patch.sharding.position import StreamSnapshot
+from ddp_patch.sharding.position import BatchNote, NotedBatch, StreamSnapshot, StreamStart
 from ddp_patch.sharding.schedule import require_steps
 from ddp_patch.streams.marks import FirstItems, MarksInMemory, SnapshotWriter, can_snapshot
 from ddp_patch.streams.reading import Reader, Switching, WorkerCheckpoint, WorkerIterator, WorkerPosition, this_worker
 from ddp_patch.streams.shared_state import Ends, SharedWorkerState
 
-__all__ = ["WorkerConfig", "WorkerPass", "require_one_way", "require_same_ends"]
+__all__ = ["LatestGiver", "NotingCollate", "WorkerConfig", "WorkerPass", "require_one_way", "require_same_ends"]
 
 T = TypeVar("T")
 
@@ -86,6 +86,44 @@ def require_same_ends(name: str, shared: SharedWorkerState, number: int) -> Sequ
 
 _NOTHING: Any = object()
 
+# The largest state of a dataset, in bytes, that travels with a batch. A stream with larger ones is read again.
+_LARGEST = 64 * 1024
+
+
+class LatestGiver:
+    """Which pass gave an item last: the batch that is made next has its items.
+
+    A copy, or one in a new worker, knows of none: no pass goes on there.
+    """
+
+    def __init__(self) -> None:
+        self._pass: WorkerPass[Any] | None = None
+
+    def give(self, one: "WorkerPass[Any]") -> None:
+        """Record that a pass gives an item."""
+        self._pass = one
+
+    def note(self) -> BatchNote | None:
+        """Return what travels with the batch that is made now."""
+        return None if self._pass is None else self._pass.note()
+
+    def __reduce__(self) -> tuple[type["LatestGiver"], tuple[()]]:
+        return LatestGiver, ()
+
+
+@dataclass(frozen=True, slots=True)
+class NotingCollate:
+    """A ``collate_fn`` that lets what the worker notes travel with the batch, where there is anything to note."""
+
+    collate_fn: Callable[[Any], Any]
+    latest: LatestGiver
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch, in a ``NotedBatch`` if something was noted."""
+        note = self.latest.note()  # before the user's function may read on
+        batch = self.collate_fn(samples)
+        return batch if note is None else NotedBatch(note, batch)
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig(Generic[T]):
@@ -94,6 +132,7 @@ class WorkerConfig(Generic[T]):
     Attributes:
         division: The rank's share of each batch, where batches are divided; otherwise None.
         reader: Tells the dataset which worker it is in.
+        latest: Is told which pass gives an item.
     """
 
     dataset: IterableDataset[T]
@@ -104,6 +143,7 @@ class WorkerConfig(Generic[T]):
     batching: Batching
     shared: SharedWorkerState
     reader: Reader
+    latest: "LatestGiver"
 
     @property
     def name(self) -> str:
@@ -138,11 +178,10 @@ class WorkerPass(Generic[T]):
         self.info: Any = config.reader.info(self.reader, self.readers, seed, config.dataset)
         self._states = Switching(epoch_states(config.options, config.seed, start.epoch))
         snapshots = can_snapshot(config.dataset, config.options)
-        self._marker = SnapshotWriter(
-            config.dataset, config.shared, start.number, self._worker, self._states if snapshots else None
-        )
+        self._marker = SnapshotWriter(config.dataset, self._states if snapshots else None)
         self._takes_snapshots = snapshots
         self._has_own_states = False
+        self._noted: StreamStart | None = None
         self._place = start.offset  # how many items of the rank's share this worker has gone through
 
     def split(self, ends: Ends) -> Iterator[T]:
@@ -214,16 +253,30 @@ class WorkerPass(Generic[T]):
         items.progress = partial(self._progress, generators, is_over=True)
 
     def _of_worker(self, of_rank: Iterator[T]) -> Iterator[T]:
-        """Yield those of the rank's items that this worker gives, and record the dataset's own states."""
-        config, size, leaves = self._config, self._config.batching.size, self._takes_snapshots
+        """Yield those of the rank's items that this worker gives."""
+        config, size = self._config, self._config.batching.size
         for item in of_rank:
             # Readers of one stream take turns.
             is_mine = config.reader.has_split or self._place // size % self._workers == self._worker
             self._place += 1
             if is_mine:
-                if leaves and self._place % size == 0 and (state := self._snapshot()) is not None:
-                    leaves = config.shared.leave(self.start.number, self._worker, self._place // size, state)
+                config.latest.give(self)
                 yield item
+
+    def note(self) -> BatchNote | None:
+        """Return what travels with the batch of which the last item was just given; None if there is nothing new."""
+        size, start = self._config.batching.size, self._start_at(self._place)
+        news = None if start == self._noted else start
+        state = self._snapshot() if self._takes_snapshots and self._place % size == 0 else None
+        if state is not None and len(state) > _LARGEST:
+            self._takes_snapshots, state = False, None
+        self._noted = start or self._noted
+        return BatchNote(self._worker, -(-self._place // size), news, state) if news or state else None
+
+    def _start_at(self, place: int) -> StreamStart | None:
+        """Return how the stream began, after this many items of this rank's share."""
+        before = sum(ranks * each for ranks, each in self.start.before)
+        return self._marker.start_after(before + self._config.plan.num_replicas * (self.start.skip + place))
 
     def _progress(self, generators: Sequence[Any], *, is_over: bool) -> WorkerCheckpoint:
         start = self.start
@@ -296,11 +349,9 @@ class WorkerPass(Generic[T]):
     def _mark(self, place: int) -> StreamSnapshot:
         """Return what is known about the stream after this many items of this rank's share."""
         start = self.start
-        taken = sum(ranks * each for ranks, each in start.before)
-        taken += self._config.plan.num_replicas * (start.skip + place)
-        first = self._config.shared.first(start.number, self._worker, taken)
         state = self._snapshot()
-        return StreamSnapshot(first or start.mark.first, () if state is None else (pickle.loads(state),))  # noqa: S301 - ours
+        states = () if state is None else (pickle.loads(state),)  # noqa: S301 - ours
+        return StreamSnapshot(self._start_at(place) or start.mark.first, states)
 
     def _snapshot(self) -> bytes | None:
         reader = self._config.reader
