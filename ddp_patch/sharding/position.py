@@ -74,20 +74,22 @@ class StreamSnapshot:
     Attributes:
         first: The hashes of its first items; None if nobody looked.
         state: The dataset's own state, as the only element; empty if it has no state with a position.
+        before: That state when the stream began, likewise, if nobody had read the dataset before.
     """
 
     first: StreamStart | None = None
     state: Sequence[Any] = ()
+    before: Sequence[Any] = ()
 
     def plain(self) -> list[Any]:
-        """Return it as plain values."""
+        """Return it as plain values, without ``before``."""
         return [None if self.first is None else list(self.first), list(self.state)]
 
     @classmethod
-    def of(cls, plain: Sequence[Any]) -> "StreamSnapshot":
+    def of(cls, plain: Sequence[Any], before: Sequence[Any] = ()) -> "StreamSnapshot":
         """Return what ``plain`` made plain values of."""
         first, state = plain
-        return cls(None if first is None else StreamStart(*first), tuple(state))
+        return cls(None if first is None else StreamStart(*first), tuple(state), tuple(before))
 
 
 class BatchNote(NamedTuple):
@@ -98,12 +100,14 @@ class BatchNote(NamedTuple):
         batches: How many batches its stream had with this one.
         first: The hashes of the first items that were read; None if the note before has them.
         state: The dataset's own state, pickled; None if it has no state with a position.
+        before: That state when the stream began, likewise; None if the note before has it.
     """
 
     reader: int
     batches: int
     first: StreamStart | None
     state: bytes | None
+    before: bytes | None
 
 
 class NotedBatch(NamedTuple):
@@ -174,6 +178,7 @@ def write_state(position: Position, facts: Mapping[str, object], seed: int) -> d
     """
     if position.held.unknown:
         raise StateError(f"The loader's state cannot be saved: {position.held.unknown}.")
+    before = {"before": [list(mark.before) for mark in position.marks]}
     return {
         "version": _VERSION,
         "loader": {**facts, "seed": seed},
@@ -188,6 +193,7 @@ def write_state(position: Position, facts: Mapping[str, object], seed: int) -> d
         "samplers": list(position.held.samplers),
         # Pairs, because torch.distributed.checkpoint looks into dicts, and for what it finds when it loads.
         "attributes": [[list(pair) for pair in changed.items()] for changed in position.held.attributes],
+        **(before if any(before["before"]) else {}),
     }
 
 
@@ -235,7 +241,7 @@ def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Seq
         raise _damaged(f"its field ended is {state['ended']!r}, neither True nor False")
     done = tuple((ranks, taken) for ranks, taken in state["done"])
     held, parts = _read_held(state, holders), _read_parts(state["parts"])
-    marks = _read_marks(state["marks"], parts)
+    marks = _read_marks(state["marks"], state.get("before"), parts)
     return Position(state["epoch"], done, held, state["ended"], parts, marks, state["loader"]["seed"])
 
 
@@ -258,12 +264,17 @@ def _read_parts(parts: Any) -> PartsDone | None:
     return PartsDone(parts[0], tuple(tuple((ranks, taken) for ranks, taken in done) for done in parts[1]))
 
 
-def _read_marks(marks: Any, parts: PartsDone | None) -> Sequence[StreamSnapshot]:
+def _read_marks(marks: Any, before: Any, parts: PartsDone | None) -> Sequence[StreamSnapshot]:
     if not (isinstance(marks, list | tuple) and all(map(_is_mark, marks))):
         raise _damaged(f"its field marks is {marks!r}, not a list of pairs: what a stream began with, and its state")
     if len(marks) not in {0, 1 if parts is None else len(parts.done)}:
         raise _damaged(f"its field marks has {len(marks)} elements, not one for each part")
-    return tuple(map(StreamSnapshot.of, marks))
+    before = [()] * len(marks) if before is None else before
+    if not (_is_list(before, len(marks), len(marks)) and all(_is_list(state, 0, 1) for state in before)):
+        raise _damaged(
+            f"its field before is {before!r}, not a list with the dataset's first state for each of its marks"
+        )
+    return tuple(map(StreamSnapshot.of, marks, before))
 
 
 def _is_mark(mark: object) -> bool:

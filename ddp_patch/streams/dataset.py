@@ -1,6 +1,8 @@
 """One rank's share of an iterable dataset, which the loader's workers read."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.sharding.held import Transparent
 from ddp_patch.sharding.position import Position, StreamSnapshot, split
 from ddp_patch.sharding.schedule import made_in_turn, turn_after
-from ddp_patch.streams.marks import FirstItems, MarksInMemory
+from ddp_patch.streams.marks import FirstItems, MarksInMemory, can_snapshot
 from ddp_patch.streams.reading import Reader, WorkerCheckpoint, WorkerIterator, WorkerPosition, this_worker
 from ddp_patch.streams.shared_state import Ends, SharedWorkerState
 from ddp_patch.streams.worker_pass import LatestGiver, NotingCollate, WorkerConfig, WorkerPass
@@ -83,6 +85,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         self._options, self._seed = options, seed
         self._batching = batching
         self._reader, self._latest = Reader(), LatestGiver()
+        self._was_read = False  # in this process, or in the one from which it was copied
         self._first_pass: int | None = None  # that a worker was started for
         self._made_for: int | None = None  # for which worker a worker_init_fn prepared the dataset
         self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where
@@ -167,7 +170,18 @@ class ShardedIterable(Transparent, IterableDataset[T]):
     def _unbegun(self) -> WorkerCheckpoint:
         number = self.shared.latest_pass + 1 if self._first_pass is None else self._first_pass
         generators = generator_states([random_holder(self.dataset)])
-        return WorkerCheckpoint(self._start(number, epoch=-1), self._seed.value, generators, is_over=False)
+        start = self._start(number, epoch=-1)
+        if start.is_whole:
+            start = replace(start, mark=replace(start.mark, before=self.unread_state()))
+        return WorkerCheckpoint(start, self._seed.value, generators, is_over=False)
+
+    def unread_state(self) -> Sequence[Any]:
+        """Return the dataset's own state, as the only element, if nobody has read it yet and it has one."""
+        if self._was_read or not can_snapshot(self.dataset, self._options):
+            return ()
+        with suppress(Exception):  # the user's code; without a state its stream is read again
+            return (copy.deepcopy(cast(Any, self.dataset).state_dict()),)
+        return ()
 
     def _note_loaded(self, loaded: WorkerCheckpoint) -> None:
         self.loaded_at_end = loaded.start.epoch if loaded.is_over else None
@@ -202,7 +216,8 @@ class ShardedIterable(Transparent, IterableDataset[T]):
             set_generator_states([random_holder(self.dataset)], self._resumed[1].held.generators)
         start = self._start(number, epoch) if loaded is None else self._start_of(loaded, number, epoch)
         generators = generator_states([random_holder(self.dataset)])
-        one = self._pass(start)
+        one = self._pass(start, self.unread_state())
+        self._was_read = True
         with worker_info_told(one.info):
             # Told after that, because it may seed these generators.
             if callable(tell := getattr(self.dataset, "set_epoch", None)):
@@ -215,7 +230,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         # They hold what reads the dataset. A cycle would keep that open after a pass was left, until it is collected.
         return one.shared(proxy(items), generators, self.first_items, self.marks)
 
-    def _pass(self, start: WorkerPosition) -> WorkerPass[T]:
+    def _pass(self, start: WorkerPosition, before: Sequence[Any] = ()) -> WorkerPass[T]:
         return WorkerPass(
             WorkerConfig(
                 self.dataset,
@@ -229,6 +244,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
                 self._latest,
             ),
             start,
+            before,
         )
 
     def _start_of(self, loaded: WorkerCheckpoint, number: int, epoch: int) -> WorkerPosition:

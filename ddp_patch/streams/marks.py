@@ -252,13 +252,16 @@ class SnapshotWriter:
     Args:
         dataset: The dataset that the user gave.
         states: The random states that the dataset draws from, if its own state may be taken; otherwise None.
+        before: As the attribute.
 
     Attributes:
         start: The hashes of the first items that were read; None if the stream was not read from its beginning.
+        before: The dataset's own state when its stream began, as the only element; empty if that is not known.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], states: Switching | None) -> None:
+    def __init__(self, dataset: IterableDataset[Any], states: Switching | None, before: Sequence[Any] = ()) -> None:
         self.start: StreamStart | None = None
+        self.before: Sequence[Any] = before
         self._dataset, self._states = dataset, states
         self._generators = generator_states([dataset]) if states is not None else ()
         self._is_over = self._is_drawn = False
@@ -266,6 +269,9 @@ class SnapshotWriter:
     def begin(self) -> Iterator[Any]:
         """Begin to iterate the dataset; take no states of it if its iterator has one, which is the position then."""
         dataset = cast(Any, self._dataset)
+        for state in self.before:
+            if not self._stands_at(state):  # it was read since
+                dataset.load_state_dict(state)
         iterator: Iterator[Any] = iter(dataset)
         self._is_drawn = iterator is dataset or _is_again(dataset, iterator)
         if iterator is not dataset and is_stateful(iterator):

@@ -62,15 +62,20 @@ class WorkersPass(Pass[None]):
         self._name, self._shared, self._number, self._splits_itself = name, shared, number, splits_itself
         # By reader: how its stream began, after how many batches, and the latest states of the dataset.
         self._starts: dict[int, list[BatchNote]] = defaultdict(list)
+        self._befores: dict[int, bytes] = {}
         self._states: dict[int, deque[BatchNote]] = defaultdict(partial(deque, maxlen=ahead + 2))
 
     def deliver(self, note: BatchNote | None = None, *, is_next: bool = True) -> None:
         """Record that the loop was given a batch; see ``Pass``."""
         super().deliver(note, is_next=is_next)
-        if note is not None and note.first is not None:
+        if note is None:
+            return
+        if note.first is not None:
             self._starts[note.reader].append(note)
-        if note is not None and note.state is not None:
+        if note.state is not None:
             self._states[note.reader].append(note)
+        if note.before is not None:
+            self._befores[note.reader] = note.before
 
     @property
     def length(self) -> int | None:
@@ -210,11 +215,15 @@ class WorkersPass(Pass[None]):
 
     def _mark(self, reader: int, batches: int, before: StreamSnapshot) -> StreamSnapshot:
         """Return what is known of a reader's stream after some batches of it; ``before``, when the pass began."""
-        starts = [note.first for note in self._starts[reader] if note.batches <= batches]
-        states = [note.state for note in self._states[reader] if note.batches == batches]
         if not batches:
             return before
-        return StreamSnapshot((starts or [before.first])[-1], tuple(map(pickle.loads, states)))  # type: ignore[arg-type]  # they are not None
+        first = before.first
+        for note in self._starts[reader]:
+            first = note.first if note.batches <= batches else first
+        states = [note.state for note in self._states[reader] if note.batches == batches and note.state]
+        begun = [self._befores[reader]] if reader in self._befores else []
+        state, at_first = (tuple(pickle.loads(kept) for kept in of) for of in (states, begun))  # noqa: S301 - our worker's
+        return StreamSnapshot(first, state, at_first or before.before)
 
     def _position_of_all(self, position: Position, balance: Balance, batches: int) -> Position:
         """Return the position of all ranks' workers, if ranks send each other batches."""

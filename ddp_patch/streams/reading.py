@@ -19,7 +19,7 @@ __all__ = ["Reader", "Switching", "WorkerCheckpoint", "WorkerIterator", "WorkerP
 
 T = TypeVar("T")
 
-_KEY = "ddp_patch"
+_KEY, _VERSION = "ddp_patch", 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,33 +110,46 @@ class WorkerIterator(Iterator[T]):
         """Return its position, as the only value."""
         loaded = self.loaded if self._items is None and self.loaded is not None else self.progress()
         start = loaded.start
-        done = [list(stint) for stint in start.before]
-        return {
-            # A list, because torchdata takes dicts apart.
-            _KEY: [
-                *(start.epoch, start.role, done, start.skip, start.counts, start.offset),
-                *start.mark.plain(),
-                *(loaded.seed, list(loaded.generators), loaded.is_over),
-            ]
+        fields = {
+            "version": _VERSION,
+            "epoch": start.epoch,
+            "role": start.role,
+            "before": [list(stint) for stint in start.before],
+            "skip": start.skip,
+            "counts": start.counts,
+            "offset": start.offset,
+            "mark": start.mark.plain(),
+            "state before": list(start.mark.before),
+            "seed": loaded.seed,
+            "generators": list(loaded.generators),
+            "is_over": loaded.is_over,
         }
+        return {_KEY: [[name, value] for name, value in fields.items()]}  # pairs: torchdata takes dicts apart
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make it begin where ``state_dict`` was called.
 
         Raises:
-            StateError: It is no such state.
+            StateError: It is no such state, or one of another version of this package.
         """
         if _KEY not in state_dict:
             raise StateError(
                 f"The state of a worker's iterator has no {_KEY!r}, so it was taken from an unpatched loader. Restore "
                 "it with that loader, or take one from the patched loader."
             )
-        epoch, role, done, skip, counts, offset, first, state, seed, generators, is_over = state_dict[_KEY]
-        mark = StreamSnapshot.of((first, state))
-        before = tuple((ranks, taken) for ranks, taken in done)
-        self.loaded = WorkerCheckpoint(
-            WorkerPosition(-1, epoch, role, before, skip, counts, offset, mark), seed, generators, is_over
+        kept = state_dict[_KEY]
+        fields: dict[str, Any] = (
+            dict(kept) if all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in kept) else {}
         )
+        if fields.pop("version", None) != _VERSION:
+            raise StateError(
+                "The state of a worker's iterator was written by another version of ddp_patch, which this one does not "
+                "read. Restore it with that version."
+            )
+        seed, generators, is_over = (fields.pop(name) for name in ("seed", "generators", "is_over"))
+        fields["before"] = tuple((ranks, taken) for ranks, taken in fields["before"])
+        fields["mark"] = StreamSnapshot.of(fields["mark"], fields.pop("state before"))
+        self.loaded = WorkerCheckpoint(WorkerPosition(number=-1, **fields), seed, generators, is_over)
         self._note(self.loaded)
 
 

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, repeat
@@ -157,6 +158,7 @@ class WorkerPass(Generic[T]):
     Args:
         config: What all its passes have in common.
         start: Where this one begins.
+        before: The dataset's own state, as the only element, if nobody has read it before.
 
     Attributes:
         start: As given.
@@ -165,7 +167,7 @@ class WorkerPass(Generic[T]):
         info: What ``get_worker_info()`` returns to it.
     """
 
-    def __init__(self, config: WorkerConfig[T], start: WorkerPosition) -> None:
+    def __init__(self, config: WorkerConfig[T], start: WorkerPosition, before: Sequence[Any] = ()) -> None:
         self.start: WorkerPosition = start
         self._config = config
         self._worker, self._workers = this_worker()
@@ -178,7 +180,9 @@ class WorkerPass(Generic[T]):
         self.info: Any = config.reader.info(self.reader, self.readers, seed, config.dataset)
         self._states = Switching(epoch_states(config.options, config.seed, start.epoch))
         snapshots = can_snapshot(config.dataset, config.options)
-        self._marker = SnapshotWriter(config.dataset, self._states if snapshots else None)
+        before = start.mark.before or (before if snapshots and start.is_whole else ())
+        self._marker = SnapshotWriter(config.dataset, self._states if snapshots else None, before)
+        self._has_noted_before = not before or bool(start.mark.before)
         self._takes_snapshots = snapshots
         self._has_own_states = False
         self._noted: StreamStart | None = None
@@ -268,10 +272,12 @@ class WorkerPass(Generic[T]):
         size, start = self._config.batching.size, self._start_at(self._place)
         news = None if start == self._noted else start
         state = self._snapshot() if self._takes_snapshots and self._place % size == 0 else None
+        before = None if self._has_noted_before else _pickled(self._marker.before[0])
         if state is not None and len(state) > _LARGEST:
             self._takes_snapshots, state = False, None
-        self._noted = start or self._noted
-        return BatchNote(self._worker, -(-self._place // size), news, state) if news or state else None
+        self._noted, self._has_noted_before = start or self._noted, True
+        is_new = news is not None or state is not None or before is not None
+        return BatchNote(self._worker, -(-self._place // size), news, state, before) if is_new else None
 
     def _start_at(self, place: int) -> StreamStart | None:
         """Return how the stream began, after this many items of this rank's share."""
@@ -280,7 +286,8 @@ class WorkerPass(Generic[T]):
 
     def _progress(self, generators: Sequence[Any], *, is_over: bool) -> WorkerCheckpoint:
         start = self.start
-        mark = start.mark if self._place == start.offset else self._mark(self._place)
+        is_begun = self._place != start.offset
+        mark = self._mark(self._place) if is_begun else replace(start.mark, before=self._marker.before)
         return WorkerCheckpoint(
             replace(start, offset=self._place, mark=mark), self._config.seed.value, generators, is_over
         )
@@ -351,7 +358,7 @@ class WorkerPass(Generic[T]):
         start = self.start
         state = self._snapshot()
         states = () if state is None else (pickle.loads(state),)  # noqa: S301 - ours
-        return StreamSnapshot(self._start_at(place) or start.mark.first, states)
+        return StreamSnapshot(self._start_at(place) or start.mark.first, states, self._marker.before)
 
     def _snapshot(self) -> bytes | None:
         reader = self._config.reader
@@ -374,6 +381,14 @@ class WorkerPass(Generic[T]):
                 f"and the stream ended after {drawn} items of all ranks. Restore it with the dataset that it was taken "
                 "of; one that is its own iterator must be rebuilt."
             )
+
+
+def _pickled(state: object) -> bytes | None:
+    """Return a dataset's state pickled; None if that cannot be, or is too large."""
+    with suppress(Exception):  # the user's objects
+        pickled = pickle.dumps(state)
+        return pickled if len(pickled) <= _LARGEST else None
+    return None
 
 
 def _divided(items: Iterator[T], division: Plan, batching: Batching) -> Iterator[T]:
