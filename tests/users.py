@@ -2,8 +2,10 @@
 
 import os
 import random
+import re
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -101,12 +103,99 @@ class Annotated(Numbers):
 class Lazy(Numbers):
     """Lists its files when it is first asked for one."""
 
-    files: list[str] | None = None
+    files: list[Any] | None = None
+
+    def __init__(self, made: Callable[[int], Any] = "{}.png".format) -> None:
+        self.made = made
 
     def __getitem__(self, index: int) -> int:
         if self.files is None:
-            self.files = [f"{number}.png" for number in random.sample(range(N), N)]
-        return int(self.files[index].removesuffix(".png"))
+            self.files = [self.made(number) for number in random.sample(range(N), N)]
+        return number_of(self.files[index])
+
+
+def number_of(row: Any) -> int:
+    """Return the first number in a row that names its sample."""
+    found = re.search(r"\d+", str(vars(row) if isinstance(row, Record) else row))
+    assert found is not None
+    return int(found[0])
+
+
+class Record:
+    """A row of a class of the user's."""
+
+    def __init__(self, number: int) -> None:
+        self.path, self.label = f"{number}.png", 0
+
+
+# Rows that name their samples.
+NAMED: dict[str, Callable[[int], Any]] = {
+    "files": "{}.png".format,
+    "pairs": lambda number: (f"{number}.png", 0),
+    "dicts": lambda number: {"path": f"{number}.png", "label": 0},
+    "folders": "/data/case_{}/image.png".format,
+    "pairs in folders": lambda number: (f"/data/{number}/image.png", f"/data/{number}/mask.png"),
+    "objects": Record,
+}
+
+
+class Named(Numbers):
+    """Rows that name their samples, kept as they are, in a dict, in another object, in a list, or some for each."""
+
+    def __init__(self, kept: Callable[[list[Any]], Any], found: Callable[[Any, int], Any], rows: list[Any]) -> None:
+        self.kept, self.found = kept(rows), found
+
+    def __getitem__(self, index: int) -> int:
+        return number_of(self.found(self.kept, index))
+
+
+class Slots:
+    """An object without a ``__dict__``."""
+
+    __slots__ = ("files",)
+
+    def __init__(self, files: list[Any]) -> None:
+        self.files = files
+
+
+# Where a dataset keeps its rows, and how it finds one.
+KEPT: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any, int], Any]]] = {
+    "in a dict": (lambda rows: {"train": {"files": rows}}, lambda kept, index: kept["train"]["files"][index]),
+    "in slots": (Slots, lambda kept, index: kept.files[index]),
+    "beside others": (lambda rows: [rows, [0] * N], lambda kept, index: kept[0][index]),
+    "in a deque": (deque, lambda kept, index: kept[index]),
+    "by number": (lambda rows: dict(enumerate(rows)), lambda kept, index: kept[index]),
+    "pairs in an object": (
+        lambda rows: SimpleNamespace(files=[(row, 0) for row in rows]),
+        lambda kept, index: kept.files[index],
+    ),
+}
+
+
+class Crops(Numbers):
+    """Two crops of each file, which count as two samples."""
+
+    def __init__(self, files: list[str]) -> None:
+        self.files = files
+
+    def __getitem__(self, index: int) -> int:
+        return 2 * number_of(self.files[index // 2]) + index % 2
+
+
+class Logs(Numbers):
+    """Notes what its rank reads, and nothing else that could be compared."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.log: list[str] = []
+        self.seen: list[int] = []
+        self.last = [""] * N
+
+    def __getitem__(self, index: int) -> int:
+        self.log.append(f"rank {self.rank} read {index}, {len(self.log)}")
+        self.seen.append(index)
+        self.last[index] = f"{self.rank}-{len(self.log)}"
+        return index
 
 
 class Dies(Numbers):
@@ -162,6 +251,40 @@ class Shuffles(Sampler[int]):
         left = list(range(self.n))
         while left:
             yield left.pop(self.rng.randrange(len(left)))
+
+
+class Held:
+    """An object that draws for a sampler."""
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def permuted(self, n: int) -> list[int]:
+        return permuted(self.rng, n)
+
+
+class ByObject(Shuffles):
+    """Lets another object shuffle."""
+
+    def __init__(self, rng: Any) -> None:
+        super().__init__(None)
+        self.shuffled = Held(rng).permuted
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.shuffled(N))
+
+
+class ByClass(Shuffles):
+    """All samplers of its class share a generator."""
+
+    rngs = random.Random(3)
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.rngs.seed(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(permuted(self.rngs, N))
 
 
 class ByModule(Shuffles):
@@ -386,6 +509,8 @@ SHUFFLERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "numpy RandomState": lambda **how: loader(sampler=Shuffles(np.random.RandomState(3)), **how),
     "torch.Generator": lambda **how: loader(sampler=Shuffles(seeded()), **how),
     "counter": lambda **how: loader(sampler=Counts(), **how),
+    "of an object": lambda **how: loader(sampler=ByObject(np.random.default_rng(3)), **how),
+    "of a class": lambda **how: loader(sampler=ByClass(), **how),
     "batch sampler": lambda **how: loader(batch_sampler=Batches(random.Random(3)), **how),
     "sampler in a batch sampler": lambda **how: loader(
         batch_sampler=BatchSampler(Shuffles(random.Random(3)), SIZE, False), **how

@@ -12,7 +12,7 @@ import torch
 import users
 from after_patch import Case, Me, Run, cases_of, disappointed, run_cases
 from quick import run_ranks
-from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
+from torch.utils.data import ConcatDataset, DataLoader, Subset, WeightedRandomSampler
 from users import SHUFFLERS, N, loader
 
 CASES: dict[str, Case] = {}
@@ -155,11 +155,60 @@ def files_are_an_object_deeper(me: Me) -> None:
         me.train(train)
 
 
-@case("told")
-def files_are_listed_by_the_first_item(me: Me) -> None:
-    train = me.patch(loader(users.Lazy()))
+@case("told", of=users.NAMED)
+def files_are_listed_by_the_first_item(me: Me, made: Callable[[int], Any]) -> None:
+    train = me.patch(loader(users.Lazy(made)))
     for _ in range(2):
         me.train(train)
+
+
+@case("told", of=users.NAMED)
+def rows_that_name_samples_are_shuffled(me: Me, made: Callable[[int], Any]) -> None:
+    dataset = users.Lazy()
+    dataset.files = list(map(made, range(N)))
+    train = me.patch(loader(dataset, shuffle=True))
+    for _ in range(3):
+        me.train(train)
+        random.shuffle(dataset.files)
+
+
+@case("told", of=users.KEPT)
+def files_are_kept_elsewhere(me: Me, how: Any) -> None:
+    kept, found = how
+    train = me.patch(loader(users.Named(kept, found, [f"{number}.png" for number in random.sample(range(N), N)])))
+    for _ in range(2):
+        me.train(train)
+
+
+@case("told")
+def files_of_several_samples_are_shuffled(me: Me) -> None:
+    dataset = users.Crops([f"{number}.png" for number in range(N // 2)])
+    train = me.patch(loader(dataset, shuffle=True))
+    for _ in range(3):
+        me.train(train)
+        random.shuffle(dataset.files)
+
+
+@case("told")
+def one_of_several_datasets_is_shuffled(me: Me) -> None:
+    parts = [users.Lazy(), users.Lazy()]
+    for place, part in enumerate(parts):
+        part.files = [f"{number}.png" for number in range(place * N, (place + 1) * N)]
+    train = me.patch(loader(ConcatDataset(parts), shuffle=True))
+    for _ in range(3):
+        me.train(train, range(2 * N))
+        random.shuffle(parts[1].files or [])
+
+
+@case("told")
+def another_part_of_the_files_is_chosen(me: Me) -> None:
+    dataset = users.Lazy()
+    dataset.all = [f"{number}.png" for number in range(N)]  # type: ignore[attr-defined]  # as many
+    dataset.files = list(dataset.all)  # type: ignore[attr-defined]
+    train = me.patch(loader(dataset))
+    for _ in range(3):
+        me.train(train)
+        dataset.files = random.sample(dataset.files, N)
 
 
 def streamed(me: Me, epochs: int, workers: int, **on_one_rank: Any) -> None:

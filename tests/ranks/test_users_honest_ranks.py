@@ -139,6 +139,31 @@ def a_dataset_remembers_what_its_rank_read(me: Me, how: dict[str, Any]) -> None:
         me.train(train)
 
 
+@right(of={"no workers": {}, "workers": {"num_workers": 1}})
+def a_dataset_notes_nothing_but_what_its_rank_read(me: Me, how: dict[str, Any]) -> None:
+    train = me.patch(loader(users.Logs(me.rank), shuffle=True, **how))
+    for _ in range(2 * me.world):
+        me.train(train)
+
+
+@right(of=users.KEPT)
+def files_are_kept_elsewhere(me: Me, how: Any) -> None:
+    kept, found = how
+    train = me.patch(loader(users.Named(kept, found, [f"{number}.png" for number in range(N)]), shuffle=True))
+    for _ in range(2):
+        me.train(train)
+
+
+@right(of=users.NAMED)
+def rows_that_name_samples_are_shuffled_alike(me: Me, made: Callable[[int], Any]) -> None:
+    dataset = users.Lazy()
+    dataset.files = list(map(made, range(N)))
+    train = me.patch(loader(dataset))
+    for epoch in range(3):
+        me.train(train)
+        random.Random(epoch).shuffle(dataset.files)
+
+
 @right(together="never")
 def ranks_are_fast_and_slow(me: Me) -> None:
     train = me.patch(loader(shuffle=True, generator=users.seeded()))
