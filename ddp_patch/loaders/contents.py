@@ -26,7 +26,17 @@ from ddp_patch.orders.orders import spread
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Content", "FirstSamples", "Relation", "Row", "chosen_samples", "first_samples", "relation_of", "rows_of"]
+__all__ = [
+    "Content",
+    "FirstSamples",
+    "Relation",
+    "Row",
+    "chosen_samples",
+    "first_samples",
+    "held_by",
+    "relation_of",
+    "rows_of",
+]
 
 
 # How many samples are looked at, and how much of each: numbers of an array, characters of a text, parts of a container.
@@ -124,6 +134,29 @@ def rows_of(dataset: Any, known: Collection[str] = ()) -> dict[str, Row]:
                     again = sum(other.partition(" (")[0] == name for other in found)
                     found[f"{name} ({again + 1})" if again else name] = Row(fingerprint(elements), identifies, is_order)
     return found
+
+
+def held_by(dataset: Any) -> str:
+    """Return a fingerprint of the whole numbers and texts that a dataset and what it wraps hold, alone or in lists.
+
+    Those of two ranks differ where each made its dataset for a part of the data: a first number, or a list of files.
+
+    Examples:
+        >>> class Part(Dataset):
+        ...     def __init__(self, start):
+        ...         self.start = start
+        >>> held_by(Part(0)) == held_by(Part(0)), held_by(Part(0)) == held_by(Part(1))
+        (True, False)
+    """
+    found: list[Any] = []
+    for part in islice(nested_datasets(dataset), LOOKED_AT):
+        with suppress(Exception):  # the user's lists
+            for name, value, _ in _nested(type(part).__name__, part):
+                if type(value) in {int, str}:
+                    found.append([name, _told(value)])
+                elif type(value) in _PLAIN and _length(value) is not None:
+                    found.append([name, len(value), _looked_at(value)])
+    return fingerprint(found)
 
 
 def _whole_number(elements: Any) -> int | None:
