@@ -168,7 +168,7 @@ def skipping(rank: int, world_size: int, shards: list[str], on: str) -> list[Tol
     seed_ambient(rank)
     told = []
     for workers in (0, 2):
-        unpacks = Unpacks("0350" if on == "every rank" or rank == 1 else "")
+        unpacks = Unpacks("0125" if on == "every rank" or rank == 1 else "")
         data = wds.WebDataset(shards, nodesplitter=None, shardshuffle=False)
         data = data.map(unpacks, handler=wds.handlers.warn_and_continue).decode().to_tuple("cls")
         loader: DataLoader[Any] = DataLoader(data, batch_size=16, collate_fn=as_it_is, num_workers=workers)
