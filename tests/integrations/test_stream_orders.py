@@ -172,7 +172,7 @@ def skipping(rank: int, world_size: int, shards: list[str], on: str) -> list[Tol
         data = wds.WebDataset(shards, nodesplitter=None, shardshuffle=False)
         data = data.map(unpacks, handler=wds.handlers.warn_and_continue).decode().to_tuple("cls")
         loader: DataLoader[Any] = DataLoader(data, batch_size=16, collate_fn=as_it_is, num_workers=workers)
-        told.append(in_step(patch_dataloader_to_ddp(loader), N)._replace(batches=[]))
+        told.append(in_step(patch_dataloader_to_ddp(loader), STEPS)._replace(batches=[]))
     return told
 
 
@@ -180,7 +180,7 @@ def skipping(rank: int, world_size: int, shards: list[str], on: str) -> list[Tol
 def test_a_sample_that_webdataset_skips_is_told_within_the_epoch_if_only_one_rank_skips_it(
     shards: list[str], on: str, found: str
 ) -> None:
-    for told in zip(*run_ranks(skipping, 2, shards, on), strict=True):
+    for told in zip(*run_ranks(skipping, 2, shards, on, timeout=300), strict=True):
         seen = {rank.found for rank in told}
         assert found in seen
         assert seen <= {found, ""}  # of the last comparison, the first rank that makes it has nothing to compare with
