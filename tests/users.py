@@ -410,6 +410,7 @@ class Stream(IterableDataset[Any]):
         ends: The number at which it ends.
         repeats: A number that comes twice.
         shuffled_from: The number from which on the system's entropy shuffles it.
+        delay_s: How long it takes to load an item.
     """
 
     def __init__(self, n: int = N, made: Callable[[int], Any] = int) -> None:
@@ -417,6 +418,7 @@ class Stream(IterableDataset[Any]):
         self.skips: tuple[int, ...] = ()
         self.ends = self.repeats = -1
         self.shuffled_from: int | None = None
+        self.delay_s = 0.0
 
     def __iter__(self) -> Iterator[Any]:
         start = self.n if self.shuffled_from is None else self.shuffled_from
@@ -426,6 +428,7 @@ class Stream(IterableDataset[Any]):
         for number in numbers if info is None else numbers[info.id :: info.num_workers]:
             if number == self.ends:
                 return
+            time.sleep(self.delay_s)
             if number not in self.skips:
                 yield self.made(number)
             if number == self.repeats:
@@ -457,15 +460,40 @@ class ShardsItself(IterableDataset[int]):
         yield from range(self.ask(), N, dist.get_world_size() if dist.is_initialized() else 2)
 
 
+class MadeForItsRank(IterableDataset[int]):
+    """Was made for its rank, and does not ask for it while it is read."""
+
+    def __init__(self) -> None:
+        self.start, self.step = dist.get_rank(), dist.get_world_size()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.start, N, self.step)
+
+
+class MadeInWorkers(IterableDataset[int]):
+    """A ``worker_init_fn`` makes it for its rank and worker."""
+
+    start, step = 0, 1
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.start, N, self.step)
+
+
+def make_for_its_rank(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.start = worker + info.num_workers * int(os.environ["RANK"])
+    info.dataset.step = info.num_workers * int(os.environ["WORLD_SIZE"])
+
+
 class Reshuffled(IterableDataset[int]):
     """Shuffled by the system's entropy from its second pass on."""
 
-    def __init__(self) -> None:
-        self.passes = 0
+    def __init__(self, n: int = N) -> None:
+        self.n, self.passes = n, 0
 
     def __iter__(self) -> Iterator[int]:
         self.passes += 1
-        yield from range(N) if self.passes == 1 else random.SystemRandom().sample(range(N), N)
+        yield from range(self.n) if self.passes == 1 else random.SystemRandom().sample(range(self.n), self.n)
 
 
 class Opaque:

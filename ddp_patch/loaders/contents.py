@@ -36,6 +36,7 @@ __all__ = [
     "RowsSeen",
     "chosen_samples",
     "first_samples",
+    "held_by",
     "relation_of",
     "rows_of",
 ]
@@ -208,6 +209,29 @@ def rows_of(dataset: Any, at_first: Mapping[str, str] | None = None) -> dict[str
                         print_now, identifies and column.is_whole, is_order, first if is_name else "", column.is_whole
                     )
     return found
+
+
+def held_by(dataset: Any) -> str:
+    """Return a fingerprint of the whole numbers and texts that a dataset and what it wraps hold, alone or in lists.
+
+    Those of two ranks differ where each made its dataset for a part of the data: a first number, or a list of files.
+
+    Examples:
+        >>> class Part(Dataset):
+        ...     def __init__(self, start):
+        ...         self.start = start
+        >>> held_by(Part(0)) == held_by(Part(0)), held_by(Part(0)) == held_by(Part(1))
+        (True, False)
+    """
+    found: list[Any] = []
+    for part in islice(nested_datasets(dataset), LOOKED_AT):
+        with suppress(Exception):  # the user's lists
+            for name, value, _ in _nested(type(part).__name__, part):
+                if type(value) in {int, str}:
+                    found.append([name, _told(value)])
+                elif type(value) in _PLAIN and _length(value) is not None:
+                    found.append([name, len(value), [_told(value[place]) for place in _spread(len(value))]])
+    return fingerprint(found)
 
 
 def _whole_number(elements: Any) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import StateError
+from ddp_patch.loaders.contents import held_by
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.samples import DatasetEpoch
 from ddp_patch.plan import Batching, Consumed
@@ -142,11 +143,10 @@ class StreamSampler(EpochSampler[None]):
         peers = agreed.peers
         if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
             dataset.first_items = FirstItems(dataset.shared.readers)
-            guard = OrderGuard(peers, dataset.dataset, dataset.first_items, self._read_one_stream)
-            self.monitor.orders = [guard.compare]
-            if not agreed.options.verify:  # which compares all when the next epoch begins, where every rank raises
-                dataset.marks = MarksInMemory(dataset.shared.readers)
-                self.monitor.orders.append(EndGuard(peers, dataset.dataset, dataset.marks).compare)
+            held = held_by(dataset.dataset)
+            first = OrderGuard(peers, dataset.dataset, dataset.first_items, self._read_one_stream, held)
+            dataset.marks = MarksInMemory(dataset.shared.readers)
+            self.monitor.orders = [first.compare, EndGuard(peers, dataset.dataset, dataset.marks).compare]
         self.balance: Balance | None = None
         self._dataset_epoch = DatasetEpoch(dataset.dataset)
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not

@@ -13,7 +13,7 @@ import users
 from after_patch import Case, Me, Run, cases_of, disappointed, run_cases
 from quick import run_ranks
 from torch.utils.data import ConcatDataset, DataLoader, Subset, WeightedRandomSampler
-from users import SHUFFLERS, N, loader
+from users import SHUFFLERS, SIZE, N, loader
 
 CASES: dict[str, Case] = {}
 case = cases_of(CASES)
@@ -251,6 +251,26 @@ def one_rank_takes_a_lost_connection_for_the_end_and_ranks_meet_after_it(me: Me)
     streamed(me, 1, 0, ends=300)
 
 
+@case("told", world_sizes=(2,))
+def one_rank_takes_a_lost_connection_for_the_end_where_items_load_slowly(me: Me) -> None:
+    stream = users.Stream()
+    train = me.patch(loader(stream))
+    if me.rank == 1:
+        stream.ends = 3 * SIZE * me.world
+    else:
+        stream.delay_s = 0.2
+    me.train(train)
+
+
+@case("told")
+def one_rank_skips_an_item_in_the_last_epoch_that_is_verified(me: Me) -> None:
+    stream = users.Stream(LONG)
+    train = me.patch(loader(stream), verify=True)
+    me.train(train, range(LONG))
+    stream.skips = (301,) if me.rank == 1 else ()
+    me.train(train, range(LONG))
+
+
 @case("told")
 def one_rank_gets_an_item_twice(me: Me) -> None:
     streamed(me, 1, 0, repeats=300)
@@ -274,6 +294,18 @@ def a_stream_shards_itself(me: Me, ask: Callable[[], int]) -> None:
 @case("told")
 def a_stream_shards_itself_in_workers(me: Me) -> None:
     train = me.patch(loader(users.ShardsItself(users.rank_of_environment), num_workers=1))
+    me.train(train)
+
+
+@case("told", of={"no workers": 0, "workers": 1})
+def a_stream_was_made_for_its_rank(me: Me, workers: int) -> None:
+    train = me.patch(loader(users.MadeForItsRank(), num_workers=workers))
+    me.train(train)
+
+
+@case("told")
+def a_stream_is_made_for_its_rank_in_workers(me: Me) -> None:
+    train = me.patch(loader(users.MadeInWorkers(), num_workers=2, worker_init_fn=users.make_for_its_rank))
     me.train(train)
 
 
@@ -376,6 +408,13 @@ def a_stream_is_shuffled_by_entropy_later(me: Me) -> None:
     train = me.patch(loader(users.Reshuffled()))
     for _ in range(3):
         me.train(train)
+
+
+@case("told")
+def a_long_stream_is_shuffled_by_entropy_later(me: Me) -> None:
+    train = me.patch(loader(users.Reshuffled(10 * LONG)))
+    for _ in range(2):
+        me.train(train, range(10 * LONG))
 
 
 @case("told", of={"no workers": 0, "workers": 1})

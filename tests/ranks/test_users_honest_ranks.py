@@ -4,6 +4,7 @@ import copy
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -241,6 +242,21 @@ def a_stream_is_augmented(me: Me) -> None:
     train = me.patch(loader(users.Stream(480, made=lambda number: (number, f"{number}.png", random.random()))))
     for _ in range(2):
         me.train(train, range(480))
+
+
+SOMETIMES: dict[str, Callable[[random.Random, int], Any]] = {
+    "a text": lambda own, number: (torch.tensor(number), f"{number}"[: None if own.random() > 0.1 else 1]),
+    "a label": lambda own, number: (torch.tensor(number), number % 10 if own.random() > 0.1 else -1),
+    "a flip": lambda own, number: (torch.tensor(number), {"label": number % 10, "is flipped": own.random() < 0.1}),
+}
+
+
+@right(of=SOMETIMES)
+def some_items_of_a_stream_are_augmented(me: Me, made: Callable[[random.Random, int], Any]) -> None:
+    for _ in range(5):
+        train = me.patch(loader(users.Stream(480, made=partial(made, random.Random(time.time_ns())))))
+        for _ in range(2):
+            me.train(train, range(480))
 
 
 @right()
