@@ -51,7 +51,6 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         division: The rank's share of each batch, where batches are divided; the plan then takes all of the stream.
 
     Attributes:
-        dataset: The dataset that the user gave.
         shared: What the main process and the workers report to each other.
         ends: How many batches the workers made, with ``iterable_sharding="by_worker"``.
         chosen_epoch: The epoch that the user has chosen by this object's ``set_epoch``, until a pass begins.
@@ -59,7 +58,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         marks: Where they mark what they read to the end, as above.
     """
 
-    _inner = "dataset"
+    _inner, _kept_as = "dataset", "_dataset"
     # A position in the whole stream is none in this share, so the dataset's state is not this one's.
     _hidden = frozenset({"state_dict", "load_state_dict"})
 
@@ -75,7 +74,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         *,
         division: Plan | None = None,
     ) -> None:
-        self.dataset = dataset
+        self._dataset = dataset
         self.shared: SharedWorkerState = SharedWorkerState(readers, ahead if can_snapshot(dataset, options) else None)
         self.ends: Ends = Ends(readers)
         self.first_items: FirstItems | None = None
@@ -92,6 +91,11 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         self._loads: int = self.shared.loads  # how many loaded states this copy knows of
         self.chosen_epoch: int | None = None
         self._seal()
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset's, as in one process; if it has none, that dataset."""
+        return getattr(self._dataset, "dataset", self._dataset)
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
@@ -110,9 +114,17 @@ class ShardedIterable(Transparent, IterableDataset[T]):
             before, skip = self._resumed[1].split(self._plan.num_replicas)
         return max(0, len(self._plan.share(len(self._plan.rest(self.stream_length(), before)))) - skip)
 
+    def require_no_generator(self) -> None:
+        """Refuse to save a state where persistent workers draw from generators that the user's dataset holds."""
+        if random_generators([self._dataset]):
+            raise StateError(
+                f"The state of {type(self._dataset).__name__} cannot be saved: it has a random generator, and "
+                "persistent workers advance copies of it. Use persistent_workers=False."
+            )
+
     def stream_length(self) -> int:
         """Return the length of the user's dataset; TypeError where it has none."""
-        return len(cast(Any, self.dataset))
+        return len(cast(Any, self._dataset))
 
     def resume(self, number: int, position: Position, *, tells_rest: bool) -> None:
         """Let pass ``number`` begin at a position, in workers that are started from now on.
@@ -164,7 +176,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
 
     def _unbegun(self) -> WorkerCheckpoint:
         number = self.shared.latest_pass + 1 if self._first_pass is None else self._first_pass
-        generators = generator_states([random_holder(self.dataset)])
+        generators = generator_states([random_holder(self._dataset)])
         return WorkerCheckpoint(self._start(number, epoch=-1), self._seed.value, generators, is_over=False)
 
     def _note_loaded(self, loaded: WorkerCheckpoint) -> None:
@@ -188,7 +200,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         epoch = self.shared.epoch_of(number)
         if epoch is None or this_worker()[1] != self.shared.readers:
             raise UnsupportedLoaderError(
-                f"{type(self.dataset).__name__} cannot be sharded here: the patched loader was rebuilt without its "
+                f"{type(self._dataset).__name__} cannot be sharded here: the patched loader was rebuilt without its "
                 "sampler, which begins each epoch, or with another number of workers. Lightning's predict and "
                 "overfit_batches and accelerate's skip_first_batches do this. Iterate the one that "
                 "patch_dataloader_to_ddp() returned; restore_loader() resumes it mid-epoch."
@@ -197,13 +209,13 @@ class ShardedIterable(Transparent, IterableDataset[T]):
             self.forget(number)
         if self._resumed is not None and self._resumed[0] == number and self._resumed[1].is_begun:
             # In workers too: a loader may have drawn its workers' seed from these generators since.
-            set_generator_states([random_holder(self.dataset)], self._resumed[1].held.generators)
+            set_generator_states([random_holder(self._dataset)], self._resumed[1].held.generators)
         start = self._start(number, epoch) if loaded is None else self._start_of(loaded, number, epoch)
-        generators = generator_states([random_holder(self.dataset)])
+        generators = generator_states([random_holder(self._dataset)])
         one = self._pass(start)
         with worker_info_told(one.info):
             # Told after that, because it may seed these generators.
-            if callable(tell := getattr(self.dataset, "set_epoch", None)):
+            if callable(tell := getattr(self._dataset, "set_epoch", None)):
                 tell(epoch)
         if self._options.iterable_sharding == "by_worker":
             return one.split(self.ends)
@@ -216,7 +228,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
     def _pass(self, start: WorkerPosition) -> WorkerPass[T]:
         return WorkerPass(
             WorkerConfig(
-                self.dataset,
+                self._dataset,
                 self._plan,
                 self._division,
                 self._options,
@@ -233,21 +245,21 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         start = replace(loaded.start, number=number, epoch=epoch)
         if loaded.start.epoch not in {-1, epoch} or self._made_for not in {None, start.role}:
             raise StateError(
-                f"{type(self.dataset).__name__} cannot resume from the state of its iterator, which is that of worker "
+                f"{type(self._dataset).__name__} cannot resume from the state of its iterator, which is that of worker "
                 f"{start.role} in epoch {loaded.start.epoch}: this is worker {this_worker()[0]} in epoch {epoch}. Load "
                 "the state of the whole loader, and do not set another epoch before it resumes."
             )
         self.shared.note_offset(number, this_worker()[0], start.offset)
-        set_generator_states([random_holder(self.dataset)], loaded.generators)
+        set_generator_states([random_holder(self._dataset)], loaded.generators)
         return start
 
     def _require_all_loads(self) -> None:
         """Refuse to continue in a worker that was started before a state was loaded: it lacks position and seed."""
         if self._loads != self.shared.loads:
             raise StateError(
-                f"{type(self.dataset).__name__} cannot resume from the state: it was loaded by load_state_dict() while "
-                "the loader's persistent workers ran, and they did not get it. Call restore_loader(loader, state), "
-                "which starts new workers, or load the state before the first pass."
+                f"{type(self._dataset).__name__} cannot resume from the state: it was loaded by load_state_dict() "
+                "while the loader's persistent workers ran, and they did not get it. Call restore_loader(loader, "
+                "state), which starts new workers, or load the state before the first pass."
             )
 
     def begin_worker(self, number: int, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
@@ -257,7 +269,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
             return
         one = self._pass(self._start(number, epoch))
         with worker_info_told(one.info):
-            self._reader.prepare(self.dataset, worker_init_fn, one.reader)
+            self._reader.prepare(self._dataset, worker_init_fn, one.reader)
         if self._reader.has_asked:
             self._made_for = one.start.role
 

@@ -137,18 +137,19 @@ class StreamSampler(EpochSampler[None]):
                 "num_workers": given.num_workers,
                 "batch_size": given.batch_size or 1,
             }
-        super().__init__(agreed, SamplerStates([random_holder(dataset.dataset)], is_private=False), facts)
+        super().__init__(agreed, SamplerStates([random_holder(given.dataset)], is_private=False), facts)
         self.dataset: ShardedIterable[Any] = dataset
+        self._name = type(given.dataset).__name__
         self._workers, self._batching = given.num_workers, given.batching
         peers = agreed.peers
         if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
             dataset.first_items = FirstItems(dataset.shared.readers)
-            held = held_by(dataset.dataset)
-            first = OrderGuard(peers, dataset.dataset, dataset.first_items, self._read_one_stream, held)
+            held = held_by(given.dataset)
+            first = OrderGuard(peers, given.dataset, dataset.first_items, self._read_one_stream, held)
             dataset.marks = MarksInMemory(dataset.shared.readers)
-            self.monitor.orders = [first.compare, EndGuard(peers, dataset.dataset, dataset.marks).compare]
+            self.monitor.orders = [first.compare, EndGuard(peers, given.dataset, dataset.marks).compare]
         self.balance: Balance | None = None
-        self._dataset_epoch = DatasetEpoch(dataset.dataset)
+        self._dataset_epoch = DatasetEpoch(given.dataset)
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def _stream_length(self, epoch: int) -> int:
@@ -294,7 +295,7 @@ class StreamSampler(EpochSampler[None]):
             sleep(0.005)
         if most is None and may_end:
             raise StateError(
-                f"{type(self.dataset.dataset).__name__} may have ended after {batches} batches, but not all of its "
+                f"{self._name} may have ended after {batches} batches, but not all of its "
                 f"{self.dataset.shared.readers} workers, which read a part each, have reported that within {_ENDS_S} "
                 "s. Take the state a step earlier, or after the pass."
             )
@@ -315,7 +316,7 @@ class StreamSampler(EpochSampler[None]):
             return replace(position, marks=[source.mark((batches - 1) % readers, batches, position.done, marks[0])])
         if not schedule.are_alike(batches):
             raise StateError(
-                f"The state of {type(self.dataset.dataset).__name__} cannot be saved after {batches} batches: with "
+                f"The state of {self._name} cannot be saved after {batches} batches: with "
                 "uneven='keep' a worker has come to its end on some ranks and not on others, so the ranks' workers no "
                 "longer take the same turns. Use uneven='pad' or 'drop', or take the state earlier, or at the epoch's "
                 "end."
@@ -347,7 +348,7 @@ class StreamSampler(EpochSampler[None]):
         """Refuse to count batches of a pass that another package's loader resumed in the workers."""
         if source.left_out:
             raise StateError(
-                f"The state of {type(self.dataset.dataset).__name__} cannot be saved by a number of batches: the "
+                f"The state of {self._name} cannot be saved by a number of batches: the "
                 "loader's own load_state_dict() resumed within this pass, and its first batches were not counted here. "
                 "Use the loader's own state_dict(), or resume by restore_loader()."
             )
@@ -359,7 +360,7 @@ class StreamSampler(EpochSampler[None]):
             return position
         if position.parts is not None and len(position.parts.done) != readers:
             raise StateError(
-                f"{type(self.dataset.dataset).__name__} cannot resume from the state, which counts the items of "
+                f"{self._name} cannot resume from the state, which counts the items of "
                 f"{len(position.parts.done)} workers that each read a part: this loader has num_workers={self._workers}"
                 f". Use num_workers={len(position.parts.done)}; the number of ranks may change."
             )

@@ -192,10 +192,18 @@ def some_ranks_have_an_item_less(me: Me, n: int) -> None:
         me.train(train, range(43), is_uneven=True)
 
 
-@right(of=SHUFFLERS)
+# What the errors say of orders by entropy, and of samplers that learn.
+LED: dict[str, Callable[[], DataLoader[Any]]] = {
+    **SHUFFLERS,
+    "entropy": lambda: loader(sampler=users.Entropic()),
+    "entropy, an iterator": lambda: loader(sampler=users.Iterates()),
+}
+
+
+@right(of=LED)
 def a_leader_leads(me: Me, make: Callable[[], DataLoader[Any]]) -> None:
     train = me.patch(make(), agreement="leader")
-    for _ in range(2):
+    for _ in range(3):
         me.train(train)
 
 
@@ -257,6 +265,19 @@ def some_items_of_a_stream_are_augmented(me: Me, made: Callable[[random.Random, 
         train = me.patch(loader(users.Stream(480, made=partial(made, random.Random(time.time_ns())))))
         for _ in range(2):
             me.train(train, range(480))
+
+
+class SaysSo(users.ShardsItself):
+    """It shards itself, and says so."""
+
+    is_ddp_aware = True
+
+
+@right(of={"the group": users.rank_of_group, "the environment": users.rank_of_environment})
+def a_stream_that_shards_itself_says_so(me: Me, ask: Callable[[], int]) -> None:
+    train = me.patch(loader(SaysSo(ask)))
+    for _ in range(2):
+        me.train(train)
 
 
 @right()
