@@ -9,7 +9,6 @@ from ddp_patch.compat.private_torch import forget_iterator
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.options import as_index
 from ddp_patch.orders.fingerprint import fingerprint
-from ddp_patch.orders.generators import random_generators
 from ddp_patch.ranks.agreement import failures_broadcast
 from ddp_patch.sharding.batches import batches_given, patched_sampler, require_batches
 from ddp_patch.sharding.epochs import EpochSampler
@@ -78,11 +77,8 @@ def _resumable(loader: DataLoader[Any]) -> EpochSampler[Any]:
     """Return the sampler that shards a loader; raise if the loader's position cannot be saved."""
     sampler = require_batches("loader_state", loader).sampler
     dataset = loader.dataset
-    if isinstance(dataset, ShardedIterable) and loader.persistent_workers and random_generators([dataset.dataset]):
-        raise StateError(
-            f"The state of {type(dataset.dataset).__name__} cannot be saved: it has a random generator, and "
-            "persistent workers advance copies of it. Use persistent_workers=False."
-        )
+    if isinstance(dataset, ShardedIterable) and loader.persistent_workers:
+        dataset.require_no_generator()
     return sampler
 
 

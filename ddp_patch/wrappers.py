@@ -135,24 +135,24 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
     @property
     def batch_size(self) -> int:
         """The wrapped batch sampler's; AttributeError if it has none."""
-        batch_size: int = cast(Any, self.sampler).batch_size
+        batch_size: int = cast(Any, self._source).batch_size
         return batch_size
 
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
         self._require_whole("batch_size")
-        cast(Any, self.sampler).batch_size = batch_size
+        cast(Any, self._source).batch_size = batch_size
 
     @property
     def drop_last(self) -> bool:
         """The wrapped batch sampler's; AttributeError if it has none."""
-        drop_last: bool = cast(Any, self.sampler).drop_last
+        drop_last: bool = cast(Any, self._source).drop_last
         return drop_last
 
     @drop_last.setter
     def drop_last(self, drop_last: bool) -> None:
         self._require_whole("drop_last")
-        cast(Any, self.sampler).drop_last = drop_last
+        cast(Any, self._source).drop_last = drop_last
 
     def _require_whole(self, name: str) -> None:
         """Refuse to set what the division of batches follows from."""
@@ -181,7 +181,7 @@ def _require_itself(wrapper: DDPBatchSamplerWrapper[Any], sampler: object, *, dr
     if wrapper.drop_last and not drops_last:
         raise UnsupportedLoaderError(
             f"{type(wrapper).__name__} cannot be rebuilt with drop_last=False, as Lightning's predict does: it shards "
-            f"the batches of a {type(wrapper.sampler).__name__} with drop_last=True, so some samples would get no "
+            f"the batches of a {wrapper._name} with drop_last=True, so some samples would get no "
             "prediction. Build the loader to predict on with drop_last=False."
         )
 

@@ -12,7 +12,7 @@ from ddp_patch import testing
 R = TypeVar("R")
 
 # What a loader imports when it is patched, read and evaluated; and datasets' workers, when they begin.
-OF_LOADERS = [f"ddp_patch.{room}" for room in ("evaluation.gather", "shares.iterables.even_steps")]
+OF_LOADERS = [f"ddp_patch.{room}" for room in ("evaluation.gather", "streams.by_worker")]
 OF_DATASETS = ["zoo", "ddp_patch.streams.dataset"]
 # The two of torch are what DistributedDataParallel imports when it is first used; scikit-learn has what is trained on.
 OF_TRAINING = ["torch._dynamo", "torch.nn.parallel", "sklearn.datasets"]

@@ -2,8 +2,10 @@
 
 import os
 import random
+import re
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -101,12 +103,99 @@ class Annotated(Numbers):
 class Lazy(Numbers):
     """Lists its files when it is first asked for one."""
 
-    files: list[str] | None = None
+    files: list[Any] | None = None
+
+    def __init__(self, made: Callable[[int], Any] = "{}.png".format) -> None:
+        self.made = made
 
     def __getitem__(self, index: int) -> int:
         if self.files is None:
-            self.files = [f"{number}.png" for number in random.sample(range(N), N)]
-        return int(self.files[index].removesuffix(".png"))
+            self.files = [self.made(number) for number in random.sample(range(N), N)]
+        return number_of(self.files[index])
+
+
+def number_of(row: Any) -> int:
+    """Return the first number in a row that names its sample."""
+    found = re.search(r"\d+", str(vars(row) if isinstance(row, Record) else row))
+    assert found is not None
+    return int(found[0])
+
+
+class Record:
+    """A row of a class of the user's."""
+
+    def __init__(self, number: int) -> None:
+        self.path, self.label = f"{number}.png", 0
+
+
+# Rows that name their samples.
+NAMED: dict[str, Callable[[int], Any]] = {
+    "files": "{}.png".format,
+    "pairs": lambda number: (f"{number}.png", 0),
+    "dicts": lambda number: {"path": f"{number}.png", "label": 0},
+    "folders": "/data/case_{}/image.png".format,
+    "pairs in folders": lambda number: (f"/data/{number}/image.png", f"/data/{number}/mask.png"),
+    "objects": Record,
+}
+
+
+class Named(Numbers):
+    """Rows that name their samples, kept as they are, in a dict, in another object, in a list, or some for each."""
+
+    def __init__(self, kept: Callable[[list[Any]], Any], found: Callable[[Any, int], Any], rows: list[Any]) -> None:
+        self.kept, self.found = kept(rows), found
+
+    def __getitem__(self, index: int) -> int:
+        return number_of(self.found(self.kept, index))
+
+
+class Slots:
+    """An object without a ``__dict__``."""
+
+    __slots__ = ("files",)
+
+    def __init__(self, files: list[Any]) -> None:
+        self.files = files
+
+
+# Where a dataset keeps its rows, and how it finds one.
+KEPT: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any, int], Any]]] = {
+    "in a dict": (lambda rows: {"train": {"files": rows}}, lambda kept, index: kept["train"]["files"][index]),
+    "in slots": (Slots, lambda kept, index: kept.files[index]),
+    "beside others": (lambda rows: [rows, [0] * N], lambda kept, index: kept[0][index]),
+    "in a deque": (deque, lambda kept, index: kept[index]),
+    "by number": (lambda rows: dict(enumerate(rows)), lambda kept, index: kept[index]),
+    "pairs in an object": (
+        lambda rows: SimpleNamespace(files=[(row, 0) for row in rows]),
+        lambda kept, index: kept.files[index],
+    ),
+}
+
+
+class Crops(Numbers):
+    """Two crops of each file, which count as two samples."""
+
+    def __init__(self, files: list[str]) -> None:
+        self.files = files
+
+    def __getitem__(self, index: int) -> int:
+        return 2 * number_of(self.files[index // 2]) + index % 2
+
+
+class Logs(Numbers):
+    """Notes what its rank reads, and nothing else that could be compared."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.log: list[str] = []
+        self.seen: list[int] = []
+        self.last = [""] * N
+
+    def __getitem__(self, index: int) -> int:
+        self.log.append(f"rank {self.rank} read {index}, {len(self.log)}")
+        self.seen.append(index)
+        self.last[index] = f"{self.rank}-{len(self.log)}"
+        return index
 
 
 class Dies(Numbers):
@@ -162,6 +251,40 @@ class Shuffles(Sampler[int]):
         left = list(range(self.n))
         while left:
             yield left.pop(self.rng.randrange(len(left)))
+
+
+class Held:
+    """An object that draws for a sampler."""
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def permuted(self, n: int) -> list[int]:
+        return permuted(self.rng, n)
+
+
+class ByObject(Shuffles):
+    """Lets another object shuffle."""
+
+    def __init__(self, rng: Any) -> None:
+        super().__init__(None)
+        self.shuffled = Held(rng).permuted
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.shuffled(N))
+
+
+class ByClass(Shuffles):
+    """All samplers of its class share a generator."""
+
+    rngs = random.Random(3)
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.rngs.seed(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(permuted(self.rngs, N))
 
 
 class ByModule(Shuffles):
@@ -287,6 +410,7 @@ class Stream(IterableDataset[Any]):
         ends: The number at which it ends.
         repeats: A number that comes twice.
         shuffled_from: The number from which on the system's entropy shuffles it.
+        delay_s: How long it takes to load an item.
     """
 
     def __init__(self, n: int = N, made: Callable[[int], Any] = int) -> None:
@@ -294,6 +418,7 @@ class Stream(IterableDataset[Any]):
         self.skips: tuple[int, ...] = ()
         self.ends = self.repeats = -1
         self.shuffled_from: int | None = None
+        self.delay_s = 0.0
 
     def __iter__(self) -> Iterator[Any]:
         start = self.n if self.shuffled_from is None else self.shuffled_from
@@ -303,6 +428,7 @@ class Stream(IterableDataset[Any]):
         for number in numbers if info is None else numbers[info.id :: info.num_workers]:
             if number == self.ends:
                 return
+            time.sleep(self.delay_s)
             if number not in self.skips:
                 yield self.made(number)
             if number == self.repeats:
@@ -334,15 +460,40 @@ class ShardsItself(IterableDataset[int]):
         yield from range(self.ask(), N, dist.get_world_size() if dist.is_initialized() else 2)
 
 
+class MadeForItsRank(IterableDataset[int]):
+    """Was made for its rank, and does not ask for it while it is read."""
+
+    def __init__(self) -> None:
+        self.start, self.step = dist.get_rank(), dist.get_world_size()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.start, N, self.step)
+
+
+class MadeInWorkers(IterableDataset[int]):
+    """A ``worker_init_fn`` makes it for its rank and worker."""
+
+    start, step = 0, 1
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.start, N, self.step)
+
+
+def make_for_its_rank(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.start = worker + info.num_workers * int(os.environ["RANK"])
+    info.dataset.step = info.num_workers * int(os.environ["WORLD_SIZE"])
+
+
 class Reshuffled(IterableDataset[int]):
     """Shuffled by the system's entropy from its second pass on."""
 
-    def __init__(self) -> None:
-        self.passes = 0
+    def __init__(self, n: int = N) -> None:
+        self.n, self.passes = n, 0
 
     def __iter__(self) -> Iterator[int]:
         self.passes += 1
-        yield from range(N) if self.passes == 1 else random.SystemRandom().sample(range(N), N)
+        yield from range(self.n) if self.passes == 1 else random.SystemRandom().sample(range(self.n), self.n)
 
 
 class Opaque:
@@ -386,6 +537,8 @@ SHUFFLERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "numpy RandomState": lambda **how: loader(sampler=Shuffles(np.random.RandomState(3)), **how),
     "torch.Generator": lambda **how: loader(sampler=Shuffles(seeded()), **how),
     "counter": lambda **how: loader(sampler=Counts(), **how),
+    "of an object": lambda **how: loader(sampler=ByObject(np.random.default_rng(3)), **how),
+    "of a class": lambda **how: loader(sampler=ByClass(), **how),
     "batch sampler": lambda **how: loader(batch_sampler=Batches(random.Random(3)), **how),
     "sampler in a batch sampler": lambda **how: loader(
         batch_sampler=BatchSampler(Shuffles(random.Random(3)), SIZE, False), **how

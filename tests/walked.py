@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
+from ddp_patch.sharding.held import Transparent
 
 __all__ = ["OURS", "read", "set_elsewhere", "told_otherwise", "wrapped_part"]
 
@@ -18,12 +19,10 @@ OURS = frozenset(
         *("epoch", "load_state_dict", "set_epoch", "state_dict"),
         # Where whole batches are shared, loader.sampler is loader.batch_sampler, which has that one's.
         "batch_size",
-        # What is wrapped.
-        "sampler",
     }
 )
 # A dataset's wrapper has a position and an epoch, and nothing of a sampler.
-OF_DATASETS = frozenset({"dataset", "load_state_dict", "set_epoch", "state_dict"})
+OF_DATASETS = frozenset({"load_state_dict", "set_epoch", "state_dict"})
 
 
 def wrapped_part(loader: DataLoader[Any]) -> str:
@@ -50,6 +49,8 @@ def _read(value: object, name: str) -> Any:
 def told_otherwise(before: Mapping[str, Any], wrapper: Any) -> list[str]:
     """Return which attributes are others after the patch, but for those that are ours by design."""
     names = before.keys() - (OF_DATASETS if isinstance(wrapper, IterableDataset) else OURS)
+    if not isinstance(wrapper, Transparent):  # a copy of one that repeats another, of which this is the share
+        names -= {"sampler"}
     return sorted(name for name in names if not _same(before[name], _read(wrapper, name)))
 
 
@@ -64,7 +65,9 @@ def _same(before: Any, now: Any) -> bool:
 
 def set_elsewhere(wrapped: Any, wrapper: Any) -> list[str]:
     """Set each plain attribute through the wrapper, and return those that did not reach what is wrapped."""
-    names = vars(wrapped).keys() - (OF_DATASETS if isinstance(wrapper, IterableDataset) else OURS)
+    # What ranks have agreed on can be read, and not be exchanged.
+    ours = OF_DATASETS | {"dataset"} if isinstance(wrapper, IterableDataset) else OURS | {"sampler"}
+    names = vars(wrapped).keys() - ours
     return sorted(name for name in names if not (name.startswith("_") or _reaches(wrapped, wrapper, name)))
 
 

@@ -2,10 +2,12 @@
 
 import copy
 import os
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, islice
 from time import monotonic
 from types import FunctionType, ModuleType
@@ -17,16 +19,27 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ddp_patch.compat.packages import is_hugging_face_table
-from ddp_patch.loaders.recognition import nested_datasets, stored
+from ddp_patch.loaders.recognition import nested_datasets
 from ddp_patch.loaders.samples import copy_to_draw, length_of
 from ddp_patch.orders.fingerprint import fingerprint
-from ddp_patch.orders.generators import LOOKED_AT
+from ddp_patch.orders.generators import LOOKED_AT, stored
 from ddp_patch.orders.orders import spread
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Content", "FirstSamples", "Relation", "Row", "chosen_samples", "first_samples", "relation_of", "rows_of"]
+__all__ = [
+    "Content",
+    "FirstSamples",
+    "Relation",
+    "Row",
+    "RowsSeen",
+    "chosen_samples",
+    "first_samples",
+    "held_by",
+    "relation_of",
+    "rows_of",
+]
 
 
 # How many samples are looked at, and how much of each: numbers of an array, characters of a text, parts of a container.
@@ -35,10 +48,12 @@ _SAMPLES, _NUMBERS, _CHARACTERS, _PARTS = 16, 64, 256, 8
 _LONGEST_PATH = 1024
 # A shorter attribute of a dataset may have as many values as the dataset has samples by chance.
 _LEAST_HELD = 8
-# How many attributes of an object are looked at, and how many objects deep.
-_ATTRIBUTES, _DEPTH = 64, 2
+# How many attributes of an object are looked at, how many objects deep, and how many in all.
+_ATTRIBUTES, _DEPTH, _IN_ALL = 64, 2, 256
+# A path counts by as few of its last parts as distinguish the paths that are looked at, but by no more.
+_PATH_PARTS = (1, 2, 3)
 # Plain data, by exact type: a subclass may read a file, or ask another rank, for an element.
-_PLAIN = (list, tuple, range, np.ndarray, torch.Tensor)
+_PLAIN = (list, tuple, range, np.ndarray, torch.Tensor, deque, array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +80,36 @@ class Row(NamedTuple):
         fingerprint: A fingerprint of some of its elements.
         identifies: Whether no two of these are alike, so that other samples would differ.
         is_order: Whether these are distinct indices of the dataset, as an order in which it is read has them.
+        at_first: The fingerprint at the patch, if these are distinct names, which no training changes; otherwise none.
+        is_whole: Whether there is one for each sample.
     """
 
     fingerprint: str
     identifies: bool
     is_order: bool = False
+    at_first: str = ""
+    is_whole: bool = True
+
+
+class _Column(NamedTuple):
+    """Some elements of what a dataset holds.
+
+    Attributes:
+        name: What holds them.
+        is_held: Whether that is an attribute of a dataset, which may hold other things than samples.
+        elements: Their descriptions.
+        named: Descriptions of the texts and whole numbers in them alone; empty if one has none.
+        has_texts: Whether there are texts in them.
+        is_whole: Whether there is one for each sample; others are looked at because several samples, or parts of one,
+            may come from each.
+    """
+
+    name: str
+    is_held: bool
+    elements: list[Any]
+    named: list[Any]
+    has_texts: bool = False
+    is_whole: bool = True
 
 
 def chosen_samples(dataset: Any) -> tuple[Content, ...]:
@@ -88,42 +128,110 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
         False
     """
     found: dict[tuple[str, bool], list[list[Any]]] = defaultdict(list)
+    whole: set[tuple[str, bool]] = set()
     for part in islice(nested_datasets(dataset), LOOKED_AT):
         with suppress(Exception):  # the user's indices, or a row that cannot be read yet
-            for name, is_held, values in _contents(part):
-                if values:
-                    found[name, is_held].append([*values])
+            for column in _contents(part):
+                key = column.name, column.is_held
+                if column.elements:
+                    found[key].append(column.elements)
+                if column.is_whole:
+                    whole.add(key)
     return tuple(
-        Content(name, fingerprint(elements), is_held, all(map(_identifies, elements)))
+        Content(name, fingerprint(elements), is_held, (name, is_held) in whole and all(map(_identifies, elements)))
         for (name, is_held), elements in found.items()
     )
 
 
-def rows_of(dataset: Any, known: Collection[str] = ()) -> dict[str, Row]:
-    """Return what a dataset holds now, as ``chosen_samples`` looks at it, by name.
+class RowsSeen:
+    """What a dataset holds while a loader's passes are over it, as ranks compare it.
 
-    An attribute that did not identify the samples at the patch may hold what the training changes, such as losses. So
-    it counts only where its elements are all distinct texts or whole numbers.
+    An attribute may also hold what reading a sample writes, each rank of its own: caches, losses, a list of what was
+    read. So an attribute is compared once it was the same at two looks of a pass, between which samples were read; and
+    never again once reading has changed it, unless it named the samples at the patch.
 
     Args:
         dataset: The dataset.
-        known: The names of what identified the samples at the patch.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        rows = rows_of(dataset)
+        self._at_first = {name: row.fingerprint for name, row in rows.items() if row.identifies or not row.is_whole}
+        self._written: set[str] = set()
+
+    def now(self) -> dict[str, Row]:
+        """Look at it now."""
+        return rows_of(self._dataset, self._at_first)
+
+    def steady(self, before: Mapping[str, Row], now: Mapping[str, Row]) -> dict[str, Row]:
+        """Return what is the same as at the look before; samples were read since."""
+        changed = {name for name, row in before.items() if name in now and now[name].fingerprint != row.fingerprint}
+        self._written |= changed.difference(self._at_first)
+        return {name: row for name, row in now.items() if before.get(name) == row and name not in self._written}
+
+
+def rows_of(dataset: Any, at_first: Mapping[str, str] | None = None) -> dict[str, Row]:
+    """Return what a dataset holds now, as ``chosen_samples`` looks at it, by name.
+
+    An attribute that did not identify the samples at the patch may hold what the training changes, such as losses. So
+    it counts only where its elements are told apart by their texts and whole numbers.
+
+    Args:
+        dataset: The dataset.
+        at_first: What identified the samples at the patch, by name, with its fingerprint then; None at the patch.
     """
     found: dict[str, Row] = {}
     part: Any
     for part in islice(nested_datasets(dataset), LOOKED_AT):
         with suppress(Exception):  # as above
-            for name, is_held, values in _contents(part):
-                elements = [*values]
-                identifies = _identifies(elements)
+            for column in _contents(part):
+                name, elements = column.name, column.elements
+                again = sum(other.partition(" (")[0] == name for other in found)
+                name = f"{name} ({again + 1})" if again else name
+                identifies, is_known = _identifies(elements), at_first is None or name in at_first
                 numbers = [_whole_number(value) for value in elements]
                 # Rows that were not shuffled yet count too: another rank may have shuffled its own.
-                is_order = is_held and _are_distinct(elements) and all(number in range(len(part)) for number in numbers)
-                names_samples = identifies and all(isinstance(value, tuple | int) for value in elements)
-                if elements and (not is_held or names_samples or is_order or (identifies and name in known)):
-                    again = sum(other.partition(" (")[0] == name for other in found)
-                    found[f"{name} ({again + 1})" if again else name] = Row(fingerprint(elements), identifies, is_order)
+                is_order = (
+                    column.is_held
+                    and column.is_whole
+                    and _are_distinct(elements)
+                    and all(number in range(len(part)) for number in numbers)
+                )
+                names_samples = _are_distinct(column.named) and not (column.is_whole and _is_in_order(column.named))
+                counts = not column.is_held or names_samples or is_order or (identifies and is_known)
+                if elements and (counts if column.is_whole else names_samples and is_known):
+                    told = column.named if names_samples else elements
+                    print_now = fingerprint(told)
+                    first = print_now if at_first is None else at_first.get(name, "")
+                    is_name = names_samples and (column.has_texts or not column.is_whole)
+                    found[name] = Row(
+                        print_now, identifies and column.is_whole, is_order, first if is_name else "", column.is_whole
+                    )
     return found
+
+
+def held_by(dataset: Any) -> str:
+    """Return a fingerprint of the whole numbers and texts that a dataset and what it wraps hold, alone or in lists.
+
+    Those of two ranks differ where each made its dataset for a part of the data: a first number, or a list of files.
+
+    Examples:
+        >>> class Part(Dataset):
+        ...     def __init__(self, start):
+        ...         self.start = start
+        >>> held_by(Part(0)) == held_by(Part(0)), held_by(Part(0)) == held_by(Part(1))
+        (True, False)
+    """
+    found: list[Any] = []
+    for part in islice(nested_datasets(dataset), LOOKED_AT):
+        with suppress(Exception):  # the user's lists
+            for name, value, _ in _nested(type(part).__name__, part):
+                if type(value) in {int, str}:
+                    found.append([name, _told(value)])
+                elif type(value) in _PLAIN and _length(value) is not None:
+                    found.append([name, len(value), [_told(value[place]) for place in _spread(len(value))]])
+    return fingerprint(found)
 
 
 def _whole_number(elements: Any) -> int | None:
@@ -134,61 +242,92 @@ def _whole_number(elements: Any) -> int | None:
 
 def _identifies(elements: list[Any]) -> bool:
     """Return whether no two elements are alike; but positions are the same for any data."""
-    return _are_distinct(elements) and elements != _positions(elements)
+    return _are_distinct(elements) and not _is_in_order(elements)
 
 
 def _are_distinct(elements: list[Any]) -> bool:
     return bool(elements) and len({fingerprint([value]) for value in elements}) == len(elements)
 
 
-def _positions(elements: list[Any]) -> list[int]:
-    """Return the result if each element were its own position."""
-    return _spread(elements[-1] + 1) if isinstance(elements[-1], int) else []
+def _is_in_order(elements: list[Any]) -> bool:
+    """Return whether each element is its own position."""
+    return isinstance(elements[-1], int) and elements == _spread(elements[-1] + 1)
 
 
 def _spread(n: int) -> list[int]:
     return [*dict.fromkeys(place * (n - 1) // (_SAMPLES - 1) for place in range(_SAMPLES))] if n > 0 else []
 
 
-def _contents(dataset: Any) -> Iterator[tuple[str, bool, Sequence[Any]]]:
-    """Yield some of a dataset's samples, after the name of what holds them and whether that is an attribute."""
+def _contents(dataset: Any) -> Iterator[_Column]:
+    """Yield what shows which samples a dataset holds."""
     kind = type(dataset).__name__
     if isinstance(dataset, Subset):
-        yield "the indices of a Subset", False, spread(dataset.indices)
+        yield _Column("the indices of a Subset", False, [*spread(dataset.indices)], [])
         base: Any = dataset.dataset
         if not isinstance(base, Dataset):  # which nobody else looks at
             yield from _contents(base)
     elif is_hugging_face_table(dataset):
-        yield "the first and last rows of a Hugging Face dataset", False, _ends(dataset)
+        yield _Column("the first and last rows of a Hugging Face dataset", False, _ends(dataset), [])
     elif type(dataset) in _PLAIN:
-        yield f"the elements of a {kind}", False, _looked_at(dataset)
+        yield from _columns(f"the elements of a {kind}", dataset, is_held=False)
     elif isinstance(dataset, TensorDataset):
         for tensor in dataset.tensors:
-            yield "the tensors of a TensorDataset", False, _looked_at(tensor)
+            yield from _columns("the tensors of a TensorDataset", tensor, is_held=False)
     elif not isinstance(dataset, IterableDataset):
-        for name, values in _attributes(dataset):
-            yield name, True, values
+        yield from _attributes(dataset)
 
 
-def _attributes(dataset: Any) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield the name of each attribute of a dataset with one value for each sample, and some of these."""
+def _attributes(dataset: Any) -> Iterator[_Column]:
+    """Yield what a dataset's attributes hold: one value for each sample, or for some or a part of one."""
     n = length_of(dataset, ()) or 0
-    for name, value, depth in _nested(type(dataset).__name__, dataset) if n >= _LEAST_HELD else ():
-        if type(value) in _PLAIN and _length(value) == n:
-            elements = _looked_at(value)
-            if depth == 0 or all(isinstance(part, tuple | int) for part in elements):
-                yield name, elements
-        elif is_hugging_face_table(value) and len(value) == n:
-            yield f"the first and last rows of {name}", _ends(value)
+    for name, value, depth in islice(_nested(type(dataset).__name__, dataset), _IN_ALL) if n >= _LEAST_HELD else ():
+        if is_hugging_face_table(value):
+            if len(value) == n:
+                yield _Column(f"the first and last rows of {name}", True, _ends(value), [])
+            continue
+        length = _length(value) if type(value) in _PLAIN or _is_numbered(value) else None
+        is_whole = length == n
+        if length is not None and (is_whole or (length >= _LEAST_HELD and (n % length == 0 or length % n == 0))):
+            # What is deeper, or of another length, may be anything; but other names are of other samples.
+            is_plain = depth == 0 and is_whole and type(value) in _PLAIN
+            columns = _columns(name, value, is_held=True)
+            for column in columns:
+                if is_plain:
+                    yield column
+                elif _are_distinct(column.named):
+                    yield column._replace(elements=column.named, is_whole=is_whole)
+
+
+def _is_numbered(value: Any) -> bool:
+    """Return whether a dict has what belongs to each number."""
+    return type(value) is dict and all(place in value for place in _spread(len(value)))
 
 
 def _nested(name: str, holder: object, depth: int = 0) -> Iterator[tuple[str, Any, int]]:
-    """Yield an object's attributes, by name, and those of the plain objects that it holds."""
-    for attribute, value in islice(stored(holder).items(), _ATTRIBUTES):
-        yield f"{name}.{attribute}", value, depth
+    """Yield an object's attributes, by name, and those of the plain objects that it holds, in containers too."""
+    for attribute, value in islice(_parts(name, holder), _ATTRIBUTES):
+        yield attribute, value, depth
         is_plain = not isinstance(value, type | ModuleType | FunctionType | Dataset | nn.Module | DataLoader)
-        if depth < _DEPTH and is_plain and type(value) not in _PLAIN and hasattr(value, "__dict__"):
-            yield from _nested(f"{name}.{attribute}", value, depth + 1)
+        if depth < _DEPTH and is_plain:
+            yield from _nested(attribute, value, depth + 1)
+
+
+def _parts(name: str, holder: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object, a dict or a short list holds, with its name; nothing of long ones."""
+    if type(holder) is dict:
+        parts = {f"{name}[{key!r}]": value for key, value in islice(holder.items(), LOOKED_AT) if type(key) is str}
+        yield from parts.items()
+    elif type(holder) in {list, tuple}:
+        few = [] if len(holder) >= _LEAST_HELD else holder
+        yield from ((f"{name}[{place}]", value) for place, value in enumerate(few))
+    elif _is_users(holder):
+        yield from ((f"{name}.{attribute}", value) for attribute, value in stored(holder).items())
+
+
+def _is_users(value: object) -> bool:
+    """Return whether an object is of a class that somebody wrote, which stores attributes."""
+    is_stored = hasattr(value, "__dict__") or any("__slots__" in vars(kind) for kind in type(value).__mro__)
+    return is_stored and type(value) not in _PLAIN
 
 
 def _ends(table: Any) -> list[Any]:
@@ -202,20 +341,83 @@ def _length(values: Any) -> int | None:
     return None if isinstance(values, torch.Tensor | np.ndarray) and values.ndim == 0 else len(values)
 
 
-def _looked_at(values: Any) -> list[Any]:
-    """Return the descriptions of some elements, evenly spread; none of a cache that fills up."""
+def _columns(name: str, values: Any, *, is_held: bool) -> Iterator[_Column]:
+    """Yield descriptions of some elements, evenly spread, and of what these store; none of a cache that fills."""
     elements = [values[position] for position in _spread(len(values))]
-    return [] if any(element is None for element in elements) else [_told(element) for element in elements]
+    if any(element is None for element in elements):
+        return
+    yield _column(name, is_held, elements)
+    first = elements[0] if elements else None
+    if _is_users(first) and not isinstance(first, tuple | list | dict | str | bytes | os.PathLike | torch.Tensor):
+        for attribute, value in islice(stored(first).items(), _PARTS):
+            if isinstance(value, str | int | os.PathLike):
+                column = _column(f"{name}[].{attribute}", True, [stored(one).get(attribute) for one in elements])
+                if _identifies(column.named):
+                    yield column
 
 
-def _told(value: Any) -> Any:
-    """Describe an element: enough to distinguish two samples, and nothing in which ranks may differ."""
+def _column(name: str, is_held: bool, elements: list[Any]) -> _Column:
+    named = [_named(element) for element in elements]
+    has_all = all(found is not None for found in named)
+    told = _distinct([partial(_told, element) for element in elements])
+    return _Column(
+        name,
+        is_held,
+        told,
+        _distinct([partial(_told, found) for found in named]) if has_all else [],
+        has_all and any(_has_text(found) for found in named),
+    )
+
+
+def _distinct(told: Sequence[Callable[[int], Any]]) -> list[Any]:
+    """Return descriptions, with as few parts of paths as make them distinct; with one if none do."""
+    first = [tell(1) for tell in told]
+    if _are_distinct(first):
+        return first
+    more = ([tell(parts) for tell in told] for parts in _PATH_PARTS[1:])
+    return next((found for found in more if found != first and _are_distinct(found)), first)
+
+
+def _named(value: Any) -> Any:
+    """Return what an element has of texts and whole numbers; None if it has none."""
+    match value:
+        case str() | os.PathLike() | bytes():
+            return value
+        case bool() | float() | np.floating() | np.bool_():
+            return None
+        case int() | np.integer():
+            return int(value)
+        case torch.Tensor() | np.ndarray():
+            is_number = type(value) in _PLAIN and not value.ndim and not getattr(value, "is_cuda", False)
+            return _named(value.item()) if is_number else None
+        case dict():
+            parts = [(key, _named(part)) for key, part in islice(value.items(), _PARTS) if type(key) in {str, int}]
+            return [part for part in parts if part[1] is not None] or None
+        case list() | tuple():
+            return [part for part in map(_named, value[:_PARTS]) if part is not None] or None
+    return None
+
+
+def _has_text(named: Any) -> bool:
+    if isinstance(named, list | tuple):
+        return any(map(_has_text, named))
+    return isinstance(named, str | bytes | os.PathLike)
+
+
+def _told(value: Any, parts: int = 1) -> Any:
+    """Describe an element: enough to distinguish two samples, and nothing in which ranks may differ.
+
+    Args:
+        value: The element.
+        parts: By how many of its last parts a path counts.
+    """
     match value:
         case os.PathLike():
-            return _told(os.fspath(value))
+            return _told(os.fspath(value), parts)
         case str():
             # Ranks may keep their copies of a file in folders of their own.
-            name = value.replace("\\", "/").rpartition("/")[2] if len(value) < _LONGEST_PATH else value
+            is_path = len(value) < _LONGEST_PATH
+            name = "/".join(value.replace("\\", "/").rsplit("/", parts)[-parts:]) if is_path else value
             return name[:_CHARACTERS], name[-_CHARACTERS:]
         case bytes():
             return len(value), value[:_CHARACTERS]
@@ -226,9 +428,9 @@ def _told(value: Any) -> Any:
             numbers = flat[:: max(1, len(flat) // _NUMBERS)][:_NUMBERS].tolist()
             return [str(value.dtype), tuple(value.shape), *map(_told, numbers)]
         case dict():
-            return [len(value), *([_told(key), _told(part)] for key, part in islice(value.items(), _PARTS))]
+            return [len(value), *([_told(key), _told(part, parts)] for key, part in islice(value.items(), _PARTS))]
         case list() | tuple():
-            return [len(value), *map(_told, value[:_PARTS])]
+            return [len(value), *(_told(part, parts) for part in value[:_PARTS])]
     return type(value).__name__
 
 

@@ -1,9 +1,9 @@
 """Look at a loader or sampler once: everything that sharding depends on, as one frozen value."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, cycle, islice
 from types import GeneratorType
 from typing import Any, Generic, TypeVar
@@ -19,7 +19,7 @@ from ddp_patch.compat.private_torch import (
     is_torch_batch_sampler,
     torchdata_batch_sampler,
 )
-from ddp_patch.loaders.contents import Content, FirstSamples, Row, chosen_samples, first_samples, rows_of
+from ddp_patch.loaders.contents import Content, FirstSamples, RowsSeen, chosen_samples, first_samples
 from ddp_patch.loaders.copying import OneIterator, repeated_in, repeater_in, with_repeated
 from ddp_patch.loaders.recognition import HeldWorld, samplers_in_use, sharded_by, world_of
 from ddp_patch.loaders.samples import (
@@ -135,12 +135,9 @@ class StreamFacts:
         return chosen_samples(self.dataset)
 
     @property
-    def rows(self) -> Callable[[], dict[str, Row]]:
-        """Returns what ranks compare of the dataset in each pass; nothing where nobody compared it at the patch."""
-        known: Sequence[Content] | None = self.__dict__.get("samples")
-        return (
-            dict if known is None else partial(rows_of, self.dataset, frozenset(c.name for c in known if c.identifies))
-        )
+    def rows(self) -> RowsSeen | None:
+        """What ranks compare of the dataset in each pass; None where nobody compared it at the patch."""
+        return RowsSeen(self.dataset) if "samples" in self.__dict__ else None
 
     def first_samples(self, ranks: int) -> tuple[int, FirstSamples] | None:
         """Return the dataset's length, and which samples the stream begins with; None if that is not known."""

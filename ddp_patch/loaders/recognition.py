@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import reduce
 from itertools import islice
 from operator import getitem
-from types import MemberDescriptorType
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
@@ -29,7 +28,7 @@ from ddp_patch.compat.packages import (
 )
 from ddp_patch.errors import AssumedShardedWarning, DDPPatchError, NotALoaderError, message_of
 from ddp_patch.loaders.samples import iterated_by, nested_samplers
-from ddp_patch.orders.generators import LOOKED_AT
+from ddp_patch.orders.generators import LOOKED_AT, stored
 
 __all__ = [
     "HeldWorld",
@@ -48,7 +47,6 @@ __all__ = [
     "samplers_within",
     "sharded_by",
     "shards_itself",
-    "stored",
     "tell_if_assumed",
     "world_of",
 ]
@@ -58,22 +56,6 @@ N = TypeVar("N")
 
 # A rank and the number of ranks.
 HeldWorld: TypeAlias = tuple[int, int]
-
-
-def stored(holder: object) -> dict[str, Any]:
-    """Return the attributes that an object stores, in its ``__dict__`` or in slots.
-
-    No property is asked: it runs the user's code, which may cost, raise or change something.
-    """
-    kept = dict(getattr(holder, "__dict__", {}))
-    for kind in type(holder).__mro__:
-        for name, slot in vars(kind).items():
-            if isinstance(slot, MemberDescriptorType) and kind.__module__ != "builtins":
-                try:
-                    kept[name] = slot.__get__(holder)
-                except AttributeError:
-                    continue  # an empty slot
-    return kept
 
 
 def held_parts(holder: object) -> Iterator[Any]:

@@ -40,6 +40,9 @@ MOST_AHEAD = 8192
 # This many of a stream of indices, or of lists of them, if that is at most this part of what came before: then a chunk
 # takes no longer than that part of the time that the stream has taken, and how far it is ahead matters as little.
 MOST_PLAIN, _PART_AHEAD = 65536, 64
+# A few items are noted of each of so many pieces of a chunk, where these have so many items: an order that differs only
+# late in a long chunk shows.
+_PIECES, _LEAST_PIECE = 3, 1024
 
 _IMMUTABLE = (int, float, str, bytes, np.generic)
 
@@ -122,11 +125,7 @@ def draw(
                 if looks := source.copies and (size > round_size or not start or noted is not None):
                     source.look(items, kept(start, round_size), noted)
                     size = min(size, source.rounds_ahead() * round_size)
-                if noted is not None:
-                    source.show(items, start + size, kept, noted, is_begun=looks)
-                if not source.is_ended:
-                    at, end = source.drawn, start + size
-                    source.take(items, end - at, kept(at, end - at))
+                source.draw_to(start + size, items, kept, noted, is_begun=looks)
             except Exception as error:  # noqa: BLE001 - the user's own, raised again below
                 failure = error
         length = source.drawn - start
@@ -139,6 +138,14 @@ def draw(
         if failure is not None:
             raise failure
         now = min(2 * now, source.rounds_ahead()) if ahead else next(sizes)
+
+
+def _ends(start: int, size: int, round_size: int, pieces: int) -> Iterable[int]:
+    """Return where the pieces of a chunk end: whole rounds, about as many in each; a short chunk is one piece."""
+    if size < pieces * _LEAST_PIECE:
+        return (start + size,)
+    piece = -(-size // round_size // pieces) * round_size
+    return (min(start + size, start + piece * number) for number in range(1, pieces + 1))
 
 
 class _Source:
@@ -166,6 +173,25 @@ class _Source:
         """Return how many rounds may be drawn at once."""
         before = self.drawn // self._round_size // _PART_AHEAD if self._is_plain else 0
         return max(1, MOST_AHEAD // self._samples, min(before, MOST_PLAIN // self._samples))
+
+    def draw_to(
+        self,
+        end: int,
+        items: list[Any],
+        part: Callable[[int, int], slice],
+        noted: "PassFingerprint | None",
+        *,
+        is_begun: bool,
+    ) -> None:
+        """Draw the rest of a chunk; see ``show``."""
+        start = self.drawn - is_begun * self._round_size
+        for until in _ends(start, end - start, self._round_size, 1 if noted is None else _PIECES):
+            if noted is not None:
+                self.show(items, until, part, noted, is_begun=is_begun)
+                is_begun = False
+            if not self.is_ended:
+                at = self.drawn
+                self.take(items, until - at, part(at, until - at))
 
     def look(self, kept: list[Any], part: slice, noted: "PassFingerprint | None") -> None:
         """Draw a round and keep a part of it. What all of it shows, every rank learns alike."""

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 __all__ = [
     "LOOKED_AT",
@@ -28,6 +30,7 @@ __all__ = [
     "set_as_read",
     "set_generator_state",
     "set_generator_states",
+    "stored",
     "torch_generators",
     "unmoved",
     "was_seeded",
@@ -47,6 +50,10 @@ _GLOBAL = (
     torch.default_generator,
     *(getattr(draw, "__self__", None) for draw in (random.random, np.random.random_sample)),
 )
+# So many objects are looked at.
+_IN_ALL = 2048
+# What others draw from, or what holds everything.
+_OTHERS = (type, ModuleType, Dataset, DataLoader, nn.Module, nn.Parameter)
 # Packages whose classes draw from their instances' attributes alone.
 _LIBRARIES = frozenset({"builtins", "collections", "ddp_patch", "numpy", "torch", "torchdata", "typing"})
 
@@ -60,25 +67,46 @@ def random_generators(holders: Iterable[object]) -> list[RandomGenerator]:
     """Return the random generators that can be found in the holders' attributes, each once.
 
     An attribute may be a generator, hold some (a list, tuple, set or dict, of which the first 32 elements are looked
-    at), or be a function or bound method that draws from some: its arguments, closure and the globals that it names
-    are looked at too. So are the methods of the holder's own class. The global generators do not count.
+    at, or an object of the user's that is no dataset, module or loader), or be a function or bound method that draws
+    from some: its arguments, closure and the globals that it names are looked at too. So are the methods and
+    attributes of the holder's own class. The global generators do not count.
 
-    This finds the ways in which samplers are written. It proves nothing: a generator that is reached by a property, an
-    object of the user's, another module or a deeper nest stays unseen. So who asks may restore what was found, and may
-    not conclude that nothing else is drawn from.
+    This finds the ways in which samplers are written. It proves nothing: a generator in another module or a deeper nest
+    stays unseen. So who asks may restore what was found, and may not conclude that nothing else is drawn from.
     """
     found: dict[int, RandomGenerator] = {}
     for holder in holders:
-        for value in chain(getattr(holder, "__dict__", {}).values(), _methods(type(holder))):
-            found |= {id(rng): rng for rng in _within(value, _DEPTH)}
+        seen = dict[int, int]()
+        for value in chain(stored(holder).values(), _written(type(holder))):
+            found |= {id(rng): rng for rng in _within(value, _DEPTH, seen)}
     return [rng for rng in found.values() if not any(rng is state for state in _GLOBAL)]
 
 
-def _methods(kind: type) -> Iterator[FunctionType]:
-    """Yield the methods that somebody wrote for a class, whose globals it may draw from."""
+def stored(holder: object) -> dict[str, Any]:
+    """Return the attributes that an object stores, in its ``__dict__`` or in slots.
+
+    No property is asked: it runs the user's code, which may cost, raise or change something.
+    """
+    kept = dict(getattr(holder, "__dict__", {}))
+    for kind in type(holder).__mro__:
+        for name, slot in vars(kind).items():
+            if isinstance(slot, MemberDescriptorType) and kind.__module__ != "builtins":
+                try:
+                    kept[name] = slot.__get__(holder)
+                except AttributeError:
+                    continue  # an empty slot
+    return kept
+
+
+def _written(kind: type) -> Iterator[Any]:
+    """Yield what somebody wrote in a class: methods, whose globals it may draw from, and attributes."""
     for base in kind.__mro__:
-        if base.__module__.partition(".")[0] not in _LIBRARIES:
-            yield from (value for value in vars(base).values() if isinstance(value, FunctionType))
+        if _is_users(base):
+            yield from vars(base).values()
+
+
+def _is_users(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
 def _names(code: CodeType) -> set[str]:
@@ -87,28 +115,37 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _within(value: Any, depth: int) -> Iterator[RandomGenerator]:
-    """Yield the random generators that a value is, holds, or is a function of."""
-    parts: Iterable[Any] = ()
-    match value:
-        case random.SystemRandom():
-            pass  # which has no state
-        case torch.Generator() | np.random.Generator() | np.random.RandomState() | random.Random():
+def _within(value: Any, depth: int, seen: dict[int, int]) -> Iterator[RandomGenerator]:
+    """Yield the random generators that a value is, holds, or is a function of; but for what was seen as deeply."""
+    if seen.get(id(value), -1) >= depth or len(seen) >= _IN_ALL:
+        return
+    seen[id(value)] = depth
+    if isinstance(value, RandomGenerator):
+        if not isinstance(value, random.SystemRandom):  # which has no state
             yield value
+        return
+    for part in _parts(value) if depth else ():
+        yield from _within(part, depth - 1, seen)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Return what a value holds, or draws from if it is a function."""
+    match value:
         case partial():
-            parts = (value.func, *value.args, *value.keywords.values())
+            return (value.func, *value.args, *value.keywords.values())
         case MethodType() | BuiltinMethodType():  # the latter is what numpy 1.26's methods are
-            parts = (value.__self__,)
+            return (value.__self__,)
         case FunctionType():
             names = sorted(_names(value.__code__) & value.__globals__.keys())
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-            parts = (*cells, *(value.__defaults__ or ()), *(value.__globals__[name] for name in names))
+            return (*cells, *(value.__defaults__ or ()), *(value.__globals__[name] for name in names))
         case dict():
-            parts = islice(value.values(), LOOKED_AT)
+            return islice(value.values(), LOOKED_AT)
         case list() | tuple() | set():
-            parts = islice(value, LOOKED_AT)
-    for part in parts if depth else ():
-        yield from _within(part, depth - 1)
+            return islice(value, LOOKED_AT)
+        case _ if _is_users(type(value)) and not isinstance(value, _OTHERS):
+            return islice(stored(value).values(), LOOKED_AT)
+    return ()
 
 
 def generator_states(holders: Iterable[object]) -> Sequence[Any]:

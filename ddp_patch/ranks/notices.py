@@ -272,8 +272,9 @@ def _digest(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
-# Who comes to the end waits at most so long for ranks that may be given more: with DDP they are a step behind at most.
-_MOMENT_S, _AGAIN_S = 1.0, 0.002
+# Who comes to the end waits at most so long for ranks that may be given more, or for so many steps if these take
+# longer: with DDP the others are a step behind at most, but a step may take long to load.
+_MOMENT_S, _STEPS, _MOST_S, _AGAIN_S = 1.0, 2, 60.0, 0.002
 # The first steps are all told. Later ones may take one part in so many of the time.
 _FREE, _TIMES_THEIR_COST = 1000, 100
 
@@ -319,6 +320,7 @@ class StepCounts:
         self._mailbox = Mailbox(peers, "steps")
         self._epoch, self._which = -1, ""
         self._left, self._left_s, self._cost_s = 0, 0.0, 0.0
+        self._first_s = perf_counter()
 
     def begin(self, epoch: int, which: str) -> None:
         """Record that a pass begins.
@@ -332,6 +334,8 @@ class StepCounts:
     def leave(self, batches: int) -> None:
         """Leave how many batches this rank was given of the pass. It is called in each step, so it calls little."""
         now_s = perf_counter()
+        if batches == 1:
+            self._first_s = now_s
         if self._left >= _FREE and now_s - self._left_s < _TIMES_THEIR_COST * self._cost_s:
             return
         self._mailbox.leave_at_once(f"{self._epoch}|{self._which}|{batches}|0")
@@ -345,7 +349,9 @@ class StepCounts:
         Args:
             batches: How many batches this rank was given.
         """
-        mine, until_s = _Count(self._epoch, self._which, batches, True), perf_counter() + _MOMENT_S
+        mine, now_s = _Count(self._epoch, self._which, batches, True), perf_counter()
+        step_s = (now_s - self._first_s) / max(1, batches - 1)
+        until_s = now_s + (min(max(_MOMENT_S, _STEPS * step_s), _MOST_S) if batches > 1 else _MOMENT_S)
         self._mailbox.leave_at_once(f"{self._epoch}|{self._which}|{batches}|1")
         while True:
             counts = {rank: _Count.decoded(text) for rank, text in self._mailbox.exchange(None).items()}

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from itertools import chain, repeat
+from math import comb
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,6 +27,7 @@ __all__ = [
     "Divergence",
     "EndGuard",
     "Finding",
+    "Kept",
     "Marked",
     "Noted",
     "Notes",
@@ -41,6 +43,7 @@ __all__ = [
     "encoded",
     "encoded_marks",
     "following",
+    "kept",
     "position",
 ]
 
@@ -116,7 +119,8 @@ def compare(mine: Notes, theirs: Notes) -> OrderVerdict:
         theirs: What the other recorded.
 
     Returns:
-        ``ALIKE`` if no item differs, or if those that differ do so in what augmentation changes alone.
+        ``ALIKE`` if no item differs, if those that differ do so in what augmentation changes alone, or if most are the
+        same.
         ``OTHER_ORDER`` if items have other keys, or are surely at other positions. Otherwise ``UNKNOWN``: augmentation
         looks the same as a shuffle over a large range.
     """
@@ -133,7 +137,15 @@ def compare(mine: Notes, theirs: Notes) -> OrderVerdict:
     both = list(zip(zip(*mine.items, strict=True), zip(*theirs.items, strict=True), strict=True))
     if any(_is_reordered(one, other, is_all=is_all) for one, other in both):
         return OrderVerdict.OTHER_ORDER
-    return OrderVerdict.ALIKE if kept else OrderVerdict.UNKNOWN
+    if kept or _mostly_same(mine, theirs, len(differing)):
+        return OrderVerdict.ALIKE
+    return OrderVerdict.UNKNOWN
+
+
+def _mostly_same(mine: Notes, theirs: Notes, differing: int) -> bool:
+    """Return whether most items are known and at one position: others were augmented, or come after a skipped one."""
+    both = zip(mine.items, theirs.items, strict=False)
+    return len({one.whole for one, other in both if one.whole == other.whole}) >= max(_SURELY_MOVED, differing)
 
 
 def _pooled(pairs: Sequence[tuple[Notes, Notes]]) -> tuple[Notes, Notes]:
@@ -211,8 +223,9 @@ def _decoded(is_final: bool, is_all: bool, asked_rank: bool, text: str) -> Notes
 _DENSE = 64
 # Readers have something in common if so many first marks are the same.
 _KEPT = 16
-# Augmentation may change an item here and there. From a skipped item on most differ: so many, and a quarter.
-_FEWEST, _PART = 3, 4
+# Augmentation may change an item here and there. From a skipped item on many differ: so many, and a quarter. That the
+# ones before it are all the same may be chance only once in so many cases, because marks are compared again and again.
+_FEWEST, _PART, _ONCE_IN = 3, 4, 10**6
 _NAMES, _NUMBERS = 1, 2
 _BYTES = 3 * 4  # of the hashes of an item
 
@@ -290,33 +303,78 @@ class Divergence:
     is_end: bool
 
 
-def divergence(mine: Sequence[PartMarks], theirs: Sequence[PartMarks]) -> Divergence | None:
-    """Return where two readers of the same parts part; None if nothing shows that they do."""
-    for part, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+class Kept(NamedTuple):
+    """How many marks of a part two readers had alike in a pass in which none of its names, or numbers, differed."""
+
+    names: int = 0
+    numbers: int = 0
+
+
+def divergence(
+    mine: Sequence[PartMarks], theirs: Sequence[PartMarks], before: Sequence[Kept] = ()
+) -> Divergence | None:
+    """Return where two readers of the same parts part; None if nothing shows that they do.
+
+    Args:
+        mine: What one marked of each.
+        theirs: What the other marked of each.
+        before: What they had alike of each in another pass.
+    """
+    pairs = zip(mine, theirs, strict=False)
+    for part, ((one, other), known) in enumerate(zip(pairs, chain(before, repeat(Kept())))):  # noqa: B905 - endless
         for ended, goes_on in ((one, other), (other, one)):
             if ended.end is not None and goes_on.read > ended.end:
                 return Divergence(part, ended.end, is_end=True)
-        if not one.agrees_with(other) and (count := _other_items(one.items, other.items)) is not None:
+        if not one.agrees_with(other) and (count := _other_items(one.items, other.items, known)) is not None:
             return Divergence(part, count, is_end=False)
     return None
 
 
-def _other_items(mine: Sequence[ItemHashes], theirs: Sequence[ItemHashes]) -> int | None:
+def kept(mine: Sequence[PartMarks], theirs: Sequence[PartMarks]) -> list[Kept]:
+    """Return what two readers have alike of each part, as far as both have come."""
+    found = []
+    for one, other in zip(mine, theirs, strict=False):
+        shared = min(len(one.packed), len(other.packed)) // _BYTES
+        if one.agrees_with(other):
+            found.append(Kept(shared, shared))
+        else:
+            kinds = _kinds(one.items, other.items)
+            found.append(Kept(*(0 if any(a != b for a, b in values) else shared for values in kinds)))
+    return found
+
+
+def _kinds(mine: Sequence[ItemHashes], theirs: Sequence[ItemHashes]) -> list[list[tuple[int, int]]]:
+    """Return the items' names of two readers, and their numbers."""
+    return [[(one[kind], other[kind]) for one, other in zip(mine, theirs, strict=False)] for kind in (_NAMES, _NUMBERS)]
+
+
+def _other_items(mine: Sequence[ItemHashes], theirs: Sequence[ItemHashes], before: Kept) -> int | None:
     """Return within how many items two readers surely read others; None if they may differ by augmentation alone."""
     if compare(Notes(mine[:_DENSE]), Notes(theirs[:_DENSE])) is OrderVerdict.OTHER_ORDER:
         return next(place for place, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a.whole != b.whole) + 1
-    pairs = list(zip(mine, theirs, strict=False))
-    for kind in (_NAMES, _NUMBERS):
-        values = [(one[kind], other[kind]) for one, other in pairs]
-        if not all(map(all, values)) or len({value for value, _ in values}) < 2:
+    first = None
+    for values, alike_before in zip(_kinds(mine, theirs), before, strict=True):
+        known = {value for value, _ in values}
+        if not all(map(all, values)) or len(known) < min(2, len(values)):
             continue
         differing = [mark for mark, (value, other) in enumerate(values) if value != other]
-        if not differing:
+        if not differing and len(known) == len(values):  # each item is known, whatever else is with it
             return None
-        if differing[0] >= _KEPT:
-            is_sure = len(differing) >= _FEWEST and len(differing) * _PART >= len(values) - differing[0]
-            return position(differing[0]) + 1 if is_sure else None
-    return None
+        if first is None and differing and _are_others(differing, len(values), alike_before):
+            first = position(differing[0]) + 1
+    return first
+
+
+def _are_others(differing: Sequence[int], marks: int, alike_before: int) -> bool:
+    """Return whether marks differ from one on because another item is there, and not because some are augmented.
+
+    Augmentation changes any of them alike. So that all that differ come late would be a coincidence: one choice of so
+    many marks among the late ones, of all choices.
+    """
+    same, late, others = alike_before + differing[0], marks - differing[0], len(differing)
+    if same < _KEPT or others < _FEWEST or others * _PART < late:
+        return False
+    return comb(late, others) * _ONCE_IN <= comb(same + late, others)
 
 
 def encoded_marks(passes: Mapping[str, Sequence[PartMarks]]) -> str:
@@ -372,6 +430,7 @@ class OrderGuard:
         dataset: What is read.
         noted: What this rank's readers recorded.
         workers_read_alike: Tells of a pass, by its number from 1, whether all workers of a rank read the same stream.
+        held: A fingerprint of what the dataset holds at the patch.
     """
 
     def __init__(
@@ -380,12 +439,13 @@ class OrderGuard:
         dataset: object,
         noted: Noted,
         workers_read_alike: Callable[[int], bool] = lambda number: True,
+        held: str = "",
     ) -> None:
         self._rank, self._number = peers.rank, peers.number
         self._mailbox = Mailbox(peers, "orders")
         self._open = set(peers.others)
         self._name, self._remedy = type(dataset).__name__, order_remedy(dataset) or _SEED
-        self._noted, self._workers_read_alike = noted, workers_read_alike
+        self._noted, self._workers_read_alike, self._held = noted, workers_read_alike, held
         self._left = (0, 0)
         self._has_warned = False
 
@@ -403,11 +463,12 @@ class OrderGuard:
         mine = self._noted.passes()
         self._compare_workers(mine)
         for rank, text in self._mailbox.exchange(self._news(mine)).items():
-            theirs = decoded(text)
+            held, _, noted = text.partition(b"|")
+            theirs, is_held = decoded(noted), held.decode() == self._held
             for name in mine.keys() & theirs.keys():
                 found = compare_parts(mine[name], theirs[name])
                 if found.verdict is OrderVerdict.UNKNOWN:  # no items in common, as far as they show
-                    self._require_unsharded(mine[name][found.part], theirs[name][found.part], rank)
+                    self._require_unsharded(mine[name][found.part], theirs[name][found.part], rank, is_held=is_held)
                 self._judge(found, f"part {found.part}", f"rank {self._rank}", ranks_text([rank]))
                 if found.is_final:
                     self._open.discard(rank)
@@ -421,17 +482,26 @@ class OrderGuard:
                 found = compare_workers(parts)
                 self._judge(found, "the stream", "worker 0", f"worker {found.part}, both of rank {self._rank}")
 
-    def _require_unsharded(self, mine: Notes, theirs: Notes, rank: int) -> None:
-        """Raise RankMismatchError if a dataset gave ranks other items, and asked for its rank before it did."""
+    def _require_unsharded(self, mine: Notes, theirs: Notes, rank: int, *, is_held: bool) -> None:
+        """Raise RankMismatchError if a dataset gave ranks other items, and was made for its rank or asked for it.
+
+        What ranks' datasets hold may differ for another reason, such as a seed. So that counts only where items have
+        names or numbers, which other items have too.
+        """
+        are_told = any(item.names or item.numbers for item in mine.items)
         if mine.asked_rank or theirs.asked_rank:
-            raise RankMismatchError(
-                f"Iterating the loader that was patched as number {self._number}: {self._name} is sharded already. It "
-                f"asked which rank it is on while it was read, and its first items differ between rank {self._rank} "
-                f"and {ranks_text([rank])}. Each rank would take a shard of its own part only, and the rest would be "
-                f"lost. Let {self._name} give every rank everything; or say is_ddp_aware = True in its class, and its "
-                "loader is returned unchanged. If it asks for another reason, such as a seed, let items have a string "
-                "or a whole number that names them."
-            )
+            why = "It asked which rank it is on while it was read or its worker was prepared"
+        elif not is_held and are_told:
+            why = "What it holds differs between ranks since it was made"
+        else:
+            return
+        raise RankMismatchError(
+            f"Iterating the loader that was patched as number {self._number}: {self._name} is sharded already. {why}, "
+            f"and its first items differ between rank {self._rank} and {ranks_text([rank])}. Each rank would take a "
+            f"shard of its own part only, and the rest would be lost. Let {self._name} give every rank everything; or "
+            "say is_ddp_aware = True in its class, and its loader is returned unchanged. If ranks differ for another "
+            "reason, such as a seed, let items have a string or a whole number that names them."
+        )
 
     def _news(self, mine: Mapping[str, Sequence[Notes]]) -> str | None:
         """Return what to leave: nothing as long as little has come since."""
@@ -440,7 +510,7 @@ class OrderGuard:
         if finals == self._left[1] and (items == 0 or items < 2 * self._left[0]):
             return None
         self._left = (items, finals)
-        return encoded(mine)
+        return f"{self._held}|{encoded(mine)}"
 
     def _judge(self, found: Finding, where: str, mine: str, theirs: str) -> None:
         seen = (
@@ -484,7 +554,9 @@ class EndGuard:
     def __init__(self, peers: Peers, dataset: object, marked: Marked) -> None:
         self._rank, self._number, self._name = peers.rank, peers.number, type(dataset).__name__
         self._mailbox, self._marked = Mailbox(peers, "marks"), marked
+        self._remedy = order_remedy(dataset) or _SEED
         self._left = ""
+        self._kept: dict[int, dict[str, list[Kept]]] = {}  # by rank, then by what the ranks call the pass
 
     def compare(self) -> None:
         """Leave what was marked, and compare it with what the others have left by now.
@@ -497,21 +569,27 @@ class EndGuard:
         others = self._mailbox.exchange(None if news == self._left else news)
         self._left = news
         for rank, text in others.items():
-            theirs = decoded_marks(text)
+            theirs, known = decoded_marks(text), self._kept.setdefault(rank, {})
             for name, parts in mine.items():
-                found = divergence(parts, theirs.get(name, ()))
+                others_parts = theirs.get(name, ())
+                others_before = [before for other, before in known.items() if other != name]
+                earlier = max(others_before, key=lambda of_parts: sum(map(max, of_parts)), default=())
+                found = divergence(parts, others_parts, earlier)
                 if found is not None:
                     raise self._error(name, rank, found)
+                if any(part.packed for part in parts):  # of earlier passes only the ends are left
+                    known[name] = kept(parts, others_parts)
+            self._kept[rank] = {name: before for name, before in known.items() if name in mine}
 
     def _error(self, name: str, rank: int, found: Divergence) -> RankMismatchError:
         where = f"part {found.part} of {self._name} in {name.rpartition(' (')[0]}"
-        what = (
-            f"{where} ends after {found.count} items on one of them, and has more on the other"
+        what, remedy = (
+            (f"{where} ends after {found.count} items on one of them, and has more on the other", ONE_STREAM)
             if found.is_end
-            else f"{where} differs within the first {found.count} items"
+            else (f"{where} differs within the first {found.count} items", f"{ONE_STREAM} {self._remedy}.")
         )
         return RankMismatchError(
             f"Iterating the loader that was patched as number {self._number}: rank {self._rank} and "
             f"{ranks_text([rank])} read different streams. {what[0].upper()}{what[1:]}. Each rank keeps its shard of "
-            f"what should be one stream, so samples would be lost and steps would not be equal. {ONE_STREAM}"
+            f"what should be one stream, so samples would be lost and steps would not be equal. {remedy}"
         )

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 from weakref import WeakMethod
 
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.loaders.contents import Row
+from ddp_patch.loaders.contents import Row, RowsSeen
 from ddp_patch.orders.pass_fingerprint import PassFingerprint
 from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.histories import Contradiction, History, PassProgress, PassState, ReadAhead, contradiction
@@ -22,9 +22,9 @@ __all__ = ["Difference", "PassMonitor", "PassNotes", "difference"]
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
 
-# The rows of a dataset are looked at when a pass begins, and again after its first batch: some are made by the first
-# ``__getitem__``.
-_LOOKS = 2
+# The rows of a dataset are looked at when a pass begins, and after its first two batches: some are made by the first
+# ``__getitem__``. Once more at its end shows what reading changes.
+_LOOKS = 3
 # An encoded hash has this many bits.
 _BITS = 48
 
@@ -41,7 +41,7 @@ class PassNotes:
         begins_at: Where in the epoch it begins.
         skip: How many items of the share were taken before.
         fingerprint: That of what is drawn.
-        rows: Looks at the dataset.
+        rows: What looks at the dataset; None if nothing does.
         progress: Tells how far the pass has come.
     """
 
@@ -52,14 +52,16 @@ class PassNotes:
         begins_at: str,
         skip: int,
         fingerprint: PassFingerprint,
-        rows: Callable[[], Rows],
+        rows: RowsSeen | None,
         progress: Callable[[], PassProgress],
     ) -> None:
         self.what: str = what
         self.epoch: int = epoch
         self._begins_at, self._skip = begins_at, skip
-        self._fingerprint, self._look, self._progress = fingerprint, rows, progress
-        self._rows: list[Rows] = []
+        self._fingerprint, self._dataset, self._progress = fingerprint, rows, progress
+        self._rows: list[Rows] = []  # what is new at each look after the first
+        self._seen: Rows | None = None  # the latest look
+        self._is_seen_whole = False
         self._old: list[Any] | None = None  # as it was left, once nothing changes it
         self.attempt: int = 0
 
@@ -74,6 +76,24 @@ class PassNotes:
         if told.state is not PassState.OPEN:
             self._progress = partial(PassProgress, *told)
 
+    def look(self, look: int) -> None:
+        """Look at the dataset, where that is due in the latest pass: the user may change it before the next.
+
+        Args:
+            look: As below.
+        """
+        items, state = self._progress()
+        looks = 0 if self._seen is None else 1 + len(self._rows)
+        is_over = state is PassState.ENDED
+        is_due = not self._is_seen_whole if is_over else looks < _LOOKS and items - self._skip >= look * looks
+        if self._dataset is None or not is_due:
+            return
+        before, self._seen, self._is_seen_whole = self._seen, self._dataset.now(), is_over
+        if before is not None:
+            known = {name for rows in self._rows for name in rows}
+            steady = self._dataset.steady(before, self._seen)
+            self._rows.append({name: row for name, row in steady.items() if name not in known})
+
     def encoded(self, look: int, *, is_old: bool = False) -> list[Any]:
         """Return them as plain values.
 
@@ -85,8 +105,6 @@ class PassNotes:
             return self._old
         items, state = self._progress()
         taken = items - self._skip
-        if len(self._rows) < _LOOKS and taken >= look * len(self._rows):
-            self._rows.append(self._look())
         is_more = taken > look or state is PassState.ENDED
         marks = [[count, value % 2**_BITS] for count, value in self._fingerprint.marks]
         first = max(0, len(marks) - 1) if is_old else 0
@@ -125,9 +143,9 @@ def difference(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -
         other = known.get((epoch, begins_at, attempt))
         if not is_more or other is None:
             continue
-        for seen, seen_there in zip(rows, other[-1], strict=False):
-            if names := _differing({k: Row(*v) for k, v in seen.items()}, {k: Row(*v) for k, v in seen_there.items()}):
-                return Difference(epoch, attributes=names)
+        looks = min(len(rows), len(other[-1]))
+        if names := _differing(_together(rows[:looks]), _together(other[-1][:looks])):
+            return Difference(epoch, attributes=names)
         if (count := _differs_within(notes, other)) is not None:
             return Difference(epoch, count)
     return None
@@ -142,17 +160,24 @@ def _differs_within(mine: Sequence[Any], theirs: Sequence[Any]) -> int | None:
     return None
 
 
+def _together(looks: Sequence[Mapping[str, Sequence[Any]]]) -> Rows:
+    return {name: Row(*row) for look in looks for name, row in look.items()}
+
+
 def _differing(mine: Rows, theirs: Rows) -> tuple[str, ...]:
     """Return the attributes that show that two datasets have other samples at the same indices.
 
     Ranks may keep other things than samples in them: losses, counts, seeds. So one that identifies the samples, and is
-    the same on both, excuses the others, but for an order in which samples are read.
+    the same on both, excuses the others, but for an order in which samples are read, and for names that were the same
+    at the patch: somebody has changed these since, in another way on each rank.
     """
     both = [name for name in mine if name in theirs]
     differing = [name for name in both if mine[name].fingerprint != theirs[name].fingerprint]
+    changed = [name for name in differing if mine[name].at_first and mine[name].at_first == theirs[name].at_first]
     if any(mine[name].identifies for name in both if name not in differing):
-        differing = [name for name in differing if mine[name].is_order and theirs[name].is_order]
-    return tuple(differing)
+        differing = [name for name in differing if name in changed or (mine[name].is_order and theirs[name].is_order)]
+    # What is not one for each sample may be anything, if it was never the same.
+    return tuple(name for name in differing if name in changed or (mine[name].is_whole and theirs[name].is_whole))
 
 
 # The first comparisons, this many, are made whenever they are due, to find early mistakes at once. All later ones may
@@ -318,6 +343,8 @@ class PassMonitor:
         if self._peers is None or self._notices is None:
             return {}, {}
         share, old = self._peers.share, len(self._noted) - _IN_FULL
+        if self._noted:
+            self._noted[-1].look(self.read_ahead.size)
         notes = [noted.encoded(self.read_ahead.size, is_old=place < old) for place, noted in enumerate(self._noted)]
         mine = self._history.record(None if share is None else share[0], notes)
         others = self._notices.exchange(mine)

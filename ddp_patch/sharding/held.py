@@ -322,8 +322,9 @@ class Transparent:
     Subclasses of the user's may set attributes of their own at any time: these are never sealed.
     """
 
-    # The attribute that holds what is wrapped, and the names that are not handed on.
+    # What is wrapped by the name that users know, where it is kept, and the names that are not handed on.
     _inner: ClassVar[str]
+    _kept_as: ClassVar[str]
     _hidden: ClassVar[frozenset[str]] = frozenset()
     _is_sealed: bool = False
 
@@ -334,7 +335,7 @@ class Transparent:
 
     def _wrapped(self) -> Iterator[Any]:
         """Yield what may have an attribute that the wrapper lacks, from the outside in."""
-        yield self.__dict__[self._inner]
+        yield self.__dict__[self._kept_as]
 
     def _changing(self) -> AbstractContextManager[object] | None:
         """Return what to enter while the user may change what is wrapped; None if nobody needs to know."""
@@ -347,7 +348,7 @@ class Transparent:
 
     def __getattr__(self, name: str) -> Any:
         # Only called for names that the wrapper lacks: all of them, while it is unpickled.
-        if name.startswith("__") or name in self._hidden or self._inner not in self.__dict__:
+        if name.startswith("__") or name in self._hidden or self._kept_as not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         holder = self._holder(name)
         found = getattr(holder, name)
@@ -382,23 +383,24 @@ class Transparent:
 
     def _is_own(self, name: str) -> bool:
         """Return whether an attribute is the wrapper's; refuse one that follows from the share."""
-        wrapper = type(self).__name__
+        wrapper, inmost = type(self).__name__, [*self._wrapped()][-1]
+        wrapped = type(inmost).__name__
         if name == self._inner:
-            wrapped = type(self.__dict__[name]).__name__
             raise InvalidOptionError(
-                f"{name} of a {wrapper} is the {wrapped} that it wraps. It cannot be exchanged: the ranks have agreed "
-                f"on it. Set attributes of it, or build the loader anew and patch that. If the {wrapped} has a {name} "
-                f"of its own, set that: it is .{name}.{name}."
+                f"{name} of a {wrapper} cannot be exchanged: the ranks have agreed on the {wrapped} and all within it. "
+                "Set attributes of these, or build the loader anew and patch that."
             )
         if name in self.__dict__ or name.startswith("__"):
             return True
         own = next((vars(kind)[name] for kind in type(self).__mro__ if name in vars(kind)), None)
-        if isinstance(own, property) and own.fset is None:
-            within = [*self._wrapped()]
-            wrapped, place = type(within[-1]).__name__, ".".join([self._inner] * len(within))
+        if own is None:
+            return False
+        # Nobody reaches a sampler's attribute that is called as a method of the wrapper.
+        is_hidden = not isinstance(own, property) and hasattr(inmost, name)
+        if is_hidden or (isinstance(own, property) and own.fset is None):
+            place = f"its attribute {self._inner!r}" if getattr(self, self._inner) is inmost else "the one you gave it"
             raise InvalidOptionError(
                 f"{name} of a {wrapper} cannot be set: it follows from how the data are shared. The {wrapped} that is "
-                f"wrapped is its attribute {place!r}. Set it there, if that has it, or build the loader anew and patch "
-                "that."
+                f"wrapped is {place}. Set it there, if that has it, or build the loader anew and patch that."
             )
-        return own is not None
+        return True

@@ -52,7 +52,6 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         division: The rank's share of each batch, where batches are divided; the plan then takes all of the stream.
 
     Attributes:
-        dataset: The dataset that the user gave.
         shared: What the main process and the workers report to each other.
         ends: How many batches the workers made, with ``iterable_sharding="by_worker"``.
         chosen_epoch: The epoch that the user has chosen by this object's ``set_epoch``, until a pass begins.
@@ -60,7 +59,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         marks: Where they mark what they read to the end, as above.
     """
 
-    _inner = "dataset"
+    _inner, _kept_as = "dataset", "_dataset"
     # A position in the whole stream is none in this share, so the dataset's state is not this one's.
     _hidden = frozenset({"state_dict", "load_state_dict"})
 
@@ -75,7 +74,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         *,
         division: Plan | None = None,
     ) -> None:
-        self.dataset = dataset
+        self._dataset = dataset
         self.shared: SharedWorkerState = SharedWorkerState(readers)
         self.ends: Ends = Ends(readers)
         self.first_items: FirstItems | None = None
@@ -94,6 +93,11 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         self.chosen_epoch: int | None = None
         self._seal()
 
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset's, as in one process; if it has none, that dataset."""
+        return getattr(self._dataset, "dataset", self._dataset)
+
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
         return partial(self._choose_epoch, found) if name == "set_epoch" and callable(found) else found
@@ -111,9 +115,17 @@ class ShardedIterable(Transparent, IterableDataset[T]):
             before, skip = self._resumed[1].split(self._plan.num_replicas)
         return max(0, len(self._plan.share(len(self._plan.rest(self.stream_length(), before)))) - skip)
 
+    def require_no_generator(self) -> None:
+        """Refuse to save a state where persistent workers draw from generators that the user's dataset holds."""
+        if random_generators([self._dataset]):
+            raise StateError(
+                f"The state of {type(self._dataset).__name__} cannot be saved: it has a random generator, and "
+                "persistent workers advance copies of it. Use persistent_workers=False."
+            )
+
     def stream_length(self) -> int:
         """Return the length of the user's dataset; TypeError where it has none."""
-        return len(cast(Any, self.dataset))
+        return len(cast(Any, self._dataset))
 
     def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a ``collate_fn`` with whose batches travels what workers note of them."""
@@ -169,7 +181,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
 
     def _unbegun(self) -> WorkerCheckpoint:
         number = self.shared.latest_pass + 1 if self._first_pass is None else self._first_pass
-        generators = generator_states([random_holder(self.dataset)])
+        generators = generator_states([random_holder(self._dataset)])
         start = self._start(number, epoch=-1)
         if start.is_whole:
             start = replace(start, mark=replace(start.mark, before=self.unread_state()))
@@ -177,10 +189,10 @@ class ShardedIterable(Transparent, IterableDataset[T]):
 
     def unread_state(self) -> Sequence[Any]:
         """Return the dataset's own state, as the only element, if nobody has read it yet and it has one."""
-        if self._was_read or not can_snapshot(self.dataset, self._options):
+        if self._was_read or not can_snapshot(self._dataset, self._options):
             return ()
         with suppress(Exception):  # the user's code; without a state its stream is read again
-            return (copy.deepcopy(cast(Any, self.dataset).state_dict()),)
+            return (copy.deepcopy(cast(Any, self._dataset).state_dict()),)
         return ()
 
     def _note_loaded(self, loaded: WorkerCheckpoint) -> None:
@@ -204,7 +216,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         epoch = self.shared.epoch_of(number)
         if epoch is None or this_worker()[1] != self.shared.readers:
             raise UnsupportedLoaderError(
-                f"{type(self.dataset).__name__} cannot be sharded here: the patched loader was rebuilt without its "
+                f"{type(self._dataset).__name__} cannot be sharded here: the patched loader was rebuilt without its "
                 "sampler, which begins each epoch, or with another number of workers. Lightning's predict and "
                 "overfit_batches and accelerate's skip_first_batches do this. Iterate the one that "
                 "patch_dataloader_to_ddp() returned; restore_loader() resumes it mid-epoch."
@@ -213,14 +225,14 @@ class ShardedIterable(Transparent, IterableDataset[T]):
             self.forget(number)
         if self._resumed is not None and self._resumed[0] == number and self._resumed[1].is_begun:
             # In workers too: a loader may have drawn its workers' seed from these generators since.
-            set_generator_states([random_holder(self.dataset)], self._resumed[1].held.generators)
+            set_generator_states([random_holder(self._dataset)], self._resumed[1].held.generators)
         start = self._start(number, epoch) if loaded is None else self._start_of(loaded, number, epoch)
-        generators = generator_states([random_holder(self.dataset)])
+        generators = generator_states([random_holder(self._dataset)])
         one = self._pass(start, self.unread_state())
         self._was_read = True
         with worker_info_told(one.info):
             # Told after that, because it may seed these generators.
-            if callable(tell := getattr(self.dataset, "set_epoch", None)):
+            if callable(tell := getattr(self._dataset, "set_epoch", None)):
                 tell(epoch)
         if self._options.iterable_sharding == "by_worker":
             return one.split(self.ends)
@@ -233,7 +245,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
     def _pass(self, start: WorkerPosition, before: Sequence[Any] = ()) -> WorkerPass[T]:
         return WorkerPass(
             WorkerConfig(
-                self.dataset,
+                self._dataset,
                 self._plan,
                 self._division,
                 self._options,
@@ -252,21 +264,21 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         start = replace(loaded.start, number=number, epoch=epoch)
         if loaded.start.epoch not in {-1, epoch} or self._made_for not in {None, start.role}:
             raise StateError(
-                f"{type(self.dataset).__name__} cannot resume from the state of its iterator, which is that of worker "
+                f"{type(self._dataset).__name__} cannot resume from the state of its iterator, which is that of worker "
                 f"{start.role} in epoch {loaded.start.epoch}: this is worker {this_worker()[0]} in epoch {epoch}. Load "
                 "the state of the whole loader, and do not set another epoch before it resumes."
             )
         self.shared.note_offset(number, this_worker()[0], start.offset)
-        set_generator_states([random_holder(self.dataset)], loaded.generators)
+        set_generator_states([random_holder(self._dataset)], loaded.generators)
         return start
 
     def _require_all_loads(self) -> None:
         """Refuse to continue in a worker that was started before a state was loaded: it lacks position and seed."""
         if self._loads != self.shared.loads:
             raise StateError(
-                f"{type(self.dataset).__name__} cannot resume from the state: it was loaded by load_state_dict() while "
-                "the loader's persistent workers ran, and they did not get it. Call restore_loader(loader, state), "
-                "which starts new workers, or load the state before the first pass."
+                f"{type(self._dataset).__name__} cannot resume from the state: it was loaded by load_state_dict() "
+                "while the loader's persistent workers ran, and they did not get it. Call restore_loader(loader, "
+                "state), which starts new workers, or load the state before the first pass."
             )
 
     def begin_worker(self, number: int, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
@@ -276,7 +288,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
             return
         one = self._pass(self._start(number, epoch))
         with worker_info_told(one.info):
-            self._reader.prepare(self.dataset, worker_init_fn, one.reader)
+            self._reader.prepare(self._dataset, worker_init_fn, one.reader)
         if self._reader.has_asked:
             self._made_for = one.start.role
 

@@ -169,7 +169,8 @@ class Reader:
     Attributes:
         has_asked: Whether it has. It may remember the answer, so this stays true in later passes.
         has_split: Whether an item came after it had.
-        has_asked_rank: Whether it asked which rank this is, by its first item.
+        has_asked_rank: Whether it asked which rank this is, by its first item, or was made another one by a function
+            that did.
     """
 
     def __init__(self) -> None:
@@ -187,14 +188,17 @@ class Reader:
     def prepare(self, dataset: Any, worker_init_fn: Callable[[int], object], worker: int) -> None:
         """Call the user's ``worker_init_fn``, and note whether it made the dataset another one for this worker.
 
-        That it asked for its number says nothing: most functions do so to seed a worker.
+        That it asked for its number, or for its rank, says nothing: most functions do so to seed a worker.
         """
-        before, asked = dict(_attributes(dataset)), self.has_asked
+        before, asked, asked_rank = dict(_attributes(dataset)), self.has_asked, self.has_asked_rank
         self._has_dataset = False
-        worker_init_fn(worker)
+        with rank_noted(self._note_rank):
+            worker_init_fn(worker)
         after = _attributes(dataset)
         is_changed = before.keys() != after.keys() or any(after[name] is not value for name, value in before.items())
-        self.has_asked = asked or self._has_dataset or is_changed
+        is_made = self._has_dataset or is_changed
+        self.has_asked = asked or is_made
+        self.has_asked_rank = asked_rank or (self.has_asked_rank and is_made)
 
     def read(self, begin: Callable[[], Iterator[Any]], info: WorkerInfo | None) -> Iterator[Any]:
         """Iterate a dataset, which ``begin()`` begins; ``get_worker_info()`` returns ``info`` while its code runs."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import StateError
+from ddp_patch.loaders.contents import held_by
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.samples import DatasetEpoch
 from ddp_patch.plan import Batching
@@ -55,18 +56,18 @@ class StreamSampler(EpochSampler[None]):
                 "num_workers": given.num_workers,
                 "batch_size": given.batch_size or 1,
             }
-        super().__init__(agreed, SamplerStates([random_holder(dataset.dataset)], is_private=False), facts)
+        super().__init__(agreed, SamplerStates([random_holder(given.dataset)], is_private=False), facts)
         self.dataset: ShardedIterable[Any] = dataset
+        self._name = type(given.dataset).__name__
         self._workers, self._batching, self._ahead = given.num_workers, given.batching, ahead
         peers = agreed.peers
         if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
             dataset.first_items = FirstItems(dataset.shared.readers)
-            guard = OrderGuard(peers, dataset.dataset, dataset.first_items, self._read_one_stream)
-            self.monitor.orders = [guard.compare]
-            if not agreed.options.verify:  # which compares all when the next epoch begins, where every rank raises
-                dataset.marks = MarksInMemory(dataset.shared.readers)
-                self.monitor.orders.append(EndGuard(peers, dataset.dataset, dataset.marks).compare)
-        self._dataset_epoch = DatasetEpoch(dataset.dataset)
+            held = held_by(given.dataset)
+            first = OrderGuard(peers, given.dataset, dataset.first_items, self._read_one_stream, held)
+            dataset.marks = MarksInMemory(dataset.shared.readers)
+            self.monitor.orders = [first.compare, EndGuard(peers, given.dataset, dataset.marks).compare]
+        self._dataset_epoch = DatasetEpoch(given.dataset)
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def _stream_length(self, epoch: int) -> int:
@@ -127,7 +128,7 @@ class StreamSampler(EpochSampler[None]):
             self._holders,
             self.monitor,
             partial(self._length_if_any, epoch),
-            type(self.dataset.dataset).__name__,
+            self._name,
             self.dataset.shared,
             number,
             self._ahead,
@@ -201,7 +202,7 @@ class StreamSampler(EpochSampler[None]):
             return position
         if position.parts is not None and len(position.parts.done) != readers:
             raise StateError(
-                f"{type(self.dataset.dataset).__name__} cannot resume from the state, which counts the items of "
+                f"{self._name} cannot resume from the state, which counts the items of "
                 f"{len(position.parts.done)} workers that each read a part: this loader has num_workers={self._workers}"
                 f". Use num_workers={len(position.parts.done)}; the number of ranks may change."
             )

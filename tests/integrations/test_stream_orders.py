@@ -149,3 +149,38 @@ def test_the_order_that_each_rank_draws_for_itself_is_found_and_the_remedies_wor
         ("IterableDataset", "rank 0", "lost"),
         (".shuffle(seed=0, buffer_size=1000)",),
     )
+
+
+class Unpacks:
+    """Finds one sample corrupt, as on one rank's disk."""
+
+    def __init__(self, corrupt: str) -> None:
+        self.corrupt = corrupt
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        if row["__key__"] == self.corrupt:
+            raise ValueError(f"{self.corrupt} is corrupt")
+        return row
+
+
+def skipping(rank: int, world_size: int, shards: list[str], on: str) -> list[Told]:
+    """Every rank, or one, skips a sample that comes after the first ones, which are compared one by one."""
+    seed_ambient(rank)
+    told = []
+    for workers in (0, 2):
+        unpacks = Unpacks("0125" if on == "every rank" or rank == 1 else "")
+        data = wds.WebDataset(shards, nodesplitter=None, shardshuffle=False)
+        data = data.map(unpacks, handler=wds.handlers.warn_and_continue).decode().to_tuple("cls")
+        loader: DataLoader[Any] = DataLoader(data, batch_size=16, collate_fn=as_it_is, num_workers=workers)
+        told.append(in_step(patch_dataloader_to_ddp(loader), STEPS)._replace(batches=[]))
+    return told
+
+
+@pytest.mark.parametrize(("on", "found"), [("every rank", ""), ("one rank", FOUND)])
+def test_a_sample_that_webdataset_skips_is_told_within_the_epoch_if_only_one_rank_skips_it(
+    shards: list[str], on: str, found: str
+) -> None:
+    for told in zip(*run_ranks(skipping, 2, shards, on, timeout=300), strict=True):
+        seen = {rank.found for rank in told}
+        assert found in seen
+        assert seen <= {found, ""}  # of the last comparison, the first rank that makes it has nothing to compare with

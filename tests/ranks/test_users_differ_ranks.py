@@ -12,8 +12,8 @@ import torch
 import users
 from after_patch import Case, Me, Run, cases_of, disappointed, run_cases
 from quick import run_ranks
-from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
-from users import SHUFFLERS, N, loader
+from torch.utils.data import ConcatDataset, DataLoader, Subset, WeightedRandomSampler
+from users import SHUFFLERS, SIZE, N, loader
 
 CASES: dict[str, Case] = {}
 case = cases_of(CASES)
@@ -155,11 +155,60 @@ def files_are_an_object_deeper(me: Me) -> None:
         me.train(train)
 
 
-@case("told")
-def files_are_listed_by_the_first_item(me: Me) -> None:
-    train = me.patch(loader(users.Lazy()))
+@case("told", of=users.NAMED)
+def files_are_listed_by_the_first_item(me: Me, made: Callable[[int], Any]) -> None:
+    train = me.patch(loader(users.Lazy(made)))
     for _ in range(2):
         me.train(train)
+
+
+@case("told", of=users.NAMED)
+def rows_that_name_samples_are_shuffled(me: Me, made: Callable[[int], Any]) -> None:
+    dataset = users.Lazy()
+    dataset.files = list(map(made, range(N)))
+    train = me.patch(loader(dataset, shuffle=True))
+    for _ in range(3):
+        me.train(train)
+        random.shuffle(dataset.files)
+
+
+@case("told", of=users.KEPT)
+def files_are_kept_elsewhere(me: Me, how: Any) -> None:
+    kept, found = how
+    train = me.patch(loader(users.Named(kept, found, [f"{number}.png" for number in random.sample(range(N), N)])))
+    for _ in range(2):
+        me.train(train)
+
+
+@case("told")
+def files_of_several_samples_are_shuffled(me: Me) -> None:
+    dataset = users.Crops([f"{number}.png" for number in range(N // 2)])
+    train = me.patch(loader(dataset, shuffle=True))
+    for _ in range(3):
+        me.train(train)
+        random.shuffle(dataset.files)
+
+
+@case("told")
+def one_of_several_datasets_is_shuffled(me: Me) -> None:
+    parts = [users.Lazy(), users.Lazy()]
+    for place, part in enumerate(parts):
+        part.files = [f"{number}.png" for number in range(place * N, (place + 1) * N)]
+    train = me.patch(loader(ConcatDataset(parts), shuffle=True))
+    for _ in range(3):
+        me.train(train, range(2 * N))
+        random.shuffle(parts[1].files or [])
+
+
+@case("told")
+def another_part_of_the_files_is_chosen(me: Me) -> None:
+    dataset = users.Lazy()
+    dataset.all = [f"{number}.png" for number in range(N)]  # type: ignore[attr-defined]  # as many
+    dataset.files = list(dataset.all)  # type: ignore[attr-defined]
+    train = me.patch(loader(dataset))
+    for _ in range(3):
+        me.train(train)
+        dataset.files = random.sample(dataset.files, N)
 
 
 def streamed(me: Me, epochs: int, workers: int, **on_one_rank: Any) -> None:
@@ -202,6 +251,26 @@ def one_rank_takes_a_lost_connection_for_the_end_and_ranks_meet_after_it(me: Me)
     streamed(me, 1, 0, ends=300)
 
 
+@case("told", world_sizes=(2,))
+def one_rank_takes_a_lost_connection_for_the_end_where_items_load_slowly(me: Me) -> None:
+    stream = users.Stream()
+    train = me.patch(loader(stream))
+    if me.rank == 1:
+        stream.ends = 3 * SIZE * me.world
+    else:
+        stream.delay_s = 0.2
+    me.train(train)
+
+
+@case("told")
+def one_rank_skips_an_item_in_the_last_epoch_that_is_verified(me: Me) -> None:
+    stream = users.Stream(LONG)
+    train = me.patch(loader(stream), verify=True)
+    me.train(train, range(LONG))
+    stream.skips = (301,) if me.rank == 1 else ()
+    me.train(train, range(LONG))
+
+
 @case("told")
 def one_rank_gets_an_item_twice(me: Me) -> None:
     streamed(me, 1, 0, repeats=300)
@@ -225,6 +294,18 @@ def a_stream_shards_itself(me: Me, ask: Callable[[], int]) -> None:
 @case("told")
 def a_stream_shards_itself_in_workers(me: Me) -> None:
     train = me.patch(loader(users.ShardsItself(users.rank_of_environment), num_workers=1))
+    me.train(train)
+
+
+@case("told", of={"no workers": 0, "workers": 1})
+def a_stream_was_made_for_its_rank(me: Me, workers: int) -> None:
+    train = me.patch(loader(users.MadeForItsRank(), num_workers=workers))
+    me.train(train)
+
+
+@case("told")
+def a_stream_is_made_for_its_rank_in_workers(me: Me) -> None:
+    train = me.patch(loader(users.MadeInWorkers(), num_workers=2, worker_init_fn=users.make_for_its_rank))
     me.train(train)
 
 
@@ -327,6 +408,13 @@ def a_stream_is_shuffled_by_entropy_later(me: Me) -> None:
     train = me.patch(loader(users.Reshuffled()))
     for _ in range(3):
         me.train(train)
+
+
+@case("told")
+def a_long_stream_is_shuffled_by_entropy_later(me: Me) -> None:
+    train = me.patch(loader(users.Reshuffled(10 * LONG)))
+    for _ in range(2):
+        me.train(train, range(10 * LONG))
 
 
 @case("told", of={"no workers": 0, "workers": 1})

@@ -4,6 +4,7 @@ import copy
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -139,6 +140,31 @@ def a_dataset_remembers_what_its_rank_read(me: Me, how: dict[str, Any]) -> None:
         me.train(train)
 
 
+@right(of={"no workers": {}, "workers": {"num_workers": 1}})
+def a_dataset_notes_nothing_but_what_its_rank_read(me: Me, how: dict[str, Any]) -> None:
+    train = me.patch(loader(users.Logs(me.rank), shuffle=True, **how))
+    for _ in range(2 * me.world):
+        me.train(train)
+
+
+@right(of=users.KEPT)
+def files_are_kept_elsewhere(me: Me, how: Any) -> None:
+    kept, found = how
+    train = me.patch(loader(users.Named(kept, found, [f"{number}.png" for number in range(N)]), shuffle=True))
+    for _ in range(2):
+        me.train(train)
+
+
+@right(of=users.NAMED)
+def rows_that_name_samples_are_shuffled_alike(me: Me, made: Callable[[int], Any]) -> None:
+    dataset = users.Lazy()
+    dataset.files = list(map(made, range(N)))
+    train = me.patch(loader(dataset))
+    for epoch in range(3):
+        me.train(train)
+        random.Random(epoch).shuffle(dataset.files)
+
+
 @right(together="never")
 def ranks_are_fast_and_slow(me: Me) -> None:
     train = me.patch(loader(shuffle=True, generator=users.seeded()))
@@ -166,10 +192,18 @@ def some_ranks_have_an_item_less(me: Me, n: int) -> None:
         me.train(train, range(43), is_uneven=True)
 
 
-@right(of=SHUFFLERS)
+# What the errors say of orders by entropy, and of samplers that learn.
+LED: dict[str, Callable[[], DataLoader[Any]]] = {
+    **SHUFFLERS,
+    "entropy": lambda: loader(sampler=users.Entropic()),
+    "entropy, an iterator": lambda: loader(sampler=users.Iterates()),
+}
+
+
+@right(of=LED)
 def a_leader_leads(me: Me, make: Callable[[], DataLoader[Any]]) -> None:
     train = me.patch(make(), agreement="leader")
-    for _ in range(2):
+    for _ in range(3):
         me.train(train)
 
 
@@ -216,6 +250,34 @@ def a_stream_is_augmented(me: Me) -> None:
     train = me.patch(loader(users.Stream(480, made=lambda number: (number, f"{number}.png", random.random()))))
     for _ in range(2):
         me.train(train, range(480))
+
+
+SOMETIMES: dict[str, Callable[[random.Random, int], Any]] = {
+    "a text": lambda own, number: (torch.tensor(number), f"{number}"[: None if own.random() > 0.1 else 1]),
+    "a label": lambda own, number: (torch.tensor(number), number % 10 if own.random() > 0.1 else -1),
+    "a flip": lambda own, number: (torch.tensor(number), {"label": number % 10, "is flipped": own.random() < 0.1}),
+}
+
+
+@right(of=SOMETIMES)
+def some_items_of_a_stream_are_augmented(me: Me, made: Callable[[random.Random, int], Any]) -> None:
+    for _ in range(5):
+        train = me.patch(loader(users.Stream(480, made=partial(made, random.Random(time.time_ns())))))
+        for _ in range(2):
+            me.train(train, range(480))
+
+
+class SaysSo(users.ShardsItself):
+    """It shards itself, and says so."""
+
+    is_ddp_aware = True
+
+
+@right(of={"the group": users.rank_of_group, "the environment": users.rank_of_environment})
+def a_stream_that_shards_itself_says_so(me: Me, ask: Callable[[], int]) -> None:
+    train = me.patch(loader(SaysSo(ask)))
+    for _ in range(2):
+        me.train(train)
 
 
 @right()

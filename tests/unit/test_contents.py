@@ -1,6 +1,6 @@
 """Which samples datasets hold: other ones on each rank show, and nothing else that ranks may rightly differ in."""
 
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +84,11 @@ BY_HAND: dict[str, Callable[[], list[Any]]] = {
     "a dataset with local indices": lambda: [Holding(x=part, ids=list(range(N))) for part in split(X)],
     "a dataset in a dataset": lambda: [Holding(inner=part) for part in hold(x=X)],
     "a list in another order": lambda: [names(), names()[::-1]],
+    "names in folders of their own": lambda: split([f"/data/{index}/image.png" for index in range(2 * N)]),
+    "objects with names": lambda: split([Sample(name) for name in names()]),
+    "a dict of lists": lambda: [Holding(index={"paths": part}) for part in split(names())],
+    "a deque": lambda: [Holding(paths=deque(part)) for part in split(names())],
+    "two samples of each": lambda: [Holding(n=2 * N, paths=part) for part in split(names())],
     "made by another seed": lambda: [
         TensorDataset(torch.randn(N, 2, generator=torch.Generator().manual_seed(r))) for r in (0, 1)
     ],
@@ -106,6 +111,13 @@ class Opaque:
 @dataclass
 class Sample:
     path: str
+
+
+class On:
+    """A sample on a device."""
+
+    def __init__(self, path: str, device: str) -> None:
+        self.path, self.device = path, device
 
 
 Row = namedtuple("Row", "number")
@@ -142,6 +154,9 @@ NO_ALARM: dict[str, Callable[[], list[Any]]] = {
     "noise beside the samples": by_rank(lambda r: same_but(r, noise=noise(r).random(N), seeds=[*noise(r).random(N)])),
     "settings": by_rank(lambda r: Holding(size=[r, r], rank=r, name=f"rank {r}", n=3)),
     "as many settings as samples, of which there are few": by_rank(lambda r: Holding(n=3, mean=[r, r, r])),
+    "folders of their own, with one name": by_rank(lambda r: Holding(p=[f"/{r}/{i}/a.png" for i in range(N)])),
+    "objects on devices of their own": by_rank(lambda r: [On(f"{i}.png", f"cuda:{r}") for i in range(N)]),
+    "classes": by_rank(lambda r: Holding(classes=[f"{r} {i}" for i in range(N - 1)])),
     "dicts": by_rank(lambda r: Holding(index=dict.fromkeys(range(N), r))),
     "what reads a file": by_rank(lambda r: Reads([r] * N)),
     "files in memory maps": by_rank(lambda r: mapped(r)),

@@ -50,6 +50,12 @@ TABLE: dict[str, tuple[Sequence[Any], Sequence[Any], bool, OrderVerdict]] = {
         True,
         ALIKE,
     ),
+    "a few flipped": (
+        [(number, number % 7 == 0) for number in MANY],
+        [(number, False) for number in MANY],
+        False,
+        ALIKE,
+    ),
     "constant": ([0] * 9, [0] * 9, False, ALIKE),
     "objects of an unknown type": ([object()] * 9, [object()] * 9, False, ALIKE),
     # another order

@@ -3,6 +3,7 @@
 import logging
 import random
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler
 
-from ddp_patch.loaders.contents import Row, rows_of
+from ddp_patch.loaders.contents import Row, RowsSeen, rows_of
 from ddp_patch.orders.chunks import begun, draw
 from ddp_patch.orders.orders import order_of
 from ddp_patch.orders.pass_fingerprint import PassFingerprint
@@ -51,6 +52,12 @@ def test_all_ranks_take_one_fingerprint_of_one_order(kind: str, n: int) -> None:
     assert taken[0] == taken[1] == taken[2]
     assert len(taken[0]) <= 60
     assert taken[0][-1][0] == n
+
+
+def test_an_order_that_differs_late_in_a_chunk_shows() -> None:
+    items = random.Random(1).sample(range(12_000), 12_000)
+    other = [*items[:9000], *items[:8999:-1]]
+    assert drawn(items).marks != drawn(other).marks
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,6 +108,17 @@ def test_an_order_that_is_looked_up_has_a_fingerprint_before_its_first_item() ->
     assert taken[0] == taken[1] != taken[2]
 
 
+class Holds(RowsSeen):
+    """A dataset whose rows are always the same."""
+
+    def __init__(self, rows: dict[str, Row]) -> None:
+        super().__init__([])
+        self.rows = rows
+
+    def now(self) -> dict[str, Row]:
+        return self.rows
+
+
 def notes_of(
     items: list[int],
     taken: int = 9,
@@ -110,8 +128,9 @@ def notes_of(
     is_old: bool = False,
 ) -> list[Any]:
     """Return what a rank left of a pass, of which it took some items."""
-    kept = [rows or {}]
-    noted = PassNotes("S", epoch, "0", 0, drawn(items), lambda: kept[0], lambda: PassProgress(taken, state))
+    noted = PassNotes("S", epoch, "0", 0, drawn(items), Holds(rows or {}), lambda: PassProgress(taken, state))
+    for _ in range(2):
+        noted.look(4)
     return noted.encoded(look=4, is_old=is_old)
 
 
@@ -148,7 +167,7 @@ def test_the_notes_of_a_pass_that_is_over_keep_nothing_of_it() -> None:
 
     stands = Stands()
     gone = weakref.ref(stands)
-    notes = PassNotes("S", 0, "0", 0, drawn([*range(9)]), dict, stands.now)
+    notes = PassNotes("S", 0, "0", 0, drawn([*range(9)]), None, stands.now)
     notes.settle()
     stands.state = PassState.LEFT
     told = notes.encoded(4, is_old=True)
@@ -162,6 +181,9 @@ FILES, OTHERS = Row("files", identifies=True), Row("others", identifies=True)
 LOSSES, MORE = Row("losses", identifies=False), Row("more", identifies=False)
 ORDER, REVERSED = Row("order", True, is_order=True), Row("reversed", True, is_order=True)
 UNSHUFFLED = Row("unshuffled", False, is_order=True)
+CHANGED, CHANGED_TOO = Row("changed", True, at_first="files"), Row("changed too", True, at_first="files")
+OWN, OWN_TOO = Row("own", True, at_first="mine"), Row("own too", True, at_first="yours")
+CLASSES, OTHER_CLASSES = Row("classes", False, is_whole=False), Row("other classes", False, is_whole=False)
 
 ROWS: list[tuple[dict[str, Row], dict[str, Row], tuple[str, ...]]] = [
     ({"a": FILES}, {"a": FILES}, ()),
@@ -172,6 +194,11 @@ ROWS: list[tuple[dict[str, Row], dict[str, Row], tuple[str, ...]]] = [
     ({"b": UNSHUFFLED}, {"b": ORDER}, ("b",)),
     ({"a": FILES, "b": UNSHUFFLED}, {"a": FILES, "b": ORDER}, ("b",)),
     ({"a": FILES}, {"b": OTHERS}, ()),
+    ({"a": FILES, "b": CHANGED}, {"a": FILES, "b": CHANGED_TOO}, ("b",)),
+    ({"a": FILES, "b": OWN}, {"a": FILES, "b": OWN_TOO}, ()),
+    ({"b": OWN}, {"b": OWN_TOO}, ("b",)),
+    ({"b": CLASSES}, {"b": OTHER_CLASSES}, ()),
+    ({"b": CLASSES._replace(at_first="c")}, {"b": OTHER_CLASSES._replace(at_first="c")}, ("b",)),
     ({}, {}, ()),
 ]
 
@@ -197,6 +224,22 @@ class Data(torch.utils.data.Dataset[int]):
         raise AssertionError("nothing is loaded for a comparison")
 
 
+class Slots:
+    """An object without a ``__dict__``."""
+
+    __slots__ = ("files",)
+
+    def __init__(self, files: list[str]) -> None:
+        self.files = files
+
+
+class Record:
+    """A row of a class of the user's."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
 def words() -> Iterator[str]:
     return map("{}.png".format, range(20))
 
@@ -215,7 +258,43 @@ def words() -> Iterator[str]:
         ({"ann": Data(inner=Data(files=list(words())))}, (), {"Data.files"}),
         ({"short": list(words())[:9]}, (), set()),
         ({"cache": [None] * 20}, (), set()),
+        ({"pairs": [(word, random.random()) for word in words()]}, (), {"Data.pairs"}),
+        ({"dicts": [{"path": word} for word in words()]}, (), {"Data.dicts"}),
+        ({"files": [f"case_{number}/image.png" for number in range(20)]}, (), {"Data.files"}),
+        ({"files": ["image.png"] * 20}, (), set()),
+        ({"files": deque(words())}, (), {"Data.files"}),
+        ({"by_number": dict(enumerate(words()))}, (), {"Data.by_number"}),
+        ({"by_number": dict.fromkeys(range(20), "same")}, (), set()),
+        ({"split": {"train": list(words()), "val": [1, 2]}}, (), {"Data.split['train']"}),
+        ({"both": [list(words()), [0.5] * 20]}, (), {"Data.both[0]"}),
+        ({"ann": Slots(list(words()))}, (), {"Data.ann.files"}),
+        ({"records": list(map(Record, words()))}, (), {"Data.records[].path"}),
+        ({"halves": list(words())[:10]}, (), set()),
+        ({"halves": list(words())[:10]}, ("Data.halves",), {"Data.halves"}),
     ],
 )
 def test_which_attributes_are_compared_in_each_pass(held: dict[str, Any], known: Any, found: set[str]) -> None:
-    assert set(rows_of(Data(**held), known)) == found
+    assert set(rows_of(Data(**held), dict.fromkeys(known, "then"))) == found
+
+
+def test_what_reading_changes_is_compared_no_more() -> None:
+    data = Data(files=list(words()), log=[], last=[""] * 20)
+    seen = RowsSeen(data)
+    before = seen.now()
+    assert set(seen.steady(before, seen.now())) == {"Data.files"}
+    data.log, data.last = list(range(20)), list(words())  # type: ignore[attr-defined]  # of this one
+    after = seen.now()
+    assert set(after) == {"Data.files", "Data.log", "Data.last"}
+    data.log.append(7)  # type: ignore[attr-defined]
+    data.last[0] = "x.png"  # type: ignore[attr-defined]
+    assert set(seen.steady(after, seen.now())) == {"Data.files"}
+    assert set(seen.steady(seen.now(), seen.now())) == {"Data.files"}
+
+
+def test_names_that_were_the_samples_at_the_patch_are_compared_whatever_changes_them() -> None:
+    data = Data(files=list(words()))
+    seen = RowsSeen(data)
+    before = seen.now()
+    data.files.reverse()  # type: ignore[attr-defined]  # of this one
+    assert not seen.steady(before, now := seen.now())
+    assert set(seen.steady(now, seen.now())) == {"Data.files"}

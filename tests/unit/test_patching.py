@@ -5,7 +5,7 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_any_other_batch_sampler_is_wrapped_whole() -> None:
     given = loader(batch_sampler=LastFirst(SequentialSampler(Indices()), 4, drop_last=False))
     patched = patch_dataloader_to_ddp(given, **WORLD)
     assert isinstance(patched.batch_sampler, DDPBatchSamplerWrapper)
-    assert patched.batch_sampler.sampler is given.batch_sampler
+    assert patched.batch_sampler.sampler is cast(Any, given.batch_sampler).sampler
     assert list(patched) == [[16, 17, 18, 19], [4, 5, 6, 7]]
     assert (patched.batch_sampler.batch_size, patched.batch_sampler.drop_last) == (4, False)
 

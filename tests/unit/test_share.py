@@ -253,7 +253,7 @@ def test_the_patched_loader_keeps_what_is_read_of_it() -> None:
     assert (mine.batch_sampler.batch_size, mine.batch_sampler.drop_last) == (4, True)
     assert isinstance(mine.batch_sampler, DDPBatchSamplerWrapper)
     assert mine.sampler is mine.batch_sampler
-    assert mine.batch_sampler.sampler is given.batch_sampler
+    assert mine.batch_sampler.sampler is given.sampler
     names = extract_loader_parameters(given, ignore_data_related_parameters=True)
     assert extract_loader_parameters(mine, ignore_data_related_parameters=True) == names
     first, second = list(mine), list(mine)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_patch.orders.fingerprint import hashes_if_any
-from ddp_patch.ranks.order_guard import PartMarks, decoded_marks, divergence, encoded_marks, following, position
+from ddp_patch.ranks.order_guard import PartMarks, decoded_marks, divergence, encoded_marks, following, kept, position
 from ddp_patch.streams.marks import MarksInMemory
 
 
@@ -90,6 +90,56 @@ def test_an_end_that_another_reader_is_past_shows(kind: str) -> None:
 def test_augmentation_that_changes_an_item_here_and_there_shows_nothing() -> None:
     mine, theirs = ([number if random.random() > 0.02 else -number for number in range(1, 1000)] for _ in range(2))
     assert divergence([marked(mine)], [marked(theirs)]) is None
+
+
+SHARE_AUGMENTED = (0.02, 0.05, 0.1, 0.2, 0.3)
+
+
+@pytest.mark.parametrize("share", SHARE_AUGMENTED)
+@pytest.mark.parametrize("make", [str, int], ids=["names", "numbers"])
+def test_items_of_which_some_are_augmented_show_nothing_at_any_moment(share: float, make: Callable[[int], Any]) -> None:
+    rng = random.Random(0)
+    for _ in range(40):
+        mine, theirs = ([make(n if rng.random() > share / 2 else -n) for n in range(1, 300)] for _ in range(2))
+        whole = marked(mine)
+        for upto in range(16, 300, 8):
+            assert divergence([whole], [marked(theirs, upto=upto)]) is None
+
+
+def test_a_number_that_names_the_item_shows_that_its_text_is_augmented() -> None:
+    mine, theirs = (marked((n, f"{n} {random.random() if n > 200 else ''}") for n in range(600)) for _ in range(2))
+    assert divergence([mine], [theirs]) is None
+
+
+def test_a_skipped_item_shows_in_the_numbers_where_all_names_are_alike() -> None:
+    def sorted_by_class(number: int) -> tuple[str, int]:
+        return ("cat" if number < 990 else "dog"), number
+
+    mine, theirs = (marked(map(sorted_by_class, numbers), upto=900) for numbers in (range(1000), SKIPPED))
+    found = divergence([mine], [theirs])
+    assert found is not None
+    assert 500 < found.count < 600
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_an_order_over_a_large_range_shows_after_a_pass_that_was_alike(kind: str) -> None:
+    def read(seed: int | None) -> list[PartMarks]:
+        numbers = range(100_000) if seed is None else random.Random(seed).sample(range(100_000), 900)
+        return [marked(map(KEPT[kind], numbers[:900]))]
+
+    before = kept(read(None), read(None))
+    assert divergence(read(1), read(2)) is None
+    found = divergence(read(1), read(2), before)
+    assert found is not None
+    assert found.count <= 3
+    assert divergence(read(3), read(3), before) is None
+
+
+def test_what_was_augmented_in_a_pass_shows_nothing_in_the_next() -> None:
+    def read() -> list[PartMarks]:
+        return [marked(random.sample(range(10**9), 900))]
+
+    assert divergence(read(), read(), kept(read(), read())) is None
 
 
 def test_an_order_that_differs_from_the_beginning_shows() -> None:

@@ -297,21 +297,65 @@ def test_what_is_wrapped_cannot_be_exchanged() -> None:
         stream.dataset = Stream()
 
 
-def test_what_is_within_the_wrapped_one_is_a_step_further() -> None:
-    class Own(BatchSampler):
-        pass
+class Own(BatchSampler):
+    """A user's batch sampler, with a sampler within it."""
 
-    ranks = sharded(batch_sampler=lambda: Own(SubsetRandomSampler(range(N)), 2, False))
+
+class Outer(IterableDataset[int]):
+    """A user's dataset, with a dataset within it."""
+
+    def __init__(self) -> None:
+        self.dataset = Stream()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.dataset)
+
+
+@pytest.mark.parametrize("share", ["samples", "batches", "within_batches"])
+def test_what_is_within_is_where_one_process_has_it(share: str) -> None:
+    ranks = sharded(sampler=SAMPLERS["subset"], batch_size=2, share=share)
     for loader in ranks:
-        loader.batch_sampler.sampler.sampler.indices = range(8)
+        loader.batch_sampler.sampler.indices = range(8)
     assert given_to(ranks) == [*range(8)]
 
 
+def test_so_is_what_is_within_a_users_own() -> None:
+    batches = sharded(batch_sampler=lambda: Own(SubsetRandomSampler(range(N)), 2, False))
+    streams = sharded(dataset=Outer, batch_size=2)
+    for loader, stream in zip(batches, streams, strict=True):
+        loader.batch_sampler.sampler.indices = range(8)
+        stream.dataset.dataset.max_len = 8
+    assert given_to(batches) == given_to(streams) == [*range(8)]
+
+
 def test_a_refusal_says_where_the_samplers_own_is() -> None:
-    for share, place in (("samples", "'sampler'"), ("batches", "'sampler.sampler'")):
+    for share in ("samples", "batches"):
         loader = sharded(sampler=Curriculum, batch_size=2, share=share)[0]
-        with raises(InvalidOptionError, ("seed", "Curriculum", place), "Set it there"):
+        with raises(InvalidOptionError, ("seed", "Curriculum", "'sampler'"), "Set it there"):
             loader.sampler.seed = 3
+        loader.sampler.sampler.seed = 3
+    own = sharded(batch_sampler=lambda: Own(SequentialSampler(range(N)), 2, False))[0]
+    with raises(InvalidOptionError, ("seed", "Own", "the one you gave it"), "Set it there"):
+        own.batch_sampler.seed = 3
+
+
+class Scheduled(Curriculum):
+    """Its attributes are called as the wrapper's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedule = "linear"
+
+
+def test_what_is_called_as_a_method_of_the_wrapper_is_refused() -> None:
+    for share in ("samples", "batches"):
+        loader = sharded(sampler=Scheduled, batch_size=2, share=share)[0]
+        with raises(InvalidOptionError, ("schedule", "Scheduled", "'sampler'"), "Set it there"):
+            loader.sampler.schedule = "cosine"
+        with raises(InvalidOptionError, ("schedule", "Scheduled", "'sampler'"), "Set it there"):
+            del loader.sampler.schedule
+        loader.sampler.sampler.schedule = "cosine"
+        assert len([*loader]) == len(loader)
 
 
 def test_what_contradicts_the_share_is_refused() -> None:
