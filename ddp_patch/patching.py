@@ -190,10 +190,9 @@ def patch_dataloader_to_ddp(
         3 [[0, 2], [4, 6], [8]]
         3 [[1, 3], [5, 7], [9]]
     """
-    world = find_world(rank, num_replicas, process_group, device_mesh, data_parallel_dimensions)
-    sharing = (uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle, share)
-    more = (cost, cost_of, cost_window, device)
-    (patched,) = patch_each("patch_dataloader_to_ddp", {"": loader}, world, lambda: Options(*sharing, *more))
+    given = {name: value for name, value in locals().items() if name != "loader"}
+    where, chosen = split_options("patch_dataloader_to_ddp", given, PatchOptions)
+    (patched,) = patch_each("patch_dataloader_to_ddp", {"": loader}, find_world(**where), lambda: Options(**chosen))
     log_patched({"": loader}, [patched])
     return cast("PatchedLoader[T]", patched)  # it has what that type says, and the class of the given loader
 
