@@ -21,16 +21,7 @@ from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.copying import OneIterator, copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
 from ddp_patch.loaders.moving import ON_DEVICE, Mover, copies_ahead, device_for, device_of, require_movable
-from ddp_patch.loaders.recognition import (
-    Keys,
-    copied,
-    error_context,
-    is_empty,
-    nested,
-    place_of,
-    require_loader,
-    tell_if_assumed,
-)
+from ddp_patch.loaders.recognition import error_context, require_loader, tell_if_assumed
 from ddp_patch.options import COST_WINDOW, Agreement, IterableSharding, Layout, Options, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
@@ -39,6 +30,7 @@ from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.batches import describe_share
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.refusals import costs_compared, require_shareable, require_shuffle, unit_shared
+from ddp_patch.walks import Keys, copied, is_empty, nested, place_of
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, SharingOptions, split_options
 
 __all__ = [

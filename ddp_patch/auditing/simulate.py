@@ -40,12 +40,13 @@ from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.samples import deep_copy, tell_epoch
 from ddp_patch.orders.chunks import begun, own
-from ddp_patch.orders.generators import LOOKED_AT, generator_state, random_generators, set_generator_state, unmoved
+from ddp_patch.orders.generators import generator_state, random_generators, set_generator_state, unmoved
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.ranks.notices import unwatched
 from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.streams.reading import Reader
 from ddp_patch.streams.shared_state import SharedWorkerState
+from ddp_patch.walks import LOOKED_AT
 
 __all__ = ["Rank", "Workers", "base_seed", "called", "draw", "ranks_of", "returned_by"]
 

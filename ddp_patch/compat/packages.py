@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
+from ddp_patch.walks import held, stored, walk
+
 __all__ = [
     "ACCELERATE_NON_BLOCKING",
     "ACCELERATE_PREPARED",
@@ -124,18 +126,11 @@ def is_interleaved(dataset: object) -> bool:
 
 
 def _has_stage(dataset: object, name: str) -> bool:
-    left, seen = [dataset], set[int]()
-    while left:
-        one = left.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if any(full_name(kind) == name for kind in type(one).__mro__):
-            return True
-        for value in getattr(one, "__dict__", {}).values():
-            parts = value if isinstance(value, list | tuple) else [value]
-            left += [part for part in parts if isinstance(part, IterableDataset) or _is_hugging_face_stage(part)]
-    return False
+    def is_stage(part: object) -> bool:
+        return isinstance(part, IterableDataset) or _is_hugging_face_stage(part)
+
+    stages = walk(dataset, lambda stage: held(stage, is_stage))
+    return any(full_name(kind) == name for stage in stages for kind in type(stage).__mro__)
 
 
 def forget_loaded_state(dataset: object) -> None:
@@ -164,8 +159,8 @@ _ORDER_REMEDIES: Final = {
 
 def order_remedy(dataset: object) -> str | None:
     """Return how to make a dataset of another package, or one inside it, shuffle alike on every rank."""
-    for one in (dataset, *getattr(dataset, "__dict__", {}).values()):
-        for kind in type(one).__mro__:
+    for part in (dataset, *stored(dataset).values()):
+        for kind in type(part).__mro__:
             if (remedy := _ORDER_REMEDIES.get(kind.__module__.split(".")[0])) is not None:
                 return remedy
     return None

@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ddp_patch.compat.packages import is_hugging_face_table
-from ddp_patch.loaders.recognition import nested_datasets, stored
+from ddp_patch.loaders.recognition import nested_datasets
 from ddp_patch.loaders.samples import copy_to_draw, length_of
-from ddp_patch.orders.fingerprint import fingerprint
-from ddp_patch.orders.generators import LOOKED_AT
+from ddp_patch.orders.fingerprint import fingerprint, number_of
 from ddp_patch.orders.orders import spread
+from ddp_patch.walks import LOOKED_AT, stored
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -305,7 +305,7 @@ def _samples_in(item: Any) -> list[Any]:
 
 def _hashed(samples: Sequence[Any]) -> "NDArray[np.uint64]":
     """Return a number below 2**64 for each sample, evenly spread."""
-    numbers = [int(fingerprint([one])[:15], 16) if isinstance(one, str) else one for one in samples]
+    numbers = [number_of([name]) if isinstance(name, str) else name for name in samples]
     mixed = np.array(numbers, dtype=np.uint64)
     for multiplier in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9):  # splitmix64's
         mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(multiplier)

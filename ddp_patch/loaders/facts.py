@@ -31,9 +31,10 @@ from ddp_patch.loaders.samples import (
     nested_samplers,
     or_unknown,
 )
-from ddp_patch.orders.generators import LOOKED_AT, torch_generators
+from ddp_patch.orders.generators import torch_generators
 from ddp_patch.orders.orders import why_not_scalable
 from ddp_patch.plan import ITEMS, Batching
+from ddp_patch.walks import first_parts
 
 __all__ = ["Level", "LoaderFacts", "StreamFacts", "look_at"]
 
@@ -323,14 +324,14 @@ def _other_loader(loader: DataLoader[Any]) -> str | None:
     others = (
         name
         for name, value in getattr(loader, "__dict__", {}).items()
-        if any(part is not loader and isinstance(part, DataLoader) for part in _parts(value))
+        if any(part is not loader and isinstance(part, DataLoader) for part in first_parts(value))
     )
     return next(others, None)
 
 
 def _running_iterator(loader: DataLoader[Any], harmless: Collection[str]) -> str | None:
     """Return the attribute with an iterator that was begun already, but for those that do no harm."""
-    running = (name for name, value in _kept(loader) if any(isinstance(part, _RUNNING) for part in _parts(value)))
+    running = (name for name, value in _kept(loader) if any(isinstance(part, _RUNNING) for part in first_parts(value)))
     return next((name for name in running if name not in harmless), None)
 
 
@@ -339,9 +340,3 @@ def _kept(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
     for name, value in getattr(loader, "__dict__", {}).items():
         if name not in _LOOKED_AT_ELSEWHERE:
             yield name, value
-
-
-def _parts(value: Any) -> list[Any]:
-    """Return an attribute's value, with its first elements if it is a container."""
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [value, *islice(held, LOOKED_AT)]

@@ -17,6 +17,7 @@ from ddp_patch.orders.fingerprint import COMPARED, fingerprint
 from ddp_patch.orders.generators import plain_attributes, random_generators, torch_generators, unmoved
 from ddp_patch.orders.orders import has_order, order_of, order_parameters
 from ddp_patch.orders.random_states import PrivateRNG
+from ddp_patch.walks import held, walk
 
 __all__ = [
     "DatasetEpoch",
@@ -26,6 +27,7 @@ __all__ = [
     "deep_copy",
     "first_order",
     "first_order_of_iterator",
+    "inner_samplers",
     "is_one_shot",
     "iterated_by",
     "length_of",
@@ -48,14 +50,12 @@ def iterated_by(loader: Any) -> Any:
 
 def nested_samplers(sampler: object) -> Iterator[object]:
     """Yield a sampler and all that it holds as ``.sampler`` or ``.batch_sampler``, from the outside in."""
-    waiting, seen = [sampler], set[int]()
-    while waiting:
-        found = waiting.pop(0)
-        if found is None or id(found) in seen:
-            continue
-        seen.add(id(found))
-        yield found
-        waiting += [getattr(found, name, None) for name in ("batch_sampler", "sampler")]
+    return walk(sampler, inner_samplers)
+
+
+def inner_samplers(sampler: object) -> list[Any]:
+    """Return what a sampler holds as ``.batch_sampler`` and ``.sampler``; None for what it lacks."""
+    return [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
 
 
 def deep_copy(value: V, sharing: Iterable[object]) -> V:
@@ -292,6 +292,4 @@ def _not_copied(sampler: object, dataset: object) -> Iterator[object]:
     """Yield what a copy of the sampler shares with it: datasets, modules and loaders."""
     yield dataset
     for nested in nested_samplers(sampler):
-        for value in getattr(nested, "__dict__", {}).values():
-            parts = value if isinstance(value, list | tuple) else [value]
-            yield from (part for part in parts if isinstance(part, Dataset | nn.Module | DataLoader))
+        yield from held(nested, lambda part: isinstance(part, Dataset | nn.Module | DataLoader))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from ddp_patch.orders.pass_fingerprint import PassFingerprint
+    from ddp_patch.orders.fingerprint import PassFingerprint
 
 __all__ = [
     "MOST_AHEAD",

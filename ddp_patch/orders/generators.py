@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from ddp_patch.walks import LOOKED_AT, elements
+
 __all__ = [
-    "LOOKED_AT",
     "RandomGenerator",
     "as_read",
     "generator_state",
@@ -38,8 +39,6 @@ RandomGenerator: TypeAlias = torch.Generator | np.random.Generator | np.random.R
 
 # What counts of a sampler are: these types, and no subclass, as numpy's numbers are.
 _PLAIN = {bool, int, float, str, type(None)}
-# How many elements of a container are looked at.
-LOOKED_AT = 32
 # How deep generators are looked for: an attribute, what it holds, what that holds, and once more.
 _DEPTH = 3
 # The global ones. ``random.shuffle`` and ``numpy.random.shuffle`` are methods of them.
@@ -103,10 +102,8 @@ def _within(value: Any, depth: int) -> Iterator[RandomGenerator]:
             names = sorted(_names(value.__code__) & value.__globals__.keys())
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
             parts = (*cells, *(value.__defaults__ or ()), *(value.__globals__[name] for name in names))
-        case dict():
-            parts = islice(value.values(), LOOKED_AT)
-        case list() | tuple() | set():
-            parts = islice(value, LOOKED_AT)
+        case _:
+            parts = islice(elements(value), LOOKED_AT)
     for part in parts if depth else ():
         yield from _within(part, depth - 1)
 

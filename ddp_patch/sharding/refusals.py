@@ -15,13 +15,14 @@ from ddp_patch.compat.private_torch import is_torch_batch_sampler, thread_worker
 from ddp_patch.costs import Costs
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
-from ddp_patch.loaders.recognition import line_for_inner, nested_datasets, stored
+from ddp_patch.loaders.recognition import line_for_inner, nested_datasets
 from ddp_patch.options import Options, Share
 from ddp_patch.orders.orders import order_parameters
 from ddp_patch.plan import ITEMS, Batching, Plan
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.schedule import require_steps
+from ddp_patch.walks import stored
 
 __all__ = [
     "costs_compared",

@@ -15,6 +15,7 @@ from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import NestedEpochs
 from ddp_patch.orders.chunks import State
+from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.orders.generators import random_generators, torch_generators, unmoved
 from ddp_patch.orders.orders import (
     InOrder,
@@ -25,7 +26,6 @@ from ddp_patch.orders.orders import (
     is_torch_sampler,
     scalable,
 )
-from ddp_patch.orders.pass_fingerprint import PassFingerprint
 from ddp_patch.orders.random_states import Entered, PrivateRNG, epoch_generator, epoch_states
 from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.ranks.agreement import Agreed
