@@ -25,7 +25,6 @@ from ddp_patch.loaders.recognition import HeldWorld, samplers_in_use, sharded_by
 from ddp_patch.loaders.samples import (
     FirstOrder,
     first_order,
-    first_order_of_iterator,
     is_one_shot,
     length_of,
     nested_samplers,
@@ -95,14 +94,10 @@ class StreamFacts:
     def described(self) -> dict[str, object]:
         """Classes and length, by the names under which ranks compare them and states keep them."""
         kinds = " over ".join(type(nested).__qualname__ for nested in self.samplers)
-        return {"sampler": kinds, "stream length": or_unknown(self.length), **self._batches_made}
-
-    @property
-    def _batches_made(self) -> dict[str, object]:
-        """How torch makes the stream's items, where these are batches of its own."""
-        if not is_torch_batch_sampler(type(self.source)):
-            return {}
-        return {"batch_size": self.source.batch_size, "drop_last": self.source.drop_last}
+        found: dict[str, object] = {"sampler": kinds, "stream length": or_unknown(self.length)}
+        if is_torch_batch_sampler(type(self.source)):
+            found |= {"batch_size": self.source.batch_size, "drop_last": self.source.drop_last}
+        return found
 
     @property
     def why_not_scalable(self) -> str | None:
@@ -116,8 +111,7 @@ class StreamFacts:
 
     @cached_property
     def _first(self) -> FirstOrder:
-        look = first_order_of_iterator if self.is_one_shot else first_order
-        return look(self.source, self.dataset)
+        return first_order(self.source, self.dataset, is_one_shot=self.is_one_shot)
 
     @property
     def order(self) -> str | None:
@@ -139,13 +133,18 @@ class StreamFacts:
     def rows(self) -> Callable[[], dict[str, Row]]:
         """Returns what ranks compare of the dataset in each pass; nothing where nobody compared it at the patch."""
         known: Sequence[Content] | None = self.__dict__.get("samples")
-        return (
-            dict if known is None else partial(rows_of, self.dataset, frozenset(c.name for c in known if c.identifies))
-        )
+        if known is None:
+            return dict
+        return partial(rows_of, self.dataset, frozenset(content.name for content in known if content.identifies))
+
+    @cached_property
+    def dataset_length(self) -> int | None:
+        """How many samples the dataset has, as it says; None if it does not say."""
+        return length_of(self.dataset, nested_samplers(self.dataset))
 
     def first_samples(self, ranks: int) -> tuple[int, FirstSamples] | None:
         """Return the dataset's length, and which samples the stream begins with; None if that is not known."""
-        n = length_of(self.dataset, nested_samplers(self.dataset))
+        n = self.dataset_length
         found = first_samples(self.source, self.dataset, n, ranks)
         return None if n is None or found is None else (n, found)
 
@@ -222,10 +221,10 @@ class LoaderFacts(Generic[L]):
         """For which rank of how many it is sharded already; None if that is not known."""
         return None if self.sharded_by is None else world_of(self.sharded_by)
 
-    @cached_property
+    @property
     def dataset_length(self) -> int | None:
         """How many samples the dataset has, as it says; None if it does not say."""
-        return length_of(self.dataset, nested_samplers(self.dataset))
+        return self.stream.dataset_length
 
     @property
     def batching(self) -> Batching:
@@ -268,11 +267,18 @@ def look_at(loader: L) -> LoaderFacts[L]:
 
     A framework's wrapper will do too: what it lacks counts as None, 0 or False.
     """
-    kind, level = type(loader), _level_of(loader)
+    kind, repeater = type(loader), repeater_in(loader)
     iterates_itself = has_own_iteration(kind)
-    repeater = repeater_in(loader)
     iterated = _iterated(loader, repeater)
-    source = _source(loader, level, iterated)
+    source: object = iterated
+    if isinstance(loader.dataset, IterableDataset):
+        level, source = Level.ITERABLE, loader.dataset
+    elif loader.batch_sampler is None:
+        level = Level.UNBATCHED
+    elif is_torch_batch_sampler(type(iterated)):
+        level, source = Level.SAMPLE, iterated.sampler
+    else:
+        level = Level.BATCH
     samplers = tuple(samplers_in_use(loader))
     running = tuple(name for name, value in _kept(loader) if isinstance(value, RunningLoader | OneIterator))
     batching: Any = iterated if level is Level.SAMPLE else loader
@@ -294,29 +300,9 @@ def look_at(loader: L) -> LoaderFacts[L]:
     )
 
 
-def _level_of(loader: DataLoader[Any]) -> Level:
-    """Decide what of a loader is sharded."""
-    if isinstance(loader.dataset, IterableDataset):
-        return Level.ITERABLE
-    if loader.batch_sampler is None:
-        return Level.UNBATCHED
-    makes_batches = _iterated(loader, repeater_in(loader))
-    return Level.SAMPLE if is_torch_batch_sampler(type(makes_batches)) else Level.BATCH
-
-
 def _iterated(loader: DataLoader[Any], repeater: object | None) -> Any:
     """Return what a loader iterates for one epoch."""
     return next(samplers_in_use(loader), None) if repeater is None else repeated_in(repeater)
-
-
-def _source(loader: DataLoader[Any], level: Level, iterated: Any) -> object:
-    match level:
-        case Level.SAMPLE:
-            return iterated.sampler
-        case Level.BATCH | Level.UNBATCHED:
-            return iterated
-        case Level.ITERABLE:
-            return loader.dataset
 
 
 def _other_loader(loader: DataLoader[Any]) -> str | None:

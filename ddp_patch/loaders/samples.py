@@ -26,7 +26,6 @@ __all__ = [
     "copy_to_draw",
     "deep_copy",
     "first_order",
-    "first_order_of_iterator",
     "inner_samplers",
     "is_one_shot",
     "iterated_by",
@@ -181,17 +180,26 @@ class FirstOrder(NamedTuple):
     counted: frozenset[tuple[int, str]] = frozenset()
 
 
-def first_order(sampler: object, dataset: object = None) -> FirstOrder:
+def first_order(sampler: object, dataset: object = None, *, is_one_shot: bool = False) -> FirstOrder:
     """Return what the first items show that a sampler would give.
 
-    The sampler must be one that can be started again. The items are drawn from a copy, which shares datasets and
-    modules with the original, under the same random states on every rank. torch's own samplers count by their
-    parameters.
+    The items are drawn from a copy, which shares datasets and modules with the original, under the same random states
+    on every rank. torch's own samplers count by their parameters. Of a sampler that gives its items once, the order is
+    not known; a copy still shows which attributes it changes.
+
+    Args:
+        sampler: The sampler.
+        dataset: What the samples come from. It is not copied.
+        is_one_shot: Whether the sampler gives its items once.
     """
     if isinstance(sampler, IterableDataset):
         logger.info("The order of an iterable dataset is not compared between ranks: reading it would use it up.")
         return FirstOrder(None)
-    if (parameters := order_parameters(sampler)) is not None:
+    if is_one_shot:
+        logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
+        if returns_itself(sampler):
+            return FirstOrder(None)
+    elif (parameters := order_parameters(sampler)) is not None:
         return FirstOrder(fingerprint(parameters))
     try:
         with copy_to_draw(sampler, dataset) as drawn:
@@ -199,29 +207,16 @@ def first_order(sampler: object, dataset: object = None) -> FirstOrder:
                 order = order_of(drawn, epoch=0)
                 return FirstOrder(fingerprint(order.at(range(min(order.length, COMPARED)))))
             before = _attributes(drawn)
-            told = fingerprint(islice(map(own, drawn), COMPARED))
-            return FirstOrder(told, _changed(before, _attributes(drawn)))
+            items = list(map(own, islice(begun(drawn), _TRIED if is_one_shot else COMPARED)))
+            return FirstOrder(None if is_one_shot else fingerprint(items), _changed(before, _attributes(drawn)))
     except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
-        logger.info(
-            "The order of %s is not compared between ranks: drawing a copy of it raised %s: %s",
-            type(sampler).__name__,
-            type(error).__name__,
-            error,
-        )
-        return FirstOrder(None)
-
-
-def first_order_of_iterator(sampler: object, dataset: object) -> FirstOrder:
-    """Return what the first items of a copy of an iterator show: which attributes it changes, and not their order."""
-    logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
-    if returns_itself(sampler):
-        return FirstOrder(None)
-    try:
-        with copy_to_draw(sampler, dataset) as drawn:
-            before = _attributes(drawn)
-            _first_items(drawn)
-            return FirstOrder(None, _changed(before, _attributes(drawn)))
-    except Exception:  # noqa: BLE001 - as in ``first_order``
+        if not is_one_shot:
+            logger.info(
+                "The order of %s is not compared between ranks: drawing a copy of it raised %s: %s",
+                type(sampler).__name__,
+                type(error).__name__,
+                error,
+            )
         return FirstOrder(None)
 
 
