@@ -88,11 +88,8 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
         False
     """
     found: dict[tuple[str, bool], list[list[Any]]] = defaultdict(list)
-    for part in islice(nested_datasets(dataset), LOOKED_AT):
-        with suppress(Exception):  # the user's indices, or a row that cannot be read yet
-            for name, is_held, values in _contents(part):
-                if values:
-                    found[name, is_held].append([*values])
+    for _, name, is_held, elements in _some_of_each(dataset):
+        found[name, is_held].append(elements)
     return tuple(
         Content(name, fingerprint(elements), is_held, all(map(_identifies, elements)))
         for (name, is_held), elements in found.items()
@@ -110,20 +107,25 @@ def rows_of(dataset: Any, known: Collection[str] = ()) -> dict[str, Row]:
         known: The names of what identified the samples at the patch.
     """
     found: dict[str, Row] = {}
-    part: Any
-    for part in islice(nested_datasets(dataset), LOOKED_AT):
-        with suppress(Exception):  # as above
-            for name, is_held, values in _contents(part):
-                elements = [*values]
-                identifies = _identifies(elements)
-                numbers = [_whole_number(value) for value in elements]
-                # Rows that were not shuffled yet count too: another rank may have shuffled its own.
-                is_order = is_held and _are_distinct(elements) and all(number in range(len(part)) for number in numbers)
-                names_samples = identifies and all(isinstance(value, tuple | int) for value in elements)
-                if elements and (not is_held or names_samples or is_order or (identifies and name in known)):
-                    again = sum(other.partition(" (")[0] == name for other in found)
-                    found[f"{name} ({again + 1})" if again else name] = Row(fingerprint(elements), identifies, is_order)
+    for part, name, is_held, elements in _some_of_each(dataset):
+        identifies = _identifies(elements)
+        numbers = map(_whole_number, elements)
+        # Rows that were not shuffled yet count too: another rank may have shuffled its own.
+        is_order = is_held and _are_distinct(elements) and all(number in range(len(part)) for number in numbers)
+        names_samples = identifies and all(isinstance(value, tuple | int) for value in elements)
+        if not is_held or names_samples or is_order or (identifies and name in known):
+            again = sum(other.partition(" (")[0] == name for other in found)
+            found[f"{name} ({again + 1})" if again else name] = Row(fingerprint(elements), identifies, is_order)
     return found
+
+
+def _some_of_each(dataset: Any) -> Iterator[tuple[Any, str, bool, list[Any]]]:
+    """Yield the nested datasets, each with what ``_contents`` finds in it."""
+    for part in islice(nested_datasets(dataset), LOOKED_AT):
+        with suppress(Exception):  # the user's indices, or a row that cannot be read yet
+            for name, is_held, values in _contents(part):
+                if elements := [*values]:
+                    yield part, name, is_held, elements
 
 
 def _whole_number(elements: Any) -> int | None:
@@ -134,16 +136,13 @@ def _whole_number(elements: Any) -> int | None:
 
 def _identifies(elements: list[Any]) -> bool:
     """Return whether no two elements are alike; but positions are the same for any data."""
-    return _are_distinct(elements) and elements != _positions(elements)
+    last = elements[-1]
+    positions = _spread(last + 1) if isinstance(last, int) else []
+    return _are_distinct(elements) and elements != positions
 
 
 def _are_distinct(elements: list[Any]) -> bool:
-    return bool(elements) and len({fingerprint([value]) for value in elements}) == len(elements)
-
-
-def _positions(elements: list[Any]) -> list[int]:
-    """Return the result if each element were its own position."""
-    return _spread(elements[-1] + 1) if isinstance(elements[-1], int) else []
+    return len({fingerprint([value]) for value in elements}) == len(elements)
 
 
 def _spread(n: int) -> list[int]:
@@ -174,7 +173,7 @@ def _attributes(dataset: Any) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield the name of each attribute of a dataset with one value for each sample, and some of these."""
     n = length_of(dataset, ()) or 0
     for name, value, depth in _nested(type(dataset).__name__, dataset) if n >= _LEAST_HELD else ():
-        if type(value) in _PLAIN and _length(value) == n:
+        if type(value) in _PLAIN and getattr(value, "ndim", 1) > 0 and len(value) == n:
             elements = _looked_at(value)
             if depth == 0 or all(isinstance(part, tuple | int) for part in elements):
                 yield name, elements
@@ -196,10 +195,6 @@ def _ends(table: Any) -> list[Any]:
     rows = copy.copy(table)
     rows.set_format("arrow")
     return [rows[place].to_pylist() for place in (0, len(table) - 1)] if len(table) else []
-
-
-def _length(values: Any) -> int | None:
-    return None if isinstance(values, torch.Tensor | np.ndarray) and values.ndim == 0 else len(values)
 
 
 def _looked_at(values: Any) -> list[Any]:
@@ -331,7 +326,7 @@ def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Relation
     """
     # Compare up to the hash that all parties were asked for.
     last = min((party.hashes[-1] for party in parties if party.is_cut), default=_HASHES - 1)
-    held = [{one for one in party.hashes if one <= last} for party in parties]
+    held = [{value for value in party.hashes if value <= last} for party in parties]
     taken, together = sum(map(len, held)), len(set().union(*held))
     padding = (ranks - 1) * max(party.largest for party in parties)
     if taken - together > padding or 2 * (taken - together) >= taken:
@@ -339,5 +334,5 @@ def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Relation
     if all(party.is_whole for party in parties) and last == _HASHES - 1 and n - together <= padding:
         return "parts"
     looked_at = n * (last + 1) / _HASHES
-    expected = sum(len(one) * len(other) for one, other in combinations(held, 2)) / looked_at
+    expected = sum(len(first) * len(second) for first, second in combinations(held, 2)) / looked_at
     return "parts" if expected >= _EXPECTED else "unclear"

@@ -185,8 +185,8 @@ class _Copies:
         """Return a batch for use in the stream that is the loop's now, which waits for this one alone."""
         current = self._streams.current_stream(self._device)
         current.wait_event(copied.event)
-        for one in copied.copies:
-            one.record_stream(current)
+        for made in copied.copies:
+            made.record_stream(current)
         return moved(copied.batch, self._to_device) if copied.has_rest else copied.batch
 
     def _copy(self, copied: _Copied, value: Any) -> Any:
