@@ -160,8 +160,9 @@ def _content(item: Any) -> Iterator[bytes]:  # noqa: C901 - one flat table of ty
         case _ if not _TOLD_BY_REPR.isdisjoint(f"{kind.__module__}.{kind.__qualname__}" for kind in type(item).__mro__):
             yield repr(item).encode()
         case _ if _size(item):
-            for held in _lists(item):
-                yield from _encoded(held[:_ELEMENTS])
+            for held in getattr(item, "__dict__", {}).values():
+                if type(held) in {list, tuple} and len(held) == _size(item):
+                    yield from _encoded(held[:_ELEMENTS])
 
 
 def _size(item: Any) -> int | None:
@@ -169,12 +170,6 @@ def _size(item: Any) -> int | None:
         return len(item)
     except Exception:  # noqa: BLE001 - it has none, or the user's code
         return None
-
-
-def _lists(item: Any) -> list[Any]:
-    """Return the lists that an object holds with as many elements as it has."""
-    held = getattr(item, "__dict__", {}).values()
-    return [value for value in held if type(value) in {list, tuple} and len(value) == _size(item)]
 
 
 _Types: TypeAlias = tuple[type, ...]

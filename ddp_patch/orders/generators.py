@@ -132,29 +132,18 @@ def unmoved(generators: Iterable[RandomGenerator]) -> Iterator[None]:
 
 def generator_state(generator: RandomGenerator) -> Any:
     """Return a generator's state, in numbers, strings, lists and dicts."""
-    match generator:
-        case torch.Generator():
-            return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
-        case np.random.Generator():
-            return plain(generator.bit_generator.state)
-        case np.random.RandomState():
-            return plain(generator.get_state(legacy=False))
-        case _:
-            return plain(generator.getstate())
+    state = as_read(generator)
+    return base64.b64encode(state.numpy().tobytes()).decode() if isinstance(state, torch.Tensor) else plain(state)
 
 
 def set_generator_state(generator: RandomGenerator, state: Any) -> None:
     """Put a generator into a state that ``generator_state`` returned for one of its kind."""
-    match generator:
-        case torch.Generator():
-            generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
-        case np.random.Generator():
-            generator.bit_generator.state = state
-        case np.random.RandomState():
-            generator.set_state(state)
-        case _:
-            version, internal, gauss = state
-            generator.setstate((version, tuple(internal), gauss))
+    match state:
+        case str():
+            state = torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8)
+        case version, internal, gauss:
+            state = version, tuple(internal), gauss
+    set_as_read(generator, state)
 
 
 def as_read(generator: RandomGenerator) -> Any:
@@ -227,7 +216,7 @@ def _is_as_seeded(first: int, second: int, place: int) -> bool:
 
 def seeded_anew(generator: RandomGenerator, state: Any, *key: int) -> Any:
     """Return the state of a generator of this kind that is seeded by a state and a key; the generator stays put."""
-    told = hashlib.blake2b(repr((plain(_listed(state)), key)).encode(), digest_size=16).digest()
+    told = hashlib.blake2b(repr((plain(state), key)).encode(), digest_size=16).digest()
     seed = np.random.SeedSequence(int.from_bytes(told, "little"))
     match generator:
         case torch.Generator():
@@ -241,10 +230,6 @@ def seeded_anew(generator: RandomGenerator, state: Any, *key: int) -> Any:
             return random.Random(int.from_bytes(told, "little")).getstate()
 
 
-def _listed(state: Any) -> Any:
-    return state.tolist() if isinstance(state, torch.Tensor) else state
-
-
 def plain(value: Any) -> Any:
     """Return a state in numbers, strings, lists and dicts."""
     match value:
@@ -252,7 +237,7 @@ def plain(value: Any) -> Any:
             return {key: plain(part) for key, part in value.items()}
         case tuple():
             return [plain(part) for part in value]
-        case np.ndarray():
+        case np.ndarray() | torch.Tensor():
             return value.tolist()
     return value
 

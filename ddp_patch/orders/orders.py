@@ -311,9 +311,7 @@ def is_torch_sampler(sampler: object) -> bool:
 
 def is_always_alike(sampler: object) -> bool:
     """Return whether every epoch surely has the same order: that of the dataset, or of a plain list."""
-    if _is_batching(sampler):
-        return is_always_alike(sampler.sampler)
-    return type(sampler) in {SequentialSampler, range, list, tuple}
+    return type(_sampler_of_items(sampler)) in {SequentialSampler, range, list, tuple}
 
 
 def order_parameters(sampler: object) -> list[object] | None:
@@ -327,8 +325,7 @@ def order_parameters(sampler: object) -> list[object] | None:
 
 def has_order(sampler: object) -> bool:
     """Return whether ``order_of`` knows the sampler."""
-    if _is_batching(sampler):
-        return has_order(sampler.sampler)
+    sampler = _sampler_of_items(sampler)
     if type(sampler) is RandomSampler:
         # Iterate orders of several turns: to draw them ahead would move the user's own generator too far.
         schedule = sampler.replacement or sampler.num_samples > len(sampler.data_source)
@@ -338,8 +335,7 @@ def has_order(sampler: object) -> bool:
 
 def has_computed_order(sampler: object) -> bool:
     """Return whether ``order_of`` computes the sampler's order without drawing anything."""
-    if _is_batching(sampler):
-        return has_computed_order(sampler.sampler)
+    sampler = _sampler_of_items(sampler)
     return type(sampler) is ScalableShuffle or is_random_access(sampler)
 
 
@@ -381,6 +377,13 @@ class InOrder:
 def _is_batching(sampler: object) -> TypeGuard[BatchSampler]:
     """Return whether a sampler makes batches of another one's items as torch does."""
     return is_torch_batch_sampler(type(sampler))
+
+
+def _sampler_of_items(sampler: Any) -> Any:
+    """Return the sampler of the items that torch's batch sampler makes batches of; any other sampler itself."""
+    while _is_batching(sampler):
+        sampler = sampler.sampler
+    return sampler
 
 
 def _in_batches(items: Order, size: int, drop_last: bool) -> Order:
@@ -523,8 +526,7 @@ def scalable(sampler: Any, seed: Seed) -> Sampler[Any]:
 
 def why_not_scalable(sampler: object) -> str | None:
     """Return why a scalable shuffle cannot replace a sampler, or None if it can."""
-    if _is_batching(sampler):
-        return why_not_scalable(sampler.sampler)
+    sampler = _sampler_of_items(sampler)
     if type(sampler) not in {RandomSampler, SubsetRandomSampler}:
         return "is not torch's RandomSampler or SubsetRandomSampler"
     if isinstance(sampler, RandomSampler) and sampler.replacement:

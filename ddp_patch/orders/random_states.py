@@ -37,7 +37,6 @@ __all__ = [
     "epoch_states",
     "loader_seed",
     "one_at_a_time",
-    "order_seeds",
     "reader_seed",
     "shuffle_key",
 ]
@@ -85,18 +84,6 @@ def epoch_seed(seed: int, epoch: int) -> int:
         True
     """
     return _torch_seed(_derive(seed, _ORDER, epoch))
-
-
-def order_seeds(seed: int, epoch: int, reader: int | None = None) -> tuple[int, np.random.SeedSequence, int]:
-    """Return the seeds of torch's, numpy's and Python's global generators while an epoch is drawn.
-
-    Args:
-        seed: The seed in force.
-        epoch: The epoch.
-        reader: Which worker reads a part of it, if one does.
-    """
-    sequence = _derive(seed, _ORDER, epoch) if reader is None else _derive(seed, _PART, epoch, reader)
-    return _torch_seed(sequence), sequence, _python_seed(sequence)
 
 
 def reader_seed(seed: int, epoch: int) -> int:
@@ -290,6 +277,11 @@ class PrivateRNG:
 
     Enter it as often as you like: the private stream continues where it stopped.
 
+    Args:
+        seed: The seed in force.
+        epoch: The epoch.
+        reader: Which worker reads a part of it, if one does.
+
     Examples:
         >>> with PrivateRNG(seed=7, epoch=0):
         ...     first = torch.rand(1)
@@ -305,12 +297,13 @@ class PrivateRNG:
         self._first: _GlobalState | None = None
 
     def _at_first(self) -> _GlobalState:
-        for_torch, for_numpy, for_python = order_seeds(*self._key)
+        seed, epoch, reader = self._key
+        sequence = _derive(seed, _ORDER, epoch) if reader is None else _derive(seed, _PART, epoch, reader)
         return _GlobalState(
-            torch.Generator().manual_seed(for_torch).get_state(),
-            np.random.MT19937(for_numpy),
+            torch.Generator().manual_seed(_torch_seed(sequence)).get_state(),
+            np.random.MT19937(sequence),
             None,
-            random.Random(for_python).getstate(),
+            random.Random(_python_seed(sequence)).getstate(),
         )
 
     @property
