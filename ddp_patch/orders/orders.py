@@ -7,7 +7,7 @@ and read this rank's positions. Computed permutations and samplers with ``items_
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
@@ -40,6 +40,7 @@ __all__ = [
     "ScalableShuffle",
     "has_computed_order",
     "has_order",
+    "in_turns",
     "is_always_alike",
     "is_random_access",
     "is_torch_sampler",
@@ -217,6 +218,8 @@ class Order:
         sizes: Returns how many samples the batches at some positions have, and how many batches have that size, in
             runs; None if only the batches themselves show it.
         free: How many of the first items may be looked up in any order before all others; None for all.
+        cut: Cuts positions into pieces that are looked up one after the other.
+        places: Returns where the items at some positions stand in the sampler's own order; None if just there.
     """
 
     length: int
@@ -225,10 +228,12 @@ class Order:
     array: Callable[[range], NDArray[Any] | None] = lambda _: None
     sizes: Callable[[range], Sequence[tuple[int, int]]] | None = None
     free: int | None = None
+    cut: Callable[[range], Iterable[range]] = blocks
+    places: Callable[[range], NDArray[np.int64]] | None = None
 
     def items(self) -> Iterator[Any]:
         """Yield all items, then draw what the sampler draws after its last one."""
-        for positions in blocks(range(self.length)):
+        for positions in self.cut(range(self.length)):
             yield from self.at(positions)
         self.finish()
 
@@ -429,15 +434,27 @@ class _Turns:
     def at(self, positions: range) -> list[int]:
         """Return the items at some positions, which must increase, also from call to call."""
         items: list[int] = []
-        while len(items) < len(positions):
-            rest = positions[len(items) :]
-            while rest[0] >= (self._number + 1) * self._size:
+        for number, places in in_turns(positions, self._size):
+            while self._number < number:
                 self._number += 1
                 self._turn = self._draw(min(self._size, self._length - self._number * self._size))
-            start = self._number * self._size
-            here = rest[: -(-(start + self._size - rest.start) // rest.step)]
-            items += _read(self._turn, range(here.start - start, here.stop - start, here.step))
+            items += _read(self._turn, places)
         return items
+
+
+def in_turns(positions: range, size: int) -> Iterator[tuple[int, range]]:
+    """Cut positions where turns of a size begin; yield the number of each turn, and the positions within it.
+
+    Examples:
+        >>> list(in_turns(range(3, 14, 4), size=10))
+        [(0, range(3, 11, 4)), (1, range(1, 5, 4))]
+    """
+    while positions:
+        number = positions.start // size
+        start = number * size
+        here = positions[: -(-(start + size - positions.start) // positions.step)]
+        yield number, range(here.start - start, here.stop - start, here.step)
+        positions = positions[len(here) :]
 
 
 def _integers(n: int) -> torch.dtype:

@@ -342,13 +342,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             has_length = leader.draws and self._length_if_any(start.epoch) is not None
             turn = partial(self._turn, start.epoch)
             return FromLeader(epoch, leader, turn, plans, start.held, self.held, has_length=has_length)
-        if has_rest or not is_looked_up:
-            return Streamed(epoch)
-        if epoch.balancer is None:
-            return Indexed(epoch)
-        from ddp_patch.sharding.balanced_order import BalancedOrder  # most trainings do not need it
-
-        return BalancedOrder(epoch, epoch.balancer)
+        return Streamed(epoch) if has_rest or not is_looked_up else Indexed(epoch)
 
     def _require_steps(self, start: Position, length: int) -> None:
         """Refuse an epoch without steps. The rest of one may well have none."""
