@@ -214,7 +214,8 @@ def patch_each(
             with error_context(place):
                 require_loader(operation, loader)
         options = choose()
-        device = device_here(options.device, is_one_of_several=_has_others(world))
+        has_others = world is not None and max(world.num_replicas, len(world.members or ())) > 1
+        device = device_here(options.device, is_one_of_several=has_others)
         options = replace(options, device=device)
         if world is None and not options.scalable_shuffle and device is None:
             return _unshared(operation, loaders, options)
@@ -246,10 +247,6 @@ def log_patched(given: Mapping[str, L], patched: Sequence[L]) -> None:
         for (place, before), loader in zip(given.items(), patched, strict=True):
             if loader is not before and (share := describe_share(loader)) is not None:
                 logger.info("%s was patched: %s", place or type(loader).__name__, share)
-
-
-def _has_others(world: World | None) -> bool:
-    return world is not None and max(world.num_replicas, len(world.members or ())) > 1
 
 
 def _unshared(operation: str, loaders: Mapping[str, L], options: Options) -> list[L]:

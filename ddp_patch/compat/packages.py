@@ -362,8 +362,7 @@ def webdataset_world() -> tuple[int, int]:
 
 def _has_function(attributes: Mapping[str, Any], name: str) -> bool:
     stages = attributes.get("pipeline")
-    return isinstance(stages, list) and any(_function_name(stage) == name for stage in stages)
-
-
-def _function_name(value: Any) -> str | None:
-    return getattr(value.func if isinstance(value, partial) else value, "__name__", None)
+    if not isinstance(stages, list):
+        return False
+    functions = (stage.func if isinstance(stage, partial) else stage for stage in stages)
+    return any(getattr(function, "__name__", None) == name for function in functions)

@@ -1,6 +1,6 @@
 """Look at a loader or sampler once: everything that sharding depends on, as one frozen value."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
@@ -280,7 +280,11 @@ def look_at(loader: L) -> LoaderFacts[L]:
     else:
         level = Level.BATCH
     samplers = tuple(samplers_in_use(loader))
-    running = tuple(name for name, value in _kept(loader) if isinstance(value, RunningLoader | OneIterator))
+    stored = getattr(loader, "__dict__", {})
+    kept = {name: first_parts(value) for name, value in stored.items() if name not in _LOOKED_AT_ELSEWHERE}
+    running = tuple(name for name, (value, *_) in kept.items() if isinstance(value, RunningLoader | OneIterator))
+    harmless = () if iterates_itself and repeater is None else running
+    begun = (name for name, parts in kept.items() if any(isinstance(part, _RUNNING) for part in parts))
     batching: Any = iterated if level is Level.SAMPLE else loader
     num_workers = getattr(loader, "num_workers", 0)
     return LoaderFacts(
@@ -296,7 +300,7 @@ def look_at(loader: L) -> LoaderFacts[L]:
         repeater=repeater,
         running=running,
         other_loader_in=_other_loader(loader) if iterates_itself else None,
-        iterator_in=_running_iterator(loader, () if iterates_itself and repeater is None else running),
+        iterator_in=next((name for name in begun if name not in harmless), None),
     )
 
 
@@ -307,22 +311,8 @@ def _iterated(loader: DataLoader[Any], repeater: object | None) -> Any:
 
 def _other_loader(loader: DataLoader[Any]) -> str | None:
     """Return the attribute with another loader, from which an iteration of the class's own may draw: as Ray's does."""
-    others = (
-        name
-        for name, value in getattr(loader, "__dict__", {}).items()
-        if any(part is not loader and isinstance(part, DataLoader) for part in first_parts(value))
-    )
-    return next(others, None)
-
-
-def _running_iterator(loader: DataLoader[Any], harmless: Collection[str]) -> str | None:
-    """Return the attribute with an iterator that was begun already, but for those that do no harm."""
-    running = (name for name, value in _kept(loader) if any(isinstance(part, _RUNNING) for part in first_parts(value)))
-    return next((name for name in running if name not in harmless), None)
-
-
-def _kept(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes in which a running iterator may matter."""
-    for name, value in getattr(loader, "__dict__", {}).items():
-        if name not in _LOOKED_AT_ELSEWHERE:
-            yield name, value
+    attributes: dict[str, Any] = getattr(loader, "__dict__", {})
+    for name, value in attributes.items():
+        if any(part is not loader and isinstance(part, DataLoader) for part in first_parts(value)):
+            return name
+    return None

@@ -276,15 +276,11 @@ def _first_items(sampler: Any) -> list[bytes]:
 
 
 def _copied(sampler: Any, dataset: object) -> Any:
-    """Return a copy of a sampler to draw from; raise TypeError where there is none."""
-    copied = deep_copy(sampler, sharing=_not_copied(sampler, dataset))
+    """Return a copy of a sampler to draw from, which shares datasets, modules and loaders; TypeError if it has none."""
+    shared = [dataset]
+    for nested in nested_samplers(sampler):
+        shared += held(nested, lambda part: isinstance(part, Dataset | nn.Module | DataLoader))
+    copied = deep_copy(sampler, shared)
     if copied is sampler and hasattr(sampler, "__dict__"):  # a range may well be its own copy
         raise TypeError("its copy is the sampler itself")
     return copied
-
-
-def _not_copied(sampler: object, dataset: object) -> Iterator[object]:
-    """Yield what a copy of the sampler shares with it: datasets, modules and loaders."""
-    yield dataset
-    for nested in nested_samplers(sampler):
-        yield from held(nested, lambda part: isinstance(part, Dataset | nn.Module | DataLoader))

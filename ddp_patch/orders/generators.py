@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from ddp_patch.walks import LOOKED_AT, elements
+from ddp_patch.walks import LOOKED_AT, elements, walk
 
 __all__ = [
     "RandomGenerator",
@@ -82,8 +82,8 @@ def _methods(kind: type) -> Iterator[FunctionType]:
 
 def _names(code: CodeType) -> set[str]:
     """Return the global names that a function uses, also in its comprehensions and inner functions."""
-    inner = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
-    return set(code.co_names).union(*inner)
+    functions = walk(code, lambda outer: [part for part in outer.co_consts if isinstance(part, CodeType)])
+    return set().union(*(function.co_names for function in functions))
 
 
 def _within(value: Any, depth: int) -> Iterator[RandomGenerator]:
