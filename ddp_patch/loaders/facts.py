@@ -31,7 +31,6 @@ from ddp_patch.loaders.samples import (
     or_unknown,
 )
 from ddp_patch.orders.generators import torch_generators
-from ddp_patch.orders.orders import why_not_scalable
 from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.walks import first_parts
 
@@ -98,11 +97,6 @@ class StreamFacts:
         if is_torch_batch_sampler(type(self.source)):
             found |= {"batch_size": self.source.batch_size, "drop_last": self.source.drop_last}
         return found
-
-    @property
-    def why_not_scalable(self) -> str | None:
-        """Why no scalable shuffle can replace it; None if one can."""
-        return why_not_scalable(self.source)
 
     @cached_property
     def is_one_shot(self) -> bool:
@@ -270,15 +264,7 @@ def look_at(loader: L) -> LoaderFacts[L]:
     kind, repeater = type(loader), repeater_in(loader)
     iterates_itself = has_own_iteration(kind)
     iterated = _iterated(loader, repeater)
-    source: object = iterated
-    if isinstance(loader.dataset, IterableDataset):
-        level, source = Level.ITERABLE, loader.dataset
-    elif loader.batch_sampler is None:
-        level = Level.UNBATCHED
-    elif is_torch_batch_sampler(type(iterated)):
-        level, source = Level.SAMPLE, iterated.sampler
-    else:
-        level = Level.BATCH
+    level, source = _sharded_part(loader, iterated)
     samplers = tuple(samplers_in_use(loader))
     stored = getattr(loader, "__dict__", {})
     kept = {name: first_parts(value) for name, value in stored.items() if name not in _LOOKED_AT_ELSEWHERE}
@@ -302,6 +288,17 @@ def look_at(loader: L) -> LoaderFacts[L]:
         other_loader_in=_other_loader(loader) if iterates_itself else None,
         iterator_in=next((name for name in begun if name not in harmless), None),
     )
+
+
+def _sharded_part(loader: DataLoader[Any], iterated: Any) -> tuple[Level, object]:
+    """Decide what of a loader is sharded, and return what that comes from."""
+    if isinstance(loader.dataset, IterableDataset):
+        return Level.ITERABLE, loader.dataset
+    if loader.batch_sampler is None:
+        return Level.UNBATCHED, iterated
+    if is_torch_batch_sampler(type(iterated)):
+        return Level.SAMPLE, iterated.sampler
+    return Level.BATCH, iterated
 
 
 def _iterated(loader: DataLoader[Any], repeater: object | None) -> Any:

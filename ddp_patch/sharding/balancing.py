@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, islice, zip_longest
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
@@ -397,57 +397,38 @@ def balanced(
         begin: The position at which the pass begins.
         note: Called once for each window from that position on, with where it begins and with its order.
     """
-    windows = _Windows(order, balancer, ranks, epoch, begin, note)
-    return Order(order.length, windows.at, cut=windows.cut, places=windows.places)
+    width = balancer.width(ranks)
+    to_note = begin // width
 
+    @lru_cache(maxsize=1)
+    def window(number: int) -> tuple[Any, np.ndarray[Any, Any]]:
+        """Return a window's items as they come, which may be an array, and their positions in it, balanced."""
+        nonlocal to_note
+        positions = range(number * width, min(order.length, (number + 1) * width))
+        listed = order.array(positions)
+        items = order.at(positions) if listed is None else listed
+        places = balancer.dealt(items, ranks, epoch, 0, number)
+        if number == to_note:
+            note(positions.start, places)
+            to_note += 1
+        return items, places
 
-class _Windows:
-    """The windows of an order, the latest of them in memory; see ``balanced``."""
-
-    def __init__(
-        self,
-        order: Order,
-        balancer: Balancer,
-        ranks: int,
-        epoch: int,
-        begin: int,
-        note: Callable[[int, np.ndarray[Any, Any]], object],
-    ) -> None:
-        self._order, self._balancer, self._ranks, self._epoch, self._note = order, balancer, ranks, epoch, note
-        self._width = balancer.width(ranks)
-        self._next = begin // self._width  # the window to be noted next
-        self._latest: tuple[int, Any, np.ndarray[Any, Any]] = (-1, [], np.empty(0, np.int64))
-
-    def at(self, positions: range) -> list[Any]:
-        """Return the items at some positions."""
+    def at(positions: range) -> list[Any]:
         found: list[Any] = []
-        for number, here in in_turns(positions, self._width):
-            items, places = self._window(number)
+        for number, here in in_turns(positions, width):
+            items, places = window(number)
             taken = places[here.start : here.stop : here.step]
             found += items[taken].tolist() if isinstance(items, np.ndarray) else map(items.__getitem__, taken.tolist())
         return found
 
-    def places(self, positions: range) -> np.ndarray[Any, Any]:
-        """Return where the items at some positions stand in the order as it came."""
-        turns = in_turns(positions, self._width)
-        found = [n * self._width + self._window(n)[1][here.start : here.stop : here.step] for n, here in turns]
+    def in_order_as_it_came(positions: range) -> np.ndarray[Any, Any]:
+        turns = in_turns(positions, width)
+        found = [number * width + window(number)[1][here.start : here.stop : here.step] for number, here in turns]
         return np.concatenate([np.empty(0, np.int64), *found])
 
-    def cut(self, positions: range) -> Iterator[range]:
-        """Cut positions by windows: one is balanced as soon as its first item is asked for, and none before."""
-        for number, here in in_turns(positions, self._width):
-            start = number * self._width
-            yield range(here.start + start, here.stop + start, here.step)
+    def by_window(positions: range) -> Iterator[range]:
+        """Cut positions so that a window is balanced as soon as its first item is asked for, and none before."""
+        for number, here in in_turns(positions, width):
+            yield range(here.start + number * width, here.stop + number * width, here.step)
 
-    def _window(self, number: int) -> tuple[Any, np.ndarray[Any, Any]]:
-        """Return a window's items as they come, which may be an array, and their positions in it, balanced."""
-        if self._latest[0] != number:
-            positions = range(number * self._width, min(self._order.length, (number + 1) * self._width))
-            found = self._order.array(positions)
-            items = self._order.at(positions) if found is None else found
-            places = self._balancer.dealt(items, self._ranks, self._epoch, 0, number)
-            self._latest = number, items, places
-            if number == self._next:
-                self._note(positions.start, places)
-                self._next += 1
-        return self._latest[1:]
+    return Order(order.length, at, cut=by_window, places=in_order_as_it_came)
