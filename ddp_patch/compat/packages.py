@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -38,6 +38,7 @@ __all__ = [
     "forget_loaded_state",
     "full_name",
     "held_loaders",
+    "is_any_of",
     "is_fastai_loader",
     "is_hugging_face_table",
     "is_interleaved",
@@ -56,6 +57,11 @@ __all__ = [
 def full_name(kind: type) -> str:
     """Return a class's full name, by which it is known where its package is not imported."""
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_any_of(kind: type, names: Collection[str]) -> bool:
+    """Return whether a class, or a base of it, has one of these full names."""
+    return any(full_name(base) in names for base in kind.__mro__)
 
 
 def changes_of(tensor: torch.Tensor) -> object:
@@ -102,8 +108,7 @@ def is_split_by_node(dataset: object) -> bool:
 
 def is_hugging_face_table(dataset: object) -> bool:
     """Return whether it is a map-style ``datasets.Dataset``, which is not imported."""
-    is_table = "datasets.arrow_dataset.Dataset" in map(full_name, type(dataset).__mro__)
-    return is_table and not isinstance(dataset, IterableDataset)
+    return is_any_of(type(dataset), {"datasets.arrow_dataset.Dataset"}) and not isinstance(dataset, IterableDataset)
 
 
 _HUGGING_FACE: Final = "datasets.iterable_dataset"
@@ -129,8 +134,7 @@ def _has_stage(dataset: object, name: str) -> bool:
     def is_stage(part: object) -> bool:
         return isinstance(part, IterableDataset) or _is_hugging_face_stage(part)
 
-    stages = walk(dataset, lambda stage: held(stage, is_stage))
-    return any(full_name(kind) == name for stage in stages for kind in type(stage).__mro__)
+    return any(is_any_of(type(stage), {name}) for stage in walk(dataset, lambda stage: held(stage, is_stage)))
 
 
 def forget_loaded_state(dataset: object) -> None:
@@ -203,7 +207,7 @@ class AccelerateLeavesAlone:
 
 def shards_in_accelerate(kind: type) -> bool:
     """Return whether a class of samplers, datasets or loaders is one that accelerate shards with."""
-    return not _ACCELERATE_SHARDS.isdisjoint(map(full_name, kind.__mro__))
+    return is_any_of(kind, _ACCELERATE_SHARDS)
 
 
 # ---- Lightning, seen in 2.6.6 ----
@@ -266,7 +270,7 @@ def held_loaders(wrapper: object) -> tuple[str, object] | None:
 
 def is_fastai_loader(kind: type) -> bool:
     """Return whether a class is fastai's own ``DataLoader``, which is no subclass of torch's."""
-    return "fastai.data.load.DataLoader" in map(full_name, kind.__mro__)
+    return is_any_of(kind, {"fastai.data.load.DataLoader"})
 
 
 # ---- litdata, seen in 0.2.76 ----
@@ -277,7 +281,7 @@ def asks_for_its_own_dataset(loader_kind: type) -> bool:
 
     Its ``__iter__`` takes any other dataset for one that mixes several, and asks it for methods that those have.
     """
-    return "litdata.streaming.dataloader.StreamingDataLoader" in map(full_name, loader_kind.__mro__)
+    return is_any_of(loader_kind, {"litdata.streaming.dataloader.StreamingDataLoader"})
 
 
 # ---- Hugging Face transformers, seen in 5.23.0 ----
@@ -312,7 +316,7 @@ _ARRANGE_NEIGHBOURS: Final = {
 
 def arranges_neighbours(sampler: object) -> bool:
     """Return whether a sampler of single indices makes those of a batch as a group, so that batches must stay whole."""
-    return not _ARRANGE_NEIGHBOURS.isdisjoint(map(full_name, type(sampler).__mro__))
+    return is_any_of(type(sampler), _ARRANGE_NEIGHBOURS)
 
 
 # Attributes that hold a rank and the number of ranks, also with an underscore before each. No package promises them.
