@@ -30,6 +30,7 @@ __all__ = [
     "set_generator_state",
     "set_generator_states",
     "torch_generators",
+    "torch_seed",
     "unmoved",
     "was_seeded",
 ]
@@ -221,13 +222,18 @@ def seeded_anew(generator: RandomGenerator, state: Any, *key: int) -> Any:
     match generator:
         case torch.Generator():
             other = torch.Generator(generator.device)
-            return other.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> np.uint64(1))).get_state()
+            return other.manual_seed(torch_seed(seed)).get_state()
         case np.random.Generator():
             return type(generator.bit_generator)(seed).state
         case np.random.RandomState():
             return np.random.RandomState(seed.generate_state(4)).get_state(legacy=False)
         case _:
             return random.Random(int.from_bytes(told, "little")).getstate()
+
+
+def torch_seed(sequence: np.random.SeedSequence) -> int:
+    """Return a seed for torch, of 63 bits: a DataLoader's own seeds are int64, and users pass them on."""
+    return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def plain(value: Any) -> Any:

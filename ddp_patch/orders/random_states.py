@@ -20,7 +20,7 @@ from ddp_patch.compat.packages import may_hold_a_normal
 from ddp_patch.compat.private_torch import replace_worker_seed
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.options import Options
-from ddp_patch.orders.generators import plain
+from ddp_patch.orders.generators import plain, torch_seed
 
 __all__ = [
     "Entered",
@@ -50,11 +50,6 @@ def _derive(seed: int, *key: int) -> np.random.SeedSequence:
     return np.random.SeedSequence(seed, spawn_key=key)
 
 
-def _torch_seed(sequence: np.random.SeedSequence) -> int:
-    # 63 bits: DataLoader's own worker seeds are int64, and users pass them on to other libraries.
-    return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
 def loader_seed(seed: int, stream: str, number: int) -> int:
     """Return the seed of one of several loaders, for which the user chose none.
 
@@ -67,7 +62,7 @@ def loader_seed(seed: int, stream: str, number: int) -> int:
         >>> len({loader_seed(seed, "f0", number) for seed, number in [(0, 1), (0, 2), (1, 1)]})
         3
     """
-    return _torch_seed(_derive(seed, _LOADER, int(stream, 16), number))
+    return torch_seed(_derive(seed, _LOADER, int(stream, 16), number))
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -83,7 +78,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
         >>> list(patched) == in_one_process
         True
     """
-    return _torch_seed(_derive(seed, _ORDER, epoch))
+    return torch_seed(_derive(seed, _ORDER, epoch))
 
 
 def reader_seed(seed: int, epoch: int) -> int:
@@ -91,7 +86,7 @@ def reader_seed(seed: int, epoch: int) -> int:
 
     torch numbers the seeds of a loader's workers in this way, and datasets subtract j to get a common seed.
     """
-    return _torch_seed(_derive(seed, _READER, epoch)) >> 1
+    return torch_seed(_derive(seed, _READER, epoch)) >> 1
 
 
 def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:
@@ -208,7 +203,7 @@ class WorkerSeeding:
                 "Use a loader whose workers are processes, or num_workers=0."
             )
         sequence = _derive(self.seed.value, _WORKER, self.epochs.upcoming, self.rank, worker_id)
-        seed = _torch_seed(sequence)
+        seed = torch_seed(sequence)
         torch.manual_seed(seed)
         np.random.seed(sequence.generate_state(4))
         random.seed(_python_seed(sequence))
@@ -300,7 +295,7 @@ class PrivateRNG:
         seed, epoch, reader = self._key
         sequence = _derive(seed, _ORDER, epoch) if reader is None else _derive(seed, _PART, epoch, reader)
         return _GlobalState(
-            torch.Generator().manual_seed(_torch_seed(sequence)).get_state(),
+            torch.Generator().manual_seed(torch_seed(sequence)).get_state(),
             np.random.MT19937(sequence),
             None,
             random.Random(_python_seed(sequence)).getstate(),
