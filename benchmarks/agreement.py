@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 import ddp_patch.ranks.exchange
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.orders.chunks import begun, draw
-from ddp_patch.orders.pass_fingerprint import PassFingerprint
+from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.ranks.exchange import packed
 from ddp_patch.testing import run_ranks

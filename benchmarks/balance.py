@@ -167,7 +167,7 @@ def dealt(costs: Costs, ranks: int, size: int, cost_of: CostOf, window: int) -> 
     items = window * ranks * size
     return np.concatenate(
         [
-            start + deal(costs[start : start + items], ranks, size, cost_of, dealing_key(0, 0, 0, number)).order
+            start + deal(costs[start : start + items], ranks, size, cost_of, dealing_key(0, 0, 0, number))
             for number, start in enumerate(range(0, len(costs), items))
         ]
     )

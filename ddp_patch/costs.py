@@ -82,7 +82,11 @@ class Costs:
             each = self._looked_up(indices)
             whole: NDArray[np.float64] = each.sum(1) if self.cost_of == "sum" else each.max(1) * each.shape[1]
             return whole
-        return self._of_batches([_listed(item, are_batches=are_batches) for item in items])
+        batches = [_listed(item, are_batches=are_batches) for item in items]
+        indices = _as_indices(list(chain.from_iterable(batches)))
+        if indices is None or indices.ndim != 1:
+            raise _not_indices(batches[0])
+        return self.of_batches(self._looked_up(indices), np.fromiter(map(len, batches), np.int64, len(batches)))
 
     def _given(self, item: Any) -> float:
         cost = cast("Callable[[Any], float]", self.function)(item)
@@ -95,14 +99,6 @@ class Costs:
                 f"cost= gave {cost!r} for {_shown(item)}, which is not a number. Return one, at least 0."
             )
         return number
-
-    def _of_batches(self, batches: Sequence[Sequence[Any]]) -> NDArray[np.float64]:
-        """Return what batches cost that have different numbers of samples."""
-        sizes = np.fromiter(map(len, batches), np.int64, len(batches))
-        indices = _as_indices(list(chain.from_iterable(batches)))
-        if indices is None or indices.ndim != 1:
-            raise _not_indices(batches[0])
-        return self.of_batches(self._looked_up(indices), sizes)
 
     def of_batches(self, each: NDArray[np.float64], sizes: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
         """Return the costs of batches from the costs of their samples.

@@ -20,10 +20,9 @@ __all__ = [
     "Share",
     "Uneven",
     "as_index",
+    "check_choice",
     "check_flag",
-    "check_layout",
     "check_rank",
-    "check_uneven",
     "is_seconds",
     "whole_number",
 ]
@@ -40,38 +39,42 @@ COST_WINDOW = 256
 # From the resolution of torch's stores to some years.
 _TIMEOUTS_S = (0.001, 1e8)
 
-_UNEVEN = {
-    "pad": "repeats the first items to fill the last round",
-    "drop": "leaves the last, incomplete round out",
-    "keep": "gives some ranks one item less",
-}
-_LAYOUT = {
-    "interleaved": "gives rank r every num_replicas-th item",
-    "contiguous": "gives rank r the r-th run of items",
-}
-_AGREEMENT = {
-    "auto": "is 'seeded', but 'leader' if the ranks would draw different orders",
-    "seeded": "derives every epoch's order from (seed, epoch)",
-    "ambient": "uses the global random states as they are, for ranks that are seeded alike",
-    "leader": "lets rank 0 draw and send every rank its share",
-}
-_ITERABLE_SHARDING = {
-    "exact": "lets every rank read what one process with the same workers reads, and keep its share",
-    "by_worker": "lets the dataset split itself by get_worker_info(), over the workers of all ranks",
-}
-_COST_OF = {
-    "sum": "means that a batch costs the sum of its samples' costs",
-    "padded": "means that it costs the largest of these times their number",
-}
-_SHARE = {
-    "auto": "shards samples, but whole batches of a batch sampler, or of a sampler that groups samples into batches",
-    "samples": "gives each rank samples, from which it makes its own batches",
-    "batches": "gives each rank whole batches of one process",
-    "within_batches": "divides each batch of one process over the ranks",
+# What the options that are chosen from a list may be, and what each choice does.
+_CHOICES: Mapping[str, Mapping[str, str]] = {
+    "uneven": {
+        "pad": "repeats the first items to fill the last round",
+        "drop": "leaves the last, incomplete round out",
+        "keep": "gives some ranks one item less",
+    },
+    "layout": {
+        "interleaved": "gives rank r every num_replicas-th item",
+        "contiguous": "gives rank r the r-th run of items",
+    },
+    "agreement": {
+        "auto": "is 'seeded', but 'leader' if the ranks would draw different orders",
+        "seeded": "derives every epoch's order from (seed, epoch)",
+        "ambient": "uses the global random states as they are, for ranks that are seeded alike",
+        "leader": "lets rank 0 draw and send every rank its share",
+    },
+    "iterable_sharding": {
+        "exact": "lets every rank read what one process with the same workers reads, and keep its share",
+        "by_worker": "lets the dataset split itself by get_worker_info(), over the workers of all ranks",
+    },
+    "share": {
+        "auto": "shards samples, but whole batches of a batch sampler, or of a sampler that groups samples into "
+        "batches",
+        "samples": "gives each rank samples, from which it makes its own batches",
+        "batches": "gives each rank whole batches of one process",
+        "within_batches": "divides each batch of one process over the ranks",
+    },
+    "cost_of": {
+        "sum": "means that a batch costs the sum of its samples' costs",
+        "padded": "means that it costs the largest of these times their number",
+    },
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How to shard a stream; ``patch_dataloader_to_ddp`` describes each option.
 
@@ -98,11 +101,8 @@ class Options:
     device: Device | None = None
 
     def __post_init__(self) -> None:
-        check_uneven(self.uneven)
-        check_layout(self.layout)
-        _check("agreement", self.agreement, _AGREEMENT)
-        _check("iterable_sharding", self.iterable_sharding, _ITERABLE_SHARDING)
-        _check("share", self.share, _SHARE)
+        for name in _CHOICES:
+            check_choice(name, getattr(self, name))
         check_flag("verify", self.verify)
         check_flag("scalable_shuffle", self.scalable_shuffle)
         if self.scalable_shuffle and self.agreement in {"ambient", "leader"}:
@@ -112,20 +112,25 @@ class Options:
             )
         if self.divides_batches:
             self._require_divisible()
-        self._take_costs()
-        object.__setattr__(self, "device", checked_device(self.device))
+        window = whole_number("cost_window", self.cost_window)
+        if window < 1:
+            raise InvalidOptionError(f"cost_window={window} has no step in it. Pass a whole number of at least 1.")
+        costs = self._checked_costs()
+        device = checked_device(self.device)
         seed = None if self.seed is None else as_index(self.seed)
         if self.seed is not None and (seed is None or seed < 0):
             raise InvalidOptionError(
                 f"seed={self.seed!r} is not a whole number of at least 0, and orders are derived from one. "
                 "Pass such an int, or None for one that follows from rank 0's torch.initial_seed()."
             )
-        object.__setattr__(self, "seed", seed)  # an int, whichever kind of whole number was given
         if not (is_seconds(self.timeout) and _TIMEOUTS_S[0] <= self.timeout <= _TIMEOUTS_S[1]):
             raise InvalidOptionError(
                 f"timeout={self.timeout!r} must be between {_TIMEOUTS_S[0]:g} and {_TIMEOUTS_S[1]:g} seconds: ranks "
                 "wait that long for each other. Pass a number of seconds."
             )
+        # Each in one form, whichever the user gave it in.
+        for name, value in {"cost": costs, "cost_window": window, "device": device, "seed": seed}.items():
+            object.__setattr__(self, name, value)
 
     def _require_divisible(self) -> None:
         """Refuse options with which a divided batch would lose samples, or no process has whole batches."""
@@ -141,22 +146,16 @@ class Options:
                 "iterable_sharding='exact'."
             )
 
-    def _take_costs(self) -> None:
-        """Check the costs, and refuse options with which steps cannot be balanced."""
-        _check("cost_of", self.cost_of, _COST_OF)
-        window = whole_number("cost_window", self.cost_window)
-        if window < 1:
-            raise InvalidOptionError(f"cost_window={window} has no step in it. Pass a whole number of at least 1.")
-        object.__setattr__(self, "cost_window", window)
+    def _checked_costs(self) -> Costs | None:
+        """Return what items cost, and refuse options with which steps cannot be balanced."""
         if self.cost is None:
-            for name, value, default in (("cost_of", self.cost_of, "sum"), ("cost_window", window, COST_WINDOW)):
-                if value != default:
+            for name, default in (("cost_of", "sum"), ("cost_window", COST_WINDOW)):
+                if (value := getattr(self, name)) != default:
                     raise InvalidOptionError(
                         f"{name}={value!r} says how costs are balanced, and there is no cost=. Pass both or neither."
                     )
-            return
+            return None
         costs = self.cost if isinstance(self.cost, Costs) else Costs(self.cost, self.cost_of)
-        object.__setattr__(self, "cost", costs)
         if self.layout == "contiguous":
             raise InvalidOptionError(
                 "cost= does not work with layout='contiguous', which gives each rank a run of the samples: the items "
@@ -172,6 +171,7 @@ class Options:
                 "cost_of='padded' does not work with share='within_batches': the rank with a batch's longest sample is "
                 "the slowest, however the others are divided. Use cost_of='sum', or share='samples' or 'batches'."
             )
+        return costs
 
     @property
     def costs(self) -> Costs | None:
@@ -242,17 +242,9 @@ def check_rank(rank: int, num_replicas: int) -> None:
         )
 
 
-def check_uneven(uneven: object) -> None:
-    """Raise InvalidOptionError unless ``uneven`` has a valid value."""
-    _check("uneven", uneven, _UNEVEN)
-
-
-def check_layout(layout: object) -> None:
-    """Raise InvalidOptionError unless ``layout`` has a valid value."""
-    _check("layout", layout, _LAYOUT)
-
-
-def _check(name: str, value: object, meanings: Mapping[str, str]) -> None:
+def check_choice(name: str, value: object) -> None:
+    """Raise InvalidOptionError unless an option that is chosen from a list has one of these values."""
+    meanings = _CHOICES[name]
     if not (isinstance(value, str) and value in meanings):
         listed = ", ".join(f"{choice!r} {meaning}" for choice, meaning in meanings.items())
         raise InvalidOptionError(f"{name}={value!r} does not exist. Pass one of these: {listed}.")

@@ -21,16 +21,7 @@ from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.copying import OneIterator, copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
 from ddp_patch.loaders.moving import ON_DEVICE, Mover, copies_ahead, device_for, device_of, require_movable
-from ddp_patch.loaders.recognition import (
-    Keys,
-    copied,
-    error_context,
-    is_empty,
-    nested,
-    place_of,
-    require_loader,
-    tell_if_assumed,
-)
+from ddp_patch.loaders.recognition import error_context, require_loader, tell_if_assumed
 from ddp_patch.options import COST_WINDOW, Agreement, IterableSharding, Layout, Options, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
@@ -39,6 +30,7 @@ from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.batches import describe_share
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.refusals import costs_compared, require_shareable, require_shuffle, unit_shared
+from ddp_patch.walks import Keys, copied, is_empty, nested, place_of
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, SharingOptions, split_options
 
 __all__ = [
@@ -190,10 +182,9 @@ def patch_dataloader_to_ddp(
         3 [[0, 2], [4, 6], [8]]
         3 [[1, 3], [5, 7], [9]]
     """
-    world = find_world(rank, num_replicas, process_group, device_mesh, data_parallel_dimensions)
-    sharing = (uneven, layout, agreement, seed, verify, timeout, iterable_sharding, scalable_shuffle, share)
-    more = (cost, cost_of, cost_window, device)
-    (patched,) = patch_each("patch_dataloader_to_ddp", {"": loader}, world, lambda: Options(*sharing, *more))
+    given = {name: value for name, value in locals().items() if name != "loader"}
+    where, chosen = split_options("patch_dataloader_to_ddp", given, PatchOptions)
+    (patched,) = patch_each("patch_dataloader_to_ddp", {"": loader}, find_world(**where), lambda: Options(**chosen))
     log_patched({"": loader}, [patched])
     return cast("PatchedLoader[T]", patched)  # it has what that type says, and the class of the given loader
 
@@ -223,7 +214,8 @@ def patch_each(
             with error_context(place):
                 require_loader(operation, loader)
         options = choose()
-        device = device_here(options.device, is_one_of_several=_has_others(world))
+        has_others = world is not None and max(world.num_replicas, len(world.members or ())) > 1
+        device = device_here(options.device, is_one_of_several=has_others)
         options = replace(options, device=device)
         if world is None and not options.scalable_shuffle and device is None:
             return _unshared(operation, loaders, options)
@@ -255,10 +247,6 @@ def log_patched(given: Mapping[str, L], patched: Sequence[L]) -> None:
         for (place, before), loader in zip(given.items(), patched, strict=True):
             if loader is not before and (share := describe_share(loader)) is not None:
                 logger.info("%s was patched: %s", place or type(loader).__name__, share)
-
-
-def _has_others(world: World | None) -> bool:
-    return world is not None and max(world.num_replicas, len(world.members or ())) > 1
 
 
 def _unshared(operation: str, loaders: Mapping[str, L], options: Options) -> list[L]:

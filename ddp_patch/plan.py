@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Self, TypeAlias, TypeVar
 
-from ddp_patch.options import Layout, Options, Uneven, check_layout, check_rank, check_uneven
+from ddp_patch.options import Layout, Options, Uneven, check_choice, check_rank
 
 __all__ = ["ITEMS", "Batching", "Consumed", "Plan", "Rest", "blocks"]
 
@@ -54,8 +54,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_rank(self.rank, self.num_replicas)
-        check_uneven(self.uneven)
-        check_layout(self.layout)
+        check_choice("uneven", self.uneven)
+        check_choice("layout", self.layout)
 
     @classmethod
     def of_stream(cls, options: Options, rank: int, num_replicas: int) -> Self:

@@ -92,6 +92,24 @@ class DDPSamplerWrapper(ShardedSampler[T]):
         return self.plan.uneven == "drop"
 
 
+def _of_wrapped(name: str) -> Any:
+    """Return a property that is an attribute of the wrapped batch sampler; AttributeError if it has none."""
+
+    def get(wrapper: "DDPBatchSamplerWrapper[Any]") -> Any:
+        return getattr(wrapper._source, name)
+
+    def put(wrapper: "DDPBatchSamplerWrapper[Any]", value: Any) -> None:
+        if wrapper.agreed.division is not None:
+            raise InvalidOptionError(
+                f"{name} cannot be set where batches are divided (share='within_batches'): how many samples each rank "
+                "gets of a batch, weights and states follow from it. Build the loader with the new value and patch it "
+                "again, with restore_loader() if it should resume."
+            )
+        setattr(wrapper._source, name, value)
+
+    return property(get, put, doc="The wrapped batch sampler's; AttributeError if it has none.")
+
+
 class DDPBatchSamplerWrapper(ShardedSampler[T]):
     """Give this rank its share of any batch sampler: whole batches, never split or refilled.
 
@@ -132,36 +150,8 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
         agreed = _agree_alone(type(self), stream, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
         super().__init__(stream, shuffle_samples_between_gpus, agreed)
 
-    @property
-    def batch_size(self) -> int:
-        """The wrapped batch sampler's; AttributeError if it has none."""
-        batch_size: int = cast(Any, self._source).batch_size
-        return batch_size
-
-    @batch_size.setter
-    def batch_size(self, batch_size: int) -> None:
-        self._require_whole("batch_size")
-        cast(Any, self._source).batch_size = batch_size
-
-    @property
-    def drop_last(self) -> bool:
-        """The wrapped batch sampler's; AttributeError if it has none."""
-        drop_last: bool = cast(Any, self._source).drop_last
-        return drop_last
-
-    @drop_last.setter
-    def drop_last(self, drop_last: bool) -> None:
-        self._require_whole("drop_last")
-        cast(Any, self._source).drop_last = drop_last
-
-    def _require_whole(self, name: str) -> None:
-        """Refuse to set what the division of batches follows from."""
-        if self.agreed.division is not None:
-            raise InvalidOptionError(
-                f"{name} cannot be set where batches are divided (share='within_batches'): how many samples each rank "
-                "gets of a batch, weights and states follow from it. Build the loader with the new value and patch it "
-                "again, with restore_loader() if it should resume."
-            )
+    batch_size: int = _of_wrapped("batch_size")
+    drop_last: bool = _of_wrapped("drop_last")
 
 
 def _is_made_anew(options: Mapping[str, object]) -> bool:
@@ -190,17 +180,6 @@ def _check_flag(name: str, value: object) -> None:
     number = as_index(value)
     meant = f" For {number} ranks, pass num_replicas={number} and rank= by name."
     check_flag(name, value, "" if number is None else meant)
-
-
-def _require_iterable(wrapper: str, stream: StreamFacts) -> None:
-    """Refuse an object that has neither ``__iter__`` nor ``__getitem__``."""
-    sampler = stream.source
-    ways = isinstance(sampler, Iterable), hasattr(type(sampler), "__getitem__"), is_random_access(sampler)
-    if not any(ways):
-        raise InvalidOptionError(
-            f"{wrapper} was given {sampler!r} ({type(sampler).__name__}), which cannot be iterated. Pass a sampler, or "
-            "any iterable of indices or batches."
-        )
 
 
 def split_options(called: str, given: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -234,7 +213,13 @@ def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: 
     with failures_broadcast(world):
         _check_flag("shuffle_samples_between_gpus", shuffles)
         _check_flag("pad_data_to_num_gpus", pads)
-        _require_iterable(wrapper, stream)
+        sampler = stream.source
+        is_iterable = isinstance(sampler, Iterable) or hasattr(type(sampler), "__getitem__")
+        if not is_iterable and not is_random_access(sampler):
+            raise InvalidOptionError(
+                f"{wrapper} was given {sampler!r} ({type(sampler).__name__}), which cannot be iterated. Pass a "
+                "sampler, or any iterable of indices or batches."
+            )
         options = Options(**{"uneven": "pad" if pads else "drop"} | chosen)
         if world is None:
             raise WorldError(

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.auditing.simulate import called, returned_by
 from ddp_patch.auditing.subject import Factory, name_of
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
-from ddp_patch.loaders.recognition import Keys, is_empty, nested
+from ddp_patch.walks import Keys, is_empty, nested
 
 __all__ = ["find", "leaves_of", "look_up"]
 

@@ -40,12 +40,13 @@ from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.samples import deep_copy, tell_epoch
 from ddp_patch.orders.chunks import begun, own
-from ddp_patch.orders.generators import LOOKED_AT, generator_state, random_generators, set_generator_state, unmoved
+from ddp_patch.orders.generators import generator_state, random_generators, set_generator_state, unmoved
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.ranks.notices import unwatched
 from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.streams.reading import Reader
 from ddp_patch.streams.shared_state import SharedWorkerState
+from ddp_patch.walks import LOOKED_AT, elements, stored
 
 __all__ = ["Rank", "Workers", "base_seed", "called", "draw", "ranks_of", "returned_by"]
 
@@ -185,13 +186,7 @@ class _Worker:
 
 def _in_shared_memory(holder: object, depth: int) -> Iterator[object]:
     """Yield what an object shares with its copies in forked processes."""
-    held = getattr(holder, "__dict__", {}).values()
-    match holder:
-        case dict():
-            held = holder.values()
-        case list() | tuple():
-            held = holder
-    for value in islice(held, LOOKED_AT):
+    for value in islice(elements(holder) or stored(holder).values(), LOOKED_AT):
         if isinstance(value, torch.Tensor):
             if value.is_shared():  # type: ignore[no-untyped-call]  # torch's
                 yield value

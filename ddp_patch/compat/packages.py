@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
+
+from ddp_patch.walks import held, stored, walk
 
 __all__ = [
     "ACCELERATE_NON_BLOCKING",
@@ -36,6 +38,7 @@ __all__ = [
     "forget_loaded_state",
     "full_name",
     "held_loaders",
+    "is_any_of",
     "is_fastai_loader",
     "is_hugging_face_table",
     "is_interleaved",
@@ -54,6 +57,11 @@ __all__ = [
 def full_name(kind: type) -> str:
     """Return a class's full name, by which it is known where its package is not imported."""
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_any_of(kind: type, names: Collection[str]) -> bool:
+    """Return whether a class, or a base of it, has one of these full names."""
+    return any(full_name(base) in names for base in kind.__mro__)
 
 
 def changes_of(tensor: torch.Tensor) -> object:
@@ -100,8 +108,7 @@ def is_split_by_node(dataset: object) -> bool:
 
 def is_hugging_face_table(dataset: object) -> bool:
     """Return whether it is a map-style ``datasets.Dataset``, which is not imported."""
-    is_table = "datasets.arrow_dataset.Dataset" in map(full_name, type(dataset).__mro__)
-    return is_table and not isinstance(dataset, IterableDataset)
+    return is_any_of(type(dataset), {"datasets.arrow_dataset.Dataset"}) and not isinstance(dataset, IterableDataset)
 
 
 _HUGGING_FACE: Final = "datasets.iterable_dataset"
@@ -124,18 +131,10 @@ def is_interleaved(dataset: object) -> bool:
 
 
 def _has_stage(dataset: object, name: str) -> bool:
-    left, seen = [dataset], set[int]()
-    while left:
-        one = left.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if any(full_name(kind) == name for kind in type(one).__mro__):
-            return True
-        for value in getattr(one, "__dict__", {}).values():
-            parts = value if isinstance(value, list | tuple) else [value]
-            left += [part for part in parts if isinstance(part, IterableDataset) or _is_hugging_face_stage(part)]
-    return False
+    def is_stage(part: object) -> bool:
+        return isinstance(part, IterableDataset) or _is_hugging_face_stage(part)
+
+    return any(is_any_of(type(stage), {name}) for stage in walk(dataset, lambda stage: held(stage, is_stage)))
 
 
 def forget_loaded_state(dataset: object) -> None:
@@ -164,8 +163,8 @@ _ORDER_REMEDIES: Final = {
 
 def order_remedy(dataset: object) -> str | None:
     """Return how to make a dataset of another package, or one inside it, shuffle alike on every rank."""
-    for one in (dataset, *getattr(dataset, "__dict__", {}).values()):
-        for kind in type(one).__mro__:
+    for part in (dataset, *stored(dataset).values()):
+        for kind in type(part).__mro__:
             if (remedy := _ORDER_REMEDIES.get(kind.__module__.split(".")[0])) is not None:
                 return remedy
     return None
@@ -208,7 +207,7 @@ class AccelerateLeavesAlone:
 
 def shards_in_accelerate(kind: type) -> bool:
     """Return whether a class of samplers, datasets or loaders is one that accelerate shards with."""
-    return not _ACCELERATE_SHARDS.isdisjoint(map(full_name, kind.__mro__))
+    return is_any_of(kind, _ACCELERATE_SHARDS)
 
 
 # ---- Lightning, seen in 2.6.6 ----
@@ -271,7 +270,7 @@ def held_loaders(wrapper: object) -> tuple[str, object] | None:
 
 def is_fastai_loader(kind: type) -> bool:
     """Return whether a class is fastai's own ``DataLoader``, which is no subclass of torch's."""
-    return "fastai.data.load.DataLoader" in map(full_name, kind.__mro__)
+    return is_any_of(kind, {"fastai.data.load.DataLoader"})
 
 
 # ---- litdata, seen in 0.2.76 ----
@@ -282,7 +281,7 @@ def asks_for_its_own_dataset(loader_kind: type) -> bool:
 
     Its ``__iter__`` takes any other dataset for one that mixes several, and asks it for methods that those have.
     """
-    return "litdata.streaming.dataloader.StreamingDataLoader" in map(full_name, loader_kind.__mro__)
+    return is_any_of(loader_kind, {"litdata.streaming.dataloader.StreamingDataLoader"})
 
 
 # ---- Hugging Face transformers, seen in 5.23.0 ----
@@ -317,7 +316,7 @@ _ARRANGE_NEIGHBOURS: Final = {
 
 def arranges_neighbours(sampler: object) -> bool:
     """Return whether a sampler of single indices makes those of a batch as a group, so that batches must stay whole."""
-    return not _ARRANGE_NEIGHBOURS.isdisjoint(map(full_name, type(sampler).__mro__))
+    return is_any_of(type(sampler), _ARRANGE_NEIGHBOURS)
 
 
 # Attributes that hold a rank and the number of ranks, also with an underscore before each. No package promises them.
@@ -367,8 +366,7 @@ def webdataset_world() -> tuple[int, int]:
 
 def _has_function(attributes: Mapping[str, Any], name: str) -> bool:
     stages = attributes.get("pipeline")
-    return isinstance(stages, list) and any(_function_name(stage) == name for stage in stages)
-
-
-def _function_name(value: Any) -> str | None:
-    return getattr(value.func if isinstance(value, partial) else value, "__name__", None)
+    if not isinstance(stages, list):
+        return False
+    functions = (stage.func if isinstance(stage, partial) else stage for stage in stages)
+    return any(getattr(function, "__name__", None) == name for function in functions)

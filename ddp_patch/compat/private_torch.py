@@ -21,7 +21,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, get_worker_info
 
-from ddp_patch.compat.packages import full_name
+from ddp_patch.compat.packages import full_name, is_any_of
 from ddp_patch.errors import TorchVersionError
 
 if TYPE_CHECKING:
@@ -406,7 +406,7 @@ def thread_workers(loader: object) -> tuple[str, str] | None:
     process = getattr(context, "Process", None)
     if not (isinstance(process, type) and issubclass(process, threading.Thread)):
         return None
-    if any(full_name(kind) == "monai.data.thread_buffer.ThreadDataLoader" for kind in type(loader).__mro__):
+    if is_any_of(type(loader), {"monai.data.thread_buffer.ThreadDataLoader"}):
         return "use_thread_workers=True", "use_thread_workers=False"
     return f"multiprocessing_context={type(context).__name__}()", "multiprocessing_context='spawn'"
 

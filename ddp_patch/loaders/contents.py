@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from ddp_patch.compat.packages import is_hugging_face_table
 from ddp_patch.loaders.recognition import nested_datasets
 from ddp_patch.loaders.samples import copy_to_draw, length_of
-from ddp_patch.orders.fingerprint import fingerprint
-from ddp_patch.orders.generators import LOOKED_AT, stored
+from ddp_patch.orders.fingerprint import fingerprint, number_of
 from ddp_patch.orders.orders import spread
+from ddp_patch.walks import LOOKED_AT, stored
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -507,7 +507,7 @@ def _samples_in(item: Any) -> list[Any]:
 
 def _hashed(samples: Sequence[Any]) -> "NDArray[np.uint64]":
     """Return a number below 2**64 for each sample, evenly spread."""
-    numbers = [int(fingerprint([one])[:15], 16) if isinstance(one, str) else one for one in samples]
+    numbers = [number_of([one]) if isinstance(one, str) else one for one in samples]
     mixed = np.array(numbers, dtype=np.uint64)
     for multiplier in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9):  # splitmix64's
         mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(multiplier)

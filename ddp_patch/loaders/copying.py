@@ -3,7 +3,7 @@
 import copy
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Final, TypeVar
 
@@ -200,16 +200,15 @@ def copy_loader(loader: L, **replaced: Any) -> L:
     Raises:
         UnsupportedLoaderError: The loader's class forbids copying, or does not let an attribute be replaced.
     """
-    name = type(loader).__name__
     try:
         clone = copy.copy(loader)
     except Exception as error:
         raise UnsupportedLoaderError(
-            f"{name} cannot be patched: copying it raised {type(error).__name__}: {error}. Let its __copy__ or "
-            "__reduce_ex__ make a shallow copy, or build the loader with a DDPSamplerWrapper as its sampler."
+            f"{type(loader).__name__} cannot be patched: copying it raised {type(error).__name__}: {error}. Let its "
+            "__copy__ or __reduce_ex__ make a shallow copy, or build the loader with a DDPSamplerWrapper as its "
+            "sampler."
         ) from error
-    _replace(clone, replaced)
-    return clone
+    return change_loader(clone, **replaced)
 
 
 def change_loader(loader: L, **replaced: Any) -> L:
@@ -220,12 +219,6 @@ def change_loader(loader: L, **replaced: Any) -> L:
     Raises:
         UnsupportedLoaderError: The loader's class does not let an attribute be replaced. Others are replaced by then.
     """
-    _replace(loader, replaced)
-    return loader
-
-
-def _replace(loader: DataLoader[Any], replaced: Mapping[str, Any]) -> None:
-    name = type(loader).__name__
     running = [name for name, value in vars(loader).items() if isinstance(value, RunningLoader | OneIterator)]
     # Past DataLoader.__setattr__, which refuses to change a sampler after construction.
     vars(loader).update({**dict.fromkeys([RUNNING_ITERATOR, *running]), **replaced})
@@ -234,6 +227,8 @@ def _replace(loader: DataLoader[Any], replaced: Mapping[str, Any]) -> None:
     for attribute, value in replaced.items():
         if getattr(loader, attribute) is not value:
             raise UnsupportedLoaderError(
-                f"{name} cannot be patched: its class computes the attribute {attribute!r}, so no sharded one can "
-                "replace it. Store it as DataLoader does, or build the loader with a DDPSamplerWrapper as its sampler."
+                f"{type(loader).__name__} cannot be patched: its class computes the attribute {attribute!r}, so no "
+                "sharded one can replace it. Store it as DataLoader does, or build the loader with a "
+                "DDPSamplerWrapper as its sampler."
             )
+    return loader

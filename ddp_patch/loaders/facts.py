@@ -1,6 +1,6 @@
 """Look at a loader or sampler once: everything that sharding depends on, as one frozen value."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -25,15 +25,14 @@ from ddp_patch.loaders.recognition import HeldWorld, samplers_in_use, sharded_by
 from ddp_patch.loaders.samples import (
     FirstOrder,
     first_order,
-    first_order_of_iterator,
     is_one_shot,
     length_of,
     nested_samplers,
     or_unknown,
 )
-from ddp_patch.orders.generators import LOOKED_AT, torch_generators
-from ddp_patch.orders.orders import why_not_scalable
+from ddp_patch.orders.generators import torch_generators
 from ddp_patch.plan import ITEMS, Batching
+from ddp_patch.walks import first_parts
 
 __all__ = ["Level", "LoaderFacts", "StreamFacts", "look_at"]
 
@@ -94,19 +93,10 @@ class StreamFacts:
     def described(self) -> dict[str, object]:
         """Classes and length, by the names under which ranks compare them and states keep them."""
         kinds = " over ".join(type(nested).__qualname__ for nested in self.samplers)
-        return {"sampler": kinds, "stream length": or_unknown(self.length), **self._batches_made}
-
-    @property
-    def _batches_made(self) -> dict[str, object]:
-        """How torch makes the stream's items, where these are batches of its own."""
-        if not is_torch_batch_sampler(type(self.source)):
-            return {}
-        return {"batch_size": self.source.batch_size, "drop_last": self.source.drop_last}
-
-    @property
-    def why_not_scalable(self) -> str | None:
-        """Why no scalable shuffle can replace it; None if one can."""
-        return why_not_scalable(self.source)
+        found: dict[str, object] = {"sampler": kinds, "stream length": or_unknown(self.length)}
+        if is_torch_batch_sampler(type(self.source)):
+            found |= {"batch_size": self.source.batch_size, "drop_last": self.source.drop_last}
+        return found
 
     @cached_property
     def is_one_shot(self) -> bool:
@@ -115,8 +105,7 @@ class StreamFacts:
 
     @cached_property
     def _first(self) -> FirstOrder:
-        look = first_order_of_iterator if self.is_one_shot else first_order
-        return look(self.source, self.dataset)
+        return first_order(self.source, self.dataset, is_one_shot=self.is_one_shot)
 
     @property
     def order(self) -> str | None:
@@ -139,9 +128,14 @@ class StreamFacts:
         """What ranks compare of the dataset in each pass; None where nobody compared it at the patch."""
         return RowsSeen(self.dataset) if "samples" in self.__dict__ else None
 
+    @cached_property
+    def dataset_length(self) -> int | None:
+        """How many samples the dataset has, as it says; None if it does not say."""
+        return length_of(self.dataset, nested_samplers(self.dataset))
+
     def first_samples(self, ranks: int) -> tuple[int, FirstSamples] | None:
         """Return the dataset's length, and which samples the stream begins with; None if that is not known."""
-        n = length_of(self.dataset, nested_samplers(self.dataset))
+        n = self.dataset_length
         found = first_samples(self.source, self.dataset, n, ranks)
         return None if n is None or found is None else (n, found)
 
@@ -218,10 +212,10 @@ class LoaderFacts(Generic[L]):
         """For which rank of how many it is sharded already; None if that is not known."""
         return None if self.sharded_by is None else world_of(self.sharded_by)
 
-    @cached_property
+    @property
     def dataset_length(self) -> int | None:
         """How many samples the dataset has, as it says; None if it does not say."""
-        return length_of(self.dataset, nested_samplers(self.dataset))
+        return self.stream.dataset_length
 
     @property
     def batching(self) -> Batching:
@@ -264,13 +258,16 @@ def look_at(loader: L) -> LoaderFacts[L]:
 
     A framework's wrapper will do too: what it lacks counts as None, 0 or False.
     """
-    kind, level = type(loader), _level_of(loader)
+    kind, repeater = type(loader), repeater_in(loader)
     iterates_itself = has_own_iteration(kind)
-    repeater = repeater_in(loader)
     iterated = _iterated(loader, repeater)
-    source = _source(loader, level, iterated)
+    level, source = _sharded_part(loader, iterated)
     samplers = tuple(samplers_in_use(loader))
-    running = tuple(name for name, value in _kept(loader) if isinstance(value, RunningLoader | OneIterator))
+    stored = getattr(loader, "__dict__", {})
+    kept = {name: first_parts(value) for name, value in stored.items() if name not in _LOOKED_AT_ELSEWHERE}
+    running = tuple(name for name, (value, *_) in kept.items() if isinstance(value, RunningLoader | OneIterator))
+    harmless = () if iterates_itself and repeater is None else running
+    begun = (name for name, parts in kept.items() if any(isinstance(part, _RUNNING) for part in parts))
     batching: Any = iterated if level is Level.SAMPLE else loader
     num_workers = getattr(loader, "num_workers", 0)
     return LoaderFacts(
@@ -286,18 +283,19 @@ def look_at(loader: L) -> LoaderFacts[L]:
         repeater=repeater,
         running=running,
         other_loader_in=_other_loader(loader) if iterates_itself else None,
-        iterator_in=_running_iterator(loader, () if iterates_itself and repeater is None else running),
+        iterator_in=next((name for name in begun if name not in harmless), None),
     )
 
 
-def _level_of(loader: DataLoader[Any]) -> Level:
-    """Decide what of a loader is sharded."""
+def _sharded_part(loader: DataLoader[Any], iterated: Any) -> tuple[Level, object]:
+    """Decide what of a loader is sharded, and return what that comes from."""
     if isinstance(loader.dataset, IterableDataset):
-        return Level.ITERABLE
+        return Level.ITERABLE, loader.dataset
     if loader.batch_sampler is None:
-        return Level.UNBATCHED
-    makes_batches = _iterated(loader, repeater_in(loader))
-    return Level.SAMPLE if is_torch_batch_sampler(type(makes_batches)) else Level.BATCH
+        return Level.UNBATCHED, iterated
+    if is_torch_batch_sampler(type(iterated)):
+        return Level.SAMPLE, iterated.sampler
+    return Level.BATCH, iterated
 
 
 def _iterated(loader: DataLoader[Any], repeater: object | None) -> Any:
@@ -305,40 +303,10 @@ def _iterated(loader: DataLoader[Any], repeater: object | None) -> Any:
     return next(samplers_in_use(loader), None) if repeater is None else repeated_in(repeater)
 
 
-def _source(loader: DataLoader[Any], level: Level, iterated: Any) -> object:
-    match level:
-        case Level.SAMPLE:
-            return iterated.sampler
-        case Level.BATCH | Level.UNBATCHED:
-            return iterated
-        case Level.ITERABLE:
-            return loader.dataset
-
-
 def _other_loader(loader: DataLoader[Any]) -> str | None:
     """Return the attribute with another loader, from which an iteration of the class's own may draw: as Ray's does."""
-    others = (
-        name
-        for name, value in getattr(loader, "__dict__", {}).items()
-        if any(part is not loader and isinstance(part, DataLoader) for part in _parts(value))
-    )
-    return next(others, None)
-
-
-def _running_iterator(loader: DataLoader[Any], harmless: Collection[str]) -> str | None:
-    """Return the attribute with an iterator that was begun already, but for those that do no harm."""
-    running = (name for name, value in _kept(loader) if any(isinstance(part, _RUNNING) for part in _parts(value)))
-    return next((name for name in running if name not in harmless), None)
-
-
-def _kept(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes in which a running iterator may matter."""
-    for name, value in getattr(loader, "__dict__", {}).items():
-        if name not in _LOOKED_AT_ELSEWHERE:
-            yield name, value
-
-
-def _parts(value: Any) -> list[Any]:
-    """Return an attribute's value, with its first elements if it is a container."""
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [value, *islice(held, LOOKED_AT)]
+    attributes: dict[str, Any] = getattr(loader, "__dict__", {})
+    for name, value in attributes.items():
+        if any(part is not loader and isinstance(part, DataLoader) for part in first_parts(value)):
+            return name
+    return None

@@ -15,6 +15,8 @@ from unittest.mock import patch
 import torch
 from torch.utils.data import DataLoader
 
+from ddp_patch.walks import walk
+
 __all__ = ["OURS", "Made", "Use", "about_to_use", "called_before", "made", "places_recorded", "told_of_uses"]
 
 
@@ -113,7 +115,7 @@ def called_before(name: str, call: Callable[[DataLoader[Any]], object]) -> Itera
             base(**options)
             wrap(kind)
 
-        for kind in _kinds(DataLoader):
+        for kind in walk(DataLoader, type.__subclasses__):
             wrap(kind)
         stack.enter_context(patch.object(DataLoader, "__init_subclass__", classmethod(init_subclass)))
         yield
@@ -129,13 +131,6 @@ def _wrapped(kind: type[DataLoader[Any]], name: str, call: Callable[[DataLoader[
         return method(self, *args, **options)
 
     return calling_first
-
-
-def _kinds(kind: type[DataLoader[Any]]) -> Iterator[type[DataLoader[Any]]]:
-    """Yield a class and all of its subclasses."""
-    yield kind
-    for other in kind.__subclasses__():
-        yield from _kinds(other)
 
 
 def _place_and_caller() -> tuple[str, str]:

@@ -4,8 +4,8 @@ import copy
 from collections import UserString, deque
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
-from typing import Any, Final, Protocol, TypeVar
+from functools import cache, cached_property, partial
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -34,16 +34,7 @@ L = TypeVar("L", bound=DataLoader[Any])
 _TEXT = (str, bytes, bytearray, memoryview, UserString)
 
 
-class Streams(Protocol):
-    """What of ``torch.cuda`` is used."""
-
-    def Stream(self, device: torch.device) -> Any: ...  # noqa: N802 - torch's name
-    def stream(self, stream: Any) -> Any: ...
-    def current_stream(self, device: torch.device) -> Any: ...
-    def current_device(self) -> int: ...
-
-
-def streams_of(device: torch.device) -> Streams | None:
+def streams_of(device: torch.device) -> Any:
     """Return what makes streams in which copies to a device run beside what it computes; None if it has none."""
     return torch.cuda if device.type == "cuda" else None
 
@@ -105,8 +96,6 @@ class Mover:
 
     def __init__(self, device: torch.device, *, copies_ahead: bool = False) -> None:
         self._device, self._copies_ahead = device, copies_ahead
-        self._has_streams = streams_of(device) is not None
-        self._copies: _Copies | None = None
         self._held: deque[_Copied | Exception] = deque()
 
     def begin(self) -> None:
@@ -115,9 +104,9 @@ class Mover:
 
     def moved(self, batch: Any) -> Any:
         """Return a batch on the device."""
-        if not self._has_streams:
+        copies = self._copies
+        if copies is None:
             return moved(batch, partial(_to, device=self._device))
-        copies = self._copies_here()
         return copies.finished(copies.begun(batch))
 
     def next(self, read: Callable[[], Any]) -> Any:
@@ -128,30 +117,28 @@ class Mover:
         Args:
             read: Reads the iterator's next batch.
         """
-        if not self._copies_ahead:
+        if not self._copies_ahead or (copies := self._copies) is None:
             return self.moved(read())
         # What is held stays so until it is returned: an interrupt loses no batch. After an error nothing is read ahead.
         while len(self._held) < 2 and not (self._held and isinstance(self._held[-1], Exception)):
-            self._held.append(self._outcome(read))
+            try:
+                self._held.append(copies.begun(read()))
+            except Exception as error:  # noqa: BLE001 - the user's code; raised where the batch would have come
+                # Its traceback would hold the iterator, with its workers, as long as it is held.
+                self._held.append(error.with_traceback(None))
         first = self._held.popleft()
         if not isinstance(first, Exception):
-            return self._copies_here().finished(first)
+            return copies.finished(first)
         try:
             raise first
         finally:
             del first  # or it would hold its own traceback, and that the iterator with its workers
 
-    def _outcome(self, read: Callable[[], Any]) -> "_Copied | Exception":
-        try:
-            return self._copies_here().begun(read())
-        except Exception as error:  # noqa: BLE001 - the user's code; raised where the batch would have come
-            return error.with_traceback(None)  # which would hold the iterator, with its workers, as long as it is held
-
-    def _copies_here(self) -> "_Copies":
+    @cached_property
+    def _copies(self) -> "_Copies | None":
         # Made with the first batch: workers, which may be forked, have begun by then.
-        if self._copies is None:
-            self._copies = _Copies(self._device, streams_of(self._device))
-        return self._copies
+        streams = streams_of(self._device)
+        return None if streams is None else _Copies(self._device, streams)
 
     def __reduce__(self) -> Any:
         return partial(Mover, copies_ahead=self._copies_ahead), (self._device,)
@@ -198,8 +185,8 @@ class _Copies:
         """Return a batch for use in the stream that is the loop's now, which waits for this one alone."""
         current = self._streams.current_stream(self._device)
         current.wait_event(copied.event)
-        for one in copied.copies:
-            one.record_stream(current)
+        for made in copied.copies:
+            made.record_stream(current)
         return moved(copied.batch, self._to_device) if copied.has_rest else copied.batch
 
     def _copy(self, copied: _Copied, value: Any) -> Any:

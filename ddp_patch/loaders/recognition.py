@@ -1,15 +1,11 @@
-"""Recognise what shards a loader already, for which rank of how many, and loaders within containers."""
+"""Recognise what shards a loader already, for which rank of how many."""
 
-import copy
 import logging
-import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import reduce
-from itertools import islice
-from operator import getitem
-from typing import Any, TypeAlias, TypeGuard, TypeVar
+from functools import partial
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
@@ -27,21 +23,15 @@ from ddp_patch.compat.packages import (
     webdataset_world,
 )
 from ddp_patch.errors import AssumedShardedWarning, DDPPatchError, NotALoaderError, message_of
-from ddp_patch.loaders.samples import iterated_by, nested_samplers
-from ddp_patch.orders.generators import LOOKED_AT, stored
+from ddp_patch.loaders.samples import inner_samplers, iterated_by, nested_samplers
+from ddp_patch.walks import held, stored, walk
 
 __all__ = [
     "HeldWorld",
-    "Keys",
-    "copied",
     "error_context",
-    "held_parts",
-    "is_empty",
     "is_loader",
     "line_for_inner",
-    "nested",
     "nested_datasets",
-    "place_of",
     "require_loader",
     "samplers_in_use",
     "samplers_within",
@@ -51,23 +41,8 @@ __all__ = [
     "world_of",
 ]
 
-N = TypeVar("N")
-
-
 # A rank and the number of ranks.
 HeldWorld: TypeAlias = tuple[int, int]
-
-
-def held_parts(holder: object) -> Iterator[Any]:
-    """Yield what an object stores, and the datasets and samplers that lists, tuples and dicts among it hold.
-
-    A container may hold as many samples as a dataset has, so only one that begins with a dataset or sampler is read.
-    """
-    for value in stored(holder).values():
-        yield value
-        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        if any(isinstance(part, Dataset | Sampler) for part in islice(held, LOOKED_AT)):
-            yield from held
 
 
 def world_of(holder: object) -> HeldWorld | None:
@@ -182,9 +157,8 @@ def _holders(loader: DataLoader[Any]) -> Iterator[object]:
     for dataset in nested_datasets(loader.dataset):
         yield dataset
         if isinstance(dataset, IterableDataset):
-            for part in held_parts(dataset):
-                if isinstance(part, Sampler):
-                    yield from samplers_within(part)
+            for part in held(dataset, _is_sampler):
+                yield from samplers_within(part)
 
 
 def shards_itself(holder: object) -> bool:
@@ -228,64 +202,16 @@ def tell_if_assumed(holder: object, stacklevel: int = 3) -> None:
 
 def samplers_within(sampler: object) -> Iterator[object]:
     """Yield a sampler and all samplers in it, from the outside in, also those in lists."""
-    waiting, seen = [sampler], set[int]()
-    while waiting:
-        for found in nested_samplers(waiting.pop(0)):
-            if id(found) not in seen:
-                seen.add(id(found))
-                yield found
-                waiting += [part for part in held_parts(found) if isinstance(part, Sampler)]
+    return walk(sampler, lambda found: [*inner_samplers(found), *held(found, _is_sampler)])
 
 
 def nested_datasets(dataset: object) -> Iterator[object]:
     """Yield a dataset and those in it, also in lists, as in ``Subset`` and ``ConcatDataset``."""
-    waiting, seen = [dataset], set[int]()
-    while waiting:
-        found = waiting.pop(0)
-        if id(found) not in seen:
-            seen.add(id(found))
-            yield found
-            waiting += [part for part in held_parts(found) if isinstance(part, Dataset)]
+    return walk(dataset, partial(held, is_wanted=lambda part: isinstance(part, Dataset)))
 
 
-# An object's address in memory, which differs between ranks.
-_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
-
-# The keys that lead to a loader.
-Keys: TypeAlias = tuple[Any, ...]
-
-
-def nested(found: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Yield everything in nested dicts, lists and tuples with the keys that lead to it, also what is empty.
-
-    Examples:
-        >>> list(nested({"train": 1, "val": [2, ()]}))
-        [(('train',), 1), (('val', 0), 2), (('val', 1), ())]
-    """
-    if not _is_container(found) or is_empty(found):
-        yield path, found
-        return
-    for key, value in found.items() if isinstance(found, Mapping) else enumerate(found):
-        yield from nested(value, (*path, key))
-
-
-def is_empty(found: object) -> bool:
-    """Return whether it is an empty dict, list or tuple."""
-    return _is_container(found) and not found
-
-
-def _is_container(found: object) -> bool:
-    return isinstance(found, Mapping | list | tuple) and not isinstance(found, DataLoader)
-
-
-def place_of(path: Keys, root: str = "loaders") -> str:
-    """Return the code that gets the element at these keys.
-
-    Examples:
-        >>> place_of(("val", 1))
-        "loaders['val'][1]"
-    """
-    return root + "".join(f"[{_ADDRESS.sub('', repr(key))}]" for key in path)
+def _is_sampler(value: object) -> bool:
+    return isinstance(value, Sampler)
 
 
 @contextmanager
@@ -297,44 +223,3 @@ def error_context(place: str) -> Iterator[None]:
         if place:
             error.args = (f"{place}: {message_of(error)}",)
         raise
-
-
-def copied(nest: N, leaves: Sequence[tuple[Keys, Any]], new: Mapping[int, Any]) -> N:
-    """Return a copy of nested lists, tuples and dicts, of the same classes, with some elements replaced.
-
-    Args:
-        nest: The lists, tuples and dicts.
-        leaves: What ``nested`` found in them.
-        new: What replaces an element, by that element's id.
-
-    Raises:
-        NotALoaderError: One of its dicts, lists or tuples cannot be copied so.
-    """
-    keys = {id(key): key for path, _ in leaves for key in path}  # a copy of a key may not equal it
-    try:
-        made = copy.deepcopy(nest, keys | dict(new))
-        for inner in {path[:length] for path, _ in leaves for length in range(len(path))}:
-            _mirror(_at(nest, inner), _at(made, inner))
-        found = dict(nested(made))
-    except Exception as error:
-        raise _not_copied(nest, f"copying it raised {type(error).__name__}: {error}") from error
-    if any(found.get(path) is not new[id(leaf)] for path, leaf in leaves if id(leaf) in new):
-        raise _not_copied(nest, "a copy of it has other elements")
-    return made
-
-
-def _at(nest: Any, path: Keys) -> Any:
-    return reduce(getitem, path, nest)
-
-
-def _mirror(given: Any, made: Any) -> None:
-    """Make the copy of a dict whose attributes are its items such a dict again; copying alone does not."""
-    if getattr(given, "__dict__", None) is given:
-        made.__dict__ = made
-
-
-def _not_copied(nest: object, why: str) -> NotALoaderError:
-    return NotALoaderError(
-        f"The {type(nest).__name__} of loaders cannot be returned with patched ones in it: {why}. Pass a list, tuple "
-        "or dict of the loaders."
-    )

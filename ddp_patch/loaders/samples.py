@@ -17,6 +17,7 @@ from ddp_patch.orders.fingerprint import COMPARED, fingerprint
 from ddp_patch.orders.generators import plain_attributes, random_generators, torch_generators, unmoved
 from ddp_patch.orders.orders import has_order, order_of, order_parameters
 from ddp_patch.orders.random_states import PrivateRNG
+from ddp_patch.walks import held, walk
 
 __all__ = [
     "DatasetEpoch",
@@ -25,7 +26,7 @@ __all__ = [
     "copy_to_draw",
     "deep_copy",
     "first_order",
-    "first_order_of_iterator",
+    "inner_samplers",
     "is_one_shot",
     "iterated_by",
     "length_of",
@@ -48,14 +49,12 @@ def iterated_by(loader: Any) -> Any:
 
 def nested_samplers(sampler: object) -> Iterator[object]:
     """Yield a sampler and all that it holds as ``.sampler`` or ``.batch_sampler``, from the outside in."""
-    waiting, seen = [sampler], set[int]()
-    while waiting:
-        found = waiting.pop(0)
-        if found is None or id(found) in seen:
-            continue
-        seen.add(id(found))
-        yield found
-        waiting += [getattr(found, name, None) for name in ("batch_sampler", "sampler")]
+    return walk(sampler, inner_samplers)
+
+
+def inner_samplers(sampler: object) -> list[Any]:
+    """Return what a sampler holds as ``.batch_sampler`` and ``.sampler``; None for what it lacks."""
+    return [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
 
 
 def deep_copy(value: V, sharing: Iterable[object]) -> V:
@@ -181,17 +180,26 @@ class FirstOrder(NamedTuple):
     counted: frozenset[tuple[int, str]] = frozenset()
 
 
-def first_order(sampler: object, dataset: object = None) -> FirstOrder:
+def first_order(sampler: object, dataset: object = None, *, is_one_shot: bool = False) -> FirstOrder:
     """Return what the first items show that a sampler would give.
 
-    The sampler must be one that can be started again. The items are drawn from a copy, which shares datasets and
-    modules with the original, under the same random states on every rank. torch's own samplers count by their
-    parameters.
+    The items are drawn from a copy, which shares datasets and modules with the original, under the same random states
+    on every rank. torch's own samplers count by their parameters. Of a sampler that gives its items once, the order is
+    not known; a copy still shows which attributes it changes.
+
+    Args:
+        sampler: The sampler.
+        dataset: What the samples come from. It is not copied.
+        is_one_shot: Whether the sampler gives its items once.
     """
     if isinstance(sampler, IterableDataset):
         logger.info("The order of an iterable dataset is not compared between ranks: reading it would use it up.")
         return FirstOrder(None)
-    if (parameters := order_parameters(sampler)) is not None:
+    if is_one_shot:
+        logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
+        if returns_itself(sampler):
+            return FirstOrder(None)
+    elif (parameters := order_parameters(sampler)) is not None:
         return FirstOrder(fingerprint(parameters))
     try:
         with copy_to_draw(sampler, dataset) as drawn:
@@ -199,29 +207,16 @@ def first_order(sampler: object, dataset: object = None) -> FirstOrder:
                 order = order_of(drawn, epoch=0)
                 return FirstOrder(fingerprint(order.at(range(min(order.length, COMPARED)))))
             before = _attributes(drawn)
-            told = fingerprint(islice(map(own, drawn), COMPARED))
-            return FirstOrder(told, _changed(before, _attributes(drawn)))
+            items = list(map(own, islice(begun(drawn), _TRIED if is_one_shot else COMPARED)))
+            return FirstOrder(None if is_one_shot else fingerprint(items), _changed(before, _attributes(drawn)))
     except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
-        logger.info(
-            "The order of %s is not compared between ranks: drawing a copy of it raised %s: %s",
-            type(sampler).__name__,
-            type(error).__name__,
-            error,
-        )
-        return FirstOrder(None)
-
-
-def first_order_of_iterator(sampler: object, dataset: object) -> FirstOrder:
-    """Return what the first items of a copy of an iterator show: which attributes it changes, and not their order."""
-    logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
-    if returns_itself(sampler):
-        return FirstOrder(None)
-    try:
-        with copy_to_draw(sampler, dataset) as drawn:
-            before = _attributes(drawn)
-            _first_items(drawn)
-            return FirstOrder(None, _changed(before, _attributes(drawn)))
-    except Exception:  # noqa: BLE001 - as in ``first_order``
+        if not is_one_shot:
+            logger.info(
+                "The order of %s is not compared between ranks: drawing a copy of it raised %s: %s",
+                type(sampler).__name__,
+                type(error).__name__,
+                error,
+            )
         return FirstOrder(None)
 
 
@@ -281,17 +276,11 @@ def _first_items(sampler: Any) -> list[bytes]:
 
 
 def _copied(sampler: Any, dataset: object) -> Any:
-    """Return a copy of a sampler to draw from; raise TypeError where there is none."""
-    copied = deep_copy(sampler, sharing=_not_copied(sampler, dataset))
+    """Return a copy of a sampler to draw from, which shares datasets, modules and loaders; TypeError if it has none."""
+    shared = [dataset]
+    for nested in nested_samplers(sampler):
+        shared += held(nested, lambda part: isinstance(part, Dataset | nn.Module | DataLoader))
+    copied = deep_copy(sampler, shared)
     if copied is sampler and hasattr(sampler, "__dict__"):  # a range may well be its own copy
         raise TypeError("its copy is the sampler itself")
     return copied
-
-
-def _not_copied(sampler: object, dataset: object) -> Iterator[object]:
-    """Yield what a copy of the sampler shares with it: datasets, modules and loaders."""
-    yield dataset
-    for nested in nested_samplers(sampler):
-        for value in getattr(nested, "__dict__", {}).values():
-            parts = value if isinstance(value, list | tuple) else [value]
-            yield from (part for part in parts if isinstance(part, Dataset | nn.Module | DataLoader))

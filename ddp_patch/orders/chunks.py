@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from ddp_patch.orders.pass_fingerprint import PassFingerprint
+    from ddp_patch.orders.fingerprint import PassFingerprint
 
 __all__ = [
     "MOST_AHEAD",
@@ -205,7 +205,8 @@ class _Source:
         if noted is not None:
             noted.add(start, items)
         self.copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
-        self._is_plain = all(isinstance(_first(item), int | np.integer) for item in items)
+        first = (item[0] if type(item) is list and item else item for item in items)
+        self._is_plain = all(isinstance(index, int | np.integer) for index in first)
         self._samples = max(self._samples, sum(length_hint(item, 1) or 1 for item in items))
         self.is_ended = len(items) < self._round_size
 
@@ -246,11 +247,6 @@ class _Source:
         kept.extend(map(own, items) if self.copies else items)
         deque(islice(self._items, size - last), maxlen=0)
         self.is_ended = self.drawn - before < size
-
-
-def _first(item: Any) -> Any:
-    """Return what a list begins with; anything else itself."""
-    return item[0] if type(item) is list and item else item
 
 
 def owned(stream: Iterator[T]) -> Iterator[T]:

@@ -1,14 +1,16 @@
-"""Fingerprints of what samplers give, and hashes of items of streams."""
+"""Fingerprints of what samplers give, of passes as they are drawn, and hashes of items of streams."""
 
 import hashlib
+import logging
 import os
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta
 from enum import Enum
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +18,23 @@ import torch
 from ddp_patch.compat.packages import SAMPLE_KEY
 from ddp_patch.orders.chunks import Chunk
 
-__all__ = ["COMPARED", "Fingerprint", "ItemHashes", "fingerprint", "hashes_if_any", "hashes_of", "is_known"]
+if TYPE_CHECKING:
+    from ddp_patch.orders.orders import Order
 
+__all__ = [
+    "COMPARED",
+    "Fingerprint",
+    "ItemHashes",
+    "Mark",
+    "PassFingerprint",
+    "fingerprint",
+    "hashes_if_any",
+    "hashes_of",
+    "is_known",
+    "number_of",
+]
+
+logger: logging.Logger = logging.getLogger("ddp_patch")
 
 T = TypeVar("T")
 
@@ -82,6 +99,11 @@ def fingerprint(items: Iterable[Any]) -> str:
     return running.hexdigest()
 
 
+def number_of(items: Iterable[Any]) -> int:
+    """Return the fingerprint of items as a whole number of 60 bits."""
+    return int(fingerprint(items)[:15], 16)
+
+
 def is_known(item: Any) -> bool:
     """Return whether an item counts by its value, and not by its type alone.
 
@@ -138,8 +160,9 @@ def _content(item: Any) -> Iterator[bytes]:  # noqa: C901 - one flat table of ty
         case _ if not _TOLD_BY_REPR.isdisjoint(f"{kind.__module__}.{kind.__qualname__}" for kind in type(item).__mro__):
             yield repr(item).encode()
         case _ if _size(item):
-            for held in _lists(item):
-                yield from _encoded(held[:_ELEMENTS])
+            for held in getattr(item, "__dict__", {}).values():
+                if type(held) in {list, tuple} and len(held) == _size(item):
+                    yield from _encoded(held[:_ELEMENTS])
 
 
 def _size(item: Any) -> int | None:
@@ -147,12 +170,6 @@ def _size(item: Any) -> int | None:
         return len(item)
     except Exception:  # noqa: BLE001 - it has none, or the user's code
         return None
-
-
-def _lists(item: Any) -> list[Any]:
-    """Return the lists that an object holds with as many elements as it has."""
-    held = getattr(item, "__dict__", {}).values()
-    return [value for value in held if type(value) in {list, tuple} and len(value) == _size(item)]
 
 
 _Types: TypeAlias = tuple[type, ...]
@@ -196,9 +213,9 @@ def hashes_of(item: Any) -> ItemHashes:
         >>> hashes_of(torch.zeros(3))[1:]
         (0, 0)
     """
-    whole, numbers = _hash(item), _hash_of_parts(item, _NUMBERS)
+    whole, numbers = number_of([item]), _hash_of_parts(item, _NUMBERS)
     if isinstance(item, Mapping) and SAMPLE_KEY in item:
-        return ItemHashes(whole, _hash(item[SAMPLE_KEY]) << 2 | _HAS_SOME | _IS_KEY, numbers)
+        return ItemHashes(whole, number_of([item[SAMPLE_KEY]]) << 2 | _HAS_SOME | _IS_KEY, numbers)
     return ItemHashes(whole, _hash_of_parts(item, _NAMES), numbers)
 
 
@@ -210,13 +227,9 @@ def hashes_if_any(item: Any) -> ItemHashes:
         return ItemHashes(0, 0, 0)
 
 
-def _hash(value: Any) -> int:
-    return int(fingerprint([value])[:15], 16)
-
-
 def _hash_of_parts(item: Any, types: _Types) -> int:
     parts = _parts(item, types)
-    return 0 if parts is _NOTHING else _hash(parts) << 2 | _HAS_SOME
+    return 0 if parts is _NOTHING else number_of([parts]) << 2 | _HAS_SOME
 
 
 def _parts(value: Any, types: _Types) -> Any:
@@ -239,3 +252,94 @@ def _parts(value: Any, types: _Types) -> Any:
 def _kept(parts: Iterable[tuple[Any, Any]], types: _Types) -> Any:
     kept = {name: part for name, value in parts if (part := _parts(value, types)) is not _NOTHING}
     return kept or _NOTHING
+
+
+# How many items had been drawn, and a hash of those that were looked at up to there.
+Mark: TypeAlias = tuple[int, int]
+
+# So many items are all looked at: of plain indices, of others, and of each later chunk of a stream.
+_FIRST_PLAIN, _FIRST, _OF_CHUNK = 1024, 256, 16
+# A mark is made when this part more was drawn since the one before, so that there are few.
+_GROWTH = 1.25
+_END = -7  # where an item's position would stand
+_UNSEEN: set[type] = set()
+
+
+class PassFingerprint:
+    """Hashes the first items of a stream, a few of each later chunk, and how many there were.
+
+    Hashes of whole numbers are Python's own, which are the same in all processes and take the least time.
+
+    Attributes:
+        marks: The fingerprints at growing counts, the last of them after the end once that was found.
+
+    Examples:
+        >>> one, other = PassFingerprint(), PassFingerprint()
+        >>> one.add(0, [3, 1, 2])
+        >>> other.add(0, [3, 2, 1])
+        >>> one.marks[0][0], one.marks == other.marks
+        (3, False)
+    """
+
+    def __init__(self) -> None:
+        self.marks: list[Mark] = []
+        self._hash, self._next, self._first = 0, 1, _FIRST_PLAIN
+
+    def wanted(self, start: int, *, is_begun: bool) -> int:
+        """Return how many items of a chunk to look at, from ``start`` on; fewer if it has looked at some already."""
+        return max(self._first - start, 0 if is_begun else _OF_CHUNK)
+
+    def add(self, start: int, items: Sequence[Any]) -> None:
+        """Add items that stand at ``start`` and after."""
+        if not items:
+            return
+        plain = _plain_hash(items)
+        if plain is None:
+            self._first = _FIRST
+            _say_if_unseen(items[0])
+            plain = number_of(items)
+        self._hash = hash((self._hash, start, plain))
+        until = start + len(items)
+        if until >= self._next or start < self._first:
+            self._mark(until)
+
+    def add_order(self, order: "Order") -> None:
+        """Add some items of an order that can be looked up, evenly spread, and its length."""
+        free = order.length if order.free is None else min(order.free, order.length)
+        self.add(0, list(order.at(range(0, free, max(1, free // COMPARED)))))
+        self.end(order.length)
+
+    def add_window(self, start: int, order: "np.ndarray[Any, Any]") -> None:
+        """Add the order of a balanced window."""
+        self._hash = hash((self._hash, start, number_of([order])))
+        self._mark(start + len(order))
+
+    def end(self, count: int) -> None:
+        """Add how many items the stream had."""
+        self._hash = hash((self._hash, _END, count))
+        self._mark(count)
+
+    def _mark(self, count: int) -> None:
+        self.marks.append((count, self._hash))
+        self._next = int(count * _GROWTH) + 1
+
+
+def _plain_hash(items: Sequence[Any]) -> int | None:
+    """Return a hash of indices, or of lists of them; None if they are anything else."""
+    kinds = set(map(type, items))
+    if kinds == {int}:
+        return hash(tuple(items))
+    if kinds <= {list, tuple} and set(map(type, chain.from_iterable(items))) <= {int}:
+        return hash(tuple(map(tuple, items)))
+    return None
+
+
+def _say_if_unseen(item: Any) -> None:
+    """Log, once, that items of a class count by their class alone."""
+    if not is_known(item) and type(item) not in _UNSEEN:
+        _UNSEEN.add(type(item))
+        logger.info(
+            "Items of a sampler are not compared between ranks, but by their class: a %s has no value that is the same "
+            "in every process. Let it be a dataclass, or give indices.",
+            type(item).__name__,
+        )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from ddp_patch.walks import LOOKED_AT, elements, stored, walk
+
 __all__ = [
-    "LOOKED_AT",
     "RandomGenerator",
     "as_read",
     "generator_state",
@@ -30,8 +31,8 @@ __all__ = [
     "set_as_read",
     "set_generator_state",
     "set_generator_states",
-    "stored",
     "torch_generators",
+    "torch_seed",
     "unmoved",
     "was_seeded",
 ]
@@ -41,8 +42,6 @@ RandomGenerator: TypeAlias = torch.Generator | np.random.Generator | np.random.R
 
 # What counts of a sampler are: these types, and no subclass, as numpy's numbers are.
 _PLAIN = {bool, int, float, str, type(None)}
-# How many elements of a container are looked at.
-LOOKED_AT = 32
 # How deep generators are looked for: an attribute, what it holds, what that holds, and once more.
 _DEPTH = 3
 # The global ones. ``random.shuffle`` and ``numpy.random.shuffle`` are methods of them.
@@ -82,22 +81,6 @@ def random_generators(holders: Iterable[object]) -> list[RandomGenerator]:
     return [rng for rng in found.values() if not any(rng is state for state in _GLOBAL)]
 
 
-def stored(holder: object) -> dict[str, Any]:
-    """Return the attributes that an object stores, in its ``__dict__`` or in slots.
-
-    No property is asked: it runs the user's code, which may cost, raise or change something.
-    """
-    kept = dict(getattr(holder, "__dict__", {}))
-    for kind in type(holder).__mro__:
-        for name, slot in vars(kind).items():
-            if isinstance(slot, MemberDescriptorType) and kind.__module__ != "builtins":
-                try:
-                    kept[name] = slot.__get__(holder)
-                except AttributeError:
-                    continue  # an empty slot
-    return kept
-
-
 def _written(kind: type) -> Iterator[Any]:
     """Yield what somebody wrote in a class: methods, whose globals it may draw from, and attributes."""
     for base in kind.__mro__:
@@ -111,8 +94,8 @@ def _is_users(kind: type) -> bool:
 
 def _names(code: CodeType) -> set[str]:
     """Return the global names that a function uses, also in its comprehensions and inner functions."""
-    inner = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
-    return set(code.co_names).union(*inner)
+    functions = walk(code, lambda outer: [part for part in outer.co_consts if isinstance(part, CodeType)])
+    return set().union(*(function.co_names for function in functions))
 
 
 def _within(value: Any, depth: int, seen: dict[int, int]) -> Iterator[RandomGenerator]:
@@ -139,13 +122,9 @@ def _parts(value: Any) -> Iterable[Any]:
             names = sorted(_names(value.__code__) & value.__globals__.keys())
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
             return (*cells, *(value.__defaults__ or ()), *(value.__globals__[name] for name in names))
-        case dict():
-            return islice(value.values(), LOOKED_AT)
-        case list() | tuple() | set():
-            return islice(value, LOOKED_AT)
         case _ if _is_users(type(value)) and not isinstance(value, _OTHERS):
             return islice(stored(value).values(), LOOKED_AT)
-    return ()
+    return islice(elements(value), LOOKED_AT)
 
 
 def generator_states(holders: Iterable[object]) -> Sequence[Any]:
@@ -172,29 +151,18 @@ def unmoved(generators: Iterable[RandomGenerator]) -> Iterator[None]:
 
 def generator_state(generator: RandomGenerator) -> Any:
     """Return a generator's state, in numbers, strings, lists and dicts."""
-    match generator:
-        case torch.Generator():
-            return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
-        case np.random.Generator():
-            return plain(generator.bit_generator.state)
-        case np.random.RandomState():
-            return plain(generator.get_state(legacy=False))
-        case _:
-            return plain(generator.getstate())
+    state = as_read(generator)
+    return base64.b64encode(state.numpy().tobytes()).decode() if isinstance(state, torch.Tensor) else plain(state)
 
 
 def set_generator_state(generator: RandomGenerator, state: Any) -> None:
     """Put a generator into a state that ``generator_state`` returned for one of its kind."""
-    match generator:
-        case torch.Generator():
-            generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
-        case np.random.Generator():
-            generator.bit_generator.state = state
-        case np.random.RandomState():
-            generator.set_state(state)
-        case _:
-            version, internal, gauss = state
-            generator.setstate((version, tuple(internal), gauss))
+    match state:
+        case str():
+            state = torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8)
+        case version, internal, gauss:
+            state = version, tuple(internal), gauss
+    set_as_read(generator, state)
 
 
 def as_read(generator: RandomGenerator) -> Any:
@@ -267,12 +235,12 @@ def _is_as_seeded(first: int, second: int, place: int) -> bool:
 
 def seeded_anew(generator: RandomGenerator, state: Any, *key: int) -> Any:
     """Return the state of a generator of this kind that is seeded by a state and a key; the generator stays put."""
-    told = hashlib.blake2b(repr((plain(_listed(state)), key)).encode(), digest_size=16).digest()
+    told = hashlib.blake2b(repr((plain(state), key)).encode(), digest_size=16).digest()
     seed = np.random.SeedSequence(int.from_bytes(told, "little"))
     match generator:
         case torch.Generator():
             other = torch.Generator(generator.device)
-            return other.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> np.uint64(1))).get_state()
+            return other.manual_seed(torch_seed(seed)).get_state()
         case np.random.Generator():
             return type(generator.bit_generator)(seed).state
         case np.random.RandomState():
@@ -281,8 +249,9 @@ def seeded_anew(generator: RandomGenerator, state: Any, *key: int) -> Any:
             return random.Random(int.from_bytes(told, "little")).getstate()
 
 
-def _listed(state: Any) -> Any:
-    return state.tolist() if isinstance(state, torch.Tensor) else state
+def torch_seed(sequence: np.random.SeedSequence) -> int:
+    """Return a seed for torch, of 63 bits: a DataLoader's own seeds are int64, and users pass them on."""
+    return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def plain(value: Any) -> Any:
@@ -292,7 +261,7 @@ def plain(value: Any) -> Any:
             return {key: plain(part) for key, part in value.items()}
         case tuple():
             return [plain(part) for part in value]
-        case np.ndarray():
+        case np.ndarray() | torch.Tensor():
             return value.tolist()
     return value
 

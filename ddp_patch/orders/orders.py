@@ -7,7 +7,7 @@ and read this rank's positions. Computed permutations and samplers with ``items_
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
@@ -40,6 +40,7 @@ __all__ = [
     "ScalableShuffle",
     "has_computed_order",
     "has_order",
+    "in_turns",
     "is_always_alike",
     "is_random_access",
     "is_torch_sampler",
@@ -217,6 +218,8 @@ class Order:
         sizes: Returns how many samples the batches at some positions have, and how many batches have that size, in
             runs; None if only the batches themselves show it.
         free: How many of the first items may be looked up in any order before all others; None for all.
+        cut: Cuts positions into pieces that are looked up one after the other.
+        places: Returns where the items at some positions stand in the sampler's own order; None if just there.
     """
 
     length: int
@@ -225,10 +228,12 @@ class Order:
     array: Callable[[range], NDArray[Any] | None] = lambda _: None
     sizes: Callable[[range], Sequence[tuple[int, int]]] | None = None
     free: int | None = None
+    cut: Callable[[range], Iterable[range]] = blocks
+    places: Callable[[range], NDArray[np.int64]] | None = None
 
     def items(self) -> Iterator[Any]:
         """Yield all items, then draw what the sampler draws after its last one."""
-        for positions in blocks(range(self.length)):
+        for positions in self.cut(range(self.length)):
             yield from self.at(positions)
         self.finish()
 
@@ -311,9 +316,7 @@ def is_torch_sampler(sampler: object) -> bool:
 
 def is_always_alike(sampler: object) -> bool:
     """Return whether every epoch surely has the same order: that of the dataset, or of a plain list."""
-    if _is_batching(sampler):
-        return is_always_alike(sampler.sampler)
-    return type(sampler) in {SequentialSampler, range, list, tuple}
+    return type(_sampler_of_items(sampler)) in {SequentialSampler, range, list, tuple}
 
 
 def order_parameters(sampler: object) -> list[object] | None:
@@ -327,8 +330,7 @@ def order_parameters(sampler: object) -> list[object] | None:
 
 def has_order(sampler: object) -> bool:
     """Return whether ``order_of`` knows the sampler."""
-    if _is_batching(sampler):
-        return has_order(sampler.sampler)
+    sampler = _sampler_of_items(sampler)
     if type(sampler) is RandomSampler:
         # Iterate orders of several turns: to draw them ahead would move the user's own generator too far.
         schedule = sampler.replacement or sampler.num_samples > len(sampler.data_source)
@@ -338,8 +340,7 @@ def has_order(sampler: object) -> bool:
 
 def has_computed_order(sampler: object) -> bool:
     """Return whether ``order_of`` computes the sampler's order without drawing anything."""
-    if _is_batching(sampler):
-        return has_computed_order(sampler.sampler)
+    sampler = _sampler_of_items(sampler)
     return type(sampler) is ScalableShuffle or is_random_access(sampler)
 
 
@@ -381,6 +382,13 @@ class InOrder:
 def _is_batching(sampler: object) -> TypeGuard[BatchSampler]:
     """Return whether a sampler makes batches of another one's items as torch does."""
     return is_torch_batch_sampler(type(sampler))
+
+
+def _sampler_of_items(sampler: Any) -> Any:
+    """Return the sampler of the items that torch's batch sampler makes batches of; any other sampler itself."""
+    while _is_batching(sampler):
+        sampler = sampler.sampler
+    return sampler
 
 
 def _in_batches(items: Order, size: int, drop_last: bool) -> Order:
@@ -426,15 +434,27 @@ class _Turns:
     def at(self, positions: range) -> list[int]:
         """Return the items at some positions, which must increase, also from call to call."""
         items: list[int] = []
-        while len(items) < len(positions):
-            rest = positions[len(items) :]
-            while rest[0] >= (self._number + 1) * self._size:
+        for number, places in in_turns(positions, self._size):
+            while self._number < number:
                 self._number += 1
                 self._turn = self._draw(min(self._size, self._length - self._number * self._size))
-            start = self._number * self._size
-            here = rest[: -(-(start + self._size - rest.start) // rest.step)]
-            items += _read(self._turn, range(here.start - start, here.stop - start, here.step))
+            items += _read(self._turn, places)
         return items
+
+
+def in_turns(positions: range, size: int) -> Iterator[tuple[int, range]]:
+    """Cut positions where turns of a size begin; yield the number of each turn, and the positions within it.
+
+    Examples:
+        >>> list(in_turns(range(3, 14, 4), size=10))
+        [(0, range(3, 11, 4)), (1, range(1, 5, 4))]
+    """
+    while positions:
+        number = positions.start // size
+        start = number * size
+        here = positions[: -(-(start + size - positions.start) // positions.step)]
+        yield number, range(here.start - start, here.stop - start, here.step)
+        positions = positions[len(here) :]
 
 
 def _integers(n: int) -> torch.dtype:
@@ -523,8 +543,7 @@ def scalable(sampler: Any, seed: Seed) -> Sampler[Any]:
 
 def why_not_scalable(sampler: object) -> str | None:
     """Return why a scalable shuffle cannot replace a sampler, or None if it can."""
-    if _is_batching(sampler):
-        return why_not_scalable(sampler.sampler)
+    sampler = _sampler_of_items(sampler)
     if type(sampler) not in {RandomSampler, SubsetRandomSampler}:
         return "is not torch's RandomSampler or SubsetRandomSampler"
     if isinstance(sampler, RandomSampler) and sampler.replacement:

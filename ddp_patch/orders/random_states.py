@@ -20,7 +20,7 @@ from ddp_patch.compat.packages import may_hold_a_normal
 from ddp_patch.compat.private_torch import replace_worker_seed
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.options import Options
-from ddp_patch.orders.generators import plain
+from ddp_patch.orders.generators import plain, torch_seed
 
 __all__ = [
     "Entered",
@@ -37,7 +37,6 @@ __all__ = [
     "epoch_states",
     "loader_seed",
     "one_at_a_time",
-    "order_seeds",
     "reader_seed",
     "shuffle_key",
 ]
@@ -49,11 +48,6 @@ _ORDER, _WORKER, _SHUFFLE, _LOADER, _READER, _PART, _DEALING = range(7)
 
 def _derive(seed: int, *key: int) -> np.random.SeedSequence:
     return np.random.SeedSequence(seed, spawn_key=key)
-
-
-def _torch_seed(sequence: np.random.SeedSequence) -> int:
-    # 63 bits: DataLoader's own worker seeds are int64, and users pass them on to other libraries.
-    return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def loader_seed(seed: int, stream: str, number: int) -> int:
@@ -68,7 +62,7 @@ def loader_seed(seed: int, stream: str, number: int) -> int:
         >>> len({loader_seed(seed, "f0", number) for seed, number in [(0, 1), (0, 2), (1, 1)]})
         3
     """
-    return _torch_seed(_derive(seed, _LOADER, int(stream, 16), number))
+    return torch_seed(_derive(seed, _LOADER, int(stream, 16), number))
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -84,19 +78,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
         >>> list(patched) == in_one_process
         True
     """
-    return _torch_seed(_derive(seed, _ORDER, epoch))
-
-
-def order_seeds(seed: int, epoch: int, reader: int | None = None) -> tuple[int, np.random.SeedSequence, int]:
-    """Return the seeds of torch's, numpy's and Python's global generators while an epoch is drawn.
-
-    Args:
-        seed: The seed in force.
-        epoch: The epoch.
-        reader: Which worker reads a part of it, if one does.
-    """
-    sequence = _derive(seed, _ORDER, epoch) if reader is None else _derive(seed, _PART, epoch, reader)
-    return _torch_seed(sequence), sequence, _python_seed(sequence)
+    return torch_seed(_derive(seed, _ORDER, epoch))
 
 
 def reader_seed(seed: int, epoch: int) -> int:
@@ -104,7 +86,7 @@ def reader_seed(seed: int, epoch: int) -> int:
 
     torch numbers the seeds of a loader's workers in this way, and datasets subtract j to get a common seed.
     """
-    return _torch_seed(_derive(seed, _READER, epoch)) >> 1
+    return torch_seed(_derive(seed, _READER, epoch)) >> 1
 
 
 def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:
@@ -221,7 +203,7 @@ class WorkerSeeding:
                 "Use a loader whose workers are processes, or num_workers=0."
             )
         sequence = _derive(self.seed.value, _WORKER, self.epochs.upcoming, self.rank, worker_id)
-        seed = _torch_seed(sequence)
+        seed = torch_seed(sequence)
         torch.manual_seed(seed)
         np.random.seed(sequence.generate_state(4))
         random.seed(_python_seed(sequence))
@@ -290,6 +272,11 @@ class PrivateRNG:
 
     Enter it as often as you like: the private stream continues where it stopped.
 
+    Args:
+        seed: The seed in force.
+        epoch: The epoch.
+        reader: Which worker reads a part of it, if one does.
+
     Examples:
         >>> with PrivateRNG(seed=7, epoch=0):
         ...     first = torch.rand(1)
@@ -305,12 +292,13 @@ class PrivateRNG:
         self._first: _GlobalState | None = None
 
     def _at_first(self) -> _GlobalState:
-        for_torch, for_numpy, for_python = order_seeds(*self._key)
+        seed, epoch, reader = self._key
+        sequence = _derive(seed, _ORDER, epoch) if reader is None else _derive(seed, _PART, epoch, reader)
         return _GlobalState(
-            torch.Generator().manual_seed(for_torch).get_state(),
-            np.random.MT19937(for_numpy),
+            torch.Generator().manual_seed(torch_seed(sequence)).get_state(),
+            np.random.MT19937(sequence),
             None,
-            random.Random(for_python).getstate(),
+            random.Random(_python_seed(sequence)).getstate(),
         )
 
     @property

@@ -11,7 +11,7 @@ from weakref import WeakMethod
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.contents import Row, RowsSeen
-from ddp_patch.orders.pass_fingerprint import PassFingerprint
+from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.histories import Contradiction, History, PassProgress, PassState, ReadAhead, contradiction
 from ddp_patch.ranks.notices import Notices, Peers, StepCounts

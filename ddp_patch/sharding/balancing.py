@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, islice, zip_longest
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
@@ -20,6 +20,7 @@ import torch
 from ddp_patch.costs import CostOf, Costs
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.orders.chunks import owned
+from ddp_patch.orders.orders import Order, in_turns
 from ddp_patch.orders.random_states import Seed, dealing_key
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
@@ -27,41 +28,15 @@ from ddp_patch.ranks.agreement import Agreed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["BalancedWindow", "Balancer", "Division", "as_it_came", "deal", "deal_batch", "dealt_stream"]
+__all__ = ["Balancer", "Division", "balanced", "deal", "deal_batch", "dealt_stream"]
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class BalancedWindow:
-    """A balanced window.
-
-    Attributes:
-        steps: Which items each batch of each step has, shape (steps, ranks, items), in any order within a batch.
-        last: The same of a last step that does not fill its batches, shape (0 or 1, ranks, items).
-        left: What does not fill a round, shape (items,).
-    """
-
-    steps: NDArray[np.int64]
-    last: NDArray[np.int64]
-    left: NDArray[np.int64]
-
-    @property
-    def order(self) -> NDArray[np.int64]:
-        """The order for interleaved sharding."""
-        in_order = [np.sort(steps, axis=2).swapaxes(1, 2).reshape(-1) for steps in (self.steps, self.last)]
-        return np.concatenate([*in_order, self.left])
-
-    def of_rank(self, rank: int) -> NDArray[np.int64]:
-        """Return what a rank takes of the order."""
-        own = [np.sort(steps[:, rank], axis=1).reshape(-1) for steps in (self.steps, self.last)]
-        return np.concatenate([*own, self.left[rank : rank + 1]])
-
-
 def deal(
     costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf, key: np.random.SeedSequence
-) -> BalancedWindow:
-    """Balance the items of a window so that the batches of each step cost about the same.
+) -> NDArray[np.int64]:
+    """Return an order of a window's items, for interleaved sharding, in which the batches of each step cost alike.
 
     The steps come in a random order, and so do the batches within each. A batch has its items in the order in which
     they came. What does not fill a step comes last, and what does not fill a round of it after all else, as it came.
@@ -79,10 +54,10 @@ def deal(
 
     Examples:
         >>> key = np.random.SeedSequence(0)
-        >>> dealt = deal(np.array([1.0, 9, 2, 8, 5, 5, 4, 6]), ranks=2, size=2, cost_of="sum", key=key)
-        >>> [dealt.of_rank(rank).tolist() for rank in range(2)]
+        >>> order = deal(np.array([1.0, 9, 2, 8, 5, 5, 4, 6]), ranks=2, size=2, cost_of="sum", key=key)
+        >>> [order[rank::2].tolist() for rank in range(2)]
         [[0, 1, 4, 5], [2, 3, 6, 7]]
-        >>> deal(np.array([1.0, 9, 2, 8, 5, 5, 4, 6]), ranks=2, size=1, cost_of="sum", key=key).order.tolist()
+        >>> deal(np.array([1.0, 9, 2, 8, 5, 5, 4, 6]), ranks=2, size=1, cost_of="sum", key=key).tolist()
         [2, 0, 4, 6, 7, 5, 3, 1]
 
     Source:
@@ -100,12 +75,8 @@ def deal(
     random = np.random.PCG64(key)
     steps = _shuffled(_steps(costs[:whole], ranks, size, cost_of), random)
     last = whole + _shuffled(_steps(costs[whole : whole + over * ranks], ranks, over, cost_of), random)
-    return BalancedWindow(steps, last, np.arange(whole + over * ranks, len(costs)))
-
-
-def as_it_came(items: int) -> BalancedWindow:
-    """Return a window of one rank, which has its order already."""
-    return BalancedWindow(np.arange(items).reshape(-1, 1, 1), np.empty((0, 1, 0), np.int64), np.empty(0, np.int64))
+    in_order = [np.sort(part, axis=2).swapaxes(1, 2).reshape(-1) for part in (steps, last)]
+    return np.concatenate([*in_order, np.arange(whole + over * ranks, len(costs))])
 
 
 def deal_batch(costs: Sequence[float], ranks: int) -> list[int]:
@@ -308,8 +279,8 @@ class Balancer:
 
     def dealt(
         self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, stage: int, window: int
-    ) -> BalancedWindow:
-        """Return a window, balanced for this many ranks.
+    ) -> NDArray[np.int64]:
+        """Return the order of a window that is balanced for this many ranks, for interleaved sharding.
 
         Args:
             items: Its items.
@@ -318,8 +289,8 @@ class Balancer:
             stage: How many other numbers of ranks have taken a part of it before.
             window: Which window of the rest it is.
         """
-        if ranks == 1:  # nobody waits
-            return as_it_came(len(items))
+        if ranks == 1:  # nobody waits: it has its order already
+            return np.arange(len(items))
         costs = self.costs.of(items, are_batches=self.are_batches)
         key = dealing_key(self.seed.value, epoch, stage, window)
         return deal(costs, ranks, self.size, self.costs.cost_of, key)
@@ -371,7 +342,7 @@ def _dealt(
 ) -> Iterator[_Window[T]]:
     """Balance a stream's windows for this many ranks."""
     for number, (items, places) in enumerate(windows):
-        order = balancer.dealt(items, ranks, epoch, stage, number).order
+        order = balancer.dealt(items, ranks, epoch, stage, number)
         yield list(map(items.__getitem__, order.tolist())), places[order]
 
 
@@ -406,3 +377,58 @@ def _cut(stream: Iterator[T], width: int) -> Iterator[list[T]]:
             yield window
         if failure is not None:
             raise failure
+
+
+def balanced(
+    order: Order,
+    balancer: Balancer,
+    ranks: int,
+    epoch: int,
+    begin: int,
+    note: Callable[[int, np.ndarray[Any, Any]], object],
+) -> Order:
+    """Return an order, balanced for this many ranks.
+
+    Args:
+        order: The order, of which nobody has taken a part.
+        balancer: How it is balanced.
+        ranks: How many ranks share it.
+        epoch: Which epoch it is.
+        begin: The position at which the pass begins.
+        note: Called once for each window from that position on, with where it begins and with its order.
+    """
+    width = balancer.width(ranks)
+    to_note = begin // width
+
+    @lru_cache(maxsize=1)
+    def window(number: int) -> tuple[Any, np.ndarray[Any, Any]]:
+        """Return a window's items as they come, which may be an array, and their positions in it, balanced."""
+        nonlocal to_note
+        positions = range(number * width, min(order.length, (number + 1) * width))
+        listed = order.array(positions)
+        items = order.at(positions) if listed is None else listed
+        places = balancer.dealt(items, ranks, epoch, 0, number)
+        if number == to_note:
+            note(positions.start, places)
+            to_note += 1
+        return items, places
+
+    def at(positions: range) -> list[Any]:
+        found: list[Any] = []
+        for number, here in in_turns(positions, width):
+            items, places = window(number)
+            taken = places[here.start : here.stop : here.step]
+            found += items[taken].tolist() if isinstance(items, np.ndarray) else map(items.__getitem__, taken.tolist())
+        return found
+
+    def in_order_as_it_came(positions: range) -> np.ndarray[Any, Any]:
+        turns = in_turns(positions, width)
+        found = [number * width + window(number)[1][here.start : here.stop : here.step] for number, here in turns]
+        return np.concatenate([np.empty(0, np.int64), *found])
+
+    def by_window(positions: range) -> Iterator[range]:
+        """Cut positions so that a window is balanced as soon as its first item is asked for, and none before."""
+        for number, here in in_turns(positions, width):
+            yield range(here.start + number * width, here.stop + number * width, here.step)
+
+    return Order(order.length, at, cut=by_window, places=in_order_as_it_came)

@@ -16,8 +16,7 @@ import torch
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
 from ddp_patch.orders.chunks import Chunk, draw, own
-from ddp_patch.orders.fingerprint import Fingerprint
-from ddp_patch.orders.pass_fingerprint import PassFingerprint
+from ddp_patch.orders.fingerprint import Fingerprint, PassFingerprint
 from ddp_patch.orders.random_states import distributed_permutation
 from ddp_patch.plan import Consumed, Plan
 from ddp_patch.sharding.balancing import Balancer, dealt_stream

@@ -17,12 +17,12 @@ from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, Unsupporte
 from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
 from ddp_patch.loaders.recognition import line_for_inner, nested_datasets
 from ddp_patch.options import Options, Share
-from ddp_patch.orders.generators import stored
-from ddp_patch.orders.orders import order_parameters
+from ddp_patch.orders.orders import order_parameters, why_not_scalable
 from ddp_patch.plan import ITEMS, Batching, Plan
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.schedule import require_steps
+from ddp_patch.walks import stored
 
 __all__ = [
     "costs_compared",
@@ -62,22 +62,17 @@ def unit_shared(facts: LoaderFacts[L], share: Share) -> LoaderFacts[L]:
                 f"read {name} item by item, and each makes its own batches. Let the dataset yield whole batches and "
                 "pass batch_size=None, or leave share out."
             )
-        case Level.UNBATCHED, "within_batches":
-            raise _not_divisible(name)
-        case Level.ITERABLE, "within_batches" if facts.batch_size is None:
-            raise _not_divisible(name)
+        case Level.UNBATCHED | Level.ITERABLE, "within_batches" if facts.batch_size is None:
+            raise InvalidOptionError(
+                "share='within_batches' does not work with batch_size=None: torch does not look into the items of "
+                f"{name}, even if each has several samples. Give the loader a batch_size or a batch_sampler, or leave "
+                "share out."
+            )
         case Level.SAMPLE, "batches" | "within_batches":
             return facts.in_whole_batches()
         case Level.SAMPLE, "auto" if arranges_neighbours(facts.stream.source):
             return facts.in_whole_batches()
     return facts
-
-
-def _not_divisible(name: str) -> InvalidOptionError:
-    return InvalidOptionError(
-        f"share='within_batches' does not work with batch_size=None: torch does not look into the items of {name}, "
-        "even if each has several samples. Give the loader a batch_size or a batch_sampler, or leave share out."
-    )
 
 
 # For at least this many samples, if there are, ranks compare what a function says that they cost.
@@ -323,9 +318,9 @@ def require_steps_known(
 
 def require_shuffle(stream: StreamFacts) -> None:
     """Refuse ``scalable_shuffle`` for a loader that torch does not shuffle."""
-    if stream.why_not_scalable is not None:
+    if (why_not := why_not_scalable(stream.source)) is not None:
         raise InvalidOptionError(
             "scalable_shuffle=True replaces torch's own shuffle, and this loader's order comes from "
-            f"{stream.name}, which {stream.why_not_scalable}. Build the loader with shuffle=True, or leave "
+            f"{stream.name}, which {why_not}. Build the loader with shuffle=True, or leave "
             "scalable_shuffle out; a sampler of your own can have items_at(positions, epoch) instead."
         )

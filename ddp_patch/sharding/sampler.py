@@ -15,6 +15,7 @@ from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import NestedEpochs
 from ddp_patch.orders.chunks import State
+from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.orders.generators import random_generators, torch_generators, unmoved
 from ddp_patch.orders.orders import (
     InOrder,
@@ -25,7 +26,6 @@ from ddp_patch.orders.orders import (
     is_torch_sampler,
     scalable,
 )
-from ddp_patch.orders.pass_fingerprint import PassFingerprint
 from ddp_patch.orders.random_states import Entered, PrivateRNG, epoch_generator, epoch_states
 from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.ranks.agreement import Agreed
@@ -344,13 +344,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             has_length = leader.draws and self._length_if_any(start.epoch) is not None
             turn = partial(self._turn, start.epoch)
             return FromLeader(epoch, leader, turn, plans, start.held, self.held, has_length=has_length)
-        if has_rest or not is_looked_up:
-            return Streamed(epoch)
-        if epoch.balancer is None:
-            return Indexed(epoch)
-        from ddp_patch.sharding.balanced_order import BalancedOrder  # most trainings do not need it
-
-        return BalancedOrder(epoch, epoch.balancer)
+        return Streamed(epoch) if has_rest or not is_looked_up else Indexed(epoch)
 
     def _require_steps(self, start: Position, length: int) -> None:
         """Refuse an epoch without steps. The rest of one may well have none."""

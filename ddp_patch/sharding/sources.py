@@ -11,8 +11,9 @@ import numpy as np
 from ddp_patch.orders.chunks import begun
 from ddp_patch.orders.fingerprint import COMPARED, fingerprint
 from ddp_patch.orders.orders import Order, order_of
-from ddp_patch.plan import Plan, Rest, blocks
+from ddp_patch.plan import Plan, Rest
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
+from ddp_patch.sharding.balancing import balanced
 from ddp_patch.sharding.drawing import Epoch, Origins, Sizes, Stream, size_of
 from ddp_patch.sharding.held import SamplerState
 
@@ -89,13 +90,18 @@ class Indexed(Source[T]):
 
     def __init__(self, epoch: Epoch[T]) -> None:
         self._epoch = epoch
+        self.origins = None if epoch.balancer is None else Origins()
         self._draw_rest: Callable[[], object] | None = None  # and not the order, which is large
         self._is_finished = False
 
     def parts(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw the order, and yield the items at this rank's positions."""
         plan, epoch = self._epoch.plan, self._epoch
-        order = self._drawn_order()
+        order = drawn = self._drawn_order()
+        dealt: list[str] = []
+        if epoch.balancer is not None:
+            note, ranks = partial(self._note_window, dealt), plan.num_replicas
+            order = balanced(drawn, epoch.balancer, ranks, epoch.number, skip * ranks, note)
         rest = plan.rest(order.length, epoch.before)
         length = self.length = len(rest)
         at: Callable[[range], Sequence[Any]] = partial(_items_at, order, rest)
@@ -108,9 +114,15 @@ class Indexed(Source[T]):
             self.sizes = Sizes()
             self.sizes.add(0, batches=min(length, skip * plan.num_replicas))  # nobody asks for those that were done
             at = partial(self._looking_at_all, at, plan, length)
-        yield from map(at, blocks(real[skip:rounds]))
-        self._verify(order, has_whole_rounds=skip <= rounds)
-        yield from map(at, blocks(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
+        if order.places is not None:
+            at = partial(self._noting_origins, at, order.places)
+        yield from map(at, order.cut(real[skip:rounds]))
+        if epoch.balancer is not None:
+            order.at(range(length)[-1:])  # balances the last window, in which this rank may have no item
+        if epoch.verify is not None and skip <= rounds:  # after the items that every rank has
+            told = range(0, drawn.length, max(1, drawn.length // COMPARED))
+            epoch.verify(drawn.length, fingerprint([*drawn.at(told), *dealt]))
+        yield from map(at, order.cut(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
         yield padding[max(0, skip - len(real)) :]
         self._finish()
 
@@ -123,12 +135,19 @@ class Indexed(Source[T]):
             epoch.noted.add_order(order)
         return order
 
-    def _verify(self, order: Order, *, has_whole_rounds: bool, dealt: Sequence[object] = ()) -> None:
-        """Compare the order with the other ranks', and how it was balanced, after the items that every rank has."""
-        verify = self._epoch.verify
-        if verify is not None and has_whole_rounds:
-            told = range(0, order.length, max(1, order.length // COMPARED))
-            verify(order.length, fingerprint([*order.at(told), *dealt]))
+    def _note_window(self, dealt: list[str], begin: int, places: np.ndarray[Any, Any]) -> None:
+        """Take note of how a window was balanced, for the other ranks to compare."""
+        if self._epoch.noted is not None:
+            self._epoch.noted.add_window(begin, places)
+        if self._epoch.verify is not None:
+            dealt.append(fingerprint([places]))
+
+    def _noting_origins(
+        self, at: Callable[[range], Sequence[T]], places: Callable[[range], np.ndarray[Any, Any]], positions: range
+    ) -> Sequence[T]:
+        """Return the items at some of this rank's positions of a balanced order, and note where they come from."""
+        cast(Origins, self.origins).add(places(positions))
+        return at(positions)
 
     def _looking_at_all(
         self, at: Callable[[range], Sequence[T]], plan: Plan, length: int, positions: range

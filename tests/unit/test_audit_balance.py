@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import audit_setups as setups
@@ -20,7 +19,7 @@ from ddp_patch.auditing import Report
 from ddp_patch.auditing.report import Provenance, page
 from ddp_patch.samplers import PKBatchSampler
 from ddp_patch.sharding import balancing
-from ddp_patch.sharding.balancing import BalancedWindow, Balancer
+from ddp_patch.sharding.balancing import Balancer
 
 N = 400
 COSTS = np.random.default_rng(3).lognormal(3, 0.8, N).round() + 1
@@ -214,16 +213,19 @@ def test_the_first_steps_of_a_long_epoch_are_balanced_as_they_are_in_the_epoch()
 # What is judged.
 
 
-def with_another_instead(dealt: BalancedWindow) -> BalancedWindow:
+Places = np.ndarray[Any, Any]
+
+
+def with_another_instead(order: Places) -> Places:
     """The first item of the window is lost, and the second one is there twice."""
-    return replace(dealt, steps=np.where(dealt.steps == 0, 1, dealt.steps))
+    return np.where(order == 0, 1, order)
 
 
-def with_more(dealt: BalancedWindow) -> BalancedWindow:
-    return replace(dealt, left=np.concatenate([dealt.left, np.arange(5)]))
+def with_more(order: Places) -> Places:
+    return np.concatenate([order, np.arange(5)])
 
 
-def damage(monkeypatch: pytest.MonkeyPatch, how: Callable[[BalancedWindow], BalancedWindow]) -> None:
+def damage(monkeypatch: pytest.MonkeyPatch, how: Callable[[Places], Places]) -> None:
     """Damage every window that is dealt, also that of one process."""
     dealt = Balancer.dealt
     monkeypatch.setattr(Balancer, "dealt", lambda *given: how(dealt(*given)))

@@ -20,7 +20,8 @@ MODULES = [name for name in FOUND if not name.startswith("ddp_patch.integrations
 # The rooms, floor by floor: nothing imports upwards.
 FLOORS = {
     "errors": 1,
-    "compat": 2,
+    "walks": 2,
+    "compat": 3,
     "costs": 2,
     "devices": 2,
     "options": 3,

@@ -152,12 +152,12 @@ def test_an_audit_looks_at_no_loader_twice(
     loader: DataLoader[Any], told: object, patch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[DataLoader[Any]] = []
-    level_of = looking._level_of
+    repeater_in = looking.repeater_in
 
-    def noted(one: DataLoader[Any]) -> Level:
+    def noted(one: DataLoader[Any]) -> object:
         seen.append(one)
-        return level_of(one)
+        return repeater_in(one)
 
-    monkeypatch.setattr(looking, "_level_of", noted)
+    monkeypatch.setattr(looking, "repeater_in", noted)
     audit(loader, 2, epochs=3, patch=patch)
     assert len(seen) == len(set(map(id, seen))) > 3

@@ -15,8 +15,8 @@ from torch.utils.data import RandomSampler
 
 from ddp_patch.loaders.contents import Row, RowsSeen, rows_of
 from ddp_patch.orders.chunks import begun, draw
+from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.orders.orders import order_of
-from ddp_patch.orders.pass_fingerprint import PassFingerprint
 from ddp_patch.ranks.histories import PassProgress, PassState
 from ddp_patch.ranks.pass_monitor import PassNotes, difference
 

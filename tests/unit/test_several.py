@@ -24,8 +24,8 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     patch_dataloaders_to_ddp,
 )
-from ddp_patch.loaders.recognition import nested
 from ddp_patch.patching import PatchOptions
+from ddp_patch.walks import nested
 
 WORLD: dict[str, Any] = {"rank": 1, "num_replicas": 2}
 

@@ -1,0 +1,165 @@
+"""Walk through what objects hold: their attributes, lists and dicts, and nests of loaders."""
+
+import copy
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import islice
+from operator import getitem
+from types import MemberDescriptorType
+from typing import Any, Final, TypeAlias, TypeVar
+
+from torch.utils.data import DataLoader
+
+from ddp_patch.errors import NotALoaderError
+
+__all__ = [
+    "LOOKED_AT",
+    "Keys",
+    "copied",
+    "elements",
+    "first_parts",
+    "held",
+    "is_empty",
+    "nested",
+    "place_of",
+    "stored",
+    "walk",
+]
+
+N = TypeVar("N")
+
+# How many elements of a container are looked at.
+LOOKED_AT: Final = 32
+
+
+def stored(holder: object) -> dict[str, Any]:
+    """Return the attributes that an object stores, in its ``__dict__`` or in slots.
+
+    No property is asked: it runs the user's code, which may cost, raise or change something.
+    """
+    kept = dict(getattr(holder, "__dict__", {}))
+    for kind in type(holder).__mro__:
+        for name, slot in vars(kind).items():
+            if isinstance(slot, MemberDescriptorType) and kind.__module__ != "builtins":
+                try:
+                    kept[name] = slot.__get__(holder)
+                except AttributeError:
+                    continue  # an empty slot
+    return kept
+
+
+def elements(value: Any) -> Collection[Any]:
+    """Return the elements of a list, tuple or set, or the values of a dict; none of anything else."""
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+
+
+def first_parts(value: Any) -> list[Any]:
+    """Return a value, with its first elements if it is a container."""
+    return [value, *islice(elements(value), LOOKED_AT)]
+
+
+def held(holder: object, is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield the objects of some kind that an object stores, alone or in lists, tuples, sets and dicts.
+
+    A container may hold as many samples as a dataset has, so only one that begins with a wanted object is read.
+    """
+    for value in stored(holder).values():
+        if is_wanted(value):
+            yield value
+        if any(map(is_wanted, islice(elements(value), LOOKED_AT))):
+            yield from filter(is_wanted, elements(value))
+
+
+def walk(start: object, parts: Callable[[Any], Iterable[object]]) -> Iterator[Any]:
+    """Yield an object and all that it leads to, each once, from the outside in; None leads nowhere.
+
+    Args:
+        start: The object.
+        parts: Returns what an object leads to.
+
+    Examples:
+        >>> list(walk("abc", lambda text: [text[1:], text[:-1]] if text else []))
+        ['abc', 'bc', 'ab', 'c', 'b', 'a', '']
+    """
+    waiting, seen = [start], set[int]()
+    while waiting:
+        found = waiting.pop(0)
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            waiting += parts(found)
+
+
+# An object's address in memory, which differs between ranks.
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
+
+# The keys that lead to a loader.
+Keys: TypeAlias = tuple[Any, ...]
+
+
+def nested(found: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yield everything in nested dicts, lists and tuples with the keys that lead to it, also what is empty.
+
+    Examples:
+        >>> list(nested({"train": 1, "val": [2, ()]}))
+        [(('train',), 1), (('val', 0), 2), (('val', 1), ())]
+    """
+    if not _is_container(found) or is_empty(found):
+        yield path, found
+        return
+    for key, value in found.items() if isinstance(found, Mapping) else enumerate(found):
+        yield from nested(value, (*path, key))
+
+
+def is_empty(found: object) -> bool:
+    """Return whether it is an empty dict, list or tuple."""
+    return _is_container(found) and not found
+
+
+def _is_container(found: object) -> bool:
+    return isinstance(found, Mapping | list | tuple) and not isinstance(found, DataLoader)
+
+
+def place_of(path: Keys, root: str = "loaders") -> str:
+    """Return the code that gets the element at these keys.
+
+    Examples:
+        >>> place_of(("val", 1))
+        "loaders['val'][1]"
+    """
+    return root + "".join(f"[{_ADDRESS.sub('', repr(key))}]" for key in path)
+
+
+def copied(nest: N, leaves: Sequence[tuple[Keys, Any]], new: Mapping[int, Any]) -> N:
+    """Return a copy of nested lists, tuples and dicts, of the same classes, with some elements replaced.
+
+    Args:
+        nest: The lists, tuples and dicts.
+        leaves: What ``nested`` found in them.
+        new: What replaces an element, by that element's id.
+
+    Raises:
+        NotALoaderError: One of its dicts, lists or tuples cannot be copied so.
+    """
+    keys = {id(key): key for path, _ in leaves for key in path}  # a copy of a key may not equal it
+    try:
+        made = copy.deepcopy(nest, keys | dict(new))
+        for inner in {path[:length] for path, _ in leaves for length in range(len(path))}:
+            whole: tuple[Any, Any] = (nest, made)
+            given, clone = (reduce(getitem, inner, part) for part in whole)
+            if getattr(given, "__dict__", None) is given:  # its items are its attributes, which copying alone undoes
+                clone.__dict__ = clone
+        found = dict(nested(made))
+    except Exception as error:
+        raise _not_copied(nest, f"copying it raised {type(error).__name__}: {error}") from error
+    if any(found.get(path) is not new[id(leaf)] for path, leaf in leaves if id(leaf) in new):
+        raise _not_copied(nest, "a copy of it has other elements")
+    return made
+
+
+def _not_copied(nest: object, why: str) -> NotALoaderError:
+    return NotALoaderError(
+        f"The {type(nest).__name__} of loaders cannot be returned with patched ones in it: {why}. Pass a list, tuple "
+        "or dict of the loaders."
+    )
