@@ -235,7 +235,7 @@ class PassMonitor:
         self._name, self._units = name, ("batch", "batches")
         self.read_ahead = read_ahead
         self._share = WeakMethod(share)  # the loader goes when nobody refers to it but this
-        self._history.look = read_ahead.size
+        self._history.set_look(read_ahead.size)
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
         return PassMonitor, ()  # a copy makes passes of its own, which other ranks need not know about
