@@ -140,7 +140,8 @@ class PassRecord:
         if not any(entry.is_withdrawn for entry in self.passes.values()):
             return self
         passes, choice = dict(self.passes), None
-        for epoch, entry in reversed(self.passes.items()):
+        for epoch in reversed(list(self.passes)):
+            entry = self.passes[epoch]
             if entry.is_withdrawn:
                 is_common = choice is None or other.has_chosen(choice)
                 theirs = other.passes.get(epoch)

@@ -13,8 +13,16 @@ from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.contents import Row, RowsSeen
 from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.ranks.exchange import ranks_text
-from ddp_patch.ranks.histories import Contradiction, History, PassProgress, PassState, ReadAhead, contradiction
-from ddp_patch.ranks.notices import Notices, Peers, StepCounts
+from ddp_patch.ranks.histories import (
+    Contradiction,
+    History,
+    PassProgress,
+    PassRecord,
+    PassState,
+    ReadAhead,
+    contradiction,
+)
+from ddp_patch.ranks.notices import Mailbox, Peers, StepCounts
 from ddp_patch.ranks.order_guard import ONE_STREAM
 
 __all__ = ["Difference", "PassMonitor", "PassNotes", "difference"]
@@ -202,22 +210,19 @@ class PassMonitor:
 
     Attributes:
         read_ahead: How the loader takes items.
-        orders: Compare the orders in which they read, where that is for the readers to say; none elsewhere.
-        epochs_differ: Whether an epoch's order may differ from another's. Where it does not, passes over different
-            epochs are alike, and no sample is lost by them.
     """
 
     def __init__(self, peers: Peers | None = None, name: str = "", *, keeps: bool = False) -> None:
         self._peers = peers
-        self._notices = None if peers is None else Notices(peers)
+        self._mailbox = None if peers is None else Mailbox(peers, "passes", PassRecord.decoded)
         self._steps: StepCounts | None = None  # for streams whose end nobody knows before
         self._history = History()
         self._noted: list[PassNotes] = []
         self._attempt, self._furthest = 0, -1  # the latest epoch that was gone through to its end in this attempt
         self._thread = get_ident()
         self._keeps = keeps
-        self.orders: list[Callable[[], None]] = []
-        self.epochs_differ: bool = True
+        self._compare_order: Callable[[], None] = lambda: None
+        self._epochs_differ = True
         self._name, self._units = name, ("item", "items")
         self.read_ahead: ReadAhead = ReadAhead()
         self._share: Callable[[], Callable[[], int | None] | None] = lambda: None
@@ -237,13 +242,21 @@ class PassMonitor:
         self._share = WeakMethod(share)  # the loader goes when nobody refers to it but this
         self._history.set_look(read_ahead.size)
 
+    def ignore_epochs(self) -> None:
+        """Let passes over different epochs count as alike: all have one order, so no sample is lost by them."""
+        self._epochs_differ = False
+
+    def also_compare(self, compare_order: Callable[[], None]) -> None:
+        """Compare, whenever passes are, the orders in which readers read: that is for them to say."""
+        self._compare_order = compare_order
+
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
         return PassMonitor, ()  # a copy makes passes of its own, which other ranks need not know about
 
     @property
     def is_on(self) -> bool:
         """Whether there is anybody to compare with."""
-        return self._notices is not None
+        return self._mailbox is not None
 
     def choose(self) -> None:
         """Record that the user chose the epoch that comes next."""
@@ -261,7 +274,7 @@ class PassMonitor:
             RankMismatchError: As ``compare``.
         """
         if self.is_on:
-            if self.epochs_differ:
+            if self._epochs_differ:
                 self._history.begin(epoch, progress, self._long_look)
             if notes is not None:
                 self._note(notes)
@@ -307,8 +320,7 @@ class PassMonitor:
             raise self._other_pass(self._peers, differing)
         if found:
             raise self._error(self._peers, found)
-        for compare in self.orders:
-            compare()
+        self._compare_order()
         self._ended_s = perf_counter()
         self._made, self._cost_s = self._made + 1, self._ended_s - began_s
 
@@ -340,14 +352,14 @@ class PassMonitor:
 
     def _exchange(self) -> tuple[dict[int, Contradiction], dict[int, Difference]]:
         """Return which ranks contradict this one, and which made another pass, and where."""
-        if self._peers is None or self._notices is None:
+        if self._peers is None or self._mailbox is None:
             return {}, {}
         share, old = self._peers.share, len(self._noted) - _IN_FULL
         if self._noted:
             self._noted[-1].look(self.read_ahead.size)
         notes = [noted.encoded(self.read_ahead.size, is_old=place < old) for place, noted in enumerate(self._noted)]
         mine = self._history.record(None if share is None else share[0], notes)
-        others = self._notices.exchange(mine)
+        others = self._mailbox.exchange(mine.encoded())
         self._peers.require_fair_shares(others)
         slack = self.read_ahead.size * self.read_ahead.readers if self._keeps else 0
         compared = {

@@ -17,7 +17,7 @@ from ddp_patch.errors import StateError
 from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import COMPARED, ItemHashes, fingerprint, hashes_if_any
 from ddp_patch.orders.generators import generator_states, is_stateful
-from ddp_patch.ranks.order_guard import Notes, PartMarks, following
+from ddp_patch.ranks.order_verdicts import PartMarks, following
 from ddp_patch.sharding.position import StreamSnapshot, StreamStart
 from ddp_patch.streams.reading import Switching
 from ddp_patch.streams.shared_state import shared_arrays
@@ -58,8 +58,8 @@ class FirstItems:
         >>> list(first.watching(0, 1, iter("ab")))
         ['a', 'b']
         >>> (notes,) = first.passes()["epoch 0 (1)"]
-        >>> len(notes.items), notes.is_all
-        (2, True)
+        >>> notes.count, notes.end
+        (2, 2)
     """
 
     def __init__(self, parts: int) -> None:
@@ -99,14 +99,16 @@ class FirstItems:
         return items
 
     def _noting(self, part: int, number: int, items: Iterator[T], asked_rank: Callable[[], bool]) -> Iterator[T]:
-        statuses, spent_s = self._statuses[number - 1], 0.0
+        statuses, counts, asked = (noted[number - 1] for noted in (self._statuses, self._counts, self._asked))
+        hashes, count, spent_s = self._hashes[number - 1, part], 0, 0.0
         statuses[part] = _Status.NOTING
         for item in items:
             began_s = thread_time()
-            self._asked[number - 1, part] = asked_rank()
-            is_full = self.note(part, number, item)
+            asked[part] = asked_rank()
+            hashes[count] = torch.tensor(hashes_if_any(item))
+            counts[part] = count = count + 1
             spent_s += thread_time() - began_s
-            if is_full or spent_s > _MOST_S:
+            if count == self._most or spent_s > _MOST_S:
                 statuses[part] = _Status.FULL
                 yield item
                 break
@@ -115,24 +117,18 @@ class FirstItems:
             statuses[part] = _Status.ENDED
         yield from items
 
-    def note(self, part: int, number: int, item: Any) -> bool:
-        """Record the next item of a part; return whether there is no room for another."""
-        count = self._count(part, number)
-        self._hashes[number - 1, part, count] = torch.tensor(hashes_if_any(item))
-        self._counts[number - 1, part] = count + 1
-        return count + 1 == self._most
-
-    def _count(self, part: int, number: int) -> int:
-        return max(0, int(self._counts[number - 1, part]))
-
-    def of(self, part: int, number: int) -> Notes:
+    def of(self, part: int, number: int) -> PartMarks:
         """Return what was recorded of a part in a pass."""
-        status = self._statuses[number - 1, part]  # read first: what is final stays so
-        is_final, is_all = bool(status >= _Status.FULL), bool(status == _Status.ENDED)
-        hashes = self._hashes[number - 1, part, : self._count(part, number)].tolist()
-        return Notes([ItemHashes(*item) for item in hashes], is_final, is_all, bool(self._asked[number - 1, part] > 0))
+        status = int(self._statuses[number - 1, part])  # read first: what is final stays so
+        count = max(0, int(self._counts[number - 1, part]))
+        return PartMarks.of(
+            self._hashes[number - 1, part, :count].numpy(),
+            count if status == _Status.ENDED else None,
+            is_final=status >= _Status.FULL,
+            asked_rank=bool(self._asked[number - 1, part] > 0),
+        )
 
-    def passes(self) -> dict[str, Sequence[Notes]]:
+    def passes(self) -> dict[str, Sequence[PartMarks]]:
         """Return what was recorded of each pass, part by part, by what the ranks call the pass."""
         numbered = enumerate(self._names, 1)
         return {name: [self.of(part, number) for part in range(self.parts)] for number, name in numbered}
@@ -158,7 +154,7 @@ class MarksInMemory:
         >>> list(marks.watching(0, 1, iter("ab")))
         ['a', 'b']
         >>> (part,) = marks.passes()["epoch 0 (0)"]
-        >>> len(part.items), part.end
+        >>> part.count, part.end
         (2, 2)
     """
 
@@ -169,7 +165,7 @@ class MarksInMemory:
             (*of_each, _MOST, 3), of_each, of_each, (_KEPT,)
         )
         self._names: dict[int, str] = {}
-        self._earlier: dict[str, list[PartMarks]] = {}
+        self._earlier: dict[str, Sequence[PartMarks]] = {}
         self._whole: Counter[str] = Counter()  # how often a pass of that name came to its end
 
     def begin(self, number: int, name: str) -> None:
@@ -223,7 +219,7 @@ class MarksInMemory:
             for part in range(self._parts)
         ]
 
-    def passes(self) -> dict[str, Any]:
+    def passes(self) -> dict[str, Sequence[PartMarks]]:
         """Return the marks of the latest passes, part by part, by what the ranks call the pass."""
         return {**self._earlier, **{name: self._of(number) for number, name in self._names.items()}}
 

@@ -15,7 +15,7 @@ from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.samples import DatasetEpoch
 from ddp_patch.plan import Batching
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.order_guard import EndGuard, OrderGuard
+from ddp_patch.ranks.order_guard import OrderGuard
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.held import SamplerStates
 from ddp_patch.sharding.passes import Pass
@@ -62,11 +62,18 @@ class StreamSampler(EpochSampler[None]):
         self._workers, self._batching, self._ahead = given.num_workers, given.batching, ahead
         peers = agreed.peers
         if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
-            dataset.first_items = FirstItems(dataset.shared.readers)
-            held = held_by(given.dataset)
-            first = OrderGuard(peers, given.dataset, dataset.first_items, self._read_one_stream, held)
-            dataset.marks = MarksInMemory(dataset.shared.readers)
-            self.monitor.orders = [first.compare, EndGuard(peers, given.dataset, dataset.marks).compare]
+            first = dataset.first_items = FirstItems(dataset.shared.readers)
+            marks = dataset.marks = MarksInMemory(dataset.shared.readers)
+            guard = OrderGuard(
+                peers,
+                given.dataset,
+                first.passes,
+                marks.passes,
+                first.settle,
+                self._read_one_stream,
+                held_by(given.dataset),
+            )
+            self.monitor.also_compare(guard.compare)
         self._dataset_epoch = DatasetEpoch(given.dataset)
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 

@@ -1,6 +1,7 @@
 """What two ranks' records tell: commented cases, without ranks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -123,15 +124,15 @@ def test_comparisons_take_no_more_than_a_small_part_of_the_time(monkeypatch: pyt
     made: list[float] = []
 
     class Counted:
-        def __init__(self, _: Peers) -> None: ...
+        def __init__(self, *_: Any) -> None: ...
 
-        def exchange(self, _: PassRecord) -> dict[int, PassRecord]:
+        def exchange(self, _: str) -> dict[int, PassRecord]:
             nonlocal now
             now += cost
             made.append(now)
             return {}
 
-    monkeypatch.setattr(pass_monitor, "Notices", Counted)
+    monkeypatch.setattr(pass_monitor, "Mailbox", Counted)
     monkeypatch.setattr(pass_monitor, "perf_counter", lambda: now)
     watch = pass_monitor.PassMonitor(Peers("loader", 1, 0, [1]))
     for due in range(10_000):
