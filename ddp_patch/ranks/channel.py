@@ -7,10 +7,9 @@ background of the step, and a rank that leaves or fails is named to the others.
 import atexit
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from time import monotonic
 from typing import Any, Literal, NamedTuple, TypeAlias
 from uuid import uuid4
@@ -20,17 +19,17 @@ import torch.distributed as dist
 
 from ddp_patch.compat.private_torch import default_store, gather_in_background, gloo_group
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
-from ddp_patch.ranks.exchange import exchange, from_parts, in_parts, ranks_text, require_same, store_reached
+from ddp_patch.ranks.exchange import already_in, exchange, from_parts, in_parts, ranks_text, require_same, store_reached
 
-__all__ = ["NO_TAG", "Channel", "ExitNotes", "Kind", "StepSums", "cut", "let_go", "linger", "opened", "opened_sums"]
+__all__ = ["Channel", "StepSums", "gloo_connection", "opened", "opened_sums"]
 
 
 # A tag that nothing is sent with.
-NO_TAG = 2**30
+_NO_TAG = 2**30
 
 
 class _Lingering(NamedTuple):
-    """What is left of a channel while others may still need what this rank has said."""
+    """What is left of a channel while others may still need what this rank has said: to drop it would wait for them."""
 
     group: Any
     work: Any
@@ -41,31 +40,48 @@ class _Lingering(NamedTuple):
 _lingering: list[_Lingering] = []
 
 
-def linger(group: Any, work: Any, members: int, place: int) -> None:
-    """Keep a group until its work is over. To drop it before would wait for the others."""
-    _lingering.append(_Lingering(group, work, members, place))
-
-
-def let_go() -> None:
-    """Drop what lingers and is over."""
-    _lingering[:] = [channel for channel in _lingering if not channel.work.is_completed()]
-
-
 @atexit.register
 def _cut_all() -> None:
     """Break what lingers, so that no process waits for others at its end."""
     for channel in _lingering:
-        cut(channel.group, channel.members, channel.place)
+        _cut(channel.group, channel.members, channel.place)
     _lingering.clear()
 
 
-def cut(group: Any, members: int, place: int) -> None:
+def gloo_connection(name: str, place: int, size: int, timeout: float) -> tuple[Any, Callable[[], None]]:
+    """Connect some ranks by a gloo group of their own.
+
+    gloo sends from CPU to CPU, whatever the training's backend is. torch's ``new_group`` will not do: it needs all
+    ranks, or names a group of some by how many groups a process is in, and that number may differ between the ranks.
+
+    Args:
+        name: A name that no other group has.
+        place: This rank's number among them.
+        size: How many they are.
+        timeout: How many seconds they wait for each other.
+
+    Returns:
+        The group, and what to call when this rank's address is no longer needed: gloo leaves it in the store.
+
+    Raises:
+        RuntimeError: A rank did not come, or the store is gone.
+    """
+    store: Any = dist.PrefixStore(f"ddp_patch/{name}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
+
+    def forget_address() -> None:
+        with suppress(RuntimeError):  # the store may be gone
+            store.delete_key(f"0/{place}")
+
+    return gloo_group(store, place, size, timedelta(seconds=timeout)), forget_address
+
+
+def _cut(group: Any, members: int, place: int) -> None:
     """Break all connections of a group."""
     for other in range(members):
         if other != place:
             # gloo breaks all connections when a time is over.
             with suppress(RuntimeError):
-                group.recv([torch.empty(1)], other, NO_TAG).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1)], other, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 Kind: TypeAlias = Literal["left", "failed", "missing"]
@@ -139,9 +155,8 @@ class ExitNotes:
 
     def not_waiting(self, step: int) -> list[int]:
         """Return the numbers of the members that do not wait for a step."""
-        keys = [f"{self._waits}/{place}" for place in range(len(self._members))]
-        said = [int(self._store.get(key)) if self._store.check([key]) else -1 for key in keys]
-        return [place for place, waits_for in enumerate(said) if waits_for != step]
+        waiting = already_in(self._store, {place: f"{self._waits}/{place}" for place in range(len(self._members))})
+        return [place for place in range(len(self._members)) if place not in waiting or int(waiting[place]) != step]
 
     def tidy(self, place: int) -> None:
         """Delete what this rank wrote about waiting."""
@@ -174,11 +189,16 @@ def opened(
         RankMismatchError: The facts differ, or a rank refused.
         MissingRanksError: A rank did not arrive in time.
     """
-    name: str = exchange(members, doing, dict(facts), partial(_named, doing), timeout)
-    let_go()
+
+    def named(records: Mapping[int, Mapping[str, object]]) -> dict[int, str]:
+        require_same(doing, records)
+        return dict.fromkeys(records, uuid4().hex)
+
+    name: str = exchange(members, doing, dict(facts), named, timeout)
+    _lingering[:] = [channel for channel in _lingering if not channel.work.is_completed()]
     with store_reached(doing):
-        words = ExitNotes(name, members, doing, stale)
-    channel = Channel(members, doing, words, timeout)
+        notes = ExitNotes(name, members, doing, stale)
+    channel = Channel(members, doing, notes, timeout)
     try:
         yield channel
     except GeneratorExit:
@@ -191,18 +211,13 @@ def opened(
         channel.close()
 
 
-def _named(doing: str, records: Mapping[int, Mapping[str, object]]) -> dict[int, str]:
-    require_same(doing, records)
-    return dict.fromkeys(records, uuid4().hex)
-
-
 class Channel:
     """See ``opened``. Members are numbered from 0.
 
     Args:
         members: The global ranks that take part.
         doing: What they are doing, for errors.
-        words: What a member leaves in the store when it goes.
+        notes: What a member leaves in the store when it goes.
         timeout: How many seconds they wait for each other.
 
     Attributes:
@@ -210,19 +225,23 @@ class Channel:
         given: How many batches this rank has given, for errors.
     """
 
-    def __init__(self, members: Sequence[int], doing: str, words: ExitNotes, timeout: float) -> None:
+    def __init__(self, members: Sequence[int], doing: str, notes: ExitNotes, timeout: float) -> None:
         self.place: int = members.index(dist.get_rank())
         self.given: int = 0
         self._said = self._heard = 0  # how often
-        self._members, self._doing, self._words, self._timeout = members, doing, words, timeout
+        self._members, self._doing, self._notes, self._timeout = members, doing, notes, timeout
         self._work: Any = None
         self._rows = torch.empty(0)
         self._sends: list[tuple[int, Any]] = []
-        self._store: Any = dist.PrefixStore(f"ddp_patch/channel/{words.name}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
+        name = f"channel/{notes.name}"
         try:
-            self._group: Any = gloo_group(self._store, self.place, len(members), timedelta(seconds=timeout))
+            self._group, self._forget_address = gloo_connection(name, self.place, len(members), timeout)
         except RuntimeError as error:  # what gloo and stores raise
             raise self._lost(error, []) from error
+
+    def count_batch(self) -> None:
+        """Count a batch that this rank has given."""
+        self.given += 1
 
     def say(self, row: Sequence[int]) -> None:
         """Begin to send a row of numbers to all members, in the background; equally many on each."""
@@ -240,10 +259,10 @@ class Channel:
         until, wait_s = monotonic() + self._timeout, min(_SLICE_S, self._timeout / 4)
         while not self._has_come(wait_s):
             with store_reached(self._doing):
-                self._words.wait(self.place, self._heard)
-                self._words.require_none(self._heard)
+                self._notes.wait(self.place, self._heard)
+                self._notes.require_none(self._heard)
                 if monotonic() > until:
-                    missing = self._words.not_waiting(self._heard)
+                    missing = self._notes.not_waiting(self._heard)
                     raise self._missing(f"did not ask for the next batch within {self._timeout:g} s", missing)
         self._heard += 1
         rows: list[list[int]] = self._rows.tolist()
@@ -293,32 +312,32 @@ class Channel:
     def fail(self, error: BaseException) -> None:
         """Write why this rank cannot continue, before it says so."""
         with store_reached(self._doing):
-            self._words.leave(self.place, "failed", f"{type(error).__name__}: {message_of(error)}")
+            self._notes.leave(self.place, "failed", f"{type(error).__name__}: {message_of(error)}")
 
     def require_no_failure(self) -> None:
         """Raise RankMismatchError if a member has written that it failed."""
         with store_reached(self._doing):
-            self._words.require_none()
+            self._notes.require_none()
 
     def leave(self, kind: Kind, said: str) -> None:
         """Leave before the end, and write why."""
         with suppress(RuntimeError):  # the store may be gone
-            self._words.leave(self.place, kind, said, self._said)
+            self._notes.leave(self.place, kind, said, self._said)
         # The others may need what this rank has said, and who breaks off on all ranks waits for no more than that.
         with suppress(DDPPatchError):
             if self._work is not None and not self._has_come(_SLICE_S):
-                linger(self._group, self._work, len(self._members), self.place)
+                _lingering.append(_Lingering(self._group, self._work, len(self._members), self.place))
         self.close()
 
     def close(self) -> None:
         """Remove this rank's end of the channel."""
         if self._sends:  # which broke off
-            cut(self._group, len(self._members), self.place)
+            _cut(self._group, len(self._members), self.place)
         self._group = self._work = None
         self._sends.clear()
+        self._forget_address()
         with suppress(RuntimeError):  # as above
-            self._store.delete_key(f"0/{self.place}")  # gloo leaves every rank's address there
-            self._words.tidy(self.place)
+            self._notes.tidy(self.place)
 
     def _closed(self) -> list[int]:
         """Return the numbers of the members whose connections are closed."""
@@ -326,7 +345,7 @@ class Channel:
         for other in range(len(self._members)):
             if other != self.place:
                 try:
-                    self._group.send([torch.empty(1)], other, NO_TAG)
+                    self._group.send([torch.empty(1)], other, _NO_TAG)
                 except RuntimeError:  # known at once, without waiting
                     closed.append(other)
         return closed
@@ -343,7 +362,7 @@ class Channel:
     def _lost(self, error: RuntimeError, suspects: Sequence[int]) -> DDPPatchError:
         """Return the error of a lost connection: what a member wrote, or else who is gone."""
         with store_reached(self._doing):
-            self._words.require_none()
+            self._notes.require_none()
         return self._missing(f"ended, or cannot be reached ({error})", suspects)
 
     def _missing(self, what: str, places: Sequence[int]) -> MissingRanksError:
@@ -354,13 +373,8 @@ class Channel:
             "and name the network interface by which the ranks reach each other in GLOO_SOCKET_IFNAME."
         )
         with suppress(RuntimeError):  # the store may be gone
-            self._words.leave(self.place, "missing", text)
+            self._notes.leave(self.place, "missing", text)
         return MissingRanksError(text)
-
-
-class _Sum(NamedTuple):
-    value: float
-    is_over: bool  # whether no rank has a step any more
 
 
 class StepSums:
@@ -376,20 +390,22 @@ class StepSums:
             RankMismatchError: A rank broke off or failed.
             MissingRanksError: A rank did not come to this step in time.
         """
-        return self._next(value, has_step=True).value
+        total, _ = self._next(value, has_step=True)
+        self._channel.count_batch()
+        return total
 
     def finish(self) -> None:
         """Take part in the other ranks' steps until no rank has one."""
-        while not self._next(0.0, has_step=False).is_over:
+        while self._next(0.0, has_step=False)[1]:
             pass
 
-    def _next(self, value: float, *, has_step: bool) -> _Sum:
+    def _next(self, value: float, *, has_step: bool) -> tuple[float, bool]:
+        """Return the sum of all ranks' values, and whether a rank still had a step."""
         (bits,) = struct.unpack("q", struct.pack("d", value))
         self._channel.say([bits, has_step])
         said = self._channel.heard()
         values = struct.unpack(f"{len(said)}d", struct.pack(f"{len(said)}q", *(row[0] for row in said)))
-        self._channel.given += has_step
-        return _Sum(sum(values), not any(row[1] for row in said))
+        return sum(values), any(row[1] for row in said)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """What ranks leave in the store for each other without waiting: records, and counts of steps."""
 
-import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError, WorldError
-from ddp_patch.ranks.exchange import ranks_text
+from ddp_patch.ranks.exchange import digest, ranks_text
 from ddp_patch.ranks.histories import PassRecord
 
 __all__ = ["Mailbox", "Peers", "StepCounts", "agreed_peers", "given_peers", "unwatched"]
@@ -35,6 +34,11 @@ _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
 
 # What ranks leave each other: which passes they make, how they read, and how far they have come.
 _Subject = Literal["passes", "orders", "marks", "steps"]
+
+
+# The loaders that are gone on this rank, of which the store was not told yet: the store in which ranks compare each,
+# its key there, and all ranks that may have it.
+_gone: deque[tuple[ref[Any], str, Sequence[int]]] = deque()
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -80,9 +84,7 @@ class Peers:
 
 def agreed_peers(members: Sequence[int], number: int) -> Peers:
     """Return who made an agreement with this rank."""
-    rank = dist.get_rank()
-    key = f"ddp_patch/passes/{_digest(members)}/{number}"
-    return _cleared_later(Peers(key, number, rank, _read_by(rank, list(members))), list(members))
+    return _peers_among(members, f"ddp_patch/passes/{digest(members)}/{number}", number)
 
 
 def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) -> Peers | None:
@@ -115,13 +117,28 @@ def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) 
     except RuntimeError:  # the store is gone
         return None
     group, counts = _given[store]
-    base = f"ddp_patch/given/{group}/{num_replicas}/{_digest(sorted(described.items()))}"
+    base = f"ddp_patch/given/{group}/{num_replicas}/{digest(sorted(described.items()))}"
     counts[base] += 1
-    number, others = counts[base], _read_by(rank, list(range(ranks)))
-    peers = Peers(f"{base}/{number}", number, rank, others, (share, num_replicas), ranks // num_replicas)
-    _cleared_later(peers, list(range(ranks)))
+    number = counts[base]
+    takes = (share, num_replicas), ranks // num_replicas
+    peers = _peers_among(range(ranks), f"{base}/{number}", number, *takes)
     told = Mailbox(peers, "passes", PassRecord.decoded).exchange(PassRecord(share=share).encoded())
     peers.require_fair_shares(told)
+    return peers
+
+
+def _peers_among(
+    ranks: Sequence[int], key: str, number: int, share: tuple[int, int] | None = None, most: int = 0
+) -> Peers:
+    """Return whom this rank reads: all of few ranks, of many those that lie evenly behind it."""
+    rank = dist.get_rank()
+    place = ranks.index(rank)
+    others = [*ranks[place + 1 :], *ranks[:place]]
+    peers = Peers(key, number, rank, others[:: -(-len(others) // _MOST_READ) or 1], share, most)
+    # What they leave is deleted once the loader is gone on all ranks: until then a slower one may read it. Noted here,
+    # and told with the next loader: this may run in the middle of anything, such as an import. A script's last loaders
+    # may also outlive the store, and torch logs that.
+    finalize(peers, _gone.append, (ref(default_store()), key, ranks)).atexit = False
     return peers
 
 
@@ -185,7 +202,7 @@ class Mailbox(Generic[V]):
             self._store = None
 
     @property
-    def are_open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether somebody may still leave or read some."""
         return self._open_store() is not None
 
@@ -211,31 +228,6 @@ class Mailbox(Generic[V]):
         return dict(zip(self._seen, store.multi_get(list(self._seen.values())), strict=True))
 
 
-class _Gone(NamedTuple):
-    """A loader that is gone on this rank, of which the store was not told yet.
-
-    Attributes:
-        store: The store in which ranks compare it.
-        key: Names the loader there.
-        ranks: All that may have it.
-    """
-
-    store: ref[Any]
-    key: str
-    ranks: Sequence[int]
-
-
-_gone: deque[_Gone] = deque()
-
-
-def _cleared_later(peers: Peers, ranks: Sequence[int]) -> Peers:
-    """Have what was left deleted once the loader is gone on all ranks: until then a slower one may read them."""
-    # Noted here, and told with the next loader: this may run in the middle of anything, such as an import. A script's
-    # last loaders may also outlive the store, and torch logs that.
-    finalize(peers, _gone.append, _Gone(ref(default_store()), peers.key, ranks)).atexit = False
-    return peers
-
-
 def _tell_gone() -> None:
     """Tell the store which loaders are gone on this rank; delete what was left about those that are gone on all."""
     if not dist.is_initialized():
@@ -252,17 +244,6 @@ def _tell_gone() -> None:
 
 def _key(key: str, subject: _Subject, rank: int) -> str:
     return f"{key}/{subject}/{rank}"
-
-
-def _read_by(rank: int, ranks: list[int]) -> list[int]:
-    """Return which other ranks' records a rank reads: all of few, of many those that lie evenly behind it."""
-    place = ranks.index(rank)
-    others = ranks[place + 1 :] + ranks[:place]
-    return others[:: -(-len(others) // _MOST_READ) or 1]
-
-
-def _digest(value: object) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 # Who comes to the end waits at most so long for ranks that may be given more, or for so many steps if these take
@@ -351,6 +332,6 @@ class StepCounts:
             alike = {rank: count.batches for rank, count in counts.items() if count[:2] == mine[:2]}
             found = {rank: given for rank, given in alike.items() if given > batches + self._slack}
             is_open = len(counts) < len(self._others) or any(count.may_grow_to(mine) for count in counts.values())
-            if found or not is_open or not self._mailbox.are_open or perf_counter() > until_s:
+            if found or not is_open or not self._mailbox.is_open or perf_counter() > until_s:
                 return found
             sleep(_AGAIN_S)

@@ -1,12 +1,11 @@
 """Compare the ranks' passes over a loader: always on, and without waiting."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from time import perf_counter
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 from weakref import WeakMethod
 
 from ddp_patch.errors import RankMismatchError
@@ -28,8 +27,6 @@ from ddp_patch.ranks.order_guard import ONE_STREAM
 __all__ = ["Difference", "PassMonitor", "PassNotes", "difference"]
 
 
-logger: logging.Logger = logging.getLogger("ddp_patch")
-
 # The rows of a dataset are looked at when a pass begins, and after its first two batches: some are made by the first
 # ``__getitem__``. Once more at its end shows what reading changes.
 _LOOKS = 3
@@ -38,6 +35,28 @@ _BITS = 48
 
 
 Rows: TypeAlias = Mapping[str, Row]
+
+
+class NotesLeft(NamedTuple):
+    """What a rank leaves of its notes of a pass, as plain values.
+
+    Attributes:
+        epoch: The epoch.
+        begins_at: Where in the epoch it begins.
+        attempt: How often the rank had gone back to an epoch that was whole.
+        is_more: Whether it is more than a look. Nobody compares that: the epoch may begin again.
+        first: The number of the first mark that is left.
+        marks: After how many items the fingerprint of what was drawn had which value.
+        rows: What each look at the dataset after the first showed for the first time, as ``Row`` by its name.
+    """
+
+    epoch: int
+    begins_at: str
+    attempt: int
+    is_more: bool
+    first: int
+    marks: Sequence[Sequence[int]]
+    rows: Sequence[Mapping[str, Sequence[Any]]]
 
 
 class PassNotes:
@@ -70,8 +89,12 @@ class PassNotes:
         self._rows: list[Rows] = []  # what is new at each look after the first
         self._seen: Rows | None = None  # the latest look
         self._is_seen_whole = False
-        self._old: list[Any] | None = None  # as it was left, once nothing changes it
+        self._old: NotesLeft | None = None  # as it was left, once nothing changes it
         self.attempt: int = 0
+
+    def begin(self, attempt: int) -> None:
+        """Record how often this rank had gone back to an epoch that was whole when the pass began."""
+        self.attempt = attempt
 
     @property
     def is_whole(self) -> bool:
@@ -102,7 +125,7 @@ class PassNotes:
             steady = self._dataset.steady(before, self._seen)
             self._rows.append({name: row for name, row in steady.items() if name not in known})
 
-    def encoded(self, look: int, *, is_old: bool = False) -> list[Any]:
+    def encoded(self, look: int, *, is_old: bool = False) -> NotesLeft:
         """Return them as plain values.
 
         Args:
@@ -112,12 +135,10 @@ class PassNotes:
         if is_old and self._old is not None:
             return self._old
         items, state = self._progress()
-        taken = items - self._skip
-        is_more = taken > look or state is PassState.ENDED
-        marks = [[count, value % 2**_BITS] for count, value in self._fingerprint.marks]
+        is_more = items - self._skip > look or state is PassState.ENDED
+        marks = [(count, value % 2**_BITS) for count, value in self._fingerprint.marks]
         first = max(0, len(marks) - 1) if is_old else 0
-        rows = [{name: list(row) for name, row in seen.items()} for seen in self._rows]
-        notes = [self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], rows]
+        notes = NotesLeft(self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], list(self._rows))
         if is_old and state is not PassState.OPEN:
             self._old = notes
         return notes
@@ -145,31 +166,22 @@ def difference(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -
         mine: This rank's notes, encoded.
         theirs: Another rank's.
     """
-    known = {tuple(notes[:3]): notes for notes in theirs if notes[3]}
-    for notes in mine:
-        epoch, begins_at, attempt, is_more, _, _, rows = notes
-        other = known.get((epoch, begins_at, attempt))
-        if not is_more or other is None:
+    known = {left[:3]: left for left in (NotesLeft(*notes) for notes in theirs) if left.is_more}
+    for ours in (NotesLeft(*notes) for notes in mine):
+        other = known.get(ours[:3])
+        if not ours.is_more or other is None:
             continue
-        looks = min(len(rows), len(other[-1]))
-        if names := _differing(_together(rows[:looks]), _together(other[-1][:looks])):
-            return Difference(epoch, attributes=names)
-        if (count := _differs_within(notes, other)) is not None:
-            return Difference(epoch, count)
+        looks = min(len(ours.rows), len(other.rows))
+        seen, theirs_seen = (
+            {name: Row(*row) for look in rows[:looks] for name, row in look.items()} for rows in (ours.rows, other.rows)
+        )
+        if names := _differing(seen, theirs_seen):
+            return Difference(ours.epoch, attributes=names)
+        first = max(ours.first, other.first)  # as far as both have come
+        for mark, their_mark in zip(ours.marks[first - ours.first :], other.marks[first - other.first :], strict=False):
+            if tuple(mark) != tuple(their_mark):
+                return Difference(ours.epoch, min(mark[0], their_mark[0]))
     return None
-
-
-def _differs_within(mine: Sequence[Any], theirs: Sequence[Any]) -> int | None:
-    """Return within how many items the orders of two passes differ; None if they do not, as far as both have come."""
-    first = max(mine[4], theirs[4])
-    for one, another in zip(mine[5][first - mine[4] :], theirs[5][first - theirs[4] :], strict=False):
-        if list(one) != list(another):
-            return int(min(one[0], another[0]))
-    return None
-
-
-def _together(looks: Sequence[Mapping[str, Sequence[Any]]]) -> Rows:
-    return {name: Row(*row) for look in looks for name, row in look.items()}
 
 
 def _differing(mine: Rows, theirs: Rows) -> tuple[str, ...]:
@@ -291,7 +303,7 @@ class PassMonitor:
         self._furthest = max([self._furthest, *(before.epoch for before in self._noted if before.is_whole)])
         if notes.epoch <= self._furthest:
             self._attempt, self._furthest = self._attempt + 1, notes.epoch - 1
-        notes.attempt = self._attempt
+        notes.begin(self._attempt)
         # A look at an epoch that begins anew, or at a later one, is no pass of this attempt.
         kept = [before for before in self._noted if before.attempt < notes.attempt or before.epoch < notes.epoch]
         for before in kept:
@@ -309,17 +321,15 @@ class PassMonitor:
             RankMismatchError: A rank left an epoch of which another took more, and continued with a later one; or too
                 many ranks take the same share; or they drew or read in different orders, or from different rows.
         """
-        if self._peers is None or self._is_too_soon(_TIMES_AT_AN_END if at_end else _TIMES_THEIR_COST):
+        times = _TIMES_AT_AN_END if at_end else _TIMES_THEIR_COST
+        is_too_soon = self._made >= _FREE and perf_counter() - self._ended_s < times * self._cost_s
+        if not self.is_on or is_too_soon:
             return
         if get_ident() != self._thread:
             # Something reads ahead in a thread of its own, by as much as there was time for.
             self._history.doubt(epoch)
         began_s = perf_counter()
-        found, differing = self._exchange()
-        if differing:
-            raise self._other_pass(self._peers, differing)
-        if found:
-            raise self._error(self._peers, found)
+        self._exchange()
         self._compare_order()
         self._ended_s = perf_counter()
         self._made, self._cost_s = self._made + 1, self._ended_s - began_s
@@ -341,41 +351,41 @@ class PassMonitor:
             peers = cast(Peers, self._peers)
             ranks, most = ranks_text(sorted(found)), max(found.values())
             raise RankMismatchError(
-                f"Iterating the {self._name} that was patched as number {peers.number}: rank {peers.rank} and {ranks} "
-                f"read different streams. Epoch {epoch} ended after {batches} {self._units[batches != 1]} on rank "
-                f"{peers.rank}, and {ranks} had {most} by then. Each rank keeps its shard of what should be one "
-                f"stream, so samples would be lost and steps would not be equal. {ONE_STREAM}"
+                f"{self._began(peers)}: rank {peers.rank} and {ranks} read different streams. Epoch {epoch} ended "
+                f"after {self._counted(batches)} on rank {peers.rank}, and {ranks} had {most} by then. Each rank keeps "
+                "its shard of what should be one stream, so samples would be lost and steps would not be equal. "
+                f"{ONE_STREAM}"
             )
 
-    def _is_too_soon(self, times: int) -> bool:
-        return self._made >= _FREE and perf_counter() - self._ended_s < times * self._cost_s
-
-    def _exchange(self) -> tuple[dict[int, Contradiction], dict[int, Difference]]:
-        """Return which ranks contradict this one, and which made another pass, and where."""
+    def _exchange(self) -> None:
+        """Leave this rank's record, and compare it with what the others have left by now."""
         if self._peers is None or self._mailbox is None:
-            return {}, {}
-        share, old = self._peers.share, len(self._noted) - _IN_FULL
+            return
+        size, old = self.read_ahead.size, len(self._noted) - _IN_FULL
         if self._noted:
-            self._noted[-1].look(self.read_ahead.size)
-        notes = [noted.encoded(self.read_ahead.size, is_old=place < old) for place, noted in enumerate(self._noted)]
-        mine = self._history.record(None if share is None else share[0], notes)
+            self._noted[-1].look(size)
+        notes = [noted.encoded(size, is_old=place < old) for place, noted in enumerate(self._noted)]
+        mine = self._history.record(None if self._peers.share is None else self._peers.share[0], notes)
         others = self._mailbox.exchange(mine.encoded())
         self._peers.require_fair_shares(others)
-        slack = self.read_ahead.size * self.read_ahead.readers if self._keeps else 0
-        compared = {
-            rank: contradiction(mine, record, self.read_ahead.size, slack, self._long_look)
-            for rank, record in others.items()
-        }
         differing = {rank: difference(notes, record.notes) for rank, record in others.items()} if notes else {}
-        return (
-            {rank: where for rank, where in compared.items() if where is not None},
-            {rank: where for rank, where in differing.items() if where is not None},
-        )
+        if other_passes := {rank: where for rank, where in differing.items() if where is not None}:
+            raise self._other_pass(self._peers, other_passes)
+        slack = size * self.read_ahead.readers if self._keeps else 0
+        compared = {rank: contradiction(mine, their, size, slack, self._long_look) for rank, their in others.items()}
+        if found := {rank: where for rank, where in compared.items() if where is not None}:
+            raise self._error(self._peers, found)
+
+    def _began(self, peers: Peers) -> str:
+        return f"Iterating the {self._name} that was patched as number {peers.number}"
+
+    def _counted(self, batches: int) -> str:
+        return f"{batches} {self._units[batches != 1]}"
 
     def _other_pass(self, peers: Peers, found: Mapping[int, Difference]) -> RankMismatchError:
         first = min(found.values(), key=lambda where: where.epoch)
         ranks = ranks_text([rank for rank, where in found.items() if where == first])
-        began = f"Iterating the {self._name} that was patched as number {peers.number}"
+        began = self._began(peers)
         if first.count is None:
             return RankMismatchError(
                 f"{began}: in epoch {first.epoch}, the datasets of rank {peers.rank} and {ranks} have different "
@@ -397,15 +407,12 @@ class PassMonitor:
         first = min(found.values())
         ranks = sorted(rank for rank, where in found.items() if where == first)
         behind, further = ([peers.rank], ranks) if first.is_mine else (ranks, [peers.rank])
+        took = self._counted(-(-first.items // self.read_ahead.size))
         return RankMismatchError(
-            f"Iterating the {self._name} that was patched as number {peers.number}: the ranks make different passes, "
-            f"so samples would be lost. {ranks_text(behind).capitalize()} took {self._told(first.items)} of epoch "
-            f"{first.epoch} and then began epoch {first.following}; {ranks_text(further)} took more of epoch "
-            f"{first.epoch}. Only one rank has iterated the loader, as 'if rank == 0: next(iter(loader))' does, or has "
-            "set another epoch. Look at a batch on every rank, or iterate the unpatched loader, or call "
-            "loader.set_epoch(N) with the same N on every rank before the epoch."
+            f"{self._began(peers)}: the ranks make different passes, so samples would be lost. "
+            f"{ranks_text(behind).capitalize()} took {took} of epoch {first.epoch} and then began epoch "
+            f"{first.following}; {ranks_text(further)} took more of epoch {first.epoch}. Only one rank has iterated "
+            "the loader, as 'if rank == 0: next(iter(loader))' does, or has set another epoch. Look at a batch on "
+            "every rank, or iterate the unpatched loader, or call loader.set_epoch(N) with the same N on every rank "
+            "before the epoch."
         )
-
-    def _told(self, items: int) -> str:
-        number = -(-items // self.read_ahead.size)
-        return f"{number} {self._units[number != 1]}"

@@ -196,7 +196,7 @@ def _handed_out(own: _Own, config: _Terms) -> Generator[Any]:
             own.read_up_to(ahead_of_next(ranks, taken))
             own.say(channel)
             if got:
-                channel.given += 1
+                channel.count_batch()
                 balance.given += 1
                 yield got.pop()
         balance.is_over = True
