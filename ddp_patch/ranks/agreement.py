@@ -113,14 +113,14 @@ class Subject:
         batches_ahead: How many batches the loader's workers prefetch. If ranks synchronise within an epoch, this number
             must be the same on all, or one would wait for others that never come.
         made_for: The rank and the number of ranks that an already sharded loader was made for, if known.
-        place: Its name among several loaders; empty for a single one.
+        label: Its name among several loaders; empty for a single one.
     """
 
     compared: Mapping[str, object]
     stream: StreamFacts | None
     batches_ahead: int = 0
     made_for: HeldWorld | None = None
-    place: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class LoaderReport:
     """What a rank reports about one loader.
 
     Attributes:
-        place: Its name among several loaders; empty for a single one.
+        label: Its name among several loaders; empty for a single one.
         compared: What must be the same on every rank, by name.
         order: A fingerprint of the stream's first items; None if unknown.
         samples: Fingerprints of the samples that the dataset holds, as far as they are known.
@@ -138,7 +138,7 @@ class LoaderReport:
         made_for: For which rank of how many the loader is sharded already; None if unknown.
     """
 
-    place: str
+    label: str
     compared: Mapping[str, object]
     order: str | None
     samples: Sequence[Content]
@@ -226,12 +226,12 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
         for generator, state in zip(found, decision.generators, strict=True):
             generator.set_state(state)
     whys = _why_orders_differ(world, options, subjects, decisions)
-    for place, why in whys.items():
+    for label, why in whys.items():
         if dist.get_rank() == members[0]:
-            text = f"{place}: {why}" if place else why
+            text = f"{label}: {why}" if label else why
             warnings.warn(text, LeaderWarning, stacklevel=4)  # which is where a patch or a wrapper was called
     return [
-        _agreed(world, _settled(options, orders_differ=subject.place in whys), decision)
+        _agreed(world, _settled(options, orders_differ=subject.label in whys), decision)
         for subject, decision in zip(subjects, decisions, strict=True)
     ]
 
@@ -246,7 +246,7 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
         )
     settled, agreed = _settled(options, orders_differ=False), []
     for subject in subjects:
-        with error_context(subject.place):
+        with error_context(subject.label):
             peers = given_peers(world.rank, world.num_replicas, subject.compared)
         agreed.append(Agreed(world, settled, _seed(options, 0), peers=peers))
     return agreed
@@ -287,7 +287,7 @@ def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, obj
 def _loader_report(options: Options, subject: Subject, generators: Sequence[torch.Generator]) -> LoaderReport:
     stream = subject.stream
     return LoaderReport(
-        place=subject.place,
+        label=subject.label,
         compared={**subject.compared, "generators": len(generators)},
         order=stream.order if stream is not None and options.agreement == "auto" else None,
         samples=stream.samples if stream is not None and options.agreement in {"auto", "leader"} else (),
@@ -308,11 +308,11 @@ def judge(reported: Mapping[int, RankReport]) -> dict[int, tuple[Decision, ...]]
     by_rank = (report.loaders for report in reported.values())
     loaders = [dict(zip(reported, of_ranks, strict=True)) for of_ranks in zip(*by_rank, strict=True)]
     for of_ranks in loaders:
-        with error_context(next(iter(of_ranks.values())).place):
+        with error_context(next(iter(of_ranks.values())).label):
             require_same_samples(AGREEING, {rank: loader.samples for rank, loader in of_ranks.items()})
     facts: dict[int, dict[str, object]] = {
         rank: {
-            f"{loader.place} {name}".strip(): value
+            f"{loader.label} {name}".strip(): value
             for loader in report.loaders
             for name, value in loader.compared.items()
         }
@@ -321,7 +321,7 @@ def judge(reported: Mapping[int, RankReport]) -> dict[int, tuple[Decision, ...]]
     }
     require_same(AGREEING, facts)
     for of_ranks in loaders:
-        with error_context(next(iter(of_ranks.values())).place):
+        with error_context(next(iter(of_ranks.values())).label):
             _require_that_fit(reported, of_ranks)
     return dict.fromkeys(reported, tuple(_decide(reported, of_ranks) for of_ranks in loaders))
 
@@ -361,8 +361,8 @@ def _why_orders_differ(
     asked, reported = {}, {}
     for subject, decision in zip(subjects, decisions, strict=True):
         if subject.stream is not None and decision.orders:
-            asked[subject.place] = decision.orders, subject.stream.name
-            reported[subject.place] = subject.stream.first_samples(world.num_replicas)
+            asked[subject.label] = decision.orders, subject.stream.name
+            reported[subject.label] = subject.stream.first_samples(world.num_replicas)
     if not asked:
         return {}
     judge_orders = partial(why_each_differs, asked, world.num_replicas)

@@ -29,12 +29,12 @@ _NO_TAG = 2**30
 
 
 class _Lingering(NamedTuple):
-    """What is left of a channel while others may still need what this rank has said: to drop it would wait for them."""
+    """What is left of a channel while others may still need what this rank has sent: to drop it would wait for them."""
 
     group: Any
     work: Any
     members: int
-    place: int
+    own_index: int
 
 
 _lingering: list[_Lingering] = []
@@ -44,11 +44,11 @@ _lingering: list[_Lingering] = []
 def _cut_all() -> None:
     """Break what lingers, so that no process waits for others at its end."""
     for channel in _lingering:
-        _cut(channel.group, channel.members, channel.place)
+        _cut(channel.group, channel.members, channel.own_index)
     _lingering.clear()
 
 
-def gloo_connection(name: str, place: int, size: int, timeout: float) -> tuple[Any, Callable[[], None]]:
+def gloo_connection(name: str, index: int, size: int, timeout: float) -> tuple[Any, Callable[[], None]]:
     """Connect some ranks by a gloo group of their own.
 
     gloo sends from CPU to CPU, whatever the training's backend is. torch's ``new_group`` will not do: it needs all
@@ -56,7 +56,7 @@ def gloo_connection(name: str, place: int, size: int, timeout: float) -> tuple[A
 
     Args:
         name: A name that no other group has.
-        place: This rank's number among them.
+        index: This rank's number among them.
         size: How many they are.
         timeout: How many seconds they wait for each other.
 
@@ -70,15 +70,15 @@ def gloo_connection(name: str, place: int, size: int, timeout: float) -> tuple[A
 
     def forget_address() -> None:
         with suppress(RuntimeError):  # the store may be gone
-            store.delete_key(f"0/{place}")
+            store.delete_key(f"0/{index}")
 
-    return gloo_group(store, place, size, timedelta(seconds=timeout)), forget_address
+    return gloo_group(store, index, size, timedelta(seconds=timeout)), forget_address
 
 
-def _cut(group: Any, members: int, place: int) -> None:
+def _cut(group: Any, members: int, index: int) -> None:
     """Break all connections of a group."""
     for other in range(members):
-        if other != place:
+        if other != index:
             # gloo breaks all connections when a time is over.
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], other, _NO_TAG).wait(timedelta(milliseconds=1))
@@ -90,7 +90,7 @@ Kind: TypeAlias = Literal["left", "failed", "missing"]
 class ExitNotes:
     """What the members of a channel write into the store: who left it first, and who waits.
 
-    The first word stays until its writer opens its next channel; the rest goes with the channel.
+    The first note stays until its writer opens its next channel; the rest goes with the channel.
 
     Args:
         name: The channel's name.
@@ -102,23 +102,23 @@ class ExitNotes:
     def __init__(self, name: str, members: Sequence[int], doing: str, stale: list[str]) -> None:
         self.name = name
         self._members, self._doing, self._stale = members, doing, stale
+        self._index = members.index(dist.get_rank())
         self._store: Any = default_store()
         self._first, self._waits = f"ddp_patch/words/{name}", f"ddp_patch/waits/{name}"
         self._is_waiting = False
         while stale:
             self._store.delete_key(stale.pop())
 
-    def leave(self, place: int, kind: Kind, said: str, steps: int = 0) -> None:
+    def leave(self, kind: Kind, why: str, steps: int = 0) -> None:
         """Write why this rank leaves, unless another has written already.
 
         Args:
-            place: This rank's number among the members.
             kind: Whether it asks for no more, cannot continue, or misses others.
-            said: After which batch, why, or the whole error.
+            why: After which batch, why, or the whole error.
             steps: In how many steps it took part.
         """
-        word = json.dumps([place, kind, said, steps])
-        if self._store.compare_set(self._first, "", word).decode() == word:
+        note = json.dumps([self._index, kind, why, steps])
+        if self._store.compare_set(self._first, "", note).decode() == note:
             self._stale.append(self._first)
 
     def require_none(self, step: int | None = None) -> None:
@@ -129,39 +129,38 @@ class ExitNotes:
         """
         if not self._store.check([self._first]):
             return
-        place, kind, said, steps = json.loads(self._store.get(self._first))
-        if kind != "left" or step is None or step >= steps:
-            raise self._error(place, kind, said)
-
-    def _error(self, place: int, kind: Kind, said: str) -> DDPPatchError:
-        who = ranks_text([self._members[place]])
+        index, kind, why, steps = json.loads(self._store.get(self._first))
+        if kind == "left" and step is not None and step < steps:
+            return
+        who = ranks_text([self._members[index]])
         if kind == "missing":
-            return MissingRanksError(said)
+            raise MissingRanksError(why)
         if kind == "failed":
-            return RankMismatchError(
-                f"{self._doing}: {who} could not continue.\n  {who}: {said}\n"
+            raise RankMismatchError(
+                f"{self._doing}: {who} could not continue.\n  {who}: {why}\n"
                 "Correct the error above and start all ranks again."
             )
-        return RankMismatchError(
-            f"{self._doing}: {who} left this pass after {said}, and others ask for more. The ranks communicate in "
+        raise RankMismatchError(
+            f"{self._doing}: {who} left this pass after {why}, and others ask for more. The ranks communicate in "
             "each step, so every pass needs all of them. Let every rank take equally many batches: break after the "
             "same one on all, or iterate to the end."
         )
 
-    def wait(self, place: int, step: int) -> None:
+    def wait(self, step: int) -> None:
         """Write that this rank waits for a step."""
-        self._store.set(f"{self._waits}/{place}", f"{step}")
+        self._store.set(f"{self._waits}/{self._index}", f"{step}")
         self._is_waiting = True
 
     def not_waiting(self, step: int) -> list[int]:
         """Return the numbers of the members that do not wait for a step."""
-        waiting = already_in(self._store, {place: f"{self._waits}/{place}" for place in range(len(self._members))})
-        return [place for place in range(len(self._members)) if place not in waiting or int(waiting[place]) != step]
+        indices = range(len(self._members))
+        waiting = already_in(self._store, {index: f"{self._waits}/{index}" for index in indices})
+        return [index for index in indices if int(waiting.get(index, -1)) != step]
 
-    def tidy(self, place: int) -> None:
+    def tidy(self) -> None:
         """Delete what this rank wrote about waiting."""
         if self._is_waiting:
-            self._store.delete_key(f"{self._waits}/{place}")
+            self._store.delete_key(f"{self._waits}/{self._index}")
 
 
 # After so long, a rank that waits looks whether another has left, and says that it waits.
@@ -221,21 +220,21 @@ class Channel:
         timeout: How many seconds they wait for each other.
 
     Attributes:
-        place: This rank's number among the members.
+        index: This rank's number among the members.
         given: How many batches this rank has given, for errors.
     """
 
     def __init__(self, members: Sequence[int], doing: str, notes: ExitNotes, timeout: float) -> None:
-        self.place: int = members.index(dist.get_rank())
+        self.index: int = members.index(dist.get_rank())
         self.given: int = 0
-        self._said = self._heard = 0  # how often
+        self._begun = self._gathered = 0  # how many steps' rows
         self._members, self._doing, self._notes, self._timeout = members, doing, notes, timeout
         self._work: Any = None
         self._rows = torch.empty(0)
         self._sends: list[tuple[int, Any]] = []
         name = f"channel/{notes.name}"
         try:
-            self._group, self._forget_address = gloo_connection(name, self.place, len(members), timeout)
+            self._group, self._forget_address = gloo_connection(name, self.index, len(members), timeout)
         except RuntimeError as error:  # what gloo and stores raise
             raise self._lost(error, []) from error
 
@@ -243,28 +242,28 @@ class Channel:
         """Count a batch that this rank has given."""
         self.given += 1
 
-    def say(self, row: Sequence[int]) -> None:
+    def begin_gather(self, row: Sequence[int]) -> None:
         """Begin to send a row of numbers to all members, in the background; equally many on each."""
-        self._said += 1
+        self._begun += 1
         self._rows = torch.empty(len(self._members), len(row), dtype=torch.int64)
         self._work = gather_in_background(self._group, torch.tensor(row), self._rows, _BACKGROUND)
 
-    def heard(self) -> list[list[int]]:
-        """Return what each member said, as soon as all have.
+    def gathered(self) -> list[list[int]]:
+        """Return each member's row, as soon as all have sent theirs.
 
         Raises:
             RankMismatchError: A rank has left or failed.
-            MissingRanksError: A rank has ended, or said nothing in time.
+            MissingRanksError: A rank has ended, or sent nothing in time.
         """
         until, wait_s = monotonic() + self._timeout, min(_SLICE_S, self._timeout / 4)
         while not self._has_come(wait_s):
             with store_reached(self._doing):
-                self._notes.wait(self.place, self._heard)
-                self._notes.require_none(self._heard)
+                self._notes.wait(self._gathered)
+                self._notes.require_none(self._gathered)
                 if monotonic() > until:
-                    missing = self._notes.not_waiting(self._heard)
+                    missing = self._notes.not_waiting(self._gathered)
                     raise self._missing(f"did not ask for the next batch within {self._timeout:g} s", missing)
-        self._heard += 1
+        self._gathered += 1
         rows: list[list[int]] = self._rows.tolist()
         return rows
 
@@ -310,40 +309,40 @@ class Channel:
         return into
 
     def fail(self, error: BaseException) -> None:
-        """Write why this rank cannot continue, before it says so."""
+        """Write why this rank cannot continue, before its row tells the others."""
         with store_reached(self._doing):
-            self._notes.leave(self.place, "failed", f"{type(error).__name__}: {message_of(error)}")
+            self._notes.leave("failed", f"{type(error).__name__}: {message_of(error)}")
 
     def require_no_failure(self) -> None:
         """Raise RankMismatchError if a member has written that it failed."""
         with store_reached(self._doing):
             self._notes.require_none()
 
-    def leave(self, kind: Kind, said: str) -> None:
+    def leave(self, kind: Kind, why: str) -> None:
         """Leave before the end, and write why."""
         with suppress(RuntimeError):  # the store may be gone
-            self._notes.leave(self.place, kind, said, self._said)
-        # The others may need what this rank has said, and who breaks off on all ranks waits for no more than that.
+            self._notes.leave(kind, why, self._begun)
+        # The others may need what this rank has sent, and who breaks off on all ranks waits for no more than that.
         with suppress(DDPPatchError):
             if self._work is not None and not self._has_come(_SLICE_S):
-                _lingering.append(_Lingering(self._group, self._work, len(self._members), self.place))
+                _lingering.append(_Lingering(self._group, self._work, len(self._members), self.index))
         self.close()
 
     def close(self) -> None:
         """Remove this rank's end of the channel."""
         if self._sends:  # which broke off
-            _cut(self._group, len(self._members), self.place)
+            _cut(self._group, len(self._members), self.index)
         self._group = self._work = None
         self._sends.clear()
         self._forget_address()
         with suppress(RuntimeError):  # as above
-            self._notes.tidy(self.place)
+            self._notes.tidy()
 
     def _closed(self) -> list[int]:
         """Return the numbers of the members whose connections are closed."""
         closed = []
         for other in range(len(self._members)):
-            if other != self.place:
+            if other != self.index:
                 try:
                     self._group.send([torch.empty(1)], other, _NO_TAG)
                 except RuntimeError:  # known at once, without waiting
@@ -365,15 +364,15 @@ class Channel:
             self._notes.require_none()
         return self._missing(f"ended, or cannot be reached ({error})", suspects)
 
-    def _missing(self, what: str, places: Sequence[int]) -> MissingRanksError:
-        missing = [self._members[place] for place in places]
+    def _missing(self, what: str, indices: Sequence[int]) -> MissingRanksError:
+        missing = [self._members[index] for index in indices]
         text = (
             f"{self._doing}: {ranks_text(missing) if missing else 'another rank'} of {list(self._members)} {what}. "
             "Look for the error of that rank, or for what it does instead. If it still works, pass a longer timeout=, "
             "and name the network interface by which the ranks reach each other in GLOO_SOCKET_IFNAME."
         )
         with suppress(RuntimeError):  # the store may be gone
-            self._notes.leave(self.place, "missing", text)
+            self._notes.leave("missing", text)
         return MissingRanksError(text)
 
 
@@ -402,10 +401,10 @@ class StepSums:
     def _next(self, value: float, *, has_step: bool) -> tuple[float, bool]:
         """Return the sum of all ranks' values, and whether a rank still had a step."""
         (bits,) = struct.unpack("q", struct.pack("d", value))
-        self._channel.say([bits, has_step])
-        said = self._channel.heard()
-        values = struct.unpack(f"{len(said)}d", struct.pack(f"{len(said)}q", *(row[0] for row in said)))
-        return sum(values), any(row[1] for row in said)
+        self._channel.begin_gather([bits, has_step])
+        rows = self._channel.gathered()
+        values = struct.unpack(f"{len(rows)}d", struct.pack(f"{len(rows)}q", *(row[0] for row in rows)))
+        return sum(values), any(row[1] for row in rows)
 
 
 @contextmanager

@@ -321,13 +321,13 @@ class _Meeting:
     def _put(self, key: str, value: Any) -> None:
         data = packed(value)
         slices = [data[start : start + _LARGEST_VALUE] for start in range(0, len(data), _LARGEST_VALUE)]
-        for place, part in enumerate(slices):
-            self.store.set(f"{key}/{place}", part)  # type: ignore[arg-type]  # bytes are taken; the stubs say str
+        for number, part in enumerate(slices):
+            self.store.set(f"{key}/{number}", part)  # type: ignore[arg-type]  # bytes are taken; the stubs say str
         self.store.set(key, str(len(slices)))  # last, so that the slices are there when it is
-        self.unread[self.number] += [key, *(f"{key}/{place}" for place in range(len(slices)))]
+        self.unread[self.number] += [key, *(f"{key}/{number}" for number in range(len(slices)))]
 
     def _take(self, key: str) -> Any:
-        slices = [f"{key}/{place}" for place in range(int(self.store.get(key)))]
+        slices = [f"{key}/{number}" for number in range(int(self.store.get(key)))]
         value = unpacked(b"".join(self.store.get(part) for part in slices))
         for used in (*slices, key):
             self.store.delete_key(used)
@@ -360,4 +360,4 @@ class _Meeting:
 
 
 def _who_is_where(doing: Mapping[int, str]) -> str:
-    return "; ".join(f"{ranks_text(ranks)} at {place!r}" for place, ranks in by_value(doing).items())
+    return "; ".join(f"{ranks_text(ranks)} at {what!r}" for what, ranks in by_value(doing).items())

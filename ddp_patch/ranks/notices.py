@@ -122,8 +122,8 @@ def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) 
     number = counts[base]
     takes = (share, num_replicas), ranks // num_replicas
     peers = _peers_among(range(ranks), f"{base}/{number}", number, *takes)
-    told = Mailbox(peers, "passes", PassRecord.decoded).exchange(PassRecord(share=share).encoded())
-    peers.require_fair_shares(told)
+    records = Mailbox(peers, "passes", PassRecord.decoded).exchange(PassRecord(share=share).encoded())
+    peers.require_fair_shares(records)
     return peers
 
 
@@ -132,8 +132,8 @@ def _peers_among(
 ) -> Peers:
     """Return whom this rank reads: all of few ranks, of many those that lie evenly behind it."""
     rank = dist.get_rank()
-    place = ranks.index(rank)
-    others = [*ranks[place + 1 :], *ranks[:place]]
+    index = ranks.index(rank)
+    others = [*ranks[index + 1 :], *ranks[:index]]
     peers = Peers(key, number, rank, others[:: -(-len(others) // _MOST_READ) or 1], share, most)
     # What they leave is deleted once the loader is gone on all ranks: until then a slower one may read it. Noted here,
     # and told with the next loader: this may run in the middle of anything, such as an import. A script's last loaders

@@ -63,7 +63,7 @@ class PassNotes:
     """The notes of one pass of this rank.
 
     Args:
-        what: The class of the sampler.
+        sampler: The class of the sampler.
         epoch: The epoch.
         begins_at: Where in the epoch it begins.
         skip: How many items of the share were taken before.
@@ -74,7 +74,7 @@ class PassNotes:
 
     def __init__(
         self,
-        what: str,
+        sampler: str,
         epoch: int,
         begins_at: str,
         skip: int,
@@ -82,7 +82,7 @@ class PassNotes:
         rows: RowsSeen | None,
         progress: Callable[[], PassProgress],
     ) -> None:
-        self.what: str = what
+        self.sampler: str = sampler
         self.epoch: int = epoch
         self._begins_at, self._skip = begins_at, skip
         self._fingerprint, self._dataset, self._progress = fingerprint, rows, progress
@@ -103,9 +103,9 @@ class PassNotes:
 
     def settle(self) -> None:
         """Keep no more of a pass that is over than what was noted."""
-        told = self._progress()
-        if told.state is not PassState.OPEN:
-            self._progress = partial(PassProgress, *told)
+        progress = self._progress()
+        if progress.state is not PassState.OPEN:
+            self._progress = partial(PassProgress, *progress)
 
     def look(self, look: int) -> None:
         """Look at the dataset, where that is due in the latest pass: the user may change it before the next.
@@ -364,7 +364,7 @@ class PassMonitor:
         size, old = self.read_ahead.size, len(self._noted) - _IN_FULL
         if self._noted:
             self._noted[-1].look(size)
-        notes = [noted.encoded(size, is_old=place < old) for place, noted in enumerate(self._noted)]
+        notes = [noted.encoded(size, is_old=number < old) for number, noted in enumerate(self._noted)]
         mine = self._history.record(None if self._peers.share is None else self._peers.share[0], notes)
         others = self._mailbox.exchange(mine.encoded())
         self._peers.require_fair_shares(others)
@@ -395,7 +395,7 @@ class PassMonitor:
                 "the content differs, agreement='seeded' does not compare it."
             )
         return RankMismatchError(
-            f"{began}: in epoch {first.epoch}, {self._noted[-1].what} gave rank {peers.rank} and {ranks} different "
+            f"{began}: in epoch {first.epoch}, {self._noted[-1].sampler} gave rank {peers.rank} and {ranks} different "
             f"orders: they differ within the first {first.count} items. Each rank keeps its shard of what should be "
             "one order, so samples would be lost. Make the order the same on every rank: if the sampler learns from "
             "its rank's losses, let every rank learn from all ranks' (see \"Samplers that learn\" in "

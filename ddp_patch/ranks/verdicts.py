@@ -91,9 +91,11 @@ def why_each_differs(
         RankMismatchError: The streams of a loader are parts already.
     """
     whys = {}
-    for place, (orders, name) in asked.items():
-        with error_context(place):
-            whys[place] = why_orders_differ(orders, name, ranks, {rank: said[place] for rank, said in reported.items()})
+    for label, (orders, name) in asked.items():
+        with error_context(label):
+            whys[label] = why_orders_differ(
+                orders, name, ranks, {rank: report[label] for rank, report in reported.items()}
+            )
     return dict.fromkeys(reported, whys)
 
 
@@ -113,7 +115,7 @@ def why_orders_differ(
     """
     parties = by_value(orders)
     listed = " and ".join(ranks_text(members) for members in parties.values())
-    known = [said for members in parties.values() if (said := reported[members[0]]) is not None]
+    known = [report for members in parties.values() if (report := reported[members[0]]) is not None]
     firsts = [first for _, first in known]
     relation = relation_of(firsts, known[0][0], ranks) if len(known) == len(parties) else "unclear"
     mark = _MARK.format(name=name)

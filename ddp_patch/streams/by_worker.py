@@ -161,18 +161,18 @@ class _Own:
         if self.failure is not None:
             channel.fail(self.failure)
         state = _FAILED if self.failure is not None else _RAN_OUT if self._ran_out else _READS
-        channel.say([len(self._held), state, *self._config.ends])
+        channel.begin_gather([len(self._held), state, *self._config.ends])
 
     def take(self, step: Round, channel: Channel) -> list[Any]:
         """Hand to others what the round says; return the batch that this rank gets, if it gets one."""
-        for place, target in step.handed_by(channel.place):
+        for place, target in step.handed_by(channel.index):
             channel.send(target, self._held[place])
         got = []
-        if (source := step.gets[channel.place]) is not None:
-            is_own = source.rank == channel.place
+        if (source := step.gets[channel.index]) is not None:
+            is_own = source.rank == channel.index
             got.append(self._held[source.place] if is_own else pinned_by(self._wrapped, channel.receive(source.rank)))
         channel.all_sent()
-        for _ in range(step.taken[channel.place]):
+        for _ in range(step.taken[channel.index]):
             self._held.popleft()
         return got
 
@@ -205,7 +205,7 @@ def _handed_out(own: _Own, config: _Terms) -> Generator[Any]:
 
 def _heard(channel: Channel, own: _Own, balance: Balance) -> list[Holding]:
     """Return what each rank holds; raise if one failed."""
-    rows = channel.heard()
+    rows = channel.gathered()
     own.raise_failure()
     if any(state == _FAILED for _, state, *_ in rows):
         channel.require_no_failure()
