@@ -23,9 +23,9 @@ from rich.table import Table
 
 from _ddp_patch_command import INTERRUPTED
 from ddp_patch.auditing.auditing import audit
-from ddp_patch.auditing.epoch_report import Kind, sentence
 from ddp_patch.auditing.finding import find, look_up
-from ddp_patch.auditing.report import Provenance, Report, Reports, page
+from ddp_patch.auditing.judge_problems import Kind, sentence
+from ddp_patch.auditing.show_report import Provenance, Report, Reports, page
 from ddp_patch.costs import CostOf
 from ddp_patch.errors import DDPPatchError, RanksFailedError
 from ddp_patch.loaders.hooks import OURS, places_recorded
