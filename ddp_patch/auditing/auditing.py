@@ -21,7 +21,7 @@ from ddp_patch.options import COST_WINDOW, Options, check_flag, is_seconds, whol
 from ddp_patch.patching import PatchOptions
 from ddp_patch.running.records import unpatched
 
-__all__ = ["Loader", "Loaders", "audit"]
+__all__ = ["AuditOptions", "Loader", "Loaders", "audit"]
 
 
 # Look at this many items of all ranks together, unless the user says how many.

@@ -256,7 +256,7 @@ def in_base(dataset: Any, items: Iterable[Any]) -> list[Any]:
     found = list(items)
     while isinstance(dataset, Subset):
         indices = dataset.indices
-        found = [[indices[one] for one in item] if isinstance(item, list) else indices[item] for item in found]
+        found = [[indices[each] for each in item] if isinstance(item, list) else indices[item] for item in found]
         dataset = dataset.dataset
     return found
 

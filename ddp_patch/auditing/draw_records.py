@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ddp_patch.orders.fingerprint import fingerprint
 
-__all__ = ["Coding", "EpochDraws", "Numbers", "RankDraws", "Units", "Value", "narrow", "signature"]
+__all__ = ["Coding", "EpochDraws", "Numbers", "RankDraws", "Units", "Value", "narrow", "same_items", "signature"]
 
 
 Numbers = NDArray[np.integer[Any]]
@@ -144,6 +144,11 @@ class RankDraws:
         """Return what the first ``steps`` steps drew."""
         sizes = self.sizes[:steps]
         return replace(self, items=self.items[: int(sizes.sum())], sizes=sizes, ended=False)
+
+
+def same_items(first: RankDraws, second: RankDraws) -> bool:
+    """Tell whether two processes drew the same samples, in whatever order."""
+    return np.array_equal(np.sort(first.items), np.sort(second.items))
 
 
 @dataclass(frozen=True, slots=True)

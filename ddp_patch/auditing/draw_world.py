@@ -9,11 +9,11 @@ import numpy as np
 
 from ddp_patch.auditing.draw_loaders import Audited, Traits
 from ddp_patch.auditing.draw_ranks import Rank
-from ddp_patch.auditing.draw_records import Coding, EpochDraws, Numbers, RankDraws, Units, signature
+from ddp_patch.auditing.draw_records import Coding, EpochDraws, Numbers, RankDraws, Units, same_items, signature
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.testing import run_ranks
 
-__all__ = ["MadeUpWorld", "Progress", "RealRank", "ranks_of", "same_items"]
+__all__ = ["MadeUpWorld", "Progress", "RealRank", "ranks_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,6 @@ class _Alone:
             others = ranks_of(self._subject, [self._seed + 1], range(number + 1), self._timeout)
             is_read_by_all = not same_items(once, *_drawn_anew(others, number, coding))
         return once if is_read_by_all else drawn
-
-
-def same_items(first: RankDraws, second: RankDraws) -> bool:
-    """Tell whether two processes drew the same samples, in whatever order."""
-    return np.array_equal(np.sort(first.items), np.sort(second.items))
 
 
 def _is_each(drawn: RankDraws, once: RankDraws, workers: int) -> bool:

@@ -8,11 +8,12 @@ from numpy.typing import NDArray
 from ddp_patch.auditing.draw_records import EpochDraws, RankDraws, signature
 from ddp_patch.auditing.draw_world import MadeUpWorld
 from ddp_patch.auditing.judge_balance import SampleCosts, imbalance, step_costs
-from ddp_patch.auditing.judge_causes import About, cause_of, coverage_kinds, unsharded
+from ddp_patch.auditing.judge_causes import About, cause_of, unsharded
 from ddp_patch.auditing.judge_coverage import Judge, Judged, repeats_rank_0
 from ddp_patch.auditing.judge_problems import (
     Lost,
     Problem,
+    coverage_kinds,
     error_problem,
     idle_problem,
     length_problem,

@@ -11,28 +11,13 @@ from ddp_patch.auditing.draw_records import Coding, EpochDraws, Numbers, signatu
 from ddp_patch.auditing.judge_coverage import Judged, is_constant, repeats_rank_0
 from ddp_patch.auditing.judge_problems import EXAMPLES, Kind, Problem, where_in
 
-__all__ = ["About", "cause_of", "coverage_kinds", "unsharded"]
+__all__ = ["About", "cause_of", "unsharded"]
 
 
 # List ranks one by one up to this many.
 _FEW = 4
 _PATCH = "Pass the loader through patch_dataloader_to_ddp()"
 _patch = _PATCH[0].lower() + _PATCH[1:]
-
-# The kinds of problem that mean: shards are not disjoint, or not complete.
-coverage_kinds: frozenset[Kind] = frozenset(
-    {
-        "not_sharded",
-        "ignores_world_size",
-        "double_sharding",
-        "ranks_disagree",
-        "split_batch",
-        "missing",
-        "repeated",
-        "foreign",
-        "padding",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,20 +3,21 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import factorial
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
 from ddp_patch.auditing.draw_loaders import Traits
-from ddp_patch.auditing.draw_records import Coding, EpochDraws, Numbers, RankDraws
-from ddp_patch.auditing.draw_world import same_items
+from ddp_patch.auditing.draw_records import Coding, EpochDraws, Numbers, RankDraws, same_items
 from ddp_patch.auditing.judge_coverage import Judged, coverage, largest_batch
 
 __all__ = [
     "EXAMPLES",
+    "CoverageKind",
     "Kind",
     "Lost",
     "Problem",
+    "coverage_kinds",
     "error_problem",
     "idle_problem",
     "length_problem",
@@ -43,23 +44,22 @@ def sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?", ":", "…")) else f"{text}."
 
 
-Kind: TypeAlias = Literal[
+# These mean: shards are not disjoint, or not complete.
+CoverageKind: TypeAlias = Literal[
     "not_sharded",
     "ignores_world_size",
     "double_sharding",
     "ranks_disagree",
     "split_batch",
     "missing",
-    "tail_lost",
     "repeated",
     "foreign",
     "padding",
-    "uneven_steps",
-    "idle_workers",
-    "same_order",
-    "wrong_length",
-    "error",
 ]
+Kind: TypeAlias = Literal[
+    CoverageKind, "tail_lost", "uneven_steps", "idle_workers", "same_order", "wrong_length", "error"
+]
+coverage_kinds: frozenset[CoverageKind] = frozenset(get_args(CoverageKind))
 problem_kinds: Mapping[Kind, str] = {
     "not_sharded": "every rank gets all data, or ranks get the same part of it",
     "ignores_world_size": "make(0, 1) returns what rank 0 of several gets",
@@ -200,7 +200,7 @@ def idle_problem(epoch: EpochDraws, traits: Traits) -> Problem | None:
     A patched loader's workers read what the unpatched one's do, and some of it may be other ranks'.
     """
     drawn = epoch.ranks if epoch.unpatched is None else [epoch.unpatched]
-    idle = {rank: one.idle for rank, one in enumerate(drawn) if _has_idle_workers(one, traits)}
+    idle = {rank: each.idle for rank, each in enumerate(drawn) if _has_idle_workers(each, traits)}
     if not idle:
         return None
     rank, workers = next(iter(idle.items()))

@@ -110,7 +110,7 @@ def balance_text(epoch: EpochReport, balanced: EpochReport | None) -> str | None
         balanced: The same epoch with it; None where there is none.
     """
     both = [epoch] if balanced is None else [epoch, balanced]
-    found = [(one.imbalance, one.worst_imbalance) for one in both if one.imbalance and one.worst_imbalance]
+    found = [(each.imbalance, each.worst_imbalance) for each in both if each.imbalance and each.worst_imbalance]
     if len(found) < len(both):
         return None
     waiting = [waiting_text(all_steps) for all_steps, _ in found]

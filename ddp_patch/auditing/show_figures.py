@@ -29,7 +29,10 @@ def _how_often_seen(shares: ShareMap, epoch: int) -> Figure:
     for level, fill in enumerate(_FILLS):
         heights = [_stacked(column, level) for column in shares.levels]
         bars += columns_of(heights, fill, shares.width, shares.positions, texts)
-    caption = f"Left to right: the samples in the order in which one process would draw them. {_in_cell(shares)}"
+    cell = _width_text(shares.width, "sample")
+    if shares.times:
+        cell = "Each cell is a sample; the number says how often all ranks together see it."
+    caption = f"Left to right: the samples in the order in which one process would draw them. {cell}"
     if shares.width > 1:
         caption += " Its colours show what fraction is seen never, once or more than once."
     if foreign := sum(shares.foreign):
@@ -49,17 +52,14 @@ def _how_often(shares: ShareMap) -> tuple[tuple[Fill, str], ...]:
     """Say how many samples are seen how often; the numbers of those seen more than twice together where they differ."""
     total, filling = max(1, shares.positions), ", to fill the last round" if shares.reason == "padding" else ""
     few, many = shares.seen[:_DIFFERENT], shares.seen[_DIFFERENT:]
-    found = [(times, _times(times), count) for times, count in few]
+    named = {0: "never", 1: "once"}
+    found = [(times, named.get(times, f"{times} times"), count) for times, count in few]
     if many:
         found.append((many[0][0], f"{many[0][0]} to {many[-1][0]} times", sum(count for _, count in many)))
     return tuple(
         (_FILLS[min(times, 2)], f"{name}: {count} ({_percent(count / total)}){filling if times > 1 else ''}")
         for times, name, count in found
     )
-
-
-def _times(times: int) -> str:
-    return {0: "never", 1: "once"}.get(times, f"{times} times")
 
 
 def _percent(fraction: float) -> str:
@@ -82,13 +82,17 @@ def _who_gets_what(shares: ShareMap, epoch: int) -> Figure:
     ranks, repeats = len(shares.got), sum((times - 1) * count for times, count in shares.seen if times > 1)
     begins = range(0, shares.positions, shares.width)
     fair = [min(shares.width, shares.positions - begin) / (ranks if shares.width > 1 else 1) for begin in begins]
-    scaled = [_scaled(got, again, fair) for got, again in zip(shares.got, shares.again, strict=True)]
+    # How much of each column a rank gets alone, and how much is seen more often, in fair shares.
+    scaled = [
+        [((all_ - both) / share, both / share) for all_, both, share in zip(got, again, fair, strict=True)]
+        for got, again in zip(shares.got, shares.again, strict=True)
+    ]
     most = _most(scaled, shares)
     rows = []
+    texts = [name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…" for name in shares.names]
     for rank, row in enumerate(scaled):
         new = [(0.0, min(alone / most, 1.0)) for alone, _ in row]
         over = [(max(0.0, min(alone, most - both)) / most, min(both / most, 1.0)) for alone, both in row]
-        texts = [_short(name) for name in shares.names]
         bars = [
             *columns_of(new, "once", shares.width, shares.positions, texts),
             *columns_of(over, "again", shares.width, shares.positions, texts),
@@ -109,11 +113,6 @@ def _who_gets_what(shares: ShareMap, epoch: int) -> Figure:
     )
 
 
-def _scaled(got: Sequence[int], again: Sequence[int], fair: Sequence[float]) -> list[tuple[float, float]]:
-    """Return how much of each column a rank gets alone, and how much is seen more often, in fair shares."""
-    return [((all_ - both) / share, both / share) for all_, both, share in zip(got, again, fair, strict=True)]
-
-
 def _most(scaled: Sequence[Sequence[tuple[float, float]]], shares: ShareMap) -> float:
     """Return how many fair shares a full column stands for."""
     if shares.reason == "padding":  # what fills the last round does not make all other columns look empty
@@ -132,12 +131,6 @@ def _legend(shares: ShareMap, has_ground: bool) -> tuple[tuple[Fill, str], ...]:
         *((("again", again),) if any(times > 1 for times, _ in shares.seen) else ()),
         *((("none", "not got by this rank"),) if has_ground else ()),
     )
-
-
-def _in_cell(shares: ShareMap) -> str:
-    if shares.times:
-        return "Each cell is a sample; the number says how often all ranks together see it."
-    return _width_text(shares.width, "sample")
 
 
 def _in_column(shares: ShareMap, most: float) -> str:
@@ -165,10 +158,6 @@ def _by_rank(verb: str, counts: Sequence[int], what: str) -> list[str]:
     if len(counts) > _MANY:
         return [f"Each of {len(counts)} ranks {verb} {min(counts)} to {max(counts)} {what}"]
     return [f"Rank {rank} {verb} {count} {what}" for rank, count in enumerate(counts)]
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
 
 
 # Write sizes into cells up to this many columns; a narrow screen has room for fewer.

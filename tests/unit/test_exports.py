@@ -179,7 +179,7 @@ def test_nothing_imports_upwards() -> None:
 
 # The audit's own floors; its other modules stand on top of all of these.
 AUDIT_FLOORS = {
-    "draw_records": 1,
+    "draw_records": 0,
     "draw_loaders": 1,
     "draw_ranks": 2,
     "draw_world": 3,
