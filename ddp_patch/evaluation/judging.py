@@ -26,8 +26,10 @@ from ddp_patch.evaluation.outputs import (
     readings_of,
     widest,
 )
-from ddp_patch.evaluation.send import Column, LocalColumn, StepStand, WholeStand
+from ddp_patch.evaluation.places import Keys
+from ddp_patch.evaluation.send import Column, LocalColumn
 from ddp_patch.ranks.exchange import by_value, packed, ranks_text
+from ddp_patch.schedule import Schedule
 
 __all__ = [
     "GATHERING",
@@ -35,6 +37,7 @@ __all__ = [
     "ExpectedRows",
     "LeafRead",
     "LocalOutputs",
+    "RankRows",
     "RemoteReport",
     "SaidReading",
     "judge",
@@ -61,6 +64,25 @@ class SaidReading:
 
 
 @dataclass(frozen=True, slots=True)
+class RankRows:
+    """What a rank got in a pass or a step, without padding, as other ranks need to know it.
+
+    A row is of a sample; where whole batches are shared, of a batch.
+
+    Attributes:
+        count: How many rows.
+        keys: The runs of their keys, or how many there are, if they are sent as an array.
+        sizes: How many samples each batch has, where whole batches are shared; else None.
+        is_last: Whether no step follows.
+    """
+
+    count: int
+    keys: Keys | int
+    sizes: Sequence[int] | None
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RemoteReport:
     """What a rank says of its outputs.
 
@@ -70,7 +92,7 @@ class RemoteReport:
         pad: What fills up narrower rows; None if nothing does.
         problem: What is wrong with the outputs, or nothing.
         has_rows: Whether this rank got anything.
-        stand: What it got.
+        rows: What it got.
         nest: How the outputs are built.
         readings: The ways to read each leaf, by path and by what it has one of.
         connection: The name of the connection that this rank has kept from the step before.
@@ -81,7 +103,7 @@ class RemoteReport:
     pad: Any
     problem: str = ""
     has_rows: bool = False
-    stand: WholeStand | StepStand | None = None
+    rows: RankRows | None = None
     nest: Nest = None
     readings: Mapping[str, Mapping[Kind, SaidReading]] = field(default_factory=dict)
     connection: str | None = None
@@ -94,12 +116,25 @@ class ExpectedRows:
     Attributes:
         at: What was called, and for which pass or step.
         share: By which its outputs are read.
-        stand: The same, as the others need to know it.
+        keys: The keys of its rows that are not padding; see ``RankRows``.
+        schedule: Its batches.
+        sizes: How many samples each batch has that is not padding, where whole batches are shared; else None.
+        is_last: Whether no step follows.
     """
 
     at: str
     share: Share
-    stand: WholeStand | StepStand
+    keys: Keys
+    schedule: Schedule
+    sizes: Sequence[int] | None
+    is_last: bool
+
+    @property
+    def sent(self) -> RankRows:
+        """What the other ranks need to know."""
+        count = sum(map(len, self.keys))
+        is_array = any(isinstance(run, np.ndarray) for run in self.keys)
+        return RankRows(count, count if is_array else self.keys, self.sizes, self.is_last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,67 +142,67 @@ class LocalOutputs:
     """This rank's outputs.
 
     Attributes:
-        share: What it got; None where that is not known.
-        stand: The same, as it was found here.
+        expected: What it got.
         readings: The ways to read each leaf, by path and by what it has one of.
         pickled: The columns that are sent pickled, by what their leaf has one of and by path.
     """
 
-    share: Share | None = None
-    stand: WholeStand | StepStand | None = None
-    readings: Mapping[str, Mapping[Kind, Reading]] = field(default_factory=dict)
-    pickled: Mapping[tuple[Kind, str], bytes] = field(default_factory=dict)
+    expected: ExpectedRows
+    readings: Mapping[str, Mapping[Kind, Reading]]
+    pickled: Mapping[tuple[Kind, str], bytes]
 
     def given(self, leaf: str, kind: Kind, column: str, pad: Any) -> LocalColumn:
         """Return this rank's rows of a column."""
         reading = self.readings.get(leaf, {}).get(kind)
-        if reading is None or self.share is None:
+        if reading is None:
             return LocalColumn()
-        return LocalColumn(reading.column(column, self.share, pad), self.pickled.get((kind, column), b""))
+        return LocalColumn(reading.column(column, self.expected.share, pad), self.pickled.get((kind, column), b""))
 
 
 def report(
-    outputs: Any, got: Callable[[], ExpectedRows], dst: int | None, pad: Any, kept: str | None
-) -> tuple[RemoteReport, LocalOutputs]:
-    """Return what this rank says of its outputs, and what it has of them.
+    outputs: Any, expect: Callable[[], ExpectedRows], dst: int | None, pad: Any, kept: str | None
+) -> tuple[RemoteReport, LocalOutputs | None]:
+    """Return what this rank says of its outputs, and what it has of them; None where something is wrong.
 
     Whatever is wrong is said, too, so that all ranks raise.
 
     Args:
         outputs: This rank's.
-        got: Returns what it got; raises ``Misfit`` where that is not known.
+        expect: Returns what it got; raises ``Misfit`` where that is not known.
         dst: Which rank gets the result.
         pad: What fills up narrower rows.
         kept: The name of the connection that it has kept from the step before.
     """
     try:
-        mine = got()
-    except Misfit as misfit:
-        return RemoteReport("", dst, pad, problem=str(misfit)), LocalOutputs()
-    except Exception as error:  # noqa: BLE001 - of the loader; all ranks get the error
-        return RemoteReport("", dst, pad, problem=f"cannot know what it got: {message_of(error)}"), LocalOutputs()
-    try:
-        readings = _read(outputs, mine.share, pad)
-        own = LocalOutputs(mine.share, mine.stand, readings, _pickled(readings, mine.share, pad))
+        expected = _expected(expect)
+        share = expected.share
+        readings = _read(outputs, share, pad)
+        own = LocalOutputs(expected, readings, _pickled(readings, share, pad))
         said = {
             path: {kind: _said(path, kind, reading, own) for kind, reading in ways.items()}
             for path, ways in readings.items()
         }
-        has_rows = mine.share.batches > 0
         leaves = dict(leaves_of(outputs))
         nest = nest_of(outputs) if len(readings) == len(leaves) else None  # who got nothing may pass anything empty
         filled(nest, leaves)  # raises if it cannot be built again
-        if has_rows and not readings:
-            raise Misfit(f"passed {'None' if outputs is None else 'nothing'}; expected {mine.share.expected()}")
-        whole = RemoteReport(mine.at, dst, pad, "", has_rows, mine.stand.sent, nest, said, kept)
+        if share.batches and not readings:
+            raise Misfit(f"passed {'None' if outputs is None else 'nothing'}; expected {share.expected()}")
+        whole = RemoteReport(expected.at, dst, pad, "", share.batches > 0, expected.sent, nest, said, kept)
         pickle.dumps(whole)  # a class that another rank cannot find
     except Misfit as misfit:
-        return RemoteReport("", dst, pad, problem=str(misfit)), LocalOutputs()
+        return RemoteReport("", dst, pad, problem=str(misfit)), None
     except Exception as error:  # noqa: BLE001 - of the user's objects; all ranks get the error
-        return RemoteReport(
-            "", dst, pad, problem=f"passed what cannot be built again or pickled: {error!r}"
-        ), LocalOutputs()
+        return RemoteReport("", dst, pad, problem=f"passed what cannot be built again or pickled: {error!r}"), None
     return whole, own
+
+
+def _expected(expect: Callable[[], ExpectedRows]) -> ExpectedRows:
+    try:
+        return expect()
+    except Misfit:
+        raise
+    except Exception as error:  # of the loader
+        raise Misfit(f"cannot know what it got: {message_of(error)}") from error
 
 
 def _read(outputs: Any, share: Share, pad: Any) -> dict[str, dict[Kind, Reading]]:
@@ -252,13 +287,13 @@ class Agreement:
     Attributes:
         nest: How the outputs are built.
         leaves: How each leaf is read, by path.
-        stands: What each share's rank got.
+        rows: What each share's rank got.
         name: The name of the connection, new or kept by all.
     """
 
     nest: Nest
     leaves: Mapping[str, LeafRead]
-    stands: Sequence[WholeStand | StepStand]
+    rows: Sequence[RankRows]
     name: str
 
 
@@ -292,8 +327,8 @@ def judge(operation: str, ranks: Collection[int], records: Mapping[int, RemoteRe
     leaves = {path: _leaf(path, sources, list(records)) for path in said.readings}
     names = {one.connection for one in records.values()}
     kept = next(iter(names)) if len(names) == 1 else None
-    stands = [one.stand for one in records.values() if one.stand is not None]
-    return dict.fromkeys(records, Agreement(said.nest, leaves, stands, kept or uuid4().hex))
+    rows = [record.rows for record in records.values() if record.rows is not None]
+    return dict.fromkeys(records, Agreement(said.nest, leaves, rows, kept or uuid4().hex))
 
 
 def require_pad(pad: Any) -> None:

@@ -22,9 +22,9 @@ from ddp_patch.loaders.hooks import Made, made
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.plan import Plan
+from ddp_patch.schedule import Schedule
 from ddp_patch.sharding.batches import patched_sampler, require_batches
 from ddp_patch.sharding.epochs import EpochSampler
-from ddp_patch.sharding.schedule import Schedule
 
 __all__ = [
     "UNKNOWN",

@@ -8,8 +8,9 @@ import numpy as np
 
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.orders import Order
+from ddp_patch.schedule import Sizes, size_of
 from ddp_patch.sharding.balancing import BalancedWindow, Balancer, as_it_came
-from ddp_patch.sharding.drawing import Epoch, Origins, Sizes, size_of
+from ddp_patch.sharding.drawing import Epoch, Origins
 from ddp_patch.sharding.sources import Indexed
 
 __all__ = ["BalancedOrder"]

@@ -1,8 +1,8 @@
 """The base class of all samplers that this package puts into a loader: a ``DistributedSampler`` that counts epochs."""
 
 import operator
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -14,10 +14,10 @@ from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.schedule import Part, Schedule
 from ddp_patch.sharding.held import SamplerState, SamplerStates
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.position import Position, read_state, write_state
-from ddp_patch.sharding.schedule import DividedBatches, Part, Schedule, StepSamples
 
 __all__ = ["EpochSampler"]
 
@@ -38,7 +38,6 @@ class EpochSampler(DistributedSampler[T]):
         latest: The latest pass, if there was one since an epoch was set.
         position: Where the next pass resumes, if a state was loaded for it.
         tells_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
-        keeps_sizes: Whether passes that begin record how many samples their items have.
         given: What a loader with one iterator for all epochs has given of its pass; None in other loaders.
         monitor: Compares its passes with the other ranks'.
     """
@@ -53,7 +52,7 @@ class EpochSampler(DistributedSampler[T]):
         self.latest: Pass[T] | None = None
         self.position: Position | None = None
         self.tells_rest: bool = True
-        self.keeps_sizes: bool = False
+        self._keeps_sizes = False
         self.given: GivenBatches | None = None
         self._division = agreed.division
         self._holders = holders
@@ -175,34 +174,15 @@ class EpochSampler(DistributedSampler[T]):
 
     def schedule(self, current: Pass[Any], batching: Batching) -> Schedule:
         """Return the batches of a pass, with the ends that this rank has found so far."""
-        return Schedule(
-            self.plan, batching, [Part(current.skip, self._length_known(current, current.source.length_found()))]
-        )
+        return self._schedule_of(current, batching, [self._part(current, current.length, current.given)])
 
-    def _length_known(self, current: Pass[Any], found: int | None) -> int | None:
-        """Return how many items all ranks share in a pass: as found, or as ``len()`` says if runs follow from that."""
-        return self.pass_length(current) if found is None and self.plan.needs_length else found
+    def _part(self, current: Pass[Any], found: int | None, given: int = 0) -> Part:
+        """Return what all workers read: its length is what ``len()`` says if runs follow from that."""
+        length = self.pass_length(current) if found is None and self.plan.needs_length else found
+        return Part(current.skip, length, given=given)
 
-    def samples_of_step(self, current: Pass[Any], batching: Batching, number: int) -> StepSamples:
-        """Return how many samples step ``number`` of a pass has, whose batch this rank has been given."""
-        schedule = self.schedule(current, batching)
-        turn, total = schedule.turn(number), schedule.total(number)
-        return StepSamples(turn.items, turn.real, total, schedule.whole_after(number))
-
-    def divided_batches(self, current: Pass[Any], schedule: Schedule) -> DividedBatches | None:
-        """Return this rank's rows of a whole pass with these batches, if batches are divided; otherwise None."""
-        if self._division is None:
-            return None
-        sizes = [turn.items for turn in schedule.all()] if current.sizes is None else current.sizes
-        return DividedBatches(self._division, sizes)
-
-    def knows_totals(self, current: Pass[Any]) -> bool:
-        """Return whether this rank alone knows how many samples all ranks take in each step of a pass."""
-        return True
-
-    def left_out(self, current: Pass[Any]) -> int:
-        """Return how many items a pass leaves out because another package's loader resumed within it."""
-        return 0
+    def _schedule_of(self, current: Pass[Any], batching: Batching, parts: Sequence[Part]) -> Schedule:
+        return Schedule(self.plan, batching, parts, current.sizes, current.source.sizes, self._division)
 
     def schedule_of_whole(self, current: Pass[Any], batching: Batching) -> Schedule | None:
         """Return the batches of a pass if this rank has reached its end, otherwise None."""
@@ -210,7 +190,16 @@ class EpochSampler(DistributedSampler[T]):
         # A loop that takes len() batches never asks for the end.
         if length is None or not (current.is_ended or current.taken >= len(self.plan.share(length))):
             return None
-        return Schedule(self.plan, batching, [Part(current.skip, length)])
+        return self._schedule_of(current, batching, [Part(current.skip, length)])
+
+    @contextmanager
+    def keeping_sizes(self) -> Iterator[None]:
+        """While entered, let passes that begin record how many samples their items have, and those of all ranks."""
+        self._keeps_sizes = True
+        try:
+            yield
+        finally:
+            self._keeps_sizes = False
 
     def given_batches(self, current: Pass[Any], batching: Batching) -> int:
         """Return how many batches a pass has given; those that workers fetch ahead may count."""

@@ -11,8 +11,8 @@ from ddp_patch.plan import Consumed
 from ddp_patch.ranks.histories import PassProgress, PassState
 from ddp_patch.ranks.notices import StepCounts
 from ddp_patch.ranks.pass_monitor import PassMonitor, PassNotes
+from ddp_patch.schedule import Sizes, size_of
 from ddp_patch.sharding.balancing import Division
-from ddp_patch.sharding.drawing import Sizes, size_of
 from ddp_patch.sharding.held import SamplerState, SamplerStates
 from ddp_patch.sharding.position import Position
 from ddp_patch.sharding.sources import Source

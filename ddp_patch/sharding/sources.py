@@ -13,7 +13,8 @@ from ddp_patch.orders.fingerprint import COMPARED, fingerprint
 from ddp_patch.orders.orders import Order, order_of
 from ddp_patch.plan import Plan, Rest, blocks
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
-from ddp_patch.sharding.drawing import Epoch, Origins, Sizes, Stream, size_of
+from ddp_patch.schedule import Sizes, size_of
+from ddp_patch.sharding.drawing import Epoch, Origins, Stream
 from ddp_patch.sharding.held import SamplerState
 
 __all__ = ["FromLeader", "Indexed", "Nothing", "Source", "Streamed"]
@@ -43,6 +44,8 @@ class Source(Generic[T]):
     held_after: SamplerState | None = None
     sizes: Sizes | None = None
     origins: Origins | None = None
+    # How many items are left out because another package's loader resumed within the pass.
+    left_out: int = 0
     # Whether the whole epoch is drawn before the first item is given.
     is_drawn_at_once: bool = False
     # Whether items are drawn in this process, where the samplers' generators are.
@@ -65,10 +68,6 @@ class Source(Generic[T]):
     def ends_elsewhere(self) -> bool:
         """Return whether the end was found elsewhere, so that the number of items given says nothing."""
         return False
-
-    def length_found(self) -> int | None:
-        """Return ``length``, or what this rank alone has found so far."""
-        return self.length
 
     def _found(self, length: int) -> None:
         self.length = length

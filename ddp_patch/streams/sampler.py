@@ -15,11 +15,11 @@ from ddp_patch.loaders.samples import DatasetEpoch
 from ddp_patch.plan import Batching, Consumed
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.order_guard import EndGuard, OrderGuard
+from ddp_patch.schedule import Part, Schedule
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.held import SamplerStates
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.position import PartsDone, Position, StreamSnapshot, split
-from ddp_patch.sharding.schedule import Part, Schedule, StepSamples, divided
 from ddp_patch.sharding.sources import Source
 from ddp_patch.streams.balanced_parts import Balance
 from ddp_patch.streams.dataset import ShardedIterable, random_holder
@@ -91,7 +91,7 @@ class ReadByWorkers(Source[None]):
         return StreamSnapshot(first or before.first, self._shared.snapshot(self._number, reader, batches))
 
     @property
-    def left_out(self) -> int:
+    def left_out(self) -> int:  # type: ignore[override]  # it follows from what workers wrote
         """How many items were left out because another package's loader resumed within the pass."""
         return self._shared.offset(self._number)
 
@@ -244,29 +244,10 @@ class StreamSampler(EpochSampler[None]):
         source = source_of(current)
         lengths = source.lengths_found()
         if not source.is_in_parts:
-            return Schedule(self.plan, batching, [Part(current.skip, self._length_known(current, lengths[0]))])
+            return self._schedule_of(current, batching, [self._part(current, lengths[0])])
         skips = [split(done, self.plan.num_replicas)[1] for done in _done_of_parts(current, len(lengths))]
         parts, first = list(map(Part, skips, lengths, count())), source.first_part
-        return Schedule(self.plan, batching, parts[first:] + parts[:first])
-
-    def samples_of_step(self, current: Pass[Any], batching: Batching, number: int) -> StepSamples:
-        """Return how many samples step ``number`` of a pass has; see ``EpochSampler``."""
-        step = super().samples_of_step(current, batching, number)
-        if self._division is not None:
-            return divided(self._division, step.items, step.until)
-        return step if self.knows_totals(current) else step._replace(total=None)
-
-    def knows_totals(self, current: Pass[Any]) -> bool:
-        """Return whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``.
-
-        A worker whose part has ended is passed over. Where ranks come to that end at different steps, from then on a
-        step is another worker's on each.
-        """
-        return self._division is not None or self.plan.uneven != "keep" or not source_of(current).is_in_parts
-
-    def left_out(self, current: Pass[Any]) -> int:
-        """Return how many items a pass leaves out; see ``EpochSampler``."""
-        return source_of(current).left_out
+        return self._schedule_of(current, batching, parts[first:] + parts[:first])
 
     def schedule_of_whole(self, current: Pass[Any], batching: Batching) -> Schedule | None:
         """Return the batches of a pass if this rank's workers have come to its end, otherwise None."""
@@ -327,7 +308,7 @@ class StreamSampler(EpochSampler[None]):
             done.append((*split(before, self.plan.num_replicas)[0], (self.plan.num_replicas, taken[reader])))
             known.append(source.mark(reader, made[reader], done[-1], marks[role]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
-        upcoming = (first + schedule.turn(batches - 1).part + 1) % readers
+        upcoming = (first + schedule.record(batches - 1).part + 1) % readers
         return replace(position, parts=PartsDone(upcoming, done), marks=known)
 
     def given_batches(self, current: Pass[Any], batching: Batching) -> int:
