@@ -1,6 +1,7 @@
 """What the outputs of several ranks come to, put together without sending anything."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -46,7 +47,8 @@ def together(outputs: list[Any], loaders: Sequence[DataLoader[Any]], *, pad: Any
                 counts = [count if share == rank else 0 for share, count in enumerate(placed.counts)]
                 alone = Connection(Members([*range(len(loaders))], rank, None, 1.0), None)
                 mine = Placed([*counts, placed.rows - counts[rank]], only(rank, placed))
-                part = gathered(alone, column, mine, own.given(path, kind, name, pad), pad)
+                pickled = [size if share == rank else 0 for share, size in enumerate(column.pickled)]
+                part = gathered(alone, replace(column, pickled=pickled), mine, own.given(path, kind, name, pad), pad)
                 result = part if result is None else put(result, part, [*chain.from_iterable(placed.places(rank))])
             rows[name] = result
         leaves[path] = cut(nest, rows, sizes()) if kind is Kind.LIST else rows[next(iter(rows))]

@@ -1,7 +1,6 @@
 """Gather outputs in the order of the unpatched loader."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -26,7 +25,7 @@ from ddp_patch.evaluation.judging import (
 )
 from ddp_patch.evaluation.outputs import Kind, Misfit, Share, cut, filled, padded_lists
 from ddp_patch.evaluation.places import Keys, Placed, array_of, joined, keys_of, placed, placed_samples
-from ddp_patch.evaluation.send import Connection, Kept, Members, connected, gathered, gathered_keys
+from ddp_patch.evaluation.send import Connection, Connections, Members, gathered, gathered_keys
 from ddp_patch.evaluation.steps import is_alone, require_one_stream
 from ddp_patch.loaders.facts import Level
 from ddp_patch.loaders.moving import device_of
@@ -113,7 +112,7 @@ def _expected(
     schedule: Schedule,
     number: int | None = None,
     *,
-    is_last: bool = False,
+    is_last: bool = True,
 ) -> ExpectedRows:
     """Return what this rank got.
 
@@ -148,17 +147,17 @@ def _expected(
         None if real_sizes is None else range(len(real_sizes)),
         "item" if batches.level is Level.UNBATCHED else "sample",
     )
+    count = len(share.real_samples) if real_sizes is None else len(real_sizes)
     if (origins := current.origins) is None:
         keys = keys_of(schedule.keys(records()))
     else:
         before = 0 if number is None else schedule.rows_before(number)
-        count = len(share.real_samples) if real_sizes is None else len(real_sizes)
         keys = [origins[before : before + count]]
-    return ExpectedRows(at, share, keys, schedule, real_sizes, is_last)
+    is_array = any(isinstance(run, np.ndarray) for run in keys)
+    return ExpectedRows(at, share, keys, schedule, RankRows(count, count if is_array else keys, real_sizes, is_last))
 
 
-# The connections of passes whose steps are gathered.
-_KEPT = Kept()
+_CONNECTIONS = Connections()
 
 
 @overload
@@ -210,12 +209,7 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         >>> torch.cat([batch["doubled"] for batch in gather_in_order(outputs, loader)])
         tensor([0, 2, 4, 6, 8])
     """
-    if is_alone("gather_in_order", loader):
-        return _alone(outputs, pad)
-    batches = require_one_stream("gather_in_order", loader)
-    members = _members("gather_in_order", batches, _plain(dst), device_of(loader))
-    agreement, own = _agreed("gather_in_order", outputs, partial(expected_of_pass, batches), batches, members, pad)
-    return _result(agreement, own, connected(members, agreement.name), pad)
+    return _gathered("gather_in_order", outputs, loader, dst, pad)
 
 
 @overload
@@ -262,21 +256,27 @@ def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None
         >>> [gather_step(2 * batch, loader).tolist() for batch in loader]
         [[0, 2], [4, 6], [8]]
     """
-    if is_alone("gather_step", loader):
-        return _alone(outputs, pad)
-    batches = require_one_stream("gather_step", loader)
-    members = _members("gather_step", batches, _plain(dst), device_of(loader))
-    current = batches.sampler.latest
-    expect = partial(expected_of_step, loader, batches)
-    agreement, own = _agreed("gather_step", outputs, expect, batches, members, pad, current)
+    return _gathered("gather_step", outputs, loader, dst, pad)
+
+
+def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], dst: Any, pad: Any) -> Any:
+    """Compare the outputs with the other ranks', and return all ranks'; see ``gather_in_order``."""
+    if is_alone(operation, loader):
+        require_pad(pad)
+        return outputs if pad is None else padded_lists(outputs, pad)
+    batches = require_one_stream(operation, loader)
+    members = _members(operation, batches, _plain(dst), device_of(loader))
+    agreed, current = batches.sampler.agreed, batches.sampler.latest
+    expect = partial(expected_of_step, loader) if operation == "gather_step" else expected_of_pass
+    said, own = report(outputs, partial(expect, batches), members.dst, _plain(pad), _CONNECTIONS.name(current))
+    judged = partial(judge, operation, agreed.world.members or [0])
+    if len(members.ranks) == 1:
+        agreement = judged({members.rank: said})[members.rank]
+    else:
+        agreement = exchange(members.ranks, GATHERING, said, judged, members.timeout)
     is_last = all(rows.is_last for rows in agreement.rows)
-    return _result(agreement, own, _KEPT.connected(current, members, agreement.name, is_last=is_last), pad)
-
-
-def _alone(outputs: Any, pad: Any) -> Any:
-    """Return the outputs of a single process."""
-    require_pad(pad)
-    return outputs if pad is None else padded_lists(outputs, pad)
+    with _CONNECTIONS.connected(current, members, agreement.name, is_last=is_last) as connection:
+        return _received(agreement, cast(LocalOutputs, own), connection, pad)  # where it has none, all ranks raised
 
 
 def _plain(value: Any) -> Any:
@@ -298,27 +298,7 @@ def _members(operation: str, batches: Batches, dst: int | None, device: torch.de
     return Members(world.peer_ranks(), dist.get_rank(), dst, timeout, device)
 
 
-def _agreed(
-    operation: str,
-    outputs: Any,
-    expect: Callable[[], ExpectedRows],
-    batches: Batches,
-    members: Members,
-    pad: Any,
-    current: Any = None,
-) -> tuple[Agreement, LocalOutputs]:
-    """Compare the outputs with the other ranks', and return how to read them and what this rank has of them."""
-    kept = None if current is None else _KEPT.name(current)
-    said, own = report(outputs, expect, members.dst, _plain(pad), kept)
-    judged = partial(judge, operation, batches.sampler.agreed.world.members or [0])
-    if len(members.ranks) == 1:
-        agreement = judged({members.rank: said})[members.rank]
-    else:
-        agreement = exchange(members.ranks, GATHERING, said, judged, members.timeout)
-    return agreement, cast(LocalOutputs, own)  # where it has none, all ranks have raised
-
-
-def _result(agreement: Agreement, own: LocalOutputs, connection: AbstractContextManager[Connection], pad: Any) -> Any:
+def _received(agreement: Agreement, own: LocalOutputs, connection: Connection, pad: Any) -> Any:
     """Send and receive all rows, and put them together.
 
     Args:
@@ -327,22 +307,17 @@ def _result(agreement: Agreement, own: LocalOutputs, connection: AbstractContext
         connection: Connects the ranks.
         pad: What fills up narrower rows.
     """
-    found: dict[str, dict[str, Any]] = {}
-    with connection as ranks:
-        keys = gathered_keys(ranks, [rows.keys for rows in agreement.rows], own.expected.keys)
-        placed_as, sizes = in_all_ways(agreement.rows, keys, own.expected.schedule)
-        for path, (kind, _, columns) in agreement.leaves.items():
-            found[path] = {
-                name: gathered(ranks, column, placed_as[kind], own.given(path, kind, name, pad), pad)
-                for name, column in columns.items()
-            }
-        if not ranks.members.receives:
-            return None
-    leaves = {
-        path: cut(nest, found[path], sizes()) if kind is Kind.LIST else found[path][path]
-        for path, (kind, nest, _) in agreement.leaves.items()
-    }
-    return filled(agreement.nest, leaves)
+    keys = gathered_keys(connection, [rows.keys for rows in agreement.rows], own.expected.keys)
+    placed_as, sizes = in_all_ways(agreement.rows, keys, own.expected.schedule)
+    leaves = {}
+    for path, (kind, nest, columns) in agreement.leaves.items():
+        rows = {
+            name: gathered(connection, column, placed_as[kind], own.given(path, kind, name, pad), pad)
+            for name, column in columns.items()
+        }
+        if connection.members.receives:
+            leaves[path] = cut(nest, rows, sizes()) if kind is Kind.LIST else rows[path]
+    return filled(agreement.nest, leaves) if connection.members.receives else None
 
 
 def in_all_ways(

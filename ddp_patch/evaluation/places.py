@@ -41,7 +41,7 @@ def keys_of(runs: Iterable[range]) -> Keys:
     """Return keys that come in runs: as few runs, or as an array.
 
     Examples:
-        >>> keys_of([range(1, 4, 3), range(7, 9, 3)])
+        >>> keys_of([range(1, 5, 3), range(7, 9, 3)])
         [range(1, 8, 3)]
     """
     rest = joined(runs)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ddp_patch.errors import MissingRanksError
-from ddp_patch.evaluation.outputs import Form, Leaf
+from ddp_patch.evaluation.outputs import Form, Leaf, empty_rows, put
 from ddp_patch.evaluation.places import Keys, Place, Placed, placed
 from ddp_patch.ranks.channel import gloo_between
 from ddp_patch.ranks.exchange import bytes_of, unpacked
@@ -19,10 +19,9 @@ from ddp_patch.ranks.exchange import bytes_of, unpacked
 __all__ = [
     "Column",
     "Connection",
-    "Kept",
+    "Connections",
     "LocalColumn",
     "Members",
-    "connected",
     "gathered",
     "gathered_keys",
 ]
@@ -99,28 +98,31 @@ class Connection:
                 self.group.barrier().wait()  # a rank must not leave while others receive
 
 
-class Kept:
-    """The connections of passes whose steps are gathered one by one: the next step uses that of the step before."""
+class Connections:
+    """Connects ranks for the steps of a pass that are gathered one by one: the next uses that of the step before."""
 
     def __init__(self) -> None:
         self._of_passes: WeakKeyDictionary[Any, Connection] = WeakKeyDictionary()
 
     def name(self, current: Any) -> str | None:
         """Return the name of a pass's connection; None where there is none."""
-        kept = self._of_passes.get(current)
+        kept = None if current is None else self._of_passes.get(current)
         return None if kept is None else kept.name
 
     @contextmanager
     def connected(self, current: Any, members: Members, name: str, *, is_last: bool) -> Iterator[Connection]:
-        """Connect the members for a step of a pass.
+        """Connect the members for a call.
 
         Args:
             current: The pass.
             members: The ranks that gather together.
             name: The name of the pass's connection on every rank, or a new one.
-            is_last: Whether no step follows on any rank.
+            is_last: Whether no other call follows on any rank.
+
+        Raises:
+            MissingRanksError: The connection to another rank failed.
         """
-        found = self._of_passes.pop(current, None)  # after an error, the next step begins anew
+        found = self._of_passes.pop(current, None)  # after an error, the next call begins anew
         if found is None or found.name != name:
             found = _opened(members, name)
         yield replace(found, members=members)
@@ -128,22 +130,6 @@ class Kept:
             found.close()
         elif found.group is not None:
             self._of_passes[current] = found
-
-
-@contextmanager
-def connected(members: Members, name: str) -> Iterator[Connection]:
-    """Connect the members for one call.
-
-    Args:
-        members: The ranks that gather together.
-        name: The name of the connection, which no other has.
-
-    Raises:
-        MissingRanksError: The connection to another rank failed.
-    """
-    connection = _opened(members, name)
-    yield connection
-    connection.close()
 
 
 def _opened(members: Members, name: str) -> Connection:
@@ -171,8 +157,8 @@ def _failures_told(members: Members) -> Iterator[None]:
 # How many bytes are sent at once, which are held in memory besides the result.
 _LARGEST_MESSAGE = 2**26
 
-# Smaller rows count as of so many bytes: their places, which may be an array, are in memory, too.
-_LEAST_ROW = 32
+# The most rows at once: their places may be an array, which takes half as much memory.
+_MOST_ROWS = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,16 +203,16 @@ def gathered(connection: Connection, column: Column, rows: Placed, given: LocalC
         MissingRanksError: The connection to another rank failed.
     """
     members, form = connection.members, column.form
-    result = _empty(form, given.leaf, rows.rows, members.device) if members.receives else None
-    if result is not None and any(shape != form.row for shape in column.shapes):
-        result[...] = pad
+    result = None
+    if members.receives:
+        result = empty_rows(form, rows.rows, _device_for(form, given.leaf, members.device), pad)
     for share, source in enumerate(members.ranks):
-        places = rows.places(share) if result is not None else iter(())
+        places = iter(()) if result is None else rows.places(share)
         leaf = given.leaf if source == members.rank and rows.counts[share] else None
-        if form.is_pickled:
-            _move_objects(connection, source, leaf, given.data, column.pickled[share], result, places)
-        else:
-            _move_bytes(connection, source, leaf, form, column.shapes[share], rows.counts[share], result, places)
+        if not form.is_pickled:
+            _move(connection, source, leaf, form, column.shapes[share], rows.counts[share], result, places)
+        elif (found := _moved_objects(connection, source, leaf, given.data, column.pickled[share])) is not None:
+            _put_all(found, result, places)
     return result
 
 
@@ -249,27 +235,16 @@ def gathered_keys(connection: Connection, sent: Sequence[Keys | int], own: Keys)
     return [[found[end - keys : end]] if isinstance(keys, int) else keys for keys, end in zip(sent, ends, strict=True)]
 
 
-def _empty(form: Form, own: Any, rows: int, here: torch.device | None) -> Any:
-    """Return room for the rows of a leaf; a tensor lies where this rank's own does, or else on its device of the kind.
-
-    Args:
-        form: What the rows look like.
-        own: This rank's own, if it has one.
-        rows: How many rows.
-        here: This rank's device, if that is known.
-    """
-    if form.kind == "list":
-        return [None] * rows
-    if form.kind == "array":
-        return np.empty((rows, *form.row), form.dtype)
+def _device_for(form: Form, own: Any, here: torch.device | None) -> torch.device | None:
+    """Return where a result lies: where this rank's own rows do, or else on its device of the rows' kind."""
+    if form.kind != "tensor":
+        return None
     if isinstance(own, torch.Tensor):
-        device = own.device
-    else:
-        device = here if here is not None and here.type == form.device else torch.device(form.device)
-    return torch.empty((rows, *form.row), dtype=form.dtype, device=device)
+        return own.device
+    return here if here is not None and here.type == form.device else torch.device(form.device)
 
 
-def _move_bytes(
+def _move(
     connection: Connection,
     source: int,
     leaf: Leaf | None,
@@ -281,14 +256,24 @@ def _move_bytes(
 ) -> None:
     """Move rows with a fixed number of bytes to their places in the result."""
     row_bytes = form.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-    most = max(1, _LARGEST_MESSAGE // max(_LEAST_ROW, row_bytes))
+    most = min(_MOST_ROWS, max(1, _LARGEST_MESSAGE // max(1, row_bytes)))
     messages = _messages(places, most)
     for start in range(0, rows, most):
         size = min(most, rows - start)
-        given = None if leaf is None else leaf[start : start + size]
-        came = connection.move(source, size * row_bytes, lambda given=given: _bytes_of(given))  # type: ignore[misc]
+        part = None if leaf is None else leaf[start : start + size]
+        came = connection.move(source, size * row_bytes, lambda part=part: _bytes_of(part))  # type: ignore[misc]
         if result is not None and row_bytes:
-            _put(_rows_of(came, form, shape, result) if given is None else _detached(given), result, next(messages))
+            _put_all(_rows_of(came, form, shape, result) if part is None else part, result, next(messages))
+
+
+def _moved_objects(connection: Connection, source: int, leaf: Leaf | None, data: bytes, size: int) -> Leaf | None:
+    """Return a rank's rows that are objects; None on a rank that does not get them."""
+    form, is_own = Form("array", np.dtype(np.uint8)), source == connection.members.rank
+    came = None if is_own or not connection.members.receives else np.empty(size, np.uint8)
+    _move(
+        connection, source, np.frombuffer(data, np.uint8) if is_own else None, form, (), size, came, iter([range(size)])
+    )
+    return leaf if came is None or not size else unpacked(came.data)
 
 
 def _messages(places: Iterator[Place], rows: int) -> Iterator[list[Place]]:
@@ -308,39 +293,11 @@ def _messages(places: Iterator[Place], rows: int) -> Iterator[list[Place]]:
         yield message
 
 
-def _put(rows: Any, result: Any, places: Iterable[Place]) -> None:
-    """Put rows into their places in the result, whose rows may be wider."""
+def _put_all(rows: Any, result: Any, places: Iterable[Place]) -> None:
     done = 0
     for place in places:
-        part = rows[done : done + len(place)]
+        put(rows[done : done + len(place)], result, place)
         done += len(place)
-        if isinstance(place, range):
-            _put_at(slice(place.start, place.stop, place.step), part, result)
-        elif isinstance(result, list):
-            for each, row in zip(place.tolist(), part, strict=True):
-                result[each] = row
-        elif isinstance(result, torch.Tensor):
-            _put_at(torch.from_numpy(place), _indexable(part), _indexable(result))
-        else:
-            _put_at(place, part, result)
-
-
-def _put_at(place: Any, rows: Any, result: Any) -> None:
-    within = () if isinstance(result, list) else tuple(map(slice, rows.shape[1:]))
-    result[(place, *within) if within else place] = rows
-
-
-# torch cannot put values of every dtype at some indices.
-_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _indexable(tensor: torch.Tensor) -> torch.Tensor:
-    dtype = _OF_SIZE.get(tensor.dtype.itemsize)
-    return tensor if dtype is None else tensor.resolve_conj().resolve_neg().view(dtype)
-
-
-def _detached(given: Any) -> Any:
-    return given.detach() if isinstance(given, torch.Tensor) else given
 
 
 def _bytes_of(given: Any) -> torch.Tensor:
@@ -356,30 +313,3 @@ def _rows_of(came: Any, form: Form, shape: tuple[int, ...], result: Any) -> Any:
     if form.kind == "array":
         return came.numpy().view(form.dtype).reshape(-1, *shape)
     return came.view(form.dtype).reshape(-1, *shape).to(result.device)
-
-
-def _move_objects(
-    connection: Connection,
-    source: int,
-    leaf: Leaf | None,
-    data: bytes,
-    size: int,
-    result: Any,
-    places: Iterator[Place],
-) -> None:
-    """Move rows that are objects to their places in the result."""
-    came = bytearray()
-    for start in range(0, size, _LARGEST_MESSAGE):
-        part = slice(start, min(size, start + _LARGEST_MESSAGE))
-        piece = connection.move(
-            source,
-            part.stop - part.start,
-            lambda part=part: torch.frombuffer(bytearray(data[part]), dtype=torch.uint8),  # type: ignore[misc]
-        )
-        if piece is not None:
-            came += piece.numpy().data
-    if result is None:
-        return
-    rows = unpacked(came) if leaf is None and came else leaf
-    if rows is not None:
-        _put(rows, result, places)

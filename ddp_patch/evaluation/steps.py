@@ -220,14 +220,20 @@ def iter_with_weights(
         The gradient of a mean is the weighted mean of the parts' gradients; DistributedDataParallel weighs each rank
         ``1 / ranks``, as ``torch.nn.parallel.DistributedDataParallel`` documents.
     """
-    dtype = _dtype_of(dtype)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidOptionError(
+            f"dtype={dtype!r} cannot hold weights, which are fractions. Pass a floating-point dtype such as "
+            "torch.float32, or leave it out."
+        )
     if not (weight_of is None or callable(weight_of)):
         raise InvalidOptionError(
             f"weight_of={weight_of!r} is no function. Pass one that takes a batch and returns a number per sample."
         )
     if is_alone(_WEIGHING, loader):
-        steps, like = steps_alone(_WEIGHING, loader), _like(loader, dtype)
-        weighed = _counted(steps, 1, like) if weight_of is None else _summed(steps, 1, like, weight_of, float)
+        weighed = _weighed(
+            steps_alone(_WEIGHING, loader), 1, _like(loader, dtype), weight_of, None if weight_of is None else float
+        )
     else:
         batches = require_one_stream(_WEIGHING, loader)
         weighed = _shared(steps_of(_WEIGHING, loader, batches), batches, _like(loader, dtype), weight_of)
@@ -241,16 +247,6 @@ def _like(loader: DataLoader[Any], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device_of(loader) or "cpu")
 
 
-def _dtype_of(given: torch.dtype | None) -> torch.dtype:
-    dtype = torch.get_default_dtype() if given is None else given
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise InvalidOptionError(
-            f"dtype={given!r} cannot hold weights, which are fractions. Pass a floating-point dtype such as "
-            "torch.float32, or leave it out."
-        )
-    return dtype
-
-
 def _shared(steps: Steps, batches: Batches, like: torch.Tensor, weight_of: WeightOf | None) -> Weighed:
     """Yield the batches of a patched loader, with their weights."""
     sampler, world = batches.sampler, batches.sampler.agreed.world
@@ -260,10 +256,10 @@ def _shared(steps: Steps, batches: Batches, like: torch.Tensor, weight_of: Weigh
         first = [step for step in [next(steps, None)] if step is not None]
         current, all_steps = sampler.latest, chain(first, steps)
         if weight_of is None and (current is None or sampler.schedule(current, batches).knows_totals):
-            yield from _counted(all_steps, ranks, like)
+            yield from _weighed(all_steps, ranks, like, None, None)
             return
         if ranks == 1:
-            yield from _summed(all_steps, ranks, like, weight_of, float)
+            yield from _weighed(all_steps, ranks, like, weight_of, float)
             return
         if world.members is None:
             raise WorldError(
@@ -274,34 +270,37 @@ def _shared(steps: Steps, batches: Batches, like: torch.Tensor, weight_of: Weigh
         facts = {"patched as": f"number {sampler.agreed.number}", "epoch": sampler.epoch}
         timeout, stale = sampler.agreed.options.timeout, _STALE.setdefault(sampler, [])
         with opened_sums(world.peer_ranks(), "Weighing samples", facts, timeout, stale) as sums:
-            yield from _summed(all_steps, ranks, like, weight_of, sums.of)
+            yield from _weighed(all_steps, ranks, like, weight_of, sums.of)
 
 
-def _counted(steps: Steps, ranks: int, like: torch.Tensor) -> Weighed:
-    """Yield batches whose steps' numbers of samples are known."""
-    latest, weights, version = None, None, object()
-    for batch, record in steps:
-        if weights is None or record is not latest or changes_of(weights) != version:  # the user may have changed it
-            latest, weights = record, _weights(record, ranks, record.total or 0, like)
-            version = changes_of(weights)
-        yield batch, weights
-
-
-def _summed(
-    steps: Steps, ranks: int, like: torch.Tensor, weight_of: WeightOf | None, sum_of: Callable[[float], float]
+def _weighed(
+    steps: Steps,
+    ranks: int,
+    like: torch.Tensor,
+    weight_of: WeightOf | None,
+    sum_of: Callable[[float], float] | None,
 ) -> Weighed:
-    """Yield batches. In each step, the ranks sum how much its samples count.
+    """Yield batches with their weights.
 
     Args:
         steps: The batches.
         ranks: How many ranks there are.
         like: A tensor with the weights' dtype and device.
         weight_of: What the samples of a batch count; None where each counts 1.
-        sum_of: Sums a number over the ranks.
+        sum_of: Sums over the ranks how much a step's samples count; None where the records tell.
     """
+    latest, version = None, object()
+    weights = like
     for batch, record in steps:
-        own = record.real_samples if weight_of is None else _counts(batch, record, weight_of)
-        yield batch, _weights(record, ranks, sum_of(own), like)
+        # Steps that are alike have one record, and one tensor, unless the user has changed it.
+        if sum_of is not None or record is not latest or changes_of(weights) != version:
+            own = record.real_samples if weight_of is None else _counts(batch, record, weight_of)
+            total = record.total if sum_of is None else sum_of(own)
+            with torch.inference_mode(False):  # where tensors do not count their changes
+                weights = like.new_full((record.samples,), ranks / total if total else 0.0)
+            weights[record.real_samples :] = 0
+            latest, version = record, changes_of(weights)
+        yield batch, weights
 
 
 def _counts(batch: Any, record: BatchRecord, weight_of: WeightOf) -> float:
@@ -326,11 +325,3 @@ def _counts(batch: Any, record: BatchRecord, weight_of: WeightOf) -> float:
             "numbers of at least 0."
         )
     return real.sum().item()
-
-
-def _weights(record: BatchRecord, ranks: int, total: float, like: torch.Tensor) -> torch.Tensor:
-    """Return the weights of a rank's samples in a step whose samples count so much on all ranks together."""
-    with torch.inference_mode(False):  # where tensors do not count their changes
-        weights = like.new_full((record.samples,), ranks / total if total else 0.0)
-    weights[record.real_samples :] = 0
-    return weights
