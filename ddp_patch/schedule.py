@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
+from sys import maxsize
 from typing import NamedTuple, TypeVar, get_args
 
 from ddp_patch.errors import NoStepsError
@@ -294,9 +295,10 @@ class Schedule:
 
     def records(self) -> Iterator[BatchRecord]:
         """Yield all batches, as far as ends are known; without totals, which take long, unless they are divided."""
-        most = [own or 0 for own in self._batches]
+        most, ends = [own or 0 for own in self._batches], list(map(self._share, self.parts))
         turns = ((place, made) for made in range(max(most, default=0)) for place, own in enumerate(most) if own > made)
-        return (self._record(number, *self._items(*turn)) for number, turn in enumerate(turns))
+        for number, (place, made) in enumerate(turns):
+            yield self._record(number, *self._items(place, made, ends[place]))
 
     def _turn(self, number: int) -> tuple[int, int]:
         """Return which part makes batch ``number``, and how many batches it has made before."""
@@ -305,15 +307,18 @@ class Schedule:
         before, after = self.made(number), self.made(number + 1)
         return next(((place, made) for place, made in enumerate(before) if after[place] > made), (0, 0))
 
-    def _items(self, place: int, made: int) -> tuple[int, int, int, int]:
+    def _share(self, part: Part) -> tuple[int, int]:
+        """Return how many items the rank's share of a part has, and how many of them are not padding."""
+        if part.length is None:  # no padding comes before the end is found
+            return maxsize, maxsize
+        share = len(self.plan.share(part.length))
+        return share, share - len(self.plan.padding(part.length))
+
+    def _items(self, place: int, made: int, share: tuple[int, int] | None = None) -> tuple[int, int, int, int]:
         """Return the first four fields of the record of the batch that a part makes after ``made`` others."""
         part, size = self.parts[place], self.batching.size
-        first = part.skip + made * size
-        if part.length is None:  # no padding comes before the end is found
-            return place, first, size, size
-        share, padding = len(self.plan.share(part.length)), len(self.plan.padding(part.length))
-        items = max(0, min(size, share - first))
-        return place, first, items, max(0, min(items, share - padding - first))
+        first, (items, real) = part.skip + made * size, share or self._share(part)
+        return place, first, max(0, min(size, items - first)), max(0, min(size, real - first))
 
     def _record(self, number: int, place: int, first: int, items: int, real: int) -> BatchRecord:
         samples = items if self.sizes is None else self.sizes[number]

@@ -1,6 +1,6 @@
 """Gather outputs in the order of the unpatched loader."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -124,37 +124,39 @@ def _expected(
         number: Which of them; None for all.
         is_last: Whether no step follows.
     """
+    sizes: list[int] = []  # how many samples each batch has,
+    real: list[int] = []  # how many of them are not padding,
+    real_sizes: list[int] = []  # and the same of batches that are not padding
 
-    def records() -> Iterable[BatchRecord]:
-        return schedule.records() if number is None else [schedule.record(number)]
+    def noted(records: Iterable[BatchRecord]) -> Iterator[BatchRecord]:
+        for record in records:
+            sizes.append(record.samples)
+            real.append(record.real_samples)
+            if record.real:
+                real_sizes.append(record.real_samples)
+            yield record
 
+    keys = keys_of(schedule.keys(noted(schedule.records() if number is None else [schedule.record(number)])))
     is_whole = batches.level is Level.BATCH and schedule.division is None
     has_sizes = not is_whole or schedule.sizes is not None
-    sizes = [record.samples for record in records()]
     # Each part's padding comes at its own end, in the midst of what other workers give.
-    runs = list(
-        joined(
-            range(end - record.samples, end - record.samples + record.real_samples)
-            for record, end in zip(records(), accumulate(sizes), strict=True)
-        )
-    )
-    real_sizes = [record.real_samples if has_sizes else 0 for record in records() if record.real] if is_whole else None
+    begins = (end - size for end, size in zip(accumulate(sizes), sizes, strict=True))
+    runs = list(joined(range(begin, begin + own) for begin, own in zip(begins, real, strict=True)))
     share = Share(
         sum(sizes) if has_sizes else None,
         (runs or [range(0)])[0] if len(runs) < 2 else [place for run in runs for place in run],
         len(sizes),
         sizes if number is None and has_sizes and batches.level is not Level.UNBATCHED else None,
-        None if real_sizes is None else range(len(real_sizes)),
+        range(len(real_sizes)) if is_whole else None,
         "item" if batches.level is Level.UNBATCHED else "sample",
     )
-    count = len(share.real_samples) if real_sizes is None else len(real_sizes)
-    if (origins := current.origins) is None:
-        keys = keys_of(schedule.keys(records()))
-    else:
+    count = len(real_sizes) if is_whole else len(share.real_samples)
+    if (origins := current.origins) is not None:
         before = 0 if number is None else schedule.rows_before(number)
         keys = [origins[before : before + count]]
     is_array = any(isinstance(run, np.ndarray) for run in keys)
-    return ExpectedRows(at, share, keys, schedule, RankRows(count, count if is_array else keys, real_sizes, is_last))
+    sizes_sent = (real_sizes if has_sizes else [0] * count) if is_whole else None
+    return ExpectedRows(at, share, keys, schedule, RankRows(count, count if is_array else keys, sizes_sent, is_last))
 
 
 _CONNECTIONS = Connections()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +17,7 @@ Keys: TypeAlias = Sequence[Place]
 
 _MOST_RUNS = 64  # an array needs less memory than many more
 _BLOCK = 2**20  # how many keys are compared at once
+_BATCHES = 2**10  # the samples of how many batches are placed at once
 
 
 def joined(runs: Iterable[range]) -> Iterator[range]:
@@ -131,17 +132,19 @@ def placed_samples(batches: Placed, sizes: Sequence[Sequence[int]]) -> tuple[Pla
 
     Examples:
         >>> samples, in_order = placed_samples(placed([[range(0, 3, 2)], [range(1, 2)]]), [[2, 1], [3]])
-        >>> list(samples.places(0)), in_order
-        ([range(0, 2), range(5, 6)], [2, 3, 1])
+        >>> [place.tolist() for place in samples.places(0)], in_order
+        ([[0, 1, 5]], [2, 3, 1])
     """
-    in_order = [0] * batches.rows
+    in_order = np.zeros(batches.rows, np.int64)
     for share, of_share in enumerate(sizes):
-        for place, size in zip(chain.from_iterable(batches.places(share)), of_share, strict=True):
-            in_order[place] = size
-    ends = list(accumulate(in_order))
+        in_order[np.concatenate([np.empty(0, np.int64), *map(array_of, batches.places(share))])] = of_share
+    begins = np.cumsum(in_order) - in_order
 
-    def places(share: int) -> Iterator[range]:
-        for place in chain.from_iterable(batches.places(share)):
-            yield range(ends[place] - in_order[place], ends[place])
+    def places(share: int) -> Iterator[Place]:
+        for run in batches.places(share):
+            for start in range(0, len(run), _BATCHES):
+                block = array_of(run[start : start + _BATCHES])
+                own = in_order[block]
+                yield np.repeat(begins[block] - np.cumsum(own) + own, own) + np.arange(own.sum())
 
-    return Placed(list(map(sum, sizes)), places), in_order
+    return Placed(list(map(sum, sizes)), places), in_order.tolist()
