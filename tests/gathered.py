@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from zoo import loader
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.evaluation.gather import expected_of_pass, expected_of_step, in_all_ways
+from ddp_patch.evaluation.gather import expected_of_pass, expected_of_step, placed_by_kind
 from ddp_patch.evaluation.judging import LocalOutputs, judge, report
 from ddp_patch.evaluation.outputs import Kind, cut, filled
 from ddp_patch.evaluation.places import Placed
@@ -37,7 +37,7 @@ def together(outputs: list[Any], loaders: Sequence[DataLoader[Any]], *, pad: Any
         reports.append(report(own, expect, None, pad, None))
     agreement = judge(operation, range(len(loaders)), {rank: said for rank, (said, _) in enumerate(reports)})[0]
     owns = [own for _, own in reports if isinstance(own, LocalOutputs)]
-    placed_as, sizes = in_all_ways(agreement.rows, [own.expected.keys for own in owns], owns[0].expected.schedule)
+    placed_as, sizes = placed_by_kind(agreement.rows, [own.expected.keys for own in owns], owns[0].expected.schedule)
     leaves = {}
     for path, (kind, nest, columns) in agreement.leaves.items():
         rows, placed = {}, placed_as[kind]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from numbers import Number
 from typing import Any, TypeVar, cast, overload
 
@@ -34,7 +34,7 @@ from ddp_patch.schedule import BatchRecord, Part, Schedule
 from ddp_patch.sharding.batches import Batches
 from ddp_patch.sharding.passes import Pass
 
-__all__ = ["expected_of_pass", "expected_of_step", "gather_in_order", "gather_step", "in_all_ways"]
+__all__ = ["expected_of_pass", "expected_of_step", "gather_in_order", "gather_step", "placed_by_kind"]
 
 Outputs = TypeVar("Outputs")
 
@@ -139,12 +139,9 @@ def _expected(
     keys = keys_of(schedule.keys(noted(schedule.records() if number is None else [schedule.record(number)])))
     is_whole = batches.level is Level.BATCH and schedule.division is None
     has_sizes = not is_whole or schedule.sizes is not None
-    # Each part's padding comes at its own end, in the midst of what other workers give.
-    begins = (end - size for end, size in zip(accumulate(sizes), sizes, strict=True))
-    runs = list(joined(range(begin, begin + own) for begin, own in zip(begins, real, strict=True)))
     share = Share(
         sum(sizes) if has_sizes else None,
-        (runs or [range(0)])[0] if len(runs) < 2 else [place for run in runs for place in run],
+        _real_rows(sizes, real),
         len(sizes),
         sizes if number is None and has_sizes and batches.level is not Level.UNBATCHED else None,
         range(len(real_sizes)) if is_whole else None,
@@ -157,6 +154,16 @@ def _expected(
     is_array = any(isinstance(run, np.ndarray) for run in keys)
     sizes_sent = (real_sizes if has_sizes else [0] * count) if is_whole else None
     return ExpectedRows(at, share, keys, schedule, RankRows(count, count if is_array else keys, sizes_sent, is_last))
+
+
+def _real_rows(sizes: Sequence[int], real: Sequence[int]) -> Sequence[int]:
+    """Return which rows are not padding, of batches with so many rows, of which the first ones are real.
+
+    Each part's padding comes at its own end, in the midst of what other workers give.
+    """
+    begins = (end - size for end, size in zip(accumulate(sizes), sizes, strict=True))
+    runs = list(joined(range(begin, begin + own) for begin, own in zip(begins, real, strict=True))) or [range(0)]
+    return runs[0] if len(runs) == 1 else list(chain.from_iterable(runs))
 
 
 _CONNECTIONS = Connections()
@@ -310,7 +317,7 @@ def _received(agreement: Agreement, own: LocalOutputs, connection: Connection, p
         pad: What fills up narrower rows.
     """
     keys = gathered_keys(connection, [rows.keys for rows in agreement.rows], own.expected.keys)
-    placed_as, sizes = in_all_ways(agreement.rows, keys, own.expected.schedule)
+    placed_as, sizes = placed_by_kind(agreement.rows, keys, own.expected.schedule)
     leaves = {}
     for path, (kind, nest, columns) in agreement.leaves.items():
         rows = {
@@ -322,7 +329,7 @@ def _received(agreement: Agreement, own: LocalOutputs, connection: Connection, p
     return filled(agreement.nest, leaves) if connection.members.receives else None
 
 
-def in_all_ways(
+def placed_by_kind(
     rows: Sequence[RankRows], keys: Sequence[Keys] | None, schedule: Schedule
 ) -> tuple[Mapping[Kind, Placed], Callable[[], Sequence[int]]]:
     """Return where rows go, by what they stand for, and what tells how many each batch of the unpatched loader has.

@@ -230,21 +230,16 @@ def iter_with_weights(
         raise InvalidOptionError(
             f"weight_of={weight_of!r} is no function. Pass one that takes a batch and returns a number per sample."
         )
+    like = torch.empty(0, dtype=dtype, device=device_of(loader) or "cpu")
     if is_alone(_WEIGHING, loader):
-        weighed = _weighed(
-            steps_alone(_WEIGHING, loader), 1, _like(loader, dtype), weight_of, None if weight_of is None else float
-        )
+        sum_of = None if weight_of is None else float
+        weighed = _weighed(steps_alone(_WEIGHING, loader), 1, like, weight_of, sum_of)
     else:
         batches = require_one_stream(_WEIGHING, loader)
-        weighed = _shared(steps_of(_WEIGHING, loader, batches), batches, _like(loader, dtype), weight_of)
+        weighed = _shared(steps_of(_WEIGHING, loader, batches), batches, like, weight_of)
     if loader.batch_sampler is not None:
         return weighed
     return ((item, weights.reshape(())) for item, weights in weighed)
-
-
-def _like(loader: DataLoader[Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor with the weights' dtype and device."""
-    return torch.empty(0, dtype=dtype, device=device_of(loader) or "cpu")
 
 
 def _shared(steps: Steps, batches: Batches, like: torch.Tensor, weight_of: WeightOf | None) -> Weighed:

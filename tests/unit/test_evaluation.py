@@ -326,6 +326,19 @@ def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven, layout: Layo
         assert result == in_order, (n, world_size, skip, dropped)
 
 
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
+def test_rows_in_a_regular_order_need_no_memory_of_their_own(uneven: Uneven, layout: Layout) -> None:
+    """A million rows of each rank have one run of keys, and one of places."""
+    keys = []
+    for rank in range(3):
+        schedule = Schedule(Plan(rank, 3, uneven, layout), Batching(10_000, drop_last=False), [Part(0, 3_000_001)])
+        keys.append(keys_of(schedule.keys(schedule.records())))
+    found = placed(keys)
+    for rank, own in enumerate(keys):
+        assert [type(run) for run in own] == [type(run) for run in found.places(rank)] == [range]
+
+
 # What is refused.
 
 
