@@ -18,9 +18,9 @@ from ddp_patch.loaders.hooks import Made, made
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.plan import Plan
+from ddp_patch.schedule import Schedule
 from ddp_patch.sharding.batches import patched_sampler, require_batches
 from ddp_patch.sharding.epochs import EpochSampler
-from ddp_patch.sharding.schedule import Schedule
 
 __all__ = [
     "LEFT_ALONE",
@@ -285,4 +285,4 @@ def _whole_pass(loader: DataLoader[Any]) -> Schedule | None:
     # A rank may get other items than it reads.
     if sampler.latest is None or options.divides_batches or options.iterable_sharding == "by_worker":
         return None
-    return sampler.schedule_of_whole(sampler.latest, batches)
+    return sampler.latest.whole_schedule()

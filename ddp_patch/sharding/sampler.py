@@ -30,13 +30,13 @@ from ddp_patch.orders.random_states import Entered, PrivateRNG, epoch_generator,
 from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassNotes
+from ddp_patch.schedule import Sizes, require_steps
 from ddp_patch.sharding.balancing import Balancer, Division
-from ddp_patch.sharding.drawing import Epoch, Sizes, require_sure_length
+from ddp_patch.sharding.drawing import Epoch, require_sure_length
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.held import SamplerState, SamplerStates, Transparent
 from ddp_patch.sharding.passes import Pass, SamplerPass
 from ddp_patch.sharding.position import Position
-from ddp_patch.sharding.schedule import StepSamples, divided, of_whole_batches, require_steps
 from ddp_patch.sharding.sources import FromLeader, Indexed, Nothing, Source, Streamed
 
 __all__ = ["ShardedSampler"]
@@ -243,14 +243,10 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         source: Source[T] = Nothing() if is_spent else self._chosen_source(start, noted)
         self.latest = current = SamplerPass(
             start,
-            self.plan,
-            self._batching,
-            self._holders,
-            self.monitor,
-            partial(self._length_if_any, start.epoch),
+            self._sharing(self._batching),
             source,
-            sizes=Sizes() if self.keeps_sizes or self._gives_batches or self._division is not None else None,
-            division=None if self._division is None else Division(self._division, self._name, options.costs),
+            sizes=Sizes() if self._keeps_sizes or self._gives_batches or self._division is not None else None,
+            divide=None if self._division is None else Division(self._division, self._name, options.costs),
             at_end=partial(self._require_steps, start),
             note=None if noted is None else partial(self._notes, noted),
         )
@@ -329,7 +325,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             comes_late=lambda: self.epochs.passes > 1,  # this pass counts by then
             # The leader alone draws, so there is nothing to compare.
             verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
-            keeps_sizes=self.keeps_sizes and self._division is None,
+            keeps_sizes=self._keeps_sizes and self._division is None,
             balancer=self._balancer,
             # With verify=True, all of it is compared at the end, where every rank raises.
             noted=noted if leader is None and not options.verify else None,
@@ -361,33 +357,6 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             return False
         # All that is drawn is compared, where it can be drawn.
         return has_computed_order(self._source) or not self.agreed.options.verify
-
-    def samples_of_step(self, current: Pass[Any], batching: Batching, number: int) -> StepSamples:
-        """Return how many samples all ranks take in step ``number`` of a pass; see ``EpochSampler``."""
-        if current.sizes is None:
-            step = super().samples_of_step(current, batching, number)
-            if current.length is not None or self.plan.needs_length:
-                return step
-            # While nobody has found the end, ranks were given whole rounds alone.
-            return step._replace(until=(current.given - current.skip) // batching.size)
-        size, until = current.sizes[number], current.sizes.alike_until(number)
-        if self._division is not None:
-            return divided(self._division, size, until)
-        real = size if self.schedule(current, batching).turn(number).real else 0
-        if (sizes := cast(SamplerPass[Any], current).source.sizes) is None:
-            return StepSamples(size, real, None, number + 1)
-        round_, ranks = current.skip + number, self.plan.num_replicas
-        total = of_whole_batches(self.plan, round_, current.length, sizes)
-        alike = number if self.plan.needs_length else sizes.alike_until(round_ * ranks) // ranks - current.skip
-        return StepSamples(size, real, total, alike)
-
-    def knows_totals(self, current: Pass[Any]) -> bool:
-        """Return whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``."""
-        return (
-            current.sizes is None
-            or self._division is not None
-            or cast(SamplerPass[Any], current).source.sizes is not None
-        )
 
     def _compare_end(self, epoch: int, drawn: int, order: str) -> None:
         if self.plan.needs_length:

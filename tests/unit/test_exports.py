@@ -26,6 +26,7 @@ FLOORS = {
     "devices": 2,
     "options": 3,
     "plan": 4,
+    "schedule": 5,
     "orders": 5,
     "loaders": 6,
     "samplers": 7,  # a wing of its own: nothing of the core imports it
