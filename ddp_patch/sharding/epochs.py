@@ -51,6 +51,7 @@ class EpochSampler(DistributedSampler[T]):
         self.position: Position | None = None
         self.tells_rest: bool = True
         self._keeps_sizes = False
+        self._batched: Batching | None = None
         self.is_repeated: bool = False
         self._division = agreed.division
         self._holders = holders
@@ -149,8 +150,8 @@ class EpochSampler(DistributedSampler[T]):
 
     def _sharing(self, batching: Batching) -> Sharing:
         """Return what all passes have in common."""
-        plan, division = self.plan, self._division
-        return Sharing(plan, batching, division, self._holders, self.monitor, self._length_if_any)
+        batching = self._batched or batching
+        return Sharing(self.plan, batching, self._division, self._holders, self.monitor, self._length_if_any)
 
     def _stream_length(self, epoch: int) -> int:
         """Return how many items the stream has; if unknown, raise TypeError or what the user's code raises."""
@@ -263,7 +264,8 @@ class EpochSampler(DistributedSampler[T]):
         return self.latest if self.position is None else None
 
     def batched(self, batching: Batching) -> None:
-        """Record how the loader makes batches of the items; see ``Pass``."""
+        """Record how the loader makes batches of the items, where the sampler was wrapped before there was a loader."""
+        self._batched = batching
         if self.latest is not None:
             self.latest.batched(batching)
 
