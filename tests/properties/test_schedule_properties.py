@@ -118,7 +118,10 @@ def test_parts_of_divided_batches_are_all_samples_once(
         records = [schedule.record(number) for number in range(len(sizes))]
         assert records == list(schedule.records())
         assert [record.total for record in records] == sizes
-        assert all(record.samples >= max(record.real_samples, record.total and 1) for record in records)
+        assert all(
+            record.samples >= max(record.real_samples, min(size, 1))
+            for record, size in zip(records, sizes, strict=True)
+        )
         befores = [schedule.rows_before(number) for number in range(len(sizes) + 1)]
         assert befores == [sum(record.real_samples for record in records[:number]) for number in range(len(sizes) + 1)]
         assert len(of_rank) == befores[-1]
