@@ -37,14 +37,14 @@ OPTIONS: dict[str, tuple[list[Any], float]] = {
     "uneven": (["pad", "drop", "keep", "keep"], 0.4),
     "layout": (["contiguous", "contiguous", "interleaved"], 0.2),
     "share": (["samples", "batches", "within_batches", "within_batches"], 0.2),
-    "seed": ([0, 7, 7, -1], 0.15),
+    "seed": ([0, 7, 7, 7, 7, 7, -1], 0.12),
     "agreement": (["seeded", "ambient", "auto", "ambient", "leader"], 0.08),
     "verify": ([True, False], 0.01),
-    "scalable_shuffle": ([True], 0.05),
-    "iterable_sharding": (["by_worker", "exact"], 0.1),
-    "cost": (["list", "function", "function", "short list"], 0.12),
-    "cost_of": (["padded", "sum"], 0.05),
-    "cost_window": ([1, 2, 5, 5, 0], 0.05),
+    "scalable_shuffle": ([True], 0.03),
+    "iterable_sharding": (["by_worker", "exact"], 0.06),
+    "cost": (["list", "function", "function", "function", "short list"], 0.15),
+    "cost_of": (["padded", "sum"], 0.15),
+    "cost_window": ([1, 2, 2, 5, 5, 0], 0.2),
     "device": (["cpu"], 0.05),
 }
 
@@ -110,18 +110,18 @@ class Program:
         workers = rng.randint(1, 3) if chance() < WITH_WORKERS else 0
         kind = choice(["stream"] * (20 if workers else 6) + ["own"] * 5 + ["own, its generator", *KINDS])
         options = {name: choice(values) for name, (values, often) in OPTIONS.items() if chance() < often}
-        if "cost" not in options and chance() < 0.9:  # they are refused without it
+        if "cost" not in options and chance() < 0.97:  # they are refused without it
             options = {name: value for name, value in options.items() if not name.startswith("cost")}
         way = rng.choices(["patch", "wrapper", "several", "alone"], [88, 0 if kind == "stream" else 7, 2, 2])[0]
         ranks = [choice([1, 1, 2, 2, 3, 4, 5])]
-        for _ in range(choice([0, 0, 1, 1, 2])):
+        for _ in range(choice([0, 1, 1, 2])):
             ranks.append(choice([ranks[-1], ranks[-1], *range(1, 6)]))
         return cls(
             number=number,
             kind=kind,
-            n=rng.randint(0, 12 if workers else choice([6, 24, 24, 60])),
+            n=rng.randint(0, 12 if workers else choice([6, 24, 24, 24, 60, 60])),
             size=None if kind not in BATCHES and chance() < 0.1 else choice([1, 2, 3, 3, 4, 5]),
-            drop_last=chance() < 0.2,
+            drop_last=chance() < 0.15,
             is_lazy=chance() < 0.25,
             form=choice(["ints", "ints", "dicts", "augmented", "tensors", "list"]),
             rng=choice([*RNGS]),

@@ -37,7 +37,7 @@ def test_a_tree_is_the_same_as_itself(kept: Path) -> None:
 def test_a_program_that_differs_is_shown(kept: Path, tmp_path: Path) -> None:
     shutil.copytree(TREE / "ddp_patch", tmp_path / "ddp_patch", ignore=shutil.ignore_patterns("__pycache__"))
     plan = tmp_path / "ddp_patch" / "plan.py"
-    right, wrong = "return -(-self.total(n) // self.num_replicas)", "return self.total(n)"
+    right, wrong = "range(self.rank, total, self.num_replicas)", "range(0, total, self.num_replicas)"
     assert plan.read_text().count(right) == 1
     plan.write_text(plan.read_text().replace(right, wrong))
     ran = compared(tmp_path, kept)
