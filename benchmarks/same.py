@@ -87,15 +87,19 @@ def kept_lines(folder: Path, block: Block) -> Generator[str, None, None]:
 def compared(before: Path, after: Path, block: Block) -> tuple[list[int], Counter[str]]:
     """Return the numbers of the first programs that differ, and what was covered if none does."""
     different: list[int] = []
+    covered = Counter[str]()
+    number = block.start - 1
     with closing(kept_lines(before, block)) as old, closing(lines(after, block)) as new:
         for number, (one, other) in enumerate(zip_longest(old, new), block.start):
-            if number == block.stop and one is not None and other is not None:
-                return different, Counter(json.loads(one))
-            if one != other or one is None:
+            if one != other:
                 different.append(number)
             if one is None or other is None or len(different) == MOST_SHOWN:  # a process died, or enough is known
                 break
-    return different, Counter()
+            if number == block.stop:
+                covered.update(json.loads(one))
+    if not (different or covered):  # both processes died
+        different.append(number + 1)
+    return different, covered
 
 
 def shown(folder: Path, block: Block) -> list[str]:
