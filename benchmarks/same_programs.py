@@ -145,6 +145,13 @@ class Program:
         return {"seed": 3} if self.is_lazy else {"generator": self.generator}
 
 
+# What a state has in every version that is compared.
+STATE_FIELDS = (
+    *("version", "loader", "epoch", "done", "parts", "marks", "ended"),
+    *("generators", "samplers", "attributes"),
+)
+
+
 class Rank:
     """A rank that plays a run and records all that comes.
 
@@ -280,18 +287,20 @@ class Rank:
             self.got.append(plain(ddp_patch.gather_step(batch, self.loader)))
 
     def save(self, state: Any) -> Any:
-        """Keep a state, as a checkpoint does."""
+        """Keep a state, as a checkpoint does, and return what every version says in it."""
         self.state = pickle.loads(pickle.dumps(state))  # noqa: S301 - made here
-        return state
+        return {name: value for name, value in state.items() if name in STATE_FIELDS}
 
     def saved(self) -> Any:
         """Return the latest state."""
-        return self.state if self.state is not None else self.save(ddp_patch.loader_state(self.loader))
+        if self.state is None:
+            self.save(ddp_patch.loader_state(self.loader))
+        return self.state
 
     def damage(self, amount: int) -> None:
         """Restore a state that is damaged or something else's."""
         state = copy.deepcopy(self.saved())
-        name = [*state][self.program.number % len(state)]
+        name = STATE_FIELDS[self.program.number % len(STATE_FIELDS)]
         state[name] = [None, [[2, 1]], 12, [], {}, "another"][amount]
         ddp_patch.restore_loader(self.loader, state)
 
@@ -397,7 +406,10 @@ def plain(value: Any) -> Any:
         case torch.Tensor() | np.ndarray():
             return str(value.dtype), [*value.shape], plain(value.flatten().tolist())
         case BaseException():
-            return type(value).__name__, plain(str(value)), plain(value.__cause__), getattr(value, "__notes__", None)
+            # What others say of a wrong value follows from how it was read.
+            is_ours = isinstance(value, ddp_patch.DDPPatchError | Warning)
+            text = plain(str(value)) if is_ours else ""
+            return type(value).__name__, text, type(value.__cause__).__name__, getattr(value, "__notes__", None)
     return plain(repr(value))
 
 
