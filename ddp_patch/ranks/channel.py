@@ -7,7 +7,7 @@ background of the step, and a rank that leaves or fails is named to the others.
 import atexit
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic
@@ -21,7 +21,7 @@ from ddp_patch.compat.private_torch import default_store, gather_in_background, 
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
 from ddp_patch.ranks.exchange import already_in, exchange, from_parts, in_parts, ranks_text, require_same, store_reached
 
-__all__ = ["Channel", "StepSums", "gloo_connection", "opened", "opened_sums"]
+__all__ = ["Channel", "StepSums", "gloo_between", "opened", "opened_sums"]
 
 
 # A tag that nothing is sent with.
@@ -48,31 +48,24 @@ def _cut_all() -> None:
     _lingering.clear()
 
 
-def gloo_connection(name: str, index: int, size: int, timeout: float) -> tuple[Any, Callable[[], None]]:
-    """Connect some ranks by a gloo group of their own.
+def gloo_between(name: str, index: int, members: int, timeout: float) -> Any:
+    """Return a gloo group of some ranks alone, which sends from CPU to CPU, whatever the training's backend is.
 
-    gloo sends from CPU to CPU, whatever the training's backend is. torch's ``new_group`` will not do: it needs all
-    ranks, or names a group of some by how many groups a process is in, and that number may differ between the ranks.
+    torch's ``new_group`` will not do: it needs all ranks, or names a group of some by how many groups a process is in,
+    and that number may differ between the ranks.
 
     Args:
         name: A name that no other group has.
-        index: This rank's number among them.
-        size: How many they are.
+        index: This rank's number among the members.
+        members: How many there are.
         timeout: How many seconds they wait for each other.
-
-    Returns:
-        The group, and what to call when this rank's address is no longer needed: gloo leaves it in the store.
-
-    Raises:
-        RuntimeError: A rank did not come, or the store is gone.
     """
-    store: Any = dist.PrefixStore(f"ddp_patch/{name}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
-
-    def forget_address() -> None:
-        with suppress(RuntimeError):  # the store may be gone
-            store.delete_key(f"0/{index}")
-
-    return gloo_group(store, index, size, timedelta(seconds=timeout)), forget_address
+    store = dist.PrefixStore(f"ddp_patch/gloo/{name}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
+    group = gloo_group(store, index, members, timedelta(seconds=timeout))
+    group.barrier().wait()  # when all have read the addresses, nobody needs them
+    with suppress(RuntimeError):
+        store.delete_key(f"0/{index}")  # gloo leaves every rank's address there
+    return group
 
 
 def _cut(group: Any, members: int, index: int) -> None:
@@ -232,9 +225,8 @@ class Channel:
         self._work: Any = None
         self._rows = torch.empty(0)
         self._sends: list[tuple[int, Any]] = []
-        name = f"channel/{notes.name}"
         try:
-            self._group, self._forget_address = gloo_connection(name, self.index, len(members), timeout)
+            self._group: Any = gloo_between(notes.name, self.index, len(members), timeout)
         except RuntimeError as error:  # what gloo and stores raise
             raise self._lost(error, []) from error
 
@@ -334,7 +326,6 @@ class Channel:
             _cut(self._group, len(self._members), self.index)
         self._group = self._work = None
         self._sends.clear()
-        self._forget_address()
         with suppress(RuntimeError):  # as above
             self._notes.tidy()
 

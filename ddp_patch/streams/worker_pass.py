@@ -17,9 +17,9 @@ from ddp_patch.orders.chunks import Chunk, draw
 from ddp_patch.orders.fingerprint import Fingerprint
 from ddp_patch.orders.random_states import Seed, epoch_states, reader_seed
 from ddp_patch.plan import Batching, Plan
+from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.drawing import require_sure_length, share
 from ddp_patch.sharding.position import BatchNote, NotedBatch, StreamSnapshot, StreamStart
-from ddp_patch.sharding.schedule import require_steps
 from ddp_patch.streams.marks import FirstItems, MarksInMemory, SnapshotWriter, can_snapshot
 from ddp_patch.streams.reading import Reader, Switching, WorkerCheckpoint, WorkerIterator, WorkerPosition, this_worker
 from ddp_patch.streams.shared_state import Ends, SharedWorkerState
