@@ -82,6 +82,28 @@ class PassEntry(NamedTuple):
         return self._replace(state=PassState.WHOLE if is_whole else PassState.WITHDRAWN)
 
 
+class NotesReport(NamedTuple):
+    """What a rank reports of its notes of a pass; see ``PassNotes``.
+
+    Attributes:
+        epoch: The epoch.
+        begins_at: Where in the epoch it begins.
+        attempt: How often the rank had gone back to an epoch that was whole.
+        is_more: Whether it is more than a look. Nobody compares that: the epoch may begin again.
+        first: The number of the first mark that is left.
+        marks: After how many items the fingerprint of what was drawn had which value.
+        rows: What each look at the dataset after the first showed for the first time, as a ``Row``, by its name.
+    """
+
+    epoch: int
+    begins_at: str
+    attempt: int
+    is_more: bool
+    first: int
+    marks: Sequence[Sequence[int]]
+    rows: Sequence[Mapping[str, Sequence[Any]]]
+
+
 @dataclass(frozen=True, slots=True)
 class PassRecord:
     """What a rank reports to the others about its passes.
@@ -90,14 +112,14 @@ class PassRecord:
         passes: Its latest passes, by epoch, in order.
         since: The epoch from which on all of them are here.
         share: Which share it takes, if the user gave it by rank= and num_replicas=.
-        notes: What it noted of its latest passes, encoded; see ``PassNotes``.
+        notes: What it noted of its latest passes.
         left: Its latest attempts that are over, with the last epoch of which each took more than a long look.
     """
 
     passes: Mapping[int, PassEntry] = field(default_factory=dict)
     since: int = 0
     share: int | None = None
-    notes: Sequence[Sequence[Any]] = ()
+    notes: Sequence[NotesReport] = ()
     left: Sequence[tuple[int, int]] = ()
 
     def encoded(self) -> str:
@@ -113,7 +135,13 @@ class PassRecord:
             epoch: PassEntry(epoch, items, _STATES[state], chosen, attempt)
             for epoch, items, state, chosen, attempt in passes
         }
-        return cls(decoded, since, share, notes or (), tuple((attempt, top) for attempt, top in left))
+        return cls(
+            decoded,
+            since,
+            share,
+            tuple(NotesReport(*noted) for noted in notes),
+            tuple((attempt, top) for attempt, top in left),
+        )
 
     def top(self, look: int, attempt: int | None = None) -> int:
         """Return the latest epoch of which more than a look was taken, in one attempt or in any; -1 if none."""
@@ -288,7 +316,7 @@ class History:
             if known.epoch == epoch:
                 known.doubt()
 
-    def record(self, share: int | None = None, notes: Sequence[Sequence[Any]] = ()) -> PassRecord:
+    def record(self, share: int | None = None, notes: Sequence[NotesReport] = ()) -> PassRecord:
         """Return this rank's history, to be compared, with what it noted of its latest passes."""
         passes = {known.epoch: known.entry for known in self._passes}
         return PassRecord(passes, self._since, share, notes, tuple(self._left))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import TypeAlias, cast
 from weakref import WeakMethod
 
 from ddp_patch.errors import RankMismatchError
@@ -15,6 +15,7 @@ from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.histories import (
     Contradiction,
     History,
+    NotesReport,
     PassProgress,
     PassRecord,
     PassState,
@@ -35,28 +36,6 @@ _BITS = 48
 
 
 Rows: TypeAlias = Mapping[str, Row]
-
-
-class NotesLeft(NamedTuple):
-    """What a rank leaves of its notes of a pass, as plain values.
-
-    Attributes:
-        epoch: The epoch.
-        begins_at: Where in the epoch it begins.
-        attempt: How often the rank had gone back to an epoch that was whole.
-        is_more: Whether it is more than a look. Nobody compares that: the epoch may begin again.
-        first: The number of the first mark that is left.
-        marks: After how many items the fingerprint of what was drawn had which value.
-        rows: What each look at the dataset after the first showed for the first time, as ``Row`` by its name.
-    """
-
-    epoch: int
-    begins_at: str
-    attempt: int
-    is_more: bool
-    first: int
-    marks: Sequence[Sequence[int]]
-    rows: Sequence[Mapping[str, Sequence[Any]]]
 
 
 class PassNotes:
@@ -89,7 +68,7 @@ class PassNotes:
         self._rows: list[Rows] = []  # what is new at each look after the first
         self._seen: Rows | None = None  # the latest look
         self._is_seen_whole = False
-        self._old: NotesLeft | None = None  # as it was left, once nothing changes it
+        self._old: NotesReport | None = None  # as it was left, once nothing changes it
         self.attempt: int = 0
 
     def begin(self, attempt: int) -> None:
@@ -125,8 +104,8 @@ class PassNotes:
             steady = self._dataset.steady(before, self._seen)
             self._rows.append({name: row for name, row in steady.items() if name not in known})
 
-    def encoded(self, look: int, *, is_old: bool = False) -> NotesLeft:
-        """Return them as plain values.
+    def encoded(self, look: int, *, is_old: bool = False) -> NotesReport:
+        """Return what to report of them.
 
         Args:
             look: How many items a mere look takes at most. Nobody compares it: the epoch may begin again.
@@ -138,7 +117,7 @@ class PassNotes:
         is_more = items - self._skip > look or state is PassState.ENDED
         marks = [(count, value % 2**_BITS) for count, value in self._fingerprint.marks]
         first = max(0, len(marks) - 1) if is_old else 0
-        notes = NotesLeft(self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], list(self._rows))
+        notes = NotesReport(self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], list(self._rows))
         if is_old and state is not PassState.OPEN:
             self._old = notes
         return notes
@@ -159,15 +138,15 @@ class Difference:
     attributes: tuple[str, ...] = ()
 
 
-def difference(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> Difference | None:
+def difference(mine: Sequence[NotesReport], theirs: Sequence[NotesReport]) -> Difference | None:
     """Return where the passes of two ranks differ, as far as both have come; None if they do not.
 
     Args:
-        mine: This rank's notes, encoded.
+        mine: This rank's notes.
         theirs: Another rank's.
     """
-    known = {left[:3]: left for left in (NotesLeft(*notes) for notes in theirs) if left.is_more}
-    for ours in (NotesLeft(*notes) for notes in mine):
+    known = {notes[:3]: notes for notes in theirs if notes.is_more}
+    for ours in mine:
         other = known.get(ours[:3])
         if not ours.is_more or other is None:
             continue
