@@ -7,11 +7,12 @@ background of the step, and a rank that leaves or fails is named to the others.
 import atexit
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from time import monotonic
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
 import torch
@@ -28,23 +29,16 @@ __all__ = ["Channel", "StepSums", "gloo_between", "opened", "opened_sums"]
 _NO_TAG = 2**30
 
 
-class _Lingering(NamedTuple):
-    """What is left of a channel while others may still need what this rank has sent: to drop it would wait for them."""
-
-    group: Any
-    work: Any
-    members: int
-    own_index: int
-
-
-_lingering: list[_Lingering] = []
+# Of channels that this rank left while others may still need what it has sent: the work, and what breaks the
+# connections. To drop them would wait for the others.
+_lingering: list[tuple[Any, Callable[[], None]]] = []
 
 
 @atexit.register
 def _cut_all() -> None:
     """Break what lingers, so that no process waits for others at its end."""
-    for channel in _lingering:
-        _cut(channel.group, channel.members, channel.own_index)
+    for _, cut in _lingering:
+        cut()
     _lingering.clear()
 
 
@@ -187,7 +181,7 @@ def opened(
         return dict.fromkeys(records, uuid4().hex)
 
     name: str = exchange(members, doing, dict(facts), named, timeout)
-    _lingering[:] = [channel for channel in _lingering if not channel.work.is_completed()]
+    _lingering[:] = [(work, cut) for work, cut in _lingering if not work.is_completed()]
     with store_reached(doing):
         notes = ExitNotes(name, members, doing, stale)
     channel = Channel(members, doing, notes, timeout)
@@ -317,7 +311,7 @@ class Channel:
         # The others may need what this rank has sent, and who breaks off on all ranks waits for no more than that.
         with suppress(DDPPatchError):
             if self._work is not None and not self._has_come(_SLICE_S):
-                _lingering.append(_Lingering(self._group, self._work, len(self._members), self.index))
+                _lingering.append((self._work, partial(_cut, self._group, len(self._members), self.index)))
         self.close()
 
     def close(self) -> None:

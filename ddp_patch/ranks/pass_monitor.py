@@ -301,8 +301,7 @@ class PassMonitor:
                 many ranks take the same share; or they drew or read in different orders, or from different rows.
         """
         times = _TIMES_AT_AN_END if at_end else _TIMES_THEIR_COST
-        is_too_soon = self._made >= _FREE and perf_counter() - self._ended_s < times * self._cost_s
-        if not self.is_on or is_too_soon:
+        if not self.is_on or (self._made >= _FREE and perf_counter() - self._ended_s < times * self._cost_s):
             return
         if get_ident() != self._thread:
             # Something reads ahead in a thread of its own, by as much as there was time for.
