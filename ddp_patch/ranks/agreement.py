@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_patch.errors import InvalidOptionError, LeaderWarning
-from ddp_patch.loaders.contents import Content
+from ddp_patch.loaders.contents import Content, FirstSamples
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
@@ -22,7 +21,7 @@ from ddp_patch.orders.random_states import Seed, loader_seed
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.exchange import by_value, exchange, refuse, require_same
 from ddp_patch.ranks.notices import Peers, agreed_peers, given_peers
-from ddp_patch.ranks.verdicts import require_all_shares, require_same_samples, why_each_differs
+from ddp_patch.ranks.verdicts import require_all_shares, require_same_samples, why_orders_differ
 from ddp_patch.ranks.world import World
 
 if TYPE_CHECKING:
@@ -358,16 +357,25 @@ def _why_orders_differ(
     world: World, options: Options, subjects: Sequence[Subject], decisions: Sequence[Decision]
 ) -> dict[str, str]:
     """Return why the ranks' orders of some loaders differ, by their names. Only then ranks exchange a second time."""
-    asked, reported = {}, {}
+    asked, first_samples = {}, {}
     for subject, decision in zip(subjects, decisions, strict=True):
         if subject.stream is not None and decision.orders:
             asked[subject.label] = decision.orders, subject.stream.name
-            reported[subject.label] = subject.stream.first_samples(world.num_replicas)
+            first_samples[subject.label] = subject.stream.first_samples(world.num_replicas)
     if not asked:
         return {}
-    judge_orders = partial(why_each_differs, asked, world.num_replicas)
-    whys: dict[str, str] = exchange(list(world.members or ()), TELLING_APART, reported, judge_orders, options.timeout)
-    return whys
+
+    def judge_orders(
+        reported: Mapping[int, Mapping[str, tuple[int, FirstSamples] | None]],
+    ) -> dict[int, dict[str, str]]:
+        whys = {}
+        for label, (orders, name) in asked.items():
+            with error_context(label):
+                samples = {rank: report[label] for rank, report in reported.items()}
+                whys[label] = why_orders_differ(orders, name, world.num_replicas, samples)
+        return dict.fromkeys(reported, whys)
+
+    return exchange(list(world.members or ()), TELLING_APART, first_samples, judge_orders, options.timeout)
 
 
 @contextmanager

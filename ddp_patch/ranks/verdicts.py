@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.contents import Content, FirstSamples, relation_of
-from ddp_patch.loaders.recognition import HeldWorld, error_context
+from ddp_patch.loaders.recognition import HeldWorld
 from ddp_patch.ranks.exchange import by_value, ranks_text
 
-__all__ = ["require_all_shares", "require_same_samples", "why_each_differs", "why_orders_differ"]
+__all__ = ["require_all_shares", "require_same_samples", "why_orders_differ"]
 
 
 _MARK = "say is_ddp_aware = True in {name}, and its loader is returned unchanged"
@@ -73,30 +73,6 @@ def require_same_samples(doing: str, reported: Mapping[int, Sequence[Content]]) 
         "say is_ddp_aware = True in the dataset's class, and its loader is returned unchanged. If only the content "
         "differs, agreement='seeded' does not compare it."
     )
-
-
-def why_each_differs(
-    asked: Mapping[str, tuple[Mapping[int, str | None], str]],
-    ranks: int,
-    reported: Mapping[int, Mapping[str, tuple[int, FirstSamples] | None]],
-) -> dict[int, dict[str, str]]:
-    """Return for each rank the warnings that ``why_orders_differ`` has, by the names of the loaders.
-
-    Args:
-        asked: The loaders whose orders differ, by their names: these orders, and the class that they come from.
-        ranks: How many ranks share.
-        reported: What each rank reports about these loaders, by their names.
-
-    Raises:
-        RankMismatchError: The streams of a loader are parts already.
-    """
-    whys = {}
-    for label, (orders, name) in asked.items():
-        with error_context(label):
-            whys[label] = why_orders_differ(
-                orders, name, ranks, {rank: report[label] for rank, report in reported.items()}
-            )
-    return dict.fromkeys(reported, whys)
 
 
 def why_orders_differ(

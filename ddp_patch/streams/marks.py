@@ -3,7 +3,6 @@
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from enum import IntEnum
 from itertools import islice
 from time import thread_time
 from typing import Any, TypeVar, cast
@@ -37,15 +36,6 @@ _FEWEST = 16
 _MOST_S = 1.0
 
 
-class _Status(IntEnum):
-    """How far the notes of a part came in a pass."""
-
-    UNTOUCHED = -1
-    NOTING = 0
-    FULL = 1
-    ENDED = 2
-
-
 class FirstItems:
     """Notes of the first items that the reader of each part read, in the first passes over a loader.
 
@@ -66,8 +56,8 @@ class FirstItems:
         self.parts: int = parts
         self._most = min(COMPARED, max(_FEWEST, _OF_ALL_PARTS // parts))
         of_each = (_PASSES, parts)
-        self._hashes, self._counts, self._statuses, self._asked, self._is_settled = shared_arrays(
-            (*of_each, self._most, 3), of_each, of_each, of_each, (1,)
+        self._hashes, self._counts, self._ends, self._finals, self._asked, self._is_settled = shared_arrays(
+            (*of_each, self._most, 3), of_each, of_each, of_each, of_each, (1,)
         )
         self._names: list[str] = []
 
@@ -94,14 +84,14 @@ class FirstItems:
         """
         is_noted = 1 <= number <= _PASSES and part < self.parts and self._is_settled[0] < 0
         # Another iterator's worker may be about the same part of the same pass.
-        if is_noted and self._statuses[number - 1, part] == _Status.UNTOUCHED:
+        if is_noted and self._counts[number - 1, part] < 0:
             return self._noting(part, number, items, asked_rank)
         return items
 
     def _noting(self, part: int, number: int, items: Iterator[T], asked_rank: Callable[[], bool]) -> Iterator[T]:
-        statuses, counts, asked = (noted[number - 1] for noted in (self._statuses, self._counts, self._asked))
-        hashes, count, spent_s = self._hashes[number - 1, part], 0, 0.0
-        statuses[part] = _Status.NOTING
+        hashes, counts, asked = self._hashes[number - 1, part], self._counts[number - 1], self._asked[number - 1]
+        counts[part] = count = 0
+        spent_s = 0.0
         for item in items:
             began_s = thread_time()
             asked[part] = asked_rank()
@@ -109,24 +99,23 @@ class FirstItems:
             counts[part] = count = count + 1
             spent_s += thread_time() - began_s
             if count == self._most or spent_s > _MOST_S:
-                statuses[part] = _Status.FULL
+                self._finals[number - 1, part] = 1
                 yield item
                 break
             yield item
         else:
-            statuses[part] = _Status.ENDED
+            self._ends[number - 1, part] = count
+            self._finals[number - 1, part] = 1
         yield from items
 
     def of(self, part: int, number: int) -> PartMarks:
         """Return what was recorded of a part in a pass."""
-        status = int(self._statuses[number - 1, part])  # read first: what is final stays so
-        count = max(0, int(self._counts[number - 1, part]))
-        return PartMarks.of(
-            self._hashes[number - 1, part, :count].numpy(),
-            count if status == _Status.ENDED else None,
-            is_final=status >= _Status.FULL,
-            asked_rank=bool(self._asked[number - 1, part] > 0),
+        # What is final is read first, and written last: then the rest is as it stays.
+        final, end, count, asked = (
+            int(noted[number - 1, part]) for noted in (self._finals, self._ends, self._counts, self._asked)
         )
+        hashes = self._hashes[number - 1, part, : max(0, count)].numpy()
+        return PartMarks.of(hashes, None if end < 0 else end, is_final=final > 0, asked_rank=asked > 0)
 
     def passes(self) -> dict[str, Sequence[PartMarks]]:
         """Return what was recorded of each pass, part by part, by what the ranks call the pass."""
@@ -139,7 +128,6 @@ class FirstItems:
 _KEPT, _COMPARED, _EARLIER = 4, 2, 16
 # How many marks a part has at most: enough for 2**16 times the items that are all marked.
 _MOST = 576
-# Taking hashes may cost a reader this many seconds of a pass: items may be large.
 
 
 class MarksInMemory:
