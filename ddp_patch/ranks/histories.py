@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 __all__ = [
     "Contradiction",
     "History",
+    "NotesReport",
     "PassEntry",
     "PassProgress",
     "PassRecord",
