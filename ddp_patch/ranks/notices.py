@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter, sleep
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 from weakref import WeakKeyDictionary, finalize, ref
@@ -168,14 +169,18 @@ class Mailbox(Generic[V]):
         self._own_key = _key(peers.key, subject, peers.rank)
         # No more than a reference: a store that is kept keeps its port, too.
         self._store: ref[Any] | None = ref(default_store())
-        self._unseen = {rank: _key(peers.key, subject, rank) for rank in peers.others}
-        self._seen: dict[int, str] = {}
+        self._keys = {rank: _key(peers.key, subject, rank) for rank in peers.others}  # whose turn is first comes first
+        self._seen: set[int] = set()
         self._latest: dict[int, tuple[bytes, V]] = {}
 
-    def exchange(self, text: str | None) -> dict[int, V]:
+    def exchange(self, text: str | None, most: int | None = None) -> dict[int, V]:
         """Leave a text, unless it is None, and return what others left. Wait for none.
 
         Once the process group is gone, or its store, there is nobody to compare with.
+
+        Args:
+            text: What to leave.
+            most: How many others to read at most, in turn; None for all.
         """
         store = self._open_store()
         if store is None:
@@ -183,7 +188,7 @@ class Mailbox(Generic[V]):
         try:
             if text is not None:
                 store.set(self._own_key, text)
-            came = self._read(store)
+            came = self._read(store, most)
         except _STORE_ERRORS:
             self._store = None
             return {}
@@ -208,8 +213,8 @@ class Mailbox(Generic[V]):
 
     def drop(self, rank: int) -> None:
         """Read no more of what a rank leaves."""
-        for known in (self._unseen, self._seen, self._latest):
-            known.pop(rank, None)
+        self._keys.pop(rank, None)
+        self._latest.pop(rank, None)
 
     def _open_store(self) -> Any:
         """Return the store, or None if it is gone."""
@@ -218,14 +223,16 @@ class Mailbox(Generic[V]):
         store = self._store()
         return store if store is default_store() else None
 
-    def _read(self, store: Any) -> dict[int, bytes]:
+    def _read(self, store: Any, most: int | None) -> dict[int, bytes]:
+        now = dict(islice(self._keys.items(), most))
+        if most is not None:
+            self._keys = {rank: key for rank, key in self._keys.items() if rank not in now} | now
         # A key that is missing would be waited for.
-        if self._unseen and store.check(list(self._unseen.values())):
-            came = list(self._unseen)
-        else:
-            came = [rank for rank, key in self._unseen.items() if store.check([key])]
-        self._seen |= {rank: self._unseen.pop(rank) for rank in came}
-        return dict(zip(self._seen, store.multi_get(list(self._seen.values())), strict=True))
+        unseen = [rank for rank in now if rank not in self._seen]
+        are_all = bool(unseen) and store.check([now[rank] for rank in unseen])
+        self._seen.update(rank for rank in unseen if are_all or store.check([now[rank]]))
+        came = [rank for rank in now if rank in self._seen]
+        return dict(zip(came, store.multi_get([now[rank] for rank in came]), strict=True)) if came else {}
 
 
 def _tell_gone() -> None:

@@ -37,6 +37,9 @@ ONE_STREAM = (
 )
 
 
+# How many others a rank reads at once while a pass goes on.
+_AT_ONCE = 2
+
 _Passes = Mapping[str, Sequence[PartMarks]]
 
 
@@ -77,8 +80,12 @@ class OrderGuard:
         self._alike: dict[int, dict[str, list[AlikeMarks]]] = {}  # by rank, then by what the ranks call the pass
         self._has_warned = False
 
-    def compare(self) -> None:
+    def compare(self, at_end: bool = True) -> None:
         """Leave what was marked, and compare it with what the others have left by now.
+
+        Args:
+            at_end: Whether a pass has come to its end. Else a few others are read, in turn: marks are long, and a rank
+                that differs from one of the others mostly differs from all.
 
         Warns:
             StreamOrderWarning: Once, if the items do not show whether the orders differ.
@@ -87,17 +94,18 @@ class OrderGuard:
             RankMismatchError: The ranks, or the workers of this one, read in different orders, or other items, or not
                 equally many.
         """
+        most = None if at_end else _AT_ONCE
         if self._open:
-            self._compare_first_items()
-        self._compare_marks()
+            self._compare_first_items(most)
+        self._compare_marks(most)
 
-    def _compare_first_items(self) -> None:
+    def _compare_first_items(self, most: int | None) -> None:
         mine = self._first_items()
         for number, parts in enumerate(mine.values(), 1):
             if len(parts) > 1 and self._workers_read_alike(number):
                 found = compare_workers(parts)
                 self._judge(found, "the stream", "worker 0", f"worker {found.part}, both of rank {self._rank}")
-        for rank, (held, theirs) in self._first_mailbox.exchange(self._news(mine)).items():
+        for rank, (held, theirs) in self._first_mailbox.exchange(self._news(mine), most).items():
             for name in mine.keys() & theirs.keys():
                 found = compare_parts(mine[name], theirs[name])
                 if found.verdict is OrderVerdict.UNKNOWN:  # no items in common, as far as they show
@@ -119,10 +127,10 @@ class OrderGuard:
         self._left = (items, finals)
         return f"{self._held}|{encoded(mine)}"
 
-    def _compare_marks(self) -> None:
+    def _compare_marks(self, most: int | None) -> None:
         mine = self._marks()
         news = encoded(mine)
-        others = self._marks_mailbox.exchange(None if news == self._marks_left else news)
+        others = self._marks_mailbox.exchange(None if news == self._marks_left else news, most)
         self._marks_left = news
         for rank, theirs in others.items():
             known = self._alike.setdefault(rank, {})

@@ -212,7 +212,7 @@ class PassMonitor:
         self._attempt, self._furthest = 0, -1  # the latest epoch that was gone through to its end in this attempt
         self._thread = get_ident()
         self._keeps = keeps
-        self._compare_order: Callable[[], None] = lambda: None
+        self._compare_order: Callable[[bool], None] = lambda at_end: None
         self._epochs_differ = True
         self._name, self._units = name, ("item", "items")
         self.read_ahead: ReadAhead = ReadAhead()
@@ -237,8 +237,12 @@ class PassMonitor:
         """Let passes over different epochs count as alike: all have one order, so no sample is lost by them."""
         self._epochs_differ = False
 
-    def also_compare(self, compare_order: Callable[[], None]) -> None:
-        """Compare, whenever passes are, the orders in which readers read: that is for them to say."""
+    def also_compare(self, compare_order: Callable[[bool], None]) -> None:
+        """Compare, whenever passes are, the orders in which readers read: that is for them to say.
+
+        Args:
+            compare_order: Compares them; called with whether a pass has come to its end.
+        """
         self._compare_order = compare_order
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
@@ -308,7 +312,7 @@ class PassMonitor:
             self._history.doubt(epoch)
         began_s = perf_counter()
         self._exchange()
-        self._compare_order()
+        self._compare_order(at_end)
         self._ended_s = perf_counter()
         self._made, self._cost_s = self._made + 1, self._ended_s - began_s
 
