@@ -22,7 +22,7 @@ from ddp_patch.sharding.position import Position, StreamSnapshot, split
 from ddp_patch.sharding.schedule import made_in_turn, turn_after
 from ddp_patch.streams.marks import FirstItems, MarksInMemory, can_snapshot
 from ddp_patch.streams.reading import Reader, WorkerCheckpoint, WorkerIterator, WorkerPosition, this_worker
-from ddp_patch.streams.shared_state import Ends, SharedWorkerState
+from ddp_patch.streams.shared_state import SharedWorkerState
 from ddp_patch.streams.worker_pass import LatestGiver, NotingCollate, WorkerConfig, WorkerPass
 
 __all__ = ["IterableWorkerInit", "ShardedIterable", "random_holder"]
@@ -53,7 +53,6 @@ class ShardedIterable(Transparent, IterableDataset[T]):
 
     Attributes:
         shared: What the main process and the workers report to each other.
-        ends: How many batches the workers made, with ``iterable_sharding="by_worker"``.
         chosen_epoch: The epoch that the user has chosen by this object's ``set_epoch``, until a pass begins.
         first_items: Where readers record what they read first, for the ranks to compare; None if nobody does.
         marks: Where they mark what they read to the end, as above.
@@ -76,7 +75,6 @@ class ShardedIterable(Transparent, IterableDataset[T]):
     ) -> None:
         self._dataset = dataset
         self.shared: SharedWorkerState = SharedWorkerState(readers)
-        self.ends: Ends = Ends(readers)
         self.first_items: FirstItems | None = None
         self.marks: MarksInMemory | None = None
         self.loaded_at_end: int | None = None  # the epoch of which nothing is left in an iterator that was loaded here
@@ -235,7 +233,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
             if callable(tell := getattr(self._dataset, "set_epoch", None)):
                 tell(epoch)
         if self._options.iterable_sharding == "by_worker":
-            return one.split(self.ends)
+            return one.split()
         if loaded is not None and loaded.is_over:
             return iter(())
         self.loaded_at_end = None

@@ -15,7 +15,7 @@ from ddp_patch.sharding.held import SamplerStates
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.position import BatchNote, PartsDone, Position, StreamSnapshot, split
 from ddp_patch.sharding.schedule import Part, Schedule
-from ddp_patch.streams.balanced_parts import Balance
+from ddp_patch.streams.balanced_parts import BalancedRounds
 from ddp_patch.streams.shared_state import SharedWorkerState
 
 __all__ = ["WorkersPass"]
@@ -39,7 +39,7 @@ class WorkersPass(Pass[None]):
         splits_itself: Whether the dataset splits itself over all ranks' workers, which then read unequally much.
 
     Attributes:
-        balance: What it has given, if ranks send each other batches.
+        rounds: What it has given, if ranks send each other batches.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class WorkersPass(Pass[None]):
         splits_itself: bool,
     ) -> None:
         super().__init__(start, plan, batching, holders, monitor, stream_length)
-        self.balance: Balance | None = None
+        self.rounds: BalancedRounds | None = None
         self._name, self._shared, self._number, self._splits_itself = name, shared, number, splits_itself
         # By reader: how its stream began, after how many batches, and the latest states of the dataset.
         self._starts: dict[int, list[BatchNote]] = defaultdict(list)
@@ -97,12 +97,17 @@ class WorkersPass(Pass[None]):
     @property
     def batches(self) -> int:
         """How many batches it has given, counted high; see ``Pass``."""
-        return super().batches if self.balance is None else self.balance.given
+        return super().batches if self.rounds is None else self.rounds.given
 
-    def give_balanced(self) -> Balance:
-        """Return what records that ranks send each other batches."""
-        self.balance = Balance()
-        return self.balance
+    def in_rounds(self) -> BalancedRounds:
+        """Return what records the rounds in which ranks send each other batches."""
+        self.rounds = BalancedRounds()
+        return self.rounds
+
+    @property
+    def batches_made(self) -> Sequence[int]:
+        """How many batches each worker of a dataset that splits itself made in all; -1 for those that may make more."""
+        return self._shared.batches_made(self._number)
 
     def _parts(self) -> Iterator[list[None]]:
         while True:
@@ -147,8 +152,8 @@ class WorkersPass(Pass[None]):
 
     def most_batches(self) -> int | None:
         """Return how many batches the largest share has in it, where every rank knows that; otherwise None."""
-        if self.balance is not None:
-            return self.balance.given if self.balance.is_over else None
+        if self.rounds is not None:
+            return self.rounds.given if self.rounds.is_over else None
         if not self.is_in_parts:
             return super().most_batches()
         return self.schedule().most if self.is_over else None
@@ -156,7 +161,7 @@ class WorkersPass(Pass[None]):
     def most_found(self, batches: int) -> int | None:
         """Return how many batches the largest share has in it, as far as this rank knows; see ``Pass``."""
         most = self.most_batches()
-        if most is not None or self.balance is not None:
+        if most is not None or self.rounds is not None:
             return most
         by_length = super().most_batches()
         may_end = by_length is not None and batches >= by_length
@@ -181,7 +186,7 @@ class WorkersPass(Pass[None]):
         if not batches:
             return replace(position, parts=self.start.parts, marks=self.start.marks)
         if not self.is_counted:
-            return position if self.balance is None else self._position_of_all(position, self.balance, batches)
+            return position if self.rounds is None else self._position_of_all(position, self.rounds, batches)
         self._require_own_start()
         schedule, readers = self.schedule(), self._shared.readers
         marks = self.start.marks or [StreamSnapshot()] * len(schedule.parts)
@@ -225,13 +230,13 @@ class WorkersPass(Pass[None]):
         state, at_first = (tuple(pickle.loads(kept) for kept in of) for of in (states, begun))  # noqa: S301 - our worker's
         return StreamSnapshot(first, state, at_first or before.before)
 
-    def _position_of_all(self, position: Position, balance: Balance, batches: int) -> Position:
+    def _position_of_all(self, position: Position, rounds: BalancedRounds, batches: int) -> Position:
         """Return the position of all ranks' workers, if ranks send each other batches."""
         size, readers, ranks = self._batching.size, self._shared.readers, self._plan.num_replicas
         done = [()] * (readers * ranks) if self.start.parts is None else self.start.parts.done
         before = [sum(items for _, items in of_reader) // size for of_reader in done]
         of_ranks = [before[at : at + readers] for at in range(0, len(before), readers)]
-        made = chain.from_iterable(balance.made(batches, of_ranks))
+        made = chain.from_iterable(rounds.made(batches, of_ranks))
         return replace(position, parts=PartsDone(0, [((1, count * size),) for count in made]))
 
     def is_done_without_workers(self, loaded_at_end: int | None) -> bool:

@@ -22,7 +22,7 @@ from ddp_patch.sharding.position import BatchNote, NotedBatch, StreamSnapshot, S
 from ddp_patch.sharding.schedule import require_steps
 from ddp_patch.streams.marks import FirstItems, MarksInMemory, SnapshotWriter, can_snapshot
 from ddp_patch.streams.reading import Reader, Switching, WorkerCheckpoint, WorkerIterator, WorkerPosition, this_worker
-from ddp_patch.streams.shared_state import Ends, SharedWorkerState
+from ddp_patch.streams.shared_state import SharedWorkerState
 
 __all__ = ["LatestGiver", "NotingCollate", "WorkerConfig", "WorkerPass", "require_one_way", "require_same_ends"]
 
@@ -188,7 +188,7 @@ class WorkerPass(Generic[T]):
         self._noted: StreamStart | None = None
         self._place = start.offset  # how many items of the rank's share this worker has gone through
 
-    def split(self, ends: Ends) -> Iterator[T]:
+    def split(self) -> Iterator[T]:
         """Yield the items that the dataset gives this one of all ranks' workers, and write how many batches they make.
 
         Raises:
@@ -207,7 +207,7 @@ class WorkerPass(Generic[T]):
         made = skipped
         for made, item in enumerate(items, skipped + 1):  # noqa: B007 - told after the loop
             yield item
-        ends.write(start.role, start.number, config.batching.count(made))
+        config.shared.end_batches(start.number, start.role, config.batching.count(made))
 
     def shared(
         self,
