@@ -15,8 +15,8 @@ from ddp_patch.options import Uneven
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
 from ddp_patch.streams.balanced_parts import BalancedRounds, Holding, NextMove, Round, ahead_of_next, next_round
-from ddp_patch.streams.passes import WorkersPass
-from ddp_patch.streams.sampler import StreamSampler
+from ddp_patch.streams.stream_sampler import StreamSampler
+from ddp_patch.streams.workers_pass import WorkersPass
 
 __all__ = ["EvenIterators"]
 

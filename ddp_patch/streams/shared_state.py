@@ -27,7 +27,7 @@ class SharedWorkerState:
         readers: How many workers read the dataset; 1 where the main process does.
     """
 
-    def __init__(self, readers: int = 1) -> None:
+    def __init__(self, readers: int) -> None:
         self.readers: int = readers
         of_each = (_LATEST, readers)
         self._ends, self._offsets, self._roles, self._made, self._epochs, self._latest, self._loads = shared_arrays(
@@ -70,6 +70,14 @@ class SharedWorkerState:
         roles = self._roles[number % _LATEST].tolist()
         return {"stream" if role == _ONE_STREAM else "parts" for role in roles if role != _UNKNOWN}
 
+    def is_one_stream(self, number: int) -> bool:
+        """Return whether all readers of pass ``number`` read one stream; False while that is unknown."""
+        return self.ways(number) == {"stream"}
+
+    def is_in_parts(self, number: int) -> bool:
+        """Return whether each reader of pass ``number`` reads a part; False while that is unknown."""
+        return self.ways(number) == {"parts"}
+
     def first_role(self, number: int) -> int:
         """Return whose part the first reader of pass ``number`` reads; each next one reads the next."""
         found = self._roles[number % _LATEST].tolist()
@@ -109,7 +117,7 @@ class SharedWorkerState:
         if min(orders) < 0:
             return {}
         # Readers of one stream have all drawn it.
-        is_split = self.ways(number) == {"parts"}
+        is_split = self.is_in_parts(number)
         order = fingerprint(orders) if is_split else orders[0]
         return {"drawn in the epoch before": sum(drawn) if is_split else drawn[0], "order of the epoch before": order}
 

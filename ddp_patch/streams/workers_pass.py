@@ -7,16 +7,17 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from time import monotonic, sleep
+from typing import Any
 
 from ddp_patch.errors import StateError
-from ddp_patch.plan import Batching, Consumed, Plan
+from ddp_patch.plan import Consumed
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.held import SamplerStates
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.position import BatchNote, PartsDone, Position, StreamSnapshot, split
 from ddp_patch.sharding.schedule import Part, Schedule
 from ddp_patch.streams.balanced_parts import BalancedRounds
-from ddp_patch.streams.shared_state import SharedWorkerState
+from ddp_patch.streams.dataset import StreamWorker
 
 __all__ = ["WorkersPass"]
 
@@ -31,12 +32,13 @@ class WorkersPass(Pass[None]):
     """A pass over an iterable dataset: an index for every item, None, forever. Workers find the end, if there is one.
 
     Args:
-        start: As in ``Pass``, and so are the next five.
-        name: What errors call the dataset.
-        shared: Where workers write how they read.
+        start: As in ``Pass``.
+        worker: What reads the stream, as the main process has it.
+        holders: As in ``Pass``, and so are the next two.
+        monitor: Compares it with the other ranks' passes.
+        stream_length: Returns how many items the whole stream has, as the dataset says; None if unknown.
         number: Which pass of the loader it is.
         ahead: How many batches each worker may be ahead of the training loop.
-        splits_itself: Whether the dataset splits itself over all ranks' workers, which then read unequally much.
 
     Attributes:
         rounds: What it has given, if ranks send each other batches.
@@ -45,24 +47,18 @@ class WorkersPass(Pass[None]):
     def __init__(
         self,
         start: Position,
-        plan: Plan,
-        batching: Batching,
+        worker: StreamWorker[Any],
         holders: SamplerStates,
         monitor: PassMonitor,
         stream_length: Callable[[], int | None],
-        name: str,
-        shared: SharedWorkerState,
         number: int,
         ahead: int,
-        *,
-        splits_itself: bool,
     ) -> None:
-        super().__init__(start, plan, batching, holders, monitor, stream_length)
+        super().__init__(start, worker.plan, worker.batching, holders, monitor, stream_length)
         self.rounds: BalancedRounds | None = None
-        self._name, self._shared, self._number, self._splits_itself = name, shared, number, splits_itself
-        # By reader: how its stream began, after how many batches, and the latest states of the dataset.
+        self._worker, self._name, self._shared, self._number = worker, worker.name, worker.shared, number
+        # By reader: the notes of how its stream began, and the latest ones of the dataset's states.
         self._starts: dict[int, list[BatchNote]] = defaultdict(list)
-        self._befores: dict[int, bytes] = {}
         self._states: dict[int, deque[BatchNote]] = defaultdict(partial(deque, maxlen=ahead + 2))
 
     def deliver(self, note: BatchNote | None = None, *, is_next: bool = True) -> None:
@@ -70,12 +66,10 @@ class WorkersPass(Pass[None]):
         super().deliver(note, is_next=is_next)
         if note is None:
             return
-        if note.first is not None:
+        if note.first is not None or note.before is not None:
             self._starts[note.reader].append(note)
         if note.state is not None:
             self._states[note.reader].append(note)
-        if note.before is not None:
-            self._befores[note.reader] = note.before
 
     @property
     def length(self) -> int | None:
@@ -85,7 +79,7 @@ class WorkersPass(Pass[None]):
     @property
     def is_counted(self) -> bool:
         """Whether ranks take equally much; they do where each reads the whole dataset."""
-        return not self._splits_itself
+        return self._worker.is_exact
 
     @property
     def likely_length(self) -> int | None:
@@ -124,7 +118,7 @@ class WorkersPass(Pass[None]):
     @property
     def is_in_parts(self) -> bool:
         """Whether several workers read a part each; False while that is unknown."""
-        return self.is_counted and self._shared.readers > 1 and self._shared.ways(self._number) == {"parts"}
+        return self.is_counted and self._shared.readers > 1 and self._shared.is_in_parts(self._number)
 
     @property
     def left_out(self) -> int:
@@ -222,13 +216,12 @@ class WorkersPass(Pass[None]):
         """Return what is known of a reader's stream after some batches of it; ``before``, when the pass began."""
         if not batches:
             return before
-        first = before.first
+        first, at_first = before.first, before.before
         for note in self._starts[reader]:
-            first = note.first if note.batches <= batches else first
+            first = note.first if note.first is not None and note.batches <= batches else first
+            at_first = at_first if note.before is None else (pickle.loads(note.before),)  # noqa: S301 - our worker's
         states = [note.state for note in self._states[reader] if note.batches == batches and note.state]
-        begun = [self._befores[reader]] if reader in self._befores else []
-        state, at_first = (tuple(pickle.loads(kept) for kept in of) for of in (states, begun))  # noqa: S301 - our worker's
-        return StreamSnapshot(first, state, at_first or before.before)
+        return StreamSnapshot(first, tuple(map(pickle.loads, states)), at_first)
 
     def _position_of_all(self, position: Position, rounds: BalancedRounds, batches: int) -> Position:
         """Return the position of all ranks' workers, if ranks send each other batches."""
@@ -239,13 +232,10 @@ class WorkersPass(Pass[None]):
         made = chain.from_iterable(rounds.made(batches, of_ranks))
         return replace(position, parts=PartsDone(0, [((1, count * size),) for count in made]))
 
-    def is_done_without_workers(self, loaded_at_end: int | None) -> bool:
-        """Return whether a loader without workers has found the end of it: it asked for more than there is.
-
-        Args:
-            loaded_at_end: The epoch of which nothing is left in an iterator that another package's loader loaded.
-        """
-        if loaded_at_end == self.epoch:
+    @property
+    def is_done_without_workers(self) -> bool:
+        """Whether a loader without workers has found the end of it: it asked for more than there is."""
+        if self._worker.loaded_at_end == self.epoch:
             return self.taken > self.skip
         end = self.schedule().count
         asked = self._batches_asked() + self._batching.count(self.left_out)
