@@ -65,6 +65,13 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def same(session: nox.Session) -> None:
+    """Run the same random programs against the checkout and another tree: ``-- --before FOLDER``."""
+    install(session, ".[demo]")
+    session.run("python", "benchmarks/same.py", *session.posargs)
+
+
+@nox.session
 def gpu(session: nox.Session) -> None:
     """Test what differs on a GPU, with NCCL where that is there; arguments go to pytest. Skipped without a GPU."""
     if shutil.which("nvidia-smi") is None:

@@ -21,9 +21,9 @@ from matplotlib import pyplot as plt
 from torch.utils.data import DataLoader, Sampler
 
 from ddp_patch import audit, patch_dataloader_to_ddp
-from ddp_patch.auditing.drawing import Figure, figures_svg
-from ddp_patch.auditing.figures import figures_of
-from ddp_patch.auditing.report import Report
+from ddp_patch.auditing.show_figures import figures_of
+from ddp_patch.auditing.show_report import Report
+from ddp_patch.auditing.show_svg import Figure, figures_svg
 from ddp_patch.testing import run_ranks
 
 SAMPLES, RANKS, COLUMNS = 40, 4, 20

@@ -18,7 +18,7 @@ from typing import Any
 from playwright.sync_api import Browser, sync_playwright
 
 from ddp_patch import audit
-from ddp_patch.auditing.report import Provenance, page
+from ddp_patch.auditing.show_report import Provenance, page
 
 ROOT = Path(__file__).parents[1]
 SITE, OUT = ROOT / "site", ROOT / "screenshots"

@@ -96,7 +96,7 @@ def _of_wrapped(name: str) -> Any:
     """Return a property that is an attribute of the wrapped batch sampler; AttributeError if it has none."""
 
     def get(wrapper: "DDPBatchSamplerWrapper[Any]") -> Any:
-        return getattr(wrapper._source, name)
+        return getattr(wrapper._wrapped_sampler, name)
 
     def put(wrapper: "DDPBatchSamplerWrapper[Any]", value: Any) -> None:
         if wrapper.agreed.division is not None:
@@ -105,7 +105,7 @@ def _of_wrapped(name: str) -> Any:
                 "gets of a batch, weights and states follow from it. Build the loader with the new value and patch it "
                 "again, with restore_loader() if it should resume."
             )
-        setattr(wrapper._source, name, value)
+        setattr(wrapper._wrapped_sampler, name, value)
 
     return property(get, put, doc="The wrapped batch sampler's; AttributeError if it has none.")
 

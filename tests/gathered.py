@@ -1,26 +1,20 @@
 """What the outputs of several ranks come to, put together without sending anything."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch.utils.data import DataLoader
 from zoo import loader
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.evaluation.gather import got_in_pass, got_in_step
-from ddp_patch.evaluation.judging import judge, report
+from ddp_patch.evaluation.gather import expected_of_pass, expected_of_step, placed_by_kind
+from ddp_patch.evaluation.judging import LocalOutputs, judge, report
 from ddp_patch.evaluation.outputs import Kind, cut, filled
-from ddp_patch.evaluation.send import (
-    Connection,
-    LocalColumn,
-    Members,
-    StepStand,
-    WholeStand,
-    gathered,
-    placed_in_step,
-    placed_whole,
-)
+from ddp_patch.evaluation.places import Placed
+from ddp_patch.evaluation.send import Connection, Members, gathered
 from ddp_patch.evaluation.steps import require_one_stream
 
 __all__ = ["shares", "together"]
@@ -39,27 +33,30 @@ def together(outputs: list[Any], loaders: Sequence[DataLoader[Any]], *, pad: Any
     operation, reports = "gather_step" if in_step else "gather_in_order", []
     for own, given in zip(outputs, loaders, strict=True):
         batches = require_one_stream(operation, given)
-        got = partial(got_in_step, given, batches) if in_step else partial(got_in_pass, batches)
-        reports.append(report(own, got, None, pad, None))
+        expect = partial(expected_of_step, given, batches) if in_step else partial(expected_of_pass, batches)
+        reports.append(report(own, expect, None, pad, None))
     agreement = judge(operation, range(len(loaders)), {rank: said for rank, (said, _) in enumerate(reports)})[0]
-    whole = [stand for stand in agreement.stands if isinstance(stand, WholeStand)]
-    steps = [stand for stand in agreement.stands if isinstance(stand, StepStand)]
-    own_stand = reports[0][1].stand
-    placed = placed_whole(whole, own_stand) if isinstance(own_stand, WholeStand) else placed_in_step(steps)
+    owns = [own for _, own in reports if isinstance(own, LocalOutputs)]
+    placed_as, sizes = placed_by_kind(agreement.rows, [own.expected.keys for own in owns], owns[0].expected.schedule)
     leaves = {}
     for path, (kind, nest, columns) in agreement.leaves.items():
-        rows = {}
+        rows, placed = {}, placed_as[kind]
         for name, column in columns.items():
             result: Any = None
-            for rank, (_, own) in enumerate(reports):
-                mine = [places if share == rank else [] for share, places in enumerate(placed[kind].places)]
+            for rank, own in enumerate(owns):
+                counts = [count if share == rank else 0 for share, count in enumerate(placed.counts)]
                 alone = Connection(Members([*range(len(loaders))], rank, None, 1.0), None)
-                came = LocalColumn() if own.share is None else own.given(path, kind, name, pad)
-                part = gathered(alone, column, type(placed[kind])(placed[kind].rows, mine), came, pad)
-                result = part if result is None else put(result, part, [place for run in mine[rank] for place in run])
+                mine = Placed([*counts, placed.rows - counts[rank]], only(rank, placed))
+                pickled = [size if share == rank else 0 for share, size in enumerate(column.pickled)]
+                part = gathered(alone, replace(column, pickled=pickled), mine, own.given(path, kind, name, pad), pad)
+                result = part if result is None else put(result, part, [*chain.from_iterable(placed.places(rank))])
             rows[name] = result
-        leaves[path] = cut(nest, rows, placed[kind].cuts) if kind is Kind.LIST else rows[next(iter(rows))]
+        leaves[path] = cut(nest, rows, sizes()) if kind is Kind.LIST else rows[next(iter(rows))]
     return filled(agreement.nest, leaves)
+
+
+def only(rank: int, placed: Placed) -> Callable[[int], Iterator[Any]]:
+    return lambda share: placed.places(share) if share == rank else iter(())
 
 
 def put(result: Any, part: Any, places: list[int]) -> Any:

@@ -1,11 +1,13 @@
 """Show on one machine what every rank would get of any loader.
 
-``draw`` runs the sampling of every rank and ``judge`` compares what they got. ``inspection`` collects this into a
-``report``, and ``show`` draws its figures.
+The modules named ``draw_`` run the sampling of every rank, those named ``judge_`` compare what they got, and those
+named ``show_`` make reports of it. ``inspection`` leads an audit through the three, epoch by epoch.
 """
 
 from ddp_patch.auditing.auditing import audit
-from ddp_patch.auditing.epoch_report import EpochReport, Kind, Pictured, Problem, problem_kinds
-from ddp_patch.auditing.report import Report, Reports
+from ddp_patch.auditing.judge_problems import Kind, Problem, problem_kinds
+from ddp_patch.auditing.show_epochs import EpochReport
+from ddp_patch.auditing.show_maps import Pictured
+from ddp_patch.auditing.show_report import Report, Reports
 
 __all__ = ["EpochReport", "Kind", "Pictured", "Problem", "Report", "Reports", "audit", "problem_kinds"]

@@ -1,90 +1,27 @@
 """Audit loaders: check what was given, and run every rank of a made-up world."""
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, SupportsIndex, TypeAlias, cast, overload
+from dataclasses import dataclass, replace
+from typing import Any, SupportsIndex, TypeAlias, Unpack, cast, overload
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.epoch_report import Kind, problem_kinds
+from ddp_patch.auditing.draw_loaders import Audited, Factory, name_of
+from ddp_patch.auditing.draw_ranks import returned_by
+from ddp_patch.auditing.draw_world import MadeUpWorld, Progress
 from ddp_patch.auditing.finding import leaves_of
-from ddp_patch.auditing.made_up_world import Progress
-from ddp_patch.auditing.report import Report, Reports
-from ddp_patch.auditing.request import Request, ignore
-from ddp_patch.auditing.subject import Factory
-from ddp_patch.costs import Cost, CostOf
+from ddp_patch.auditing.inspection import Expectations, Inspection
+from ddp_patch.auditing.judge_balance import balanced, costs_of_samples
+from ddp_patch.auditing.judge_problems import Kind, problem_kinds
+from ddp_patch.auditing.show_report import Report, Reports, place_in_code
+from ddp_patch.costs import Cost, CostOf, Costs
 from ddp_patch.errors import InvalidOptionError
-from ddp_patch.options import COST_WINDOW, check_flag, is_seconds, whole_number
+from ddp_patch.loaders.facts import look_at
+from ddp_patch.options import COST_WINDOW, Options, check_flag, is_seconds, whole_number
+from ddp_patch.patching import PatchOptions
 from ddp_patch.running.records import unpatched
 
-__all__ = ["Loader", "Loaders", "audit", "check_allowed", "check_both", "check_options", "check_run", "positive"]
-
-
-# Refuse these options of patch_dataloader_to_ddp(): the audit says itself which rank a loader is for.
-_OF_A_REAL_RANK = {"device", "rank", "num_replicas", "process_group", "device_mesh", "data_parallel_dimensions"}
-# Refuse these values without real ranks: they make ranks communicate.
-_COMMUNICATING = {"agreement": "leader", "verify": True}
-
-
-def positive(name: str, value: SupportsIndex) -> int:
-    """Return a whole number of at least 1."""
-    found = whole_number(name, value)
-    if found < 1:
-        raise InvalidOptionError(f"audit with {name}={found} has nothing to do: pass a whole number of at least 1.")
-    return found
-
-
-def check_options(options: Mapping[str, Any], processes: bool) -> None:
-    """Refuse options of ``patch_dataloader_to_ddp`` that need a real rank."""
-    if given := sorted(_OF_A_REAL_RANK & options.keys()):
-        raise InvalidOptionError(
-            f"audit was given {', '.join(given)} for patch_dataloader_to_ddp(), which says where one real rank is, and "
-            "audit makes all ranks itself. Leave that out; for a device mesh, pass a factory that makes it, and "
-            "processes=True."
-        )
-    for name, value in _COMMUNICATING.items():
-        if options.get(name) == value and not processes:
-            raise InvalidOptionError(
-                f"audit with {name}={value!r} needs ranks that communicate, and those of one process do not. Pass "
-                "processes=True, too."
-            )
-
-
-def check_both(patch: bool, patched: bool) -> None:
-    """Refuse to show what the patch changes without the patch."""
-    if patched and not patch:
-        raise InvalidOptionError(
-            "audit with patched=True shows a loader before and after the patch, and patch=False leaves the patch out. "
-            "Leave one of the two out."
-        )
-
-
-def check_allowed(allow: Collection[str]) -> None:
-    """Refuse what names no kinds of problem."""
-    if isinstance(allow, str):
-        raise InvalidOptionError(f"allow={allow!r} is one string, and several may be named. Pass allow=[{allow!r}].")
-    if not isinstance(cast(object, allow), Collection):
-        raise InvalidOptionError(
-            f"allow={allow!r} is a {type(allow).__name__}, not a list of kinds of problem. Pass some of these: "
-            f"{', '.join(problem_kinds)}."
-        )
-    if unknown := [kind for kind in allow if kind not in problem_kinds]:
-        raise InvalidOptionError(
-            f"allow={unknown} names no kind of problem. Those that exist: {', '.join(problem_kinds)}."
-        )
-
-
-def check_run(timeout: object, progress: object) -> None:
-    """Refuse a timeout that is no positive number of seconds, and a progress that cannot be called."""
-    if not (is_seconds(timeout) and timeout > 0):
-        raise InvalidOptionError(
-            f"timeout={timeout!r} is not a positive number of seconds, and real ranks need an end. Pass one, such as "
-            "120."
-        )
-    if progress is not None and not callable(progress):
-        raise InvalidOptionError(
-            f"progress={progress!r} is a {type(progress).__name__}, which cannot be called after each step of the "
-            "audit. Pass a function progress(done, total), or None."
-        )
+__all__ = ["AuditOptions", "Loader", "Loaders", "audit"]
 
 
 # Look at this many items of all ranks together, unless the user says how many.
@@ -96,52 +33,28 @@ _Several: TypeAlias = Mapping[Any, Any] | list[Any] | tuple[Any, ...]
 Loaders: TypeAlias = _Several | Callable[[], _Several] | Callable[[int, int], _Several]
 
 
+class AuditOptions(PatchOptions, total=False):
+    """The keywords of ``audit``: its own, and those of ``patch_dataloader_to_ddp``."""
+
+    patch: bool
+    patched: bool
+    set_epoch: bool
+    padding: bool
+    epochs_differ: bool
+    allow: Collection[Kind]
+    max_items: SupportsIndex | None
+    processes: bool
+    progress: Progress | None
+
+
 @overload
 def audit(
-    loader: Loader,
-    world_size: SupportsIndex,
-    epochs: SupportsIndex = 2,
-    *,
-    patch: bool = True,
-    patched: bool = False,
-    set_epoch: bool = False,
-    padding: bool = True,
-    epochs_differ: bool = False,
-    allow: Collection[Kind] = (),
-    cost: Cost | None = None,
-    cost_of: CostOf = "sum",
-    cost_window: int = COST_WINDOW,
-    max_items: SupportsIndex | None = None,
-    processes: bool = False,
-    timeout: float = 120.0,
-    progress: Progress | None = None,
-    **options: Any,
+    loader: Loader, world_size: SupportsIndex, epochs: SupportsIndex = 2, **options: Unpack[AuditOptions]
 ) -> Report: ...
-
-
 @overload
 def audit(
-    loader: Loaders,
-    world_size: SupportsIndex,
-    epochs: SupportsIndex = 2,
-    *,
-    patch: bool = True,
-    patched: bool = False,
-    set_epoch: bool = False,
-    padding: bool = True,
-    epochs_differ: bool = False,
-    allow: Collection[Kind] = (),
-    cost: Cost | None = None,
-    cost_of: CostOf = "sum",
-    cost_window: int = COST_WINDOW,
-    max_items: SupportsIndex | None = None,
-    processes: bool = False,
-    timeout: float = 120.0,
-    progress: Progress | None = None,
-    **options: Any,
+    loader: Loaders, world_size: SupportsIndex, epochs: SupportsIndex = 2, **options: Unpack[AuditOptions]
 ) -> Reports: ...
-
-
 @unpatched()  # the ranks that it simulates are none of a script's
 def audit(
     loader: Loader | Loaders,
@@ -224,8 +137,8 @@ def audit(
         >>> [problem.kind for problem in audit(loader, world_size=4, patch=False).problems]
         ['not_sharded']
     """
-    ranks, passes = positive("world_size", world_size), positive("epochs", epochs)
-    most = -(-_MOST // ranks) if max_items is None else positive("max_items", max_items)
+    ranks, passes = _positive("world_size", world_size), _positive("epochs", epochs)
+    most = -(-_MOST // ranks) if max_items is None else _positive("max_items", max_items)
     for name, value in {
         "patch": patch,
         "patched": patched,
@@ -235,29 +148,196 @@ def audit(
         "processes": processes,
     }.items():
         check_flag(name, value)
-    check_both(patch, patched)
-    check_allowed(allow)
-    check_run(timeout, progress)
-    check_options(options, processes)
-    request = Request(
-        ranks,
-        passes,
-        patch,
-        patched,
-        set_epoch,
-        padding,
-        epochs_differ,
-        frozenset(allow),
-        cost,
-        cost_of,
-        cost_window,
-        most,
-        processes,
-        timeout,
-        options,
+    if patched and not patch:
+        raise InvalidOptionError(
+            "audit with patched=True shows a loader before and after the patch, and patch=False leaves the patch out. "
+            "Leave one of the two out."
+        )
+    _check_allowed(allow)
+    _check_run(timeout, progress)
+    _check_options(options, processes)
+    request = _Request(
+        world_size=ranks,
+        epochs=passes,
+        patch=patch,
+        patched=patched,
+        set_epoch=set_epoch,
+        padding=padding,
+        epochs_differ=epochs_differ,
+        allow=frozenset(allow),
+        cost=cost,
+        cost_of=cost_of,
+        cost_window=cost_window,
+        max_items=most,
+        processes=processes,
+        timeout=timeout,
+        progress=progress,
+        options=options,
     )
-    show = progress or ignore
     leaves = leaves_of(loader)
     if list(leaves) == [""]:
-        return request.report(leaves[""], show)
-    return Reports({place: request.report(leaf, show) for place, leaf in leaves.items()})
+        return request.report(leaves[""])
+    return Reports({place: request.report(leaf) for place, leaf in leaves.items()})
+
+
+class _OverallProgress:
+    """Tells how much of the audit is done, over all worlds that it simulates.
+
+    Args:
+        show: Called with how much is done, and how much there is, where there is such a function.
+        worlds: How many worlds are simulated, as far as it is known.
+    """
+
+    def __init__(self, show: Progress | None, worlds: int) -> None:
+        self._show, self._worlds, self._done = show, worlds, 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._show is not None:
+            self._show(self._done * total + done, self._worlds * total)
+
+    def add_world(self) -> None:
+        """Note that one world more is simulated."""
+        self._worlds += 1
+
+    def end_world(self) -> None:
+        """Note that a world is done."""
+        self._done += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Say what was asked for, all of it checked; the arguments are those of ``audit``."""
+
+    world_size: int
+    epochs: int
+    patch: bool
+    patched: bool
+    set_epoch: bool
+    padding: bool
+    epochs_differ: bool
+    allow: frozenset[str]
+    cost: Cost | None
+    cost_of: CostOf
+    cost_window: int
+    max_items: int
+    processes: bool
+    timeout: float
+    progress: Progress | None
+    options: Mapping[str, Any]
+
+    def report(self, audited: DataLoader[Any] | Factory) -> Report:
+        """Audit one loader or factory."""
+        steps = _OverallProgress(self.progress, worlds=2 if self.patched else 1)
+        if not self.patched:
+            return self._report(audited, steps)
+        # What the patch is asked to do differently has nothing to do with the loader as it is.
+        before = replace(self, patch=False, options={}, cost_window=COST_WINDOW)._report(audited, steps)
+        after = self._report(audited if isinstance(audited, DataLoader) else _unsharded(audited), steps)
+        return replace(before, why_not_balanced=None, patched=replace(after, code=before.code))
+
+    def _report(self, audited: DataLoader[Any] | Factory, steps: _OverallProgress) -> Report:
+        report = self._inspected(audited, steps)
+        steps.end_world()
+        return replace(report, code=place_in_code(audited))
+
+    def _inspected(self, audited: DataLoader[Any] | Factory, steps: _OverallProgress) -> Report:
+        make = look_at(audited) if isinstance(audited, DataLoader) else audited
+        subject = Audited(make, self.patch, self.options, self.set_epoch, self.max_items)
+        costs = self._costs(subject)
+        expect = Expectations(self.padding, self.epochs_differ, self.allow, costs_of_samples(subject, costs))
+
+        def world_of(subject: Audited) -> MadeUpWorld:
+            return MadeUpWorld(subject, self.world_size, self.epochs, self.processes, self.timeout, steps)
+
+        given = world_of(subject)
+        if costs is None:
+            return Inspection(given, expect).report()
+        again = balanced(subject, costs, self.cost_window, self.world_size, self.processes)
+        if isinstance(again, str):
+            return replace(Inspection(given, expect).report(), why_not_balanced=again)
+        steps.add_world()
+        report = Inspection(given, expect).report()
+        del given  # free its ranks, before the others are made
+        steps.end_world()
+        return report.beside(Inspection(world_of(again), expect).report())
+
+    def _costs(self, subject: Audited) -> Costs | None:
+        """Check what samples cost, and what is said of it."""
+        options = Options(cost=self.cost, cost_of=self.cost_of, cost_window=self.cost_window)
+        if options.cost_window != COST_WINDOW and not subject.patches:
+            raise InvalidOptionError(
+                f"audit was given cost_window={self.cost_window} for patch_dataloader_to_ddp(), which is not called. "
+                "Leave it out, or pass an unpatched loader."
+            )
+        return options.costs
+
+
+def _unsharded(make: Factory) -> DataLoader[Any]:
+    """Return what a factory makes for a single process, for the patch to shard."""
+    single = returned_by(make)
+    if isinstance(single, DataLoader) and (found := look_at(single).sharded_by) is not None:
+        raise InvalidOptionError(
+            f"audit with patched=True patches what {name_of(make)}(0, 1) returns, and that is sharded already "
+            f"({type(found).__name__}). Let it return the loader without that sampler where world_size is 1, or leave "
+            "patched=True out."
+        )
+    return cast(DataLoader[Any], single)
+
+
+# Refuse these options of patch_dataloader_to_ddp(): the audit says itself which rank a loader is for.
+_OF_A_REAL_RANK = {"device", "rank", "num_replicas", "process_group", "device_mesh", "data_parallel_dimensions"}
+# Refuse these values without real ranks: they make ranks communicate.
+_COMMUNICATING = {"agreement": "leader", "verify": True}
+
+
+def _positive(name: str, value: SupportsIndex) -> int:
+    """Return a whole number of at least 1."""
+    found = whole_number(name, value)
+    if found < 1:
+        raise InvalidOptionError(f"audit with {name}={found} has nothing to do: pass a whole number of at least 1.")
+    return found
+
+
+def _check_options(options: Mapping[str, Any], processes: bool) -> None:
+    """Refuse options of ``patch_dataloader_to_ddp`` that need a real rank."""
+    if given := sorted(_OF_A_REAL_RANK & options.keys()):
+        raise InvalidOptionError(
+            f"audit was given {', '.join(given)} for patch_dataloader_to_ddp(), which says where one real rank is, and "
+            "audit makes all ranks itself. Leave that out; for a device mesh, pass a factory that makes it, and "
+            "processes=True."
+        )
+    for name, value in _COMMUNICATING.items():
+        if options.get(name) == value and not processes:
+            raise InvalidOptionError(
+                f"audit with {name}={value!r} needs ranks that communicate, and those of one process do not. Pass "
+                "processes=True, too."
+            )
+
+
+def _check_allowed(allow: Collection[str]) -> None:
+    """Refuse what names no kinds of problem."""
+    if isinstance(allow, str):
+        raise InvalidOptionError(f"allow={allow!r} is one string, and several may be named. Pass allow=[{allow!r}].")
+    if not isinstance(cast(object, allow), Collection):
+        raise InvalidOptionError(
+            f"allow={allow!r} is a {type(allow).__name__}, not a list of kinds of problem. Pass some of these: "
+            f"{', '.join(problem_kinds)}."
+        )
+    if unknown := [kind for kind in allow if kind not in problem_kinds]:
+        raise InvalidOptionError(
+            f"allow={unknown} names no kind of problem. Those that exist: {', '.join(problem_kinds)}."
+        )
+
+
+def _check_run(timeout: object, progress: object) -> None:
+    """Refuse a timeout that is no positive number of seconds, and a progress that cannot be called."""
+    if not (is_seconds(timeout) and timeout > 0):
+        raise InvalidOptionError(
+            f"timeout={timeout!r} is not a positive number of seconds, and real ranks need an end. Pass one, such as "
+            "120."
+        )
+    if progress is not None and not callable(progress):
+        raise InvalidOptionError(
+            f"progress={progress!r} is a {type(progress).__name__}, which cannot be called after each step of the "
+            "audit. Pass a function progress(done, total), or None."
+        )

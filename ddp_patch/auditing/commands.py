@@ -23,9 +23,9 @@ from rich.table import Table
 
 from _ddp_patch_command import INTERRUPTED
 from ddp_patch.auditing.auditing import audit
-from ddp_patch.auditing.epoch_report import Kind, sentence
 from ddp_patch.auditing.finding import find, look_up
-from ddp_patch.auditing.report import Provenance, Report, Reports, page
+from ddp_patch.auditing.judge_problems import problem_kinds, sentence
+from ddp_patch.auditing.show_report import Provenance, Report, Reports, page
 from ddp_patch.costs import CostOf
 from ddp_patch.errors import DDPPatchError, RanksFailedError
 from ddp_patch.loaders.hooks import OURS, places_recorded
@@ -53,7 +53,10 @@ def refusal_text(error: BaseException, shows_traceback: bool = False) -> str:
     """
     if shows_traceback:
         return f"\n{_traceback(error)}"
-    message = _message(error)
+    try:
+        message = str(error)
+    except Exception as other:  # noqa: BLE001 - the user's own class
+        message = f"its message cannot be shown: its __str__ raised {type(other).__name__}"
     section = _SECTION.search(message)
     message = _SECTION.sub("", message)
     place = _place(error)
@@ -65,13 +68,6 @@ def refusal_text(error: BaseException, shows_traceback: bool = False) -> str:
     if place or not isinstance(error, DDPPatchError) or isinstance(error, RanksFailedError):
         lines.append("Pass --traceback to see all of it.")
     return "\n".join(lines + ([section[0].strip()] if section else []))
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as other:  # noqa: BLE001 - the user's own class
-        return f"its message cannot be shown: its __str__ raised {type(other).__name__}"
 
 
 def _traceback(error: BaseException) -> str:
@@ -150,24 +146,16 @@ def _refusing(shows_traceback: bool) -> Iterator[None]:
     except (click.exceptions.Exit, click.ClickException):
         raise
     except KeyboardInterrupt as error:
-        raise _InterruptedError("Interrupted") from error
+        raise _ended("\nInterrupted", INTERRUPTED) from error
     except (Exception, SystemExit) as error:
-        raise _CouldNotRunError(refusal_text(error, shows_traceback)) from error
+        between = "" if shows_traceback else " "
+        raise _ended(f"Could not run:{between}{refusal_text(error, shows_traceback)}", _COULD_NOT) from error
 
 
-class _CouldNotRunError(click.ClickException):
-    exit_code = _COULD_NOT
-
-    def show(self, file: Any = None) -> None:
-        between = "" if self.message.startswith("\n") else " "  # a traceback
-        click.echo(f"Could not run:{between}{self.message}", file=file or sys.stderr)
-
-
-class _InterruptedError(click.ClickException):
-    exit_code = INTERRUPTED
-
-    def show(self, file: Any = None) -> None:
-        click.echo(f"\n{self.message}", file=file or sys.stderr)
+def _ended(text: str, exit_code: int) -> SystemExit:
+    """Say on stderr why the command ends, and return what ends it."""
+    click.echo(text, err=True)
+    return SystemExit(exit_code)
 
 
 @contextmanager
@@ -213,7 +201,12 @@ def _one_of(values: Any) -> click.Choice[str]:
 @click.option("--set-epoch", is_flag=True, help="The training calls set_epoch(epoch) before each epoch.")
 @click.option("--padding/--no-padding", default=True, help=_PADDING)
 @click.option("--epochs-differ", is_flag=True, help="Fail unless every epoch has another order.")
-@click.option("--allow", multiple=True, type=_one_of(Kind), help="Problem kinds to ignore; give it several times.")
+@click.option(
+    "--allow",
+    multiple=True,
+    type=click.Choice([*problem_kinds]),
+    help="Problem kinds to ignore; give it several times.",
+)
 @click.option("--cost", metavar="TARGET", help="What samples cost: a sequence, or a function of an index.")
 @click.option("--cost-of", type=_one_of(CostOf), help="What a batch costs.")
 @click.option("--cost-window", type=click.IntRange(1), help="How many steps are balanced at once.")
@@ -249,7 +242,8 @@ def audit_command(
     if it was interrupted.
     """
     if html is not None and not html.parent.is_dir():  # look before the work, which may take long
-        raise _CouldNotRunError(f"There is no folder {html.parent} for the page. Make it, or pass another --html.")
+        text = f"Could not run: There is no folder {html.parent} for the page. Make it, or pass another --html."
+        raise _ended(text, _COULD_NOT)
     # Pass only options that are given: the others have their defaults there, and without a patch none may be passed.
     chosen = {name: value for name, value in given.items() if value is not None}
     with _refusing(traceback), _stdout_as_stderr(), warnings.catch_warnings():
@@ -262,12 +256,9 @@ def audit_command(
     with _refusing(traceback):
         _print_if_read(reports, form)
         if html is not None:  # last, so that the report is there if the page cannot be written
-            html.write_text(page(reports, Provenance(_command_line())), encoding="utf-8")
+            command = shlex.join(["ddp-patch", *sys.argv[1:]])
+            html.write_text(page(reports, Provenance(command)), encoding="utf-8")
     sys.exit(_PASS if Reports(reports).verdict else _FAIL)
-
-
-def _command_line() -> str:
-    return shlex.join(["ddp-patch", *sys.argv[1:]])
 
 
 def _audited(found: Mapping[str, Any], world_size: int, options: dict[str, Any]) -> dict[str, Report]:

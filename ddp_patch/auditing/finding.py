@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.simulate import called, returned_by
-from ddp_patch.auditing.subject import Factory, name_of
+from ddp_patch.auditing.draw_loaders import Factory, name_of
+from ddp_patch.auditing.draw_ranks import called, returned_by
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
 from ddp_patch.walks import Keys, is_empty, nested
 
@@ -67,13 +67,10 @@ def leaves_of(found: Any, name: str = "") -> dict[str, DataLoader[Any] | Factory
             raise InvalidOptionError(f"Two loaders have one place, {place}. Give the keys of the dicts other names.")
         leaves[place] = leaf
     if not leaves:
-        raise NotALoaderError(f"{name or 'What audit was given'} {_empty(found)}. Pass at least one.")
+        is_held = isinstance(found, Mapping | Sequence)
+        empty = f"holds no loader: it is {found!r}" if is_held else "returned no loader"
+        raise NotALoaderError(f"{name or 'What audit was given'} {empty}. Pass at least one.")
     return leaves
-
-
-def _empty(found: Any) -> str:
-    """Say that nothing is there, of a dict or list, or of a function that returned it."""
-    return f"holds no loader: it is {found!r}" if isinstance(found, Mapping | Sequence) else "returned no loader"
 
 
 def look_up(target: str) -> tuple[str, Any]:
@@ -102,15 +99,11 @@ def look_up(target: str) -> tuple[str, Any]:
         elif hasattr(found, part):
             found = getattr(found, part)
         else:
-            raise InvalidOptionError(f"{here} has no {part!r}. It has: {', '.join(_names(found)) or 'nothing'}.")
+            held = found if isinstance(found, Mapping) else getattr(found, "__dict__", {})
+            names = [str(each) for each in held if not str(each).startswith("_")]
+            raise InvalidOptionError(f"{here} has no {part!r}. It has: {', '.join(names) or 'nothing'}.")
         here += f"{'.' if ':' in here else ':'}{part}"
     return name, found
-
-
-def _names(found: Any) -> list[str]:
-    """Return what a name may go on with."""
-    names = found if isinstance(found, Mapping) else getattr(found, "__dict__", {})
-    return [str(name) for name in names if not str(name).startswith("_")]
 
 
 def _module(place: str) -> ModuleType:

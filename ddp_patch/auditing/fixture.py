@@ -5,7 +5,7 @@ from typing import Any, Protocol, overload
 import pytest
 
 from ddp_patch.auditing.auditing import Loader, Loaders, audit
-from ddp_patch.auditing.report import Report, Reports
+from ddp_patch.auditing.show_report import Report, Reports
 
 __all__ = ["DDPAudit", "audit_or_fail"]
 

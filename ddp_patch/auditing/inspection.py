@@ -1,31 +1,19 @@
 """Inspect a world's epochs one after the other, collect problems, and make the report."""
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_patch.auditing.binning import pictured
-from ddp_patch.auditing.causes import cause_of, coverage_kinds, unsharded
-from ddp_patch.auditing.counting import (
-    About,
-    Allowance,
-    Judged,
-    SampleCosts,
-    allowance,
-    global_batches,
-    imbalance,
-    judge,
-    judge_against,
-    repeats_rank_0,
-    step_costs,
-)
-from ddp_patch.auditing.drawn import EpochDraws, RankDraws, signature
-from ddp_patch.auditing.epoch_report import EpochReport, Pictured, Problem
-from ddp_patch.auditing.made_up_world import MadeUpWorld
-from ddp_patch.auditing.properties import (
+from ddp_patch.auditing.draw_records import EpochDraws, RankDraws, signature
+from ddp_patch.auditing.draw_world import MadeUpWorld
+from ddp_patch.auditing.judge_balance import SampleCosts, imbalance, step_costs
+from ddp_patch.auditing.judge_causes import About, cause_of, unsharded
+from ddp_patch.auditing.judge_coverage import Judge, Judged, repeats_rank_0
+from ddp_patch.auditing.judge_problems import (
     Lost,
+    Problem,
+    coverage_kinds,
     error_problem,
     idle_problem,
     length_problem,
@@ -36,7 +24,9 @@ from ddp_patch.auditing.properties import (
     steps_problem,
     unpatched_problem,
 )
-from ddp_patch.auditing.report import Report
+from ddp_patch.auditing.show_epochs import EpochReport
+from ddp_patch.auditing.show_maps import Pictured, pictured
+from ddp_patch.auditing.show_report import Report
 from ddp_patch.loaders.facts import LoaderFacts
 
 __all__ = ["Expectations", "Inspection"]
@@ -60,7 +50,7 @@ class Expectations:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class _EpochNote:
     """Keep what later epochs are compared with, instead of the epoch itself, which may be large.
 
     Attributes:
@@ -74,190 +64,163 @@ class _Pass:
     is_sample: bool
 
 
-@dataclass(slots=True)
 class Inspection:
     """Collect what is found epoch by epoch.
 
     Args:
         world: Draws the epochs.
         expect: What the user expects.
-
-    Attributes:
-        problems: The problems so far, one of each kind.
-        epochs: What ranks got, epoch by epoch.
-        passes: The epochs in which no rank raised, to compare their orders.
-        lost: The samples that no rank got, for each epoch in which some were lost.
-        pictured: What to draw pictures of.
-        first: What rank 0 drew in epoch 0.
-        seeds_agree: Whether ranks that are seeded differently draw one order; None where that cannot be told.
-        is_against_whole: Whether ranks were compared with a whole dataset, because a factory ignores the world's size.
     """
 
-    world: MadeUpWorld
-    expect: Expectations
-    problems: list[Problem] = field(default_factory=list)
-    epochs: list[EpochReport] = field(default_factory=list)
-    passes: list[_Pass] = field(default_factory=list)
-    lost: list[Lost] = field(default_factory=list)
-    pictured: Pictured = field(default_factory=Pictured)
-    first: RankDraws | None = None
-    seeds_agree: bool | None = True
-    is_against_whole: bool = False
+    def __init__(self, world: MadeUpWorld, expect: Expectations) -> None:
+        subject = world.subject
+        self._world, self._expect = world, expect
+        self._judge = Judge(world.traits, subject.options.get("uneven"), expect.padding, not subject.patches)
+        self._problems: list[Problem] = []  # one of each kind
+        self._epochs: list[EpochReport] = []
+        self._notes: list[_EpochNote] = []  # of the epochs in which no rank raised
+        self._lost: list[Lost] = []  # of the epochs in which samples were lost
+        self._pictured = Pictured()
+        self._first: RankDraws | None = None  # what rank 0 drew in epoch 0
+        self._seeds_agree: bool | None = True  # None where that cannot be told
+        self._is_against_whole = False  # whether a factory ignores the world's size, and a whole dataset is compared
 
     def report(self) -> Report:
         """Draw and inspect every epoch, and return the report."""
-        for epoch in self.world.drawn():
+        for epoch in self._world.drawn():
             self._inspect(epoch)
             del epoch  # free it before the next one is drawn
         self._compare_orders()
         self._compare_lost()
-        allowed = self.expect.allow
-        one = self.first or RankDraws(np.empty(0, np.int32), np.empty(0, np.int32), ended=True)
-        orders = len({each.signature for each in self.passes})
+        allowed = self._expect.allow
+        first = self._first or RankDraws(np.empty(0, np.int32), np.empty(0, np.int32), ended=True)
         return Report(
-            name=self.world.subject.name,
+            name=self._world.subject.name,
             how=self._how(),
-            world_size=self.world.world_size,
-            units="batches" if all(epoch.units == "batches" for epoch in self.epochs) else "samples",
-            epochs=tuple(self.epochs),
-            epochs_differ=None if len(self.passes) < 2 else orders == len(self.passes),
-            seeds_agree=self.seeds_agree,
-            is_sample=any(each.is_sample for each in self.passes),
-            seconds=one.seconds,
-            memory=one.memory,
-            problems=tuple(problem for problem in self.problems if problem.kind not in allowed),
-            allowed=tuple(problem for problem in self.problems if problem.kind in allowed),
-            pictured=self.pictured,
+            world_size=self._world.world_size,
+            units="batches" if all(epoch.units == "batches" for epoch in self._epochs) else "samples",
+            epochs=tuple(self._epochs),
+            epochs_differ=None if len(self._notes) < 2 else self._orders == len(self._notes),
+            seeds_agree=self._seeds_agree,
+            is_sample=any(note.is_sample for note in self._notes),
+            seconds=first.seconds,
+            memory=first.memory,
+            problems=tuple(problem for problem in self._problems if problem.kind not in allowed),
+            allowed=tuple(problem for problem in self._problems if problem.kind in allowed),
+            pictured=self._pictured,
         )
 
+    @property
+    def _orders(self) -> int:
+        """Return how many different orders the epochs have."""
+        return len({note.signature for note in self._notes})
+
     def _how(self) -> str:
-        subject = self.world.subject
+        subject = self._world.subject
         if not isinstance(subject.make, LoaderFacts):
             what = "loaders as returned by your factory"
-            if self.is_against_whole:
+            if self._is_against_whole:
                 what += " (make(0, 1) ignores world_size, so they are compared with the whole dataset)"
         else:
             what = "patched by patch_dataloader_to_ddp" if subject.patch else "the loader as it is"
             what += " with cost=" if subject.balance else ""
-        read = ", reading the iterable dataset" if self.world.traits.is_iterable else ""
-        if self.world.processes:
+        read = ", reading the iterable dataset" if self._world.traits.is_iterable else ""
+        if self._world.processes:
             return f"on real ranks: {what}{read}"
         return f"simulated: {what}, in one process, each rank seeded differently{read}"
 
     def _add(self, problem: Problem | None) -> None:
         """Note a problem, if there is one, unless one of its kind was noted before."""
-        if problem is not None and all(noted.kind != problem.kind for noted in self.problems):
-            self.problems.append(problem)
-
-    def _allowance(self, epoch: EpochDraws) -> Allowance:
-        return allowance(epoch, self.world.traits, self.world.subject.options.get("uneven"), self.expect.padding)
+        if problem is not None and all(noted.kind != problem.kind for noted in self._problems):
+            self._problems.append(problem)
 
     def _inspect(self, drawn: EpochDraws) -> None:
         epoch, judged = self._judged(drawn)
-        known = len(self.problems)
+        is_simulated = self._world.subject.is_made and not self._world.processes
+        about = About(epoch, judged, self._world.coding, is_simulated)
+        had_problems = bool(self._problems)
         failure = error_problem(epoch)
         self._add(failure)
         if failure is None:
-            self._inspect_shards(epoch, judged)
+            self._inspect_shards(about)
         else:
-            self.seeds_agree = None
-        costs = step_costs(epoch, self.expect.costs)
-        self.first = self.first or epoch.ranks[0]
-        if not self.epochs or (self.problems and not known):
+            self._seeds_agree = None
+        costs = step_costs(epoch, self._expect.costs)
+        self._first = self._first or epoch.ranks[0]
+        if not self._epochs or (self._problems and not had_problems):
             # Picture the first epoch with a problem, or else the first.
-            self.pictured = pictured(epoch, judged, self.world.coding, costs)
-        self.epochs.append(_epoch_report(self._about(epoch, judged), costs))
-
-    def _about(self, epoch: EpochDraws, judged: Judged) -> About:
-        is_simulated = self.world.subject.is_made and not self.world.processes
-        return About(epoch, judged, self.world.coding, is_simulated)
+            self._pictured = pictured(epoch, judged, self._world.coding, costs)
+        self._epochs.append(_epoch_report(about, costs))
 
     def _judged(self, drawn: EpochDraws) -> tuple[EpochDraws, Judged]:
         """Judge an epoch by what one process gets, or by all of the dataset where a factory ignores the world's size.
 
         Shares that together are the whole dataset are right whatever the factory makes for one process.
         """
-        epoch, judged = self._compared(drawn)
-        if judged.is_covered or not repeats_rank_0(epoch) or (whole := self.world.whole()) is None:
+        epoch, judged = self._judge.judge(drawn)
+        if judged.is_covered or not repeats_rank_0(epoch) or (whole := self._world.whole()) is None:
             return epoch, judged
-        against_whole = judge_against(whole, drawn, self._allowance)
+        against_whole = self._judge.judge_against(whole, drawn)
         if not against_whole[1].is_covered:
             return epoch, judged
-        self.is_against_whole = True
+        self._is_against_whole = True
         return against_whole
 
-    def _compared(self, drawn: EpochDraws) -> tuple[EpochDraws, Judged]:
-        return judge(drawn, self._allowance, may_rebatch=not self.world.subject.patches)
-
-    def _inspect_shards(self, epoch: EpochDraws, judged: Judged) -> None:
+    def _inspect_shards(self, about: About) -> None:
         """Look for problems in an epoch in which no rank raised."""
-        self.passes.append(_Pass(signature(epoch.ranks), len(epoch.alone.items), epoch.is_sample))
-        self._add(steps_problem(epoch, self._allowance(epoch).uneven))
+        epoch, judged, world = about.epoch, about.judged, self._world
+        self._notes.append(_EpochNote(signature(epoch.ranks), len(epoch.alone.items), epoch.is_sample))
+        self._add(steps_problem(epoch, self._judge.uneven_steps(epoch)))
         self._add(length_problem(epoch))
-        self._add(idle_problem(epoch, self.world.traits))
+        self._add(idle_problem(epoch, world.traits))
         self._add(no_step := no_step_problem(epoch))
-        self._add(self._lost_by_patching(epoch))
-        if judged.is_covered and (problem := self._unsharded(epoch, judged)) is not None:
+        self._add(unpatched_problem(epoch, world.unpatched_anew, world.coding, world.traits.num_workers))
+        if judged.is_covered and (problem := self._unsharded(about)) is not None:
             self._add(problem)
-            self.seeds_agree = None
+            self._seeds_agree = None
         elif not judged.found.is_known or no_step is not None:
-            self.seeds_agree = None
+            self._seeds_agree = None
         elif not (judged.is_covered or self._coverage_problems()):
-            self._find_cause(epoch, judged)
-        if (
-            no_step is None
-            and judged.found.lacking
-            and judged.found.extra == judged.padding
-            and not judged.found.unexpected
-        ):
-            self.lost.append(lost_of(epoch, judged, self.world.traits))
-
-    def _lost_by_patching(self, epoch: EpochDraws) -> Problem | None:
-        """Check that a patched loader leaves out nothing of the unpatched one."""
-        again = partial(self.world.unpatched_anew, epoch.number)
-        return unpatched_problem(epoch, again, self.world.coding, self.world.traits.num_workers)
+            causes, self._seeds_agree = cause_of(
+                about, lambda: self._judge.judge(world.alike(epoch)), world.traits, self._expect.padding
+            )
+            self._problems += causes
+        only_lacks = judged.found.extra == judged.padding and not judged.found.unexpected
+        if no_step is None and judged.found.lacking and only_lacks:
+            self._lost.append(lost_of(epoch, judged, world.traits))
 
     def _coverage_problems(self) -> list[Problem]:
-        return [problem for problem in self.problems if problem.kind in coverage_kinds]
+        return [problem for problem in self._problems if problem.kind in coverage_kinds]
 
-    def _unsharded(self, epoch: EpochDraws, judged: Judged) -> Problem | None:
+    def _unsharded(self, about: About) -> Problem | None:
         """Check in the first epoch whether all ranks draw the same, where counting cannot tell."""
-        can_tell = judged.found.is_known and not epoch.is_sample
-        if can_tell or self.epochs or self.world.world_size == 1:
+        can_tell = about.judged.found.is_known and not about.epoch.is_sample
+        if can_tell or self._epochs or self._world.world_size == 1:
             return None
-        return unsharded(self._about(epoch, judged), self.world.alike(epoch))
-
-    def _find_cause(self, epoch: EpochDraws, judged: Judged) -> None:
-        def alike() -> tuple[EpochDraws, Judged]:
-            return self._compared(self.world.alike(epoch))
-
-        cause = cause_of(self._about(epoch, judged), alike, self.world.traits, self.expect.padding)
-        self.problems += cause.problems
-        self.seeds_agree = cause.seeds_agree
+        return unsharded(about, self._world.alike(about.epoch))
 
     def _compare_orders(self) -> None:
         """Check whether epochs repeat an order."""
-        orders = len({each.signature for each in self.passes})
-        if orders == len(self.passes) or self.first is None or not len(self.first.items):
+        orders, world = self._orders, self._world
+        if orders == len(self._notes) or self._first is None or not len(self._first.items):
             return
-        is_told = self.world.subject.set_epoch
-        may_tell = orders == 1 and (self.world.traits.keeps_workers or not is_told)
-        tells = may_tell and self.world.is_changed_by_epoch(self.first)
-        fewest = min(each.items for each in self.passes)
-        demanded = self.expect.epochs_differ
-        self._add(order_problem(tells, self.world.epochs, orders, demanded, fewest, is_told=is_told))
+        is_told = world.subject.set_epoch
+        may_tell = orders == 1 and (world.traits.keeps_workers or not is_told)
+        tells = may_tell and world.is_changed_by_epoch(self._first)
+        fewest = min(note.items for note in self._notes)
+        self._add(order_problem(tells, world.epochs, orders, self._expect.epochs_differ, fewest, is_told=is_told))
 
     def _compare_lost(self) -> None:
         """Check whether every epoch loses the same samples, unless another problem explains them."""
-        if len(self.lost) < self.world.epochs:
+        if len(self._lost) < self._world.epochs:
             return
         kinds = [problem.kind for problem in self._coverage_problems()]
-        is_tail = kinds == ["missing"] and all(lost.are_last for lost in self.lost)
+        is_tail = kinds == ["missing"] and all(lost.are_last for lost in self._lost)
         if kinds and not is_tail:
             return
-        problem = lost_problem(self.lost, self.world.coding)
+        problem = lost_problem(self._lost, self._world.coding)
         if problem is not None:
-            self.problems = [*(other for other in self.problems if other.kind != "missing"), problem]
+            self._problems = [*(other for other in self._problems if other.kind != "missing"), problem]
 
 
 def _epoch_report(about: About, costs: NDArray[np.float64] | None) -> EpochReport:
@@ -278,7 +241,21 @@ def _epoch_report(about: About, costs: NDArray[np.float64] | None) -> EpochRepor
         foreign_examples=about.foreign(),
         padding=judged.padding,
         dropped=judged.dropped,
-        global_batches=global_batches(epoch),
+        global_batches=_global_batches(epoch),
         imbalance=balance,
         worst_imbalance=worst_balance,
     )
+
+
+def _global_batches(epoch: EpochDraws) -> tuple[tuple[int, int], ...]:
+    """Return the sizes of global batches in the order of the steps.
+
+    Returns:
+        For each run of equal global batches, how many samples all ranks together have in a step, and how many steps the
+        run has.
+    """
+    total = np.zeros(epoch.steps, np.int64)
+    for drawn in epoch.ranks:
+        total[: len(drawn.sizes)] += drawn.sizes
+    begins = np.flatnonzero(np.diff(total, prepend=-1))
+    return tuple(zip(total[begins].tolist(), np.diff(begins, append=len(total)).tolist(), strict=True))

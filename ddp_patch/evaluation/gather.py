@@ -1,11 +1,11 @@
 """Gather outputs in the order of the unpatched loader."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, chain
 from numbers import Number
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -13,39 +13,33 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import DDPPatchError, WorldError, message_of
-from ddp_patch.evaluation.judging import GATHERING, Agreement, ExpectedRows, LocalOutputs, judge, report, require_pad
-from ddp_patch.evaluation.outputs import Kind, Misfit, Share, cut, filled, form_of, padded_lists, rows_at
-from ddp_patch.evaluation.send import (
-    Column,
-    Connection,
-    Kept,
-    LocalColumn,
-    Members,
-    Placed,
-    StepStand,
-    WholeStand,
-    connected,
-    gathered,
-    placed_in_step,
-    placed_whole,
-    reordered,
+from ddp_patch.evaluation.judging import (
+    GATHERING,
+    Agreement,
+    ExpectedRows,
+    LocalOutputs,
+    RankRows,
+    judge,
+    report,
+    require_pad,
 )
+from ddp_patch.evaluation.outputs import Kind, Misfit, Share, cut, filled, padded_lists
+from ddp_patch.evaluation.places import Keys, Placed, array_of, joined, keys_of, placed, placed_samples
+from ddp_patch.evaluation.send import Connection, Connections, Members, gathered, gathered_keys
 from ddp_patch.evaluation.steps import is_alone, require_one_stream
 from ddp_patch.loaders.facts import Level
 from ddp_patch.loaders.moving import device_of
-from ddp_patch.plan import Plan
 from ddp_patch.ranks.exchange import exchange
+from ddp_patch.schedule import BatchRecord, Part, Schedule
 from ddp_patch.sharding.batches import Batches, batches_given
-from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.passes import Pass
-from ddp_patch.sharding.schedule import BatchRecord, DividedBatches, Part, Schedule
 
-__all__ = ["gather_in_order", "gather_step", "got_in_pass", "got_in_step"]
+__all__ = ["expected_of_pass", "expected_of_step", "gather_in_order", "gather_step", "placed_by_kind"]
 
 Outputs = TypeVar("Outputs")
 
 
-def got_in_pass(batches: Batches) -> ExpectedRows:
+def expected_of_pass(batches: Batches) -> ExpectedRows:
     """Return what this rank got in the latest pass.
 
     Raises:
@@ -54,50 +48,16 @@ def got_in_pass(batches: Batches) -> ExpectedRows:
     sampler, current = batches.sampler, batches.sampler.latest
     if current is None:
         raise Misfit("made no pass over the loader")
-    _require_one_pass(sampler, current)
-    schedule = sampler.schedule_of_whole(current, batches)
+    _require_one_pass(current)
+    schedule = current.whole_schedule()
     if schedule is None or sampler.batches_within:
         raise Misfit(f"stopped in the middle of epoch {current.epoch}; gather_step() gathers a step")
-    divided = sampler.divided_batches(current, schedule)
-    length = schedule.length if divided is None else divided.length
-    number, epoch = sampler.agreed.number, _pass_text(current)
-    at = f"gather_in_order() of patched loader {number} after epoch {epoch}, of {length} items"
-    if divided is not None:
-        return ExpectedRows(
-            at, _share_of_divided(divided), WholeStand(schedule, divided.rows, [*divided.sizes], divided.plan)
-        )
-    if batches.level is Level.BATCH:
-        return _got_batches(at, current, schedule)
-    rows, samples = schedule.rows, schedule.samples
-    # Each part's padding comes at its own end, in the midst of what other workers give.
-    real = list(schedule.real_places()) if rows < samples and len(schedule.parts) > 1 else range(rows)
-    if batches.level is Level.UNBATCHED:
-        return ExpectedRows(at, Share(samples, real, samples, sample="item"), WholeStand(schedule, rows))
-    sizes = [turn.items for turn in schedule.all()]
-    return ExpectedRows(at, Share(samples, real, len(sizes), sizes), WholeStand(schedule, rows))
+    length = schedule.length if schedule.division is None else sum(_batch_sizes(schedule, [], 0))
+    at = f"gather_in_order() of patched loader {sampler.agreed.number} after epoch {_pass_text(current)}"
+    return _expected(f"{at}, of {length} items", batches, current, schedule)
 
 
-def _share_of_divided(divided: DividedBatches) -> Share:
-    sizes = divided.own_sizes()
-    samples, rows = sum(sizes), divided.rows
-    return Share(samples, range(rows) if rows == samples else list(divided.real_places()), len(sizes), sizes)
-
-
-def _got_batches(at: str, current: Pass[Any], schedule: Schedule) -> ExpectedRows:
-    """Return what a rank got that takes whole batches, where padding comes last."""
-    batches, real = schedule.samples, schedule.rows
-    sizes = [] if current.sizes is None else [*current.sizes][:batches]
-    if len(sizes) < batches:  # nobody noted them
-        return ExpectedRows(at, Share(None, range(0), batches, None, range(real)), WholeStand(schedule, real))
-    share = Share(sum(sizes), range(sum(sizes[:real])), batches, sizes, range(real))
-    return ExpectedRows(at, share, WholeStand(schedule, real, sizes[:real]))
-
-
-def _pass_text(current: Pass[Any]) -> str:
-    return f"{current.epoch}" if current.begins_at == "0" else f"{current.epoch} from {current.begins_at} on"
-
-
-def got_in_step(loader: DataLoader[Any], batches: Batches) -> ExpectedRows:
+def expected_of_step(loader: DataLoader[Any], batches: Batches) -> ExpectedRows:
     """Return what this rank got in the step that its loop is in.
 
     Raises:
@@ -112,83 +72,101 @@ def got_in_step(loader: DataLoader[Any], batches: Batches) -> ExpectedRows:
         raise Misfit("got no batch of the loader yet")
     if current.is_exhausted:
         raise Misfit(f"called it after the loop: epoch {current.epoch} is over")
-    _require_one_pass(sampler, current)
-    schedule = ends = sampler.schedule(current, batches)
+    _require_one_pass(current)
+    schedule = ends = current.schedule()
     if len(schedule.parts) == 1 and schedule.count is None:
         ends = replace(schedule, parts=[Part(current.skip, current.likely_length)])
-    division = sampler.agreed.division
-    if division is None:
-        _require_equal_steps(ends, knows_length=len(schedule.parts) == 1 and sampler.left(current.start) is not None)
-    turn, step = schedule.turn(number), sampler.samples_of_step(current, batches, number)
-    is_batch, has_sizes = batches.level is Level.BATCH and division is None, current.sizes is not None
-    keys = _keys(current, schedule, turn) if division is None else _keys_in_batch(current, division, turn, number)
-    share = Share(step.items, range(step.real), 1, sample="item" if batches.level is Level.UNBATCHED else "sample")
-    if is_batch:
-        samples = step.items if has_sizes else None
-        share = Share(samples, range(step.real), 1, None, range(turn.real))
-    stand = StepStand(keys, step.items if is_batch else None, is_last=ends.count == number + 1)
+    # Whether a rank has found the end already depends on chance, so only a length that was known before counts.
+    knows_steps = len(schedule.parts) == 1 and sampler.left(current.start) is not None and ends.fewest == ends.most
+    if schedule.plan.uneven == "keep" and schedule.plan.num_replicas > 1 and not knows_steps:
+        raise Misfit(
+            "cannot gather step by step with uneven='keep', by which some ranks may have a step less and would not "
+            "come; use gather_in_order() after the loop, or uneven='pad'"
+        )
     at = f"gather_step() of patched loader {sampler.agreed.number} in step {number + 1} of epoch {_pass_text(current)}"
-    return ExpectedRows(at, share, stand)
+    return _expected(at, batches, current, schedule, number, is_last=ends.count == number + 1)
 
 
-def _require_one_pass(sampler: EpochSampler[Any], current: Pass[Any]) -> None:
+def _require_one_pass(current: Pass[Any]) -> None:
     """Refuse a pass whose batches cannot be told from those of another one, or were counted elsewhere."""
     if current.is_interleaved:
         raise Misfit(
             "used two iterators of the loader at once, so it is unknown which of them the outputs belong to; finish "
             "one before the next begins"
         )
-    if sampler.left_out(current):
+    if current.left_out:
         raise Misfit(
             f"resumed within epoch {current.epoch} by the loader's own load_state_dict(), so its first batches were "
             "counted elsewhere; take the state with loader_state(), and resume with restore_loader()"
         )
 
 
-def _require_equal_steps(schedule: Schedule, *, knows_length: bool) -> None:
-    """Refuse a pass in which some ranks may come to a step that others do not.
+def _pass_text(current: Pass[Any]) -> str:
+    return f"{current.epoch}" if current.begins_at == "0" else f"{current.epoch} from {current.begins_at} on"
 
-    Whether a rank has found the end already depends on chance, so only a length that was known before counts.
+
+def _expected(
+    at: str,
+    batches: Batches,
+    current: Pass[Any],
+    schedule: Schedule,
+    number: int | None = None,
+    *,
+    is_last: bool = True,
+) -> ExpectedRows:
+    """Return what this rank got.
+
+    Args:
+        at: What was called, and for which pass or step.
+        batches: How the loader makes batches.
+        current: The pass.
+        schedule: Its batches.
+        number: Which of them; None for all.
+        is_last: Whether no step follows.
     """
-    plan = schedule.plan
-    if plan.uneven != "keep" or plan.num_replicas == 1:
-        return
-    fewest = replace(schedule, plan=replace(plan, rank=plan.num_replicas - 1)).count
-    if not knows_length or fewest is None or fewest != schedule.most:
-        raise Misfit(
-            "cannot gather step by step with uneven='keep', by which some ranks may have a step less and would not "
-            "come; use gather_in_order() after the loop, or uneven='pad'"
-        )
+    sizes: list[int] = []  # how many samples each batch has,
+    real: list[int] = []  # how many of them are not padding,
+    real_sizes: list[int] = []  # and the same of batches that are not padding
+
+    def noted(records: Iterable[BatchRecord]) -> Iterator[BatchRecord]:
+        for record in records:
+            sizes.append(record.samples)
+            real.append(record.real_samples)
+            if record.real:
+                real_sizes.append(record.real_samples)
+            yield record
+
+    keys = keys_of(schedule.keys(noted(schedule.records() if number is None else [schedule.record(number)])))
+    is_whole = batches.level is Level.BATCH and schedule.division is None
+    has_sizes = not is_whole or schedule.sizes is not None
+    share = Share(
+        sum(sizes) if has_sizes else None,
+        _real_rows(sizes, real),
+        len(sizes),
+        sizes if number is None and has_sizes and batches.level is not Level.UNBATCHED else None,
+        range(len(real_sizes)) if is_whole else None,
+        "item" if batches.level is Level.UNBATCHED else "sample",
+    )
+    count = len(real_sizes) if is_whole else len(share.real_samples)
+    if (origins := current.origins) is not None:
+        before = 0 if number is None else schedule.rows_before(number)
+        keys = [origins[before : before + count]]
+    is_array = any(isinstance(run, np.ndarray) for run in keys)
+    sizes_sent = (real_sizes if has_sizes else [0] * count) if is_whole else None
+    return ExpectedRows(at, share, keys, schedule, RankRows(count, count if is_array else keys, sizes_sent, is_last))
 
 
-def _keys(current: Pass[Any], schedule: Schedule, turn: BatchRecord) -> Sequence[Any]:
-    """Return where the items of a step that are not padding lie in the stream."""
-    plan, first, until = schedule.plan, turn.first, turn.first + turn.real
-    if len(schedule.parts) > 1:
-        return list(schedule.positions_in(turn))
-    skip, length = schedule.parts[0].skip, schedule.parts[0].length
-    if current.origins is not None:
-        places: list[int] = current.origins[first - skip : until - skip].tolist()
-        return places
-    if length is not None:
-        return plan.share(length)[first:until]
-    return range(plan.rank + first * plan.num_replicas, plan.rank + until * plan.num_replicas, plan.num_replicas)
+def _real_rows(sizes: Sequence[int], real: Sequence[int]) -> Sequence[int]:
+    """Return which rows are not padding, of batches with so many rows, of which the first ones are real.
+
+    Each part's padding comes at its own end, in the midst of what other workers give.
+    """
+    begins = (end - size for end, size in zip(accumulate(sizes), sizes, strict=True))
+    runs = list(joined(range(begin, begin + own) for begin, own in zip(begins, real, strict=True))) or [range(0)]
+    return runs[0] if len(runs) == 1 else list(chain.from_iterable(runs))
 
 
-def _keys_in_batch(current: Pass[Any], division: Plan, turn: BatchRecord, number: int) -> Sequence[int]:
-    """Return where this rank's samples of a divided batch lie in it."""
-    if current.sizes is None:
-        return division.divide(turn.items)[0]
-    own = division.divide(current.sizes[number])[0]
-    if current.origins is None:
-        return own
-    before = sum(len(division.divide(size)[0]) for size, _ in zip(current.sizes, range(number), strict=False))
-    places: list[int] = current.origins[before : before + len(own)].tolist()
-    return places
-
-
-# The connections of passes whose steps are gathered.
-_KEPT = Kept()
+_CONNECTIONS = Connections()
 
 
 @overload
@@ -240,14 +218,7 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         >>> torch.cat([batch["doubled"] for batch in gather_in_order(outputs, loader)])
         tensor([0, 2, 4, 6, 8])
     """
-    if is_alone("gather_in_order", loader):
-        return _alone(outputs, pad)
-    batches = require_one_stream("gather_in_order", loader)
-    members = _members("gather_in_order", batches, _plain(dst), device_of(loader))
-    agreement, own = _agreed("gather_in_order", outputs, partial(got_in_pass, batches), batches, members, pad)
-    stands = [stand for stand in (*agreement.stands, own.stand) if isinstance(stand, WholeStand)]
-    placed = placed_whole(stands[:-1], stands[-1])
-    return _result(agreement, own, placed, connected(members, agreement.name), pad, _origins(batches))
+    return _gathered("gather_in_order", outputs, loader, dst, pad)
 
 
 @overload
@@ -294,22 +265,27 @@ def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None
         >>> [gather_step(2 * batch, loader).tolist() for batch in loader]
         [[0, 2], [4, 6], [8]]
     """
-    if is_alone("gather_step", loader):
-        return _alone(outputs, pad)
-    batches = require_one_stream("gather_step", loader)
-    members = _members("gather_step", batches, _plain(dst), device_of(loader))
-    current = batches.sampler.latest
-    got = partial(got_in_step, loader, batches)
-    agreement, own = _agreed("gather_step", outputs, got, batches, members, pad, current)
-    stands = [stand for stand in agreement.stands if isinstance(stand, StepStand)]
-    connection = _KEPT.connected(current, members, agreement.name, is_last=all(stand.is_last for stand in stands))
-    return _result(agreement, own, placed_in_step(stands), connection, pad)
+    return _gathered("gather_step", outputs, loader, dst, pad)
 
 
-def _alone(outputs: Any, pad: Any) -> Any:
-    """Return the outputs of a single process."""
-    require_pad(pad)
-    return outputs if pad is None else padded_lists(outputs, pad)
+def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], dst: Any, pad: Any) -> Any:
+    """Compare the outputs with the other ranks', and return all ranks'; see ``gather_in_order``."""
+    if is_alone(operation, loader):
+        require_pad(pad)
+        return outputs if pad is None else padded_lists(outputs, pad)
+    batches = require_one_stream(operation, loader)
+    members = _members(operation, batches, _plain(dst), device_of(loader))
+    agreed, current = batches.sampler.agreed, batches.sampler.latest
+    expect = partial(expected_of_step, loader) if operation == "gather_step" else expected_of_pass
+    said, own = report(outputs, partial(expect, batches), members.dst, _plain(pad), _CONNECTIONS.name(current))
+    judged = partial(judge, operation, agreed.world.members or [0])
+    if len(members.ranks) == 1:
+        agreement = judged({members.rank: said})[members.rank]
+    else:
+        agreement = exchange(members.ranks, GATHERING, said, judged, members.timeout)
+    is_last = all(rows.is_last for rows in agreement.rows)
+    with _CONNECTIONS.connected(current, members, agreement.name, is_last=is_last) as connection:
+        return _received(agreement, cast(LocalOutputs, own), connection, pad)  # where it has none, all ranks raised
 
 
 def _plain(value: Any) -> Any:
@@ -331,67 +307,53 @@ def _members(operation: str, batches: Batches, dst: int | None, device: torch.de
     return Members(world.peer_ranks(), dist.get_rank(), dst, timeout, device)
 
 
-def _agreed(
-    operation: str,
-    outputs: Any,
-    got: Callable[[], ExpectedRows],
-    batches: Batches,
-    members: Members,
-    pad: Any,
-    current: Any = None,
-) -> tuple[Agreement, LocalOutputs]:
-    """Compare the outputs with the other ranks', and return how to read them and what this rank has of them."""
-    kept = None if current is None else _KEPT.name(current)
-    said, own = report(outputs, got, members.dst, _plain(pad), kept)
-    judged = partial(judge, operation, batches.sampler.agreed.world.members or [0])
-    if len(members.ranks) == 1:
-        return judged({members.rank: said})[members.rank], own
-    return exchange(members.ranks, GATHERING, said, judged, members.timeout), own
-
-
-def _origins(batches: Batches) -> np.ndarray[Any, Any] | None:
-    """Return where this rank's rows come from in the unpatched loader's order; None where they lie in that order."""
-    return None if batches.sampler.latest is None else batches.sampler.latest.origins
-
-
-def _result(
-    agreement: Agreement,
-    own: LocalOutputs,
-    placed: Mapping[Kind, Placed],
-    connection: AbstractContextManager[Connection],
-    pad: Any,
-    origins: np.ndarray[Any, Any] | None = None,
-) -> Any:
+def _received(agreement: Agreement, own: LocalOutputs, connection: Connection, pad: Any) -> Any:
     """Send and receive all rows, and put them together.
 
     Args:
         agreement: How to read the outputs.
         own: This rank's.
-        placed: Where all rows go, by what they stand for.
         connection: Connects the ranks.
         pad: What fills up narrower rows.
-        origins: Where this rank's rows come from, if they must be put into another order.
     """
-    all_origins = None
-    found: dict[str, dict[str, Any]] = {}
-    with connection as connected_ranks:
-        for path, (kind, _, columns) in agreement.leaves.items():
-            found[path] = {
-                name: gathered(connected_ranks, column, placed[kind], own.given(path, kind, name, pad), pad)
-                for name, column in columns.items()
-            }
-        if origins is not None:
-            ranks, units = len(agreement.stands), placed.get(Kind.BATCHES, placed[Kind.SAMPLES])
-            column = Column(form_of(origins), [()] * ranks, [0] * ranks)
-            all_origins = gathered(connected_ranks, column, units, LocalColumn(origins), None)
-        if not connected_ranks.members.receives:
-            return None
+    keys = gathered_keys(connection, [rows.keys for rows in agreement.rows], own.expected.keys)
+    placed_as, sizes = placed_by_kind(agreement.rows, keys, own.expected.schedule)
     leaves = {}
-    for path, (kind, nest, _) in agreement.leaves.items():
-        rows, cuts = found[path], placed[kind].cuts
-        if all_origins is not None:
-            of_batches = Kind.BATCHES in placed and kind is not Kind.BATCHES
-            order, cuts = reordered(placed[kind], all_origins, of_batches=of_batches)
-            rows = {name: rows_at(column, order.tolist()) for name, column in rows.items()}
-        leaves[path] = cut(nest, rows, cuts) if kind is Kind.LIST else rows[path]
-    return filled(agreement.nest, leaves)
+    for path, (kind, nest, columns) in agreement.leaves.items():
+        rows = {
+            name: gathered(connection, column, placed_as[kind], own.given(path, kind, name, pad), pad)
+            for name, column in columns.items()
+        }
+        if connection.members.receives:
+            leaves[path] = cut(nest, rows, sizes()) if kind is Kind.LIST else rows[path]
+    return filled(agreement.nest, leaves) if connection.members.receives else None
+
+
+def placed_by_kind(
+    rows: Sequence[RankRows], keys: Sequence[Keys] | None, schedule: Schedule
+) -> tuple[Mapping[Kind, Placed], Callable[[], Sequence[int]]]:
+    """Return where rows go, by what they stand for, and what tells how many each batch of the unpatched loader has.
+
+    Args:
+        rows: What each share's rank got.
+        keys: The keys of each share's rows; None on a rank that does not get the result.
+        schedule: This rank's batches.
+    """
+    units = Placed([of_share.count for of_share in rows]) if keys is None else placed(keys)
+    if rows[0].sizes is None:
+        return {Kind.SAMPLES: units, Kind.LIST: units}, partial(_batch_sizes, schedule, keys or [], units.rows)
+    sizes = [of_share.sizes or () for of_share in rows]
+    samples, in_order = (Placed(list(map(sum, sizes))), ()) if keys is None else placed_samples(units, sizes)
+    return {Kind.BATCHES: units, Kind.SAMPLES: samples, Kind.LIST: samples}, lambda: in_order
+
+
+def _batch_sizes(schedule: Schedule, keys: Sequence[Keys], rows: int) -> Sequence[int]:
+    """Return how many samples that are not padding each batch of the unpatched loader has."""
+    size = schedule.batching.size
+    if schedule.division is not None:
+        return [record.total or 0 for record in schedule.records()]
+    if len(schedule.parts) > 1:
+        of_batches = [array_of(run) // size for of_share in keys for run in of_share]
+        counts: list[int] = np.unique(np.concatenate(of_batches), return_counts=True)[1].tolist()
+        return counts
+    return [min(size, rows - at) for at in range(0, rows, size)]

@@ -18,16 +18,17 @@ from ddp_patch.evaluation.outputs import (
     Nest,
     Reading,
     Share,
+    apart,
     at,
     filled,
-    leaves_of,
-    nest_of,
     nest_text,
     readings_of,
     widest,
 )
-from ddp_patch.evaluation.send import Column, LocalColumn, StepStand, WholeStand
+from ddp_patch.evaluation.places import Keys
+from ddp_patch.evaluation.send import Column, LocalColumn
 from ddp_patch.ranks.exchange import by_value, packed, ranks_text
+from ddp_patch.schedule import Schedule
 
 __all__ = [
     "GATHERING",
@@ -35,8 +36,8 @@ __all__ = [
     "ExpectedRows",
     "LeafRead",
     "LocalOutputs",
+    "RankRows",
     "RemoteReport",
-    "SaidReading",
     "judge",
     "report",
     "require_pad",
@@ -44,20 +45,41 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class SaidReading:
-    """One way to read a leaf, as other ranks need to know it.
+class RankRows:
+    """What a rank got in a pass or a step, without padding, as other ranks need to know it.
+
+    A row is of a sample; where whole batches are shared, of a batch.
 
     Attributes:
-        nest: See ``Reading``.
-        forms: What the rows of each column look like, by path.
-        pickled: How many bytes the rows of a column have that are sent pickled, by path.
-        text: The rows in words, but for how many there are.
+        count: How many rows.
+        keys: The runs of their keys, or how many there are, if they are sent as an array.
+        sizes: How many samples each batch has, where whole batches are shared; else None.
+        is_last: Whether no step follows.
     """
 
-    nest: Nest
-    forms: Mapping[str, Form]
-    pickled: Mapping[str, int]
-    text: str
+    count: int
+    keys: Keys | int
+    sizes: Sequence[int] | None
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRows:
+    """What a rank got in a pass or a step.
+
+    Attributes:
+        at: What was called, and for which pass or step.
+        share: By which its outputs are read.
+        keys: The keys of its rows; see ``RankRows``.
+        schedule: The batches of its pass.
+        sent: The same, as other ranks need to know it.
+    """
+
+    at: str
+    share: Share
+    keys: Keys
+    schedule: Schedule
+    sent: RankRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +92,10 @@ class RemoteReport:
         pad: What fills up narrower rows; None if nothing does.
         problem: What is wrong with the outputs, or nothing.
         has_rows: Whether this rank got anything.
-        stand: What it got.
+        rows: What it got.
         nest: How the outputs are built.
-        readings: The ways to read each leaf, by path and by what it has one of.
+        readings: The ways to read each leaf, by path and by what it has one of, without the leaf.
+        pickled: How many bytes the columns have that are sent pickled, by what their leaf has one of and by path.
         connection: The name of the connection that this rank has kept from the step before.
     """
 
@@ -81,25 +104,11 @@ class RemoteReport:
     pad: Any
     problem: str = ""
     has_rows: bool = False
-    stand: WholeStand | StepStand | None = None
+    rows: RankRows | None = None
     nest: Nest = None
-    readings: Mapping[str, Mapping[Kind, SaidReading]] = field(default_factory=dict)
+    readings: Mapping[str, Mapping[Kind, Reading]] = field(default_factory=dict)
+    pickled: Mapping[tuple[Kind, str], int] = field(default_factory=dict)
     connection: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedRows:
-    """What a rank got in a pass or a step.
-
-    Attributes:
-        at: What was called, and for which pass or step.
-        share: By which its outputs are read.
-        stand: The same, as the others need to know it.
-    """
-
-    at: str
-    share: Share
-    stand: WholeStand | StepStand
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,76 +116,86 @@ class LocalOutputs:
     """This rank's outputs.
 
     Attributes:
-        share: What it got; None where that is not known.
-        stand: The same, as it was found here.
+        expected: What it got.
         readings: The ways to read each leaf, by path and by what it has one of.
         pickled: The columns that are sent pickled, by what their leaf has one of and by path.
     """
 
-    share: Share | None = None
-    stand: WholeStand | StepStand | None = None
-    readings: Mapping[str, Mapping[Kind, Reading]] = field(default_factory=dict)
-    pickled: Mapping[tuple[Kind, str], bytes] = field(default_factory=dict)
+    expected: ExpectedRows
+    readings: Mapping[str, Mapping[Kind, Reading]]
+    pickled: Mapping[tuple[Kind, str], bytes]
 
     def given(self, leaf: str, kind: Kind, column: str, pad: Any) -> LocalColumn:
         """Return this rank's rows of a column."""
         reading = self.readings.get(leaf, {}).get(kind)
-        if reading is None or self.share is None:
+        if reading is None:
             return LocalColumn()
-        return LocalColumn(reading.column(column, self.share, pad), self.pickled.get((kind, column), b""))
+        return LocalColumn(reading.column(column, self.expected.share, pad), self.pickled.get((kind, column), b""))
 
 
 def report(
-    outputs: Any, got: Callable[[], ExpectedRows], dst: int | None, pad: Any, kept: str | None
-) -> tuple[RemoteReport, LocalOutputs]:
-    """Return what this rank says of its outputs, and what it has of them.
+    outputs: Any, expect: Callable[[], ExpectedRows], dst: int | None, pad: Any, kept: str | None
+) -> tuple[RemoteReport, LocalOutputs | None]:
+    """Return what this rank says of its outputs, and what it has of them; None where something is wrong.
 
     Whatever is wrong is said, too, so that all ranks raise.
 
     Args:
         outputs: This rank's.
-        got: Returns what it got; raises ``Misfit`` where that is not known.
+        expect: Returns what it got; raises ``Misfit`` where that is not known.
         dst: Which rank gets the result.
         pad: What fills up narrower rows.
         kept: The name of the connection that it has kept from the step before.
     """
     try:
-        mine = got()
-    except Misfit as misfit:
-        return RemoteReport("", dst, pad, problem=str(misfit)), LocalOutputs()
-    except Exception as error:  # noqa: BLE001 - of the loader; all ranks get the error
-        return RemoteReport("", dst, pad, problem=f"cannot know what it got: {message_of(error)}"), LocalOutputs()
-    try:
-        readings = _read(outputs, mine.share, pad)
-        own = LocalOutputs(mine.share, mine.stand, readings, _pickled(readings, mine.share, pad))
-        said = {
-            path: {kind: _said(path, kind, reading, own) for kind, reading in ways.items()}
-            for path, ways in readings.items()
+        own, nest = _read_as(outputs, _known(expect), pad)
+        sent = {
+            path: {kind: replace(each, leaves={}) for kind, each in ways.items()} for path, ways in own.readings.items()
         }
-        has_rows = mine.share.batches > 0
-        leaves = dict(leaves_of(outputs))
-        nest = nest_of(outputs) if len(readings) == len(leaves) else None  # who got nothing may pass anything empty
-        filled(nest, leaves)  # raises if it cannot be built again
-        if has_rows and not readings:
-            raise Misfit(f"passed {'None' if outputs is None else 'nothing'}; expected {mine.share.expected()}")
-        whole = RemoteReport(mine.at, dst, pad, "", has_rows, mine.stand.sent, nest, said, kept)
+        pickled = {column: len(data) for column, data in own.pickled.items()}
+        expected, has_rows = own.expected, own.expected.share.batches > 0
+        whole = RemoteReport(expected.at, dst, pad, "", has_rows, expected.sent, nest, sent, pickled, kept)
         pickle.dumps(whole)  # a class that another rank cannot find
     except Misfit as misfit:
-        return RemoteReport("", dst, pad, problem=str(misfit)), LocalOutputs()
+        return RemoteReport("", dst, pad, problem=str(misfit)), None
     except Exception as error:  # noqa: BLE001 - of the user's objects; all ranks get the error
-        return RemoteReport(
-            "", dst, pad, problem=f"passed what cannot be built again or pickled: {error!r}"
-        ), LocalOutputs()
+        return RemoteReport("", dst, pad, problem=f"passed what cannot be built again or pickled: {error!r}"), None
     return whole, own
 
 
-def _read(outputs: Any, share: Share, pad: Any) -> dict[str, dict[Kind, Reading]]:
-    """Return the ways to read each leaf, the preferred one first."""
-    leaves = list(leaves_of(outputs))
-    if len({path for path, _ in leaves}) < len(leaves):
+def _known(expect: Callable[[], ExpectedRows]) -> ExpectedRows:
+    try:
+        return expect()
+    except Misfit:
+        raise
+    except Exception as error:  # of the loader
+        raise Misfit(f"cannot know what it got: {message_of(error)}") from error
+
+
+def _read_as(outputs: Any, expected: ExpectedRows, pad: Any) -> tuple[LocalOutputs, Nest]:
+    """Return what this rank has, and how it is built."""
+    nest, leaves = apart(outputs)
+    if len(dict(leaves)) < len(leaves):
         raise Misfit("passed a dict whose keys look alike and are not equal")
-    if not share.batches:
-        return _read_nothing(leaves, share)
+    share = expected.share
+    readings = _read(leaves, share, pad) if share.batches else _read_nothing(leaves, share)
+    pickled = {
+        (kind, path): packed(reading.column(path, share, pad))
+        for ways in readings.values()
+        for kind, reading in ways.items()
+        for path, form in reading.forms.items()
+        if form.is_pickled
+    }
+    if len(readings) < len(leaves):  # who got nothing may pass anything empty
+        nest = None
+    filled(nest, dict(leaves))  # raises if it cannot be built again
+    if share.batches and not readings:
+        raise Misfit(f"passed {'None' if outputs is None else 'nothing'}; expected {share.expected()}")
+    return LocalOutputs(expected, readings, pickled), nest
+
+
+def _read(leaves: list[tuple[str, Any]], share: Share, pad: Any) -> dict[str, dict[Kind, Reading]]:
+    """Return the ways to read each leaf, the preferred one first."""
     found = {}
     misfits = []
     for path, leaf in leaves:
@@ -208,21 +227,6 @@ def _read_nothing(leaves: list[tuple[str, Any]], share: Share) -> dict[str, dict
     return found if len(found) == len(leaves) else {}
 
 
-def _pickled(readings: Mapping[str, Mapping[Kind, Reading]], share: Share, pad: Any) -> dict[tuple[Kind, str], bytes]:
-    return {
-        (kind, path): packed(reading.column(path, share, pad))
-        for ways in readings.values()
-        for kind, reading in ways.items()
-        for path, form in reading.forms.items()
-        if form.is_pickled
-    }
-
-
-def _said(path: str, kind: Kind, reading: Reading, own: LocalOutputs) -> SaidReading:
-    pickled = {column: len(own.pickled.get((kind, column), b"")) for column in reading.forms}
-    return SaidReading(reading.nest, reading.forms, pickled, reading.text(path))
-
-
 GATHERING = "Gathering outputs"
 
 _SAME = "Call it on every rank at the same point, with outputs that are built alike on each."
@@ -252,13 +256,13 @@ class Agreement:
     Attributes:
         nest: How the outputs are built.
         leaves: How each leaf is read, by path.
-        stands: What each share's rank got.
+        rows: What each share's rank got.
         name: The name of the connection, new or kept by all.
     """
 
     nest: Nest
     leaves: Mapping[str, LeafRead]
-    stands: Sequence[WholeStand | StepStand]
+    rows: Sequence[RankRows]
     name: str
 
 
@@ -287,13 +291,14 @@ def judge(operation: str, ranks: Collection[int], records: Mapping[int, RemoteRe
     with_rows = {rank: said for rank, said in records.items() if said.has_rows}
     _require_same({rank: f"passed {nest_text(said.nest)}" for rank, said in with_rows.items()})
     # If no rank has a row, whatever one of them passes will do.
-    said = next(iter(with_rows.values()), None) or max(records.values(), key=lambda one: len(one.readings))
-    sources = with_rows or {rank: one for rank, one in records.items() if one is said}
+    most = max(records, key=lambda rank: len(records[rank].readings))
+    sources = with_rows or {most: records[most]}
+    said = next(iter(sources.values()))
     leaves = {path: _leaf(path, sources, list(records)) for path in said.readings}
-    names = {one.connection for one in records.values()}
-    kept = next(iter(names)) if len(names) == 1 else None
-    stands = [one.stand for one in records.values() if one.stand is not None]
-    return dict.fromkeys(records, Agreement(said.nest, leaves, stands, kept or uuid4().hex))
+    names = {record.connection for record in records.values()}
+    name = names.pop() if len(names) == 1 else None
+    rows = [record.rows for record in records.values() if record.rows is not None]
+    return dict.fromkeys(records, Agreement(said.nest, leaves, rows, name or uuid4().hex))
 
 
 def require_pad(pad: Any) -> None:
@@ -316,50 +321,41 @@ def _require_options(ranks: Collection[int], records: Mapping[int, RemoteReport]
 
 
 def _leaf(path: str, records: Mapping[int, RemoteReport], ranks: Sequence[int]) -> LeafRead:
-    """Choose how to read a leaf."""
+    """Choose how to read a leaf, whose rows may differ in widths alone."""
     ways = {rank: said.readings[path] for rank, said in records.items()}
-    first = next(iter(ways.values()))
-    kind = next((kind for kind in first if all(kind in of_rank for of_rank in ways.values())), None)
+    kinds = next(iter(ways.values()))
+    kind = next((kind for kind in kinds if all(kind in of_rank for of_rank in ways.values())), None)
     if kind is None:
-        problems = {rank: f"passed {' or '.join(of_rank)}{at(path)}" for rank, of_rank in ways.items()}
-        raise _refusal(problems, _SAME)
+        raise _refusal({rank: f"passed {' or '.join(of_rank)}{at(path)}" for rank, of_rank in ways.items()}, _SAME)
     chosen = {rank: of_rank[kind] for rank, of_rank in ways.items()}
-    _require_alike(chosen)
-    pad = next(iter(records.values())).pad
-    one = next(iter(chosen.values()))
-    columns = {column: _column(column, chosen, ranks, pad) for column in one.forms}
-    return LeafRead(kind, one.nest, columns)
-
-
-def _require_alike(chosen: Mapping[int, SaidReading]) -> None:
-    """Raise OutputsError unless a leaf's rows differ in widths alone."""
-    what = {
-        rank: (nest_text(said.nest), *((path, form.but_for_widths) for path, form in sorted(said.forms.items())))
-        for rank, said in chosen.items()
+    but_for_widths = {
+        rank: (nest_text(read.nest), *((column, form.but_for_widths) for column, form in sorted(read.forms.items())))
+        for rank, read in chosen.items()
     }
-    if len(by_value(what)) > 1:
-        raise _refusal({rank: f"passed {said.text}" for rank, said in chosen.items()}, _SAME)
+    if len(by_value(but_for_widths)) > 1:
+        raise _refusal({rank: f"passed {read.text(path)}" for rank, read in chosen.items()}, _SAME)
+    first, pad = next(iter(chosen.values())), next(iter(records.values())).pad
+    columns = {}
+    for column in first.forms:
+        form = _form(column, {rank: read.forms[column] for rank, read in chosen.items()}, pad)
+        shapes = [chosen[rank].forms[column].row if rank in chosen else form.row for rank in ranks]
+        sizes = [records[rank].pickled.get((kind, column), 0) if rank in records else 0 for rank in ranks]
+        columns[column] = Column(form, shapes, sizes)
+    return LeafRead(kind, first.nest, columns)
 
 
-def _column(path: str, chosen: Mapping[int, SaidReading], ranks: Sequence[int], pad: Any) -> Column:
-    """Return what the ranks know of a column, as wide as the widest."""
-    forms = {rank: said.forms[path] for rank, said in chosen.items()}
+def _form(path: str, forms: Mapping[int, Form], pad: Any) -> Form:
+    """Return the form of all ranks' rows of a column, as wide as the widest."""
     form = widest(list(forms.values()))
-    if form.narrowest is not None:
-        _require_padding(path, forms, form, pad)
-    shapes = [forms[rank].row if rank in forms else form.row for rank in ranks]
-    return Column(form, shapes, [chosen[rank].pickled[path] if rank in chosen else 0 for rank in ranks])
-
-
-def _require_padding(path: str, forms: Mapping[int, Form], form: Form, pad: Any) -> None:
-    if pad is None:
-        problems = {rank: f"passed {one}{at(path)}" for rank, one in forms.items()}
+    if form.narrowest is not None and pad is None:
+        problems = {rank: f"passed {own}{at(path)}" for rank, own in forms.items()}
         raise _refusal(problems, _WIDTHS, "rows differ in width")
-    if not form.holds(pad):
+    if form.narrowest is not None and not form.holds(pad):
         raise InvalidOptionError(
             f"pad={pad!r} cannot fill up the rows{at(path)}, which are {form}: it is no value of that dtype. "
             "Pass another number, or make the rows equally wide on every rank."
         )
+    return form
 
 
 def _require_same(problems: Mapping[int, str]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ddp_patch.errors import InvalidOptionError
+from ddp_patch.evaluation.places import Place
 
 __all__ = [
     "Form",
@@ -20,17 +21,17 @@ __all__ = [
     "Node",
     "Reading",
     "Share",
+    "apart",
     "at",
     "cut",
+    "empty_rows",
     "filled",
     "form_of",
     "joined_rows",
-    "leaves_of",
-    "nest_of",
     "nest_text",
     "padded_lists",
+    "put",
     "readings_of",
-    "rows_at",
     "widest",
     "wrong_leaf",
 ]
@@ -58,53 +59,37 @@ def at(path: str) -> str:
     return path and f" at {path}"
 
 
-def _parts(value: Any) -> tuple[type, list[tuple[Any, str, Any]]] | None:
-    """Return the class of a node and, for each of its parts, key, path and value; None of a leaf."""
-    if is_dataclass(value) and not isinstance(value, type):  # models' outputs of transformers are dicts, too
-        return type(value), [(one.name, f".{one.name}", getattr(value, one.name)) for one in fields(value)]
-    match value:
-        case dict():
-            return dict, [(key, f"[{key!r}]", part) for key, part in value.items()]
-        case tuple() if hasattr(value, "_fields"):
-            return type(value), [(name, f".{name}", getattr(value, name)) for name in value._fields]
-        case tuple():
-            return tuple, [(place, f"[{place}]", part) for place, part in enumerate(value)]
-    return None
-
-
-def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf with its path; None is no leaf.
+def apart(value: Any, path: str = "") -> tuple[Nest, list[tuple[str, Any]]]:
+    """Return a nest with each leaf replaced by its path, and every leaf with its path; None is no leaf.
 
     Examples:
-        >>> list(leaves_of({"logits": ([1], None, [2])}))
+        >>> apart({"logits": ([1], None, [2])})[1]
         [("['logits'][0]", [1]), ("['logits'][2]", [2])]
     """
     if value is None:
-        return
-    parts = _parts(value)
-    if parts is None:
-        yield path, value
-        return
-    for _, step, part in parts[1]:
-        yield from leaves_of(part, path + step)
-
-
-def nest_of(value: Any, path: str = "") -> Nest:
-    """Return a nest with each leaf replaced by its path."""
-    if value is None:
-        return None
-    parts = _parts(value)
-    if parts is None:
-        return path
-    return Node(parts[0], {key: nest_of(part, path + step) for key, step, part in parts[1]})
+        return None, []
+    kind = type(value)
+    parts: list[tuple[Any, str, Any]]
+    if is_dataclass(value) and not isinstance(value, type):  # models' outputs of transformers are dicts, too
+        parts = [(each.name, f".{each.name}", getattr(value, each.name)) for each in fields(value)]
+    elif isinstance(value, dict):
+        kind, parts = dict, [(key, f"[{key!r}]", part) for key, part in value.items()]
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        parts = [(name, f".{name}", getattr(value, name)) for name in value._fields]
+    elif isinstance(value, tuple):
+        kind, parts = tuple, [(place, f"[{place}]", part) for place, part in enumerate(value)]
+    else:
+        return path, [(path, value)]
+    found = [(key, *apart(part, path + step)) for key, step, part in parts]
+    return Node(kind, {key: nest for key, nest, _ in found}), [leaf for *_, leaves in found for leaf in leaves]
 
 
 def filled(nest: Nest, leaves: Mapping[str, Any]) -> Any:
     """Return a nest with each path replaced by its leaf.
 
     Examples:
-        >>> given = {"logits": (1.5, None)}
-        >>> filled(nest_of(given), dict(leaves_of(given)))
+        >>> nest, leaves = apart({"logits": (1.5, None)})
+        >>> filled(nest, dict(leaves))
         {'logits': (1.5, None)}
     """
     if nest is None:
@@ -118,31 +103,27 @@ def filled(nest: Nest, leaves: Mapping[str, Any]) -> Any:
         return tuple(parts.values())
     if not is_dataclass(nest.kind):  # a named tuple
         return nest.kind(**parts)
-    made = nest.kind(**{one.name: parts[one.name] for one in fields(nest.kind) if one.init})
-    for one in fields(nest.kind):
-        object.__setattr__(made, one.name, parts[one.name])  # a __post_init__ may have changed it
+    made = nest.kind(**{each.name: parts[each.name] for each in fields(nest.kind) if each.init})
+    for name in parts:
+        object.__setattr__(made, name, parts[name])  # a __post_init__ may have changed it
     return made
 
 
-def nest_text(nest: Nest, leaf: str = "rows") -> str:
+def nest_text(nest: Nest) -> str:
     """Describe how a nest is built, alike for all that are built alike.
 
     Examples:
-        >>> nest_text(nest_of({"b": 1, "a": (2, None)}))
+        >>> nest_text(apart({"b": 1, "a": (2, None)})[0])
         "{'a': tuple(rows, None), 'b': rows}"
     """
     if not isinstance(nest, Node):
-        return "None" if nest is None else leaf
-    texts = {key: nest_text(part, leaf) for key, part in nest.parts.items()}
+        return "None" if nest is None else "rows"
+    texts = {key: nest_text(part) for key, part in nest.parts.items()}
     if nest.kind is dict:
         return "{" + ", ".join(sorted(f"{key!r}: {text}" for key, text in texts.items())) + "}"
     if nest.kind is tuple:
-        return f"tuple({_listed(list(texts.values()))})"
-    return f"{nest.kind.__name__}({_listed([f'{key}={text}' for key, text in texts.items()])})"
-
-
-def _listed(texts: Sequence[str]) -> str:
-    return ", ".join(texts)
+        return f"tuple({', '.join(texts.values())})"
+    return f"{nest.kind.__name__}({', '.join(f'{key}={text}' for key, text in texts.items())})"
 
 
 Leaf: TypeAlias = torch.Tensor | np.ndarray[Any, Any] | list[Any]
@@ -234,37 +215,59 @@ def form_of(leaf: Leaf) -> Form:
     return Form("list")
 
 
-def rows_at(leaf: Leaf, places: Sequence[int]) -> Leaf:
-    """Return the rows of a leaf at some places; a view where these follow each other."""
-    if isinstance(places, range) and places == range(len(places)):
-        return leaf[: len(places)]
-    return [leaf[place] for place in places] if isinstance(leaf, list) else leaf[list(places)]
+def empty_rows(form: Form, rows: int, device: torch.device | None, pad: Any) -> Any:
+    """Return room for rows of a form, filled up with ``pad`` where some are narrower; tensors are on the device."""
+    if form.kind == "list":
+        return [None] * rows
+    result: Any
+    if form.kind == "array":
+        result = np.empty((rows, *form.row), form.dtype)
+    else:
+        result = torch.empty((rows, *form.row), dtype=form.dtype, device=device)
+    if form.narrowest is not None:
+        result[...] = pad
+    return result
 
 
-def joined_rows(leaves: Sequence[Leaf], pad: Any = 0) -> Leaf:
+# torch cannot put values of every dtype at indices.
+_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _indexable(tensor: torch.Tensor) -> torch.Tensor:
+    dtype = _OF_SIZE.get(tensor.dtype.itemsize)
+    return tensor if dtype is None else tensor.resolve_conj().resolve_neg().view(dtype)
+
+
+def put(rows: Any, result: Any, place: Place) -> None:
+    """Put rows into their places in the result, whose rows may be wider."""
+    if isinstance(rows, torch.Tensor):
+        rows = rows.detach()
+    where: Any = place
+    if isinstance(place, range):
+        where = slice(place.start, place.stop, place.step)
+    elif isinstance(result, list):
+        for each, row in zip(place.tolist(), rows, strict=True):
+            result[each] = row
+        return
+    elif isinstance(result, torch.Tensor):
+        where, rows, result = torch.from_numpy(place), _indexable(rows), _indexable(result)
+    within = () if isinstance(result, list) else tuple(map(slice, rows.shape[1:]))
+    result[(where, *within) if within else where] = rows
+
+
+def joined_rows(leaves: Sequence[Leaf], pad: Any = 0) -> Any:
     """Return the rows of several leaves as one leaf on the first one's device, as wide as the widest.
 
     Examples:
         >>> joined_rows([torch.tensor([[1, 2]]), torch.tensor([[3, 4, 5]])], pad=-1).tolist()
         [[1, 2, -1], [3, 4, 5]]
     """
-    first = leaves[0]
-    if isinstance(first, list):
-        return [row for leaf in leaves for row in leaf]
-    form, rows = widest([form_of(leaf) for leaf in leaves]), sum(map(len, leaves))
-    result: Any
-    if isinstance(first, torch.Tensor):
-        result = torch.empty((rows, *form.row), dtype=form.dtype, device=first.device)
-    else:
-        result = np.empty((rows, *form.row), form.dtype)
-    if form.narrowest is not None:
-        result[...] = pad
-    done = 0
-    for leaf in leaves:
-        given = leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-        result[(slice(done, done + len(leaf)), *map(slice, form_of(leaf).row))] = given
-        done += len(leaf)
-    return result  # type: ignore[no-any-return]  # a tensor or an array
+    first, ends = leaves[0], accumulate(map(len, leaves))
+    device = first.device if isinstance(first, torch.Tensor) else None
+    result = empty_rows(widest(list(map(form_of, leaves))), sum(map(len, leaves)), device, pad)
+    for leaf, end in zip(leaves, ends, strict=True):
+        put(leaf, result, range(end - len(leaf), end))
+    return result
 
 
 def wrong_leaf(leaf: Any) -> str:
@@ -352,8 +355,11 @@ class Reading:
 
     def column(self, path: str, share: Share, pad: Any) -> Leaf:
         """Return the rows of a column that are not padding."""
-        leaves = self.leaves[path]
-        return rows_at(leaves[0] if len(leaves) == 1 else joined_rows(leaves, pad), share.rows(self.kind))
+        leaves, rows = self.leaves[path], share.rows(self.kind)
+        leaf: Any = leaves[0] if len(leaves) == 1 else joined_rows(leaves, pad)
+        if isinstance(rows, range) and rows == range(len(rows)):
+            return leaf[: len(rows)]  # type: ignore[no-any-return]  # a view
+        return [leaf[row] for row in rows] if isinstance(leaf, list) else leaf[list(rows)]
 
     def text(self, path: str) -> str:
         """Describe the rows, but for how many there are."""
@@ -398,27 +404,28 @@ def _kinds(rows: int, share: Share) -> Iterator[Kind]:
 def _read_list(entries: Sequence[Any], path: str, sizes: Sequence[int]) -> Reading:
     """Read a list with the outputs of each batch."""
     base = f"{path}[i]"
-    columns: dict[str, list[Leaf]] = {one: [] for one, _ in leaves_of(entries[0], base)}
-    nest = nest_of(entries[0], base)
+    nest, first = apart(entries[0], base)
+    columns: dict[str, list[Leaf]] = {column: [] for column, _ in first}
     for number, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
-        if nest_text(nest_of(entry, base)) != nest_text(nest):
+        built, leaves = apart(entry, base)
+        if nest_text(built) != nest_text(nest):
             raise Misfit(f"entry {number} is built otherwise than entry 0")
-        for one, leaf in leaves_of(entry, base):
-            where = one.replace("[i]", f"[{number}]", 1)
+        for column, leaf in leaves:
+            where = column.replace("[i]", f"[{number}]", 1)
             if wrong := wrong_leaf(leaf):
                 raise Misfit(f"it has {wrong}, at {where}")
             if len(leaf) != size:
                 raise Misfit(f"it has {len(leaf)} rows at {where} for a batch of {size}")
-            columns[one].append(leaf)
+            columns[column].append(leaf)
     forms = {}
-    for one, leaves in columns.items():
-        each = [form_of(leaf) for leaf in leaves]
+    for column, of_entries in columns.items():
+        each = list(map(form_of, of_entries))
         if len({form.but_for_widths for form in each}) > 1:
-            raise Misfit(f"its entries have different dtypes or dimensions at {one}")
-        forms[one] = widest(each)
+            raise Misfit(f"its entries have different dtypes or dimensions at {column}")
+        forms[column] = widest(each)
     if not forms:
         raise Misfit("its entries are empty")
-    filled(nest, dict(leaves_of(entries[0], base)))  # raises if it cannot be built again
+    filled(nest, dict(first))  # raises if it cannot be built again
     return Reading(Kind.LIST, nest, forms, columns)
 
 
@@ -443,16 +450,17 @@ def padded_lists(outputs: Any, pad: Any) -> Any:
         >>> [batch.tolist() for batch in padded_lists([torch.tensor([[1]]), torch.tensor([[2, 3]])], 0)]
         [[[1, 0]], [[2, 3]]]
     """
-    return filled(nest_of(outputs), {path: _padded(leaf, pad) for path, leaf in leaves_of(outputs)})
+    nest, leaves = apart(outputs)
+    return filled(nest, {path: _padded(leaf, pad) for path, leaf in leaves})
 
 
 def _padded(leaf: Any, pad: Any) -> Any:
     if not isinstance(leaf, list) or not leaf:
         return leaf
     try:
-        sizes = [len(next(leaves_of(entry))[1]) for entry in leaf]
+        sizes = [len(apart(entry)[1][0][1]) for entry in leaf]
         reading = _read_list(leaf, "", sizes)
-    except (Misfit, StopIteration, TypeError):  # no list of batches
+    except (Misfit, IndexError, TypeError):  # no list of batches
         return leaf
     ragged = [form for form in reading.forms.values() if form.narrowest is not None]
     if not ragged:

@@ -1,40 +1,29 @@
-"""Send rows to the ranks that want them, each with its place."""
+"""Send rows to the ranks that want them."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from ddp_patch.compat.private_torch import default_store, gloo_group
 from ddp_patch.errors import MissingRanksError
-from ddp_patch.evaluation.outputs import Form, Kind, Leaf
-from ddp_patch.plan import Plan
+from ddp_patch.evaluation.outputs import Form, Leaf, empty_rows, put
+from ddp_patch.evaluation.places import Keys, Place, Placed, placed
+from ddp_patch.ranks.channel import gloo_between
 from ddp_patch.ranks.exchange import bytes_of, unpacked
-from ddp_patch.sharding.schedule import DividedBatches, Schedule, places_of_parts
 
 __all__ = [
     "Column",
     "Connection",
-    "Kept",
+    "Connections",
     "LocalColumn",
     "Members",
-    "Placed",
-    "StepStand",
-    "WholeStand",
-    "connected",
     "gathered",
-    "placed_in_step",
-    "placed_whole",
-    "places_of_rows",
-    "reordered",
+    "gathered_keys",
 ]
 
 
@@ -109,28 +98,31 @@ class Connection:
                 self.group.barrier().wait()  # a rank must not leave while others receive
 
 
-class Kept:
-    """The connections of passes whose steps are gathered one by one: the next step uses that of the step before."""
+class Connections:
+    """Connects ranks for the steps of a pass that are gathered one by one: the next uses that of the step before."""
 
     def __init__(self) -> None:
         self._of_passes: WeakKeyDictionary[Any, Connection] = WeakKeyDictionary()
 
     def name(self, current: Any) -> str | None:
         """Return the name of a pass's connection; None where there is none."""
-        kept = self._of_passes.get(current)
+        kept = None if current is None else self._of_passes.get(current)
         return None if kept is None else kept.name
 
     @contextmanager
     def connected(self, current: Any, members: Members, name: str, *, is_last: bool) -> Iterator[Connection]:
-        """Connect the members for a step of a pass.
+        """Connect the members for a call.
 
         Args:
             current: The pass.
             members: The ranks that gather together.
             name: The name of the pass's connection on every rank, or a new one.
-            is_last: Whether no step follows on any rank.
+            is_last: Whether no other call follows on any rank.
+
+        Raises:
+            MissingRanksError: The connection to another rank failed.
         """
-        found = self._of_passes.pop(current, None)  # after an error, the next step begins anew
+        found = self._of_passes.pop(current, None)  # after an error, the next call begins anew
         if found is None or found.name != name:
             found = _opened(members, name)
         yield replace(found, members=members)
@@ -140,38 +132,13 @@ class Kept:
             self._of_passes[current] = found
 
 
-@contextmanager
-def connected(members: Members, name: str) -> Iterator[Connection]:
-    """Connect the members for one call.
-
-    Args:
-        members: The ranks that gather together.
-        name: The name of the connection, which no other has.
-
-    Raises:
-        MissingRanksError: The connection to another rank failed.
-    """
-    connection = _opened(members, name)
-    yield connection
-    connection.close()
-
-
 def _opened(members: Members, name: str) -> Connection:
-    """Connect the members by a gloo group of their own.
-
-    gloo sends from CPU to CPU, whatever the training's backend is. torch's ``new_group`` will not do: it needs all
-    ranks, or names a group of some by how many groups a process is in, and that number may differ between the ranks.
-    """
+    """Connect the members, if there are several to which something is sent."""
     if len(members.ranks) == 1 or not (members.dst is None or members.dst in members.ranks):
         return Connection(members, None, name)
     place = members.ranks.index(members.rank)
-    store = dist.PrefixStore(f"ddp_patch/gathering/{name}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
     with _failures_told(members):
-        group = gloo_group(store, place, len(members.ranks), timedelta(seconds=members.timeout))
-        group.barrier().wait()  # when all have read the addresses, nobody needs them
-    with suppress(RuntimeError):
-        store.delete_key(f"0/{place}")  # gloo leaves every rank's address there
-    return Connection(members, group, name)
+        return Connection(members, gloo_between(name, place, len(members.ranks), members.timeout), name)
 
 
 @contextmanager
@@ -187,177 +154,11 @@ def _failures_told(members: Members) -> Iterator[None]:
         ) from error
 
 
-Order = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Where the rows of all ranks go.
-
-    Attributes:
-        rows: How many rows there are.
-        places: Where each share's rows go, in order. Each may be iterated several times.
-        cuts: How many of them each batch of the unpatched loader has; empty where nobody asks.
-    """
-
-    rows: int
-    places: Sequence[Iterable[range]]
-    cuts: Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class WholeStand:
-    """What a rank got in a whole pass, as the others need to know it.
-
-    Attributes:
-        schedule: Its batches.
-        rows: How many samples are not padding; of whole batches that are shared, how many batches.
-        sizes: How many samples each of these batches has, without padding; of divided batches, each of one process's.
-        division: The rank's share of a batch, where batches are divided.
-    """
-
-    schedule: Schedule
-    rows: int
-    sizes: Sequence[int] | None = None
-    division: Plan | None = None
-
-    @property
-    def sent(self) -> "WholeStand":
-        """The same, without what every rank knows."""
-        return self if self.division is None else replace(self, sizes=None)
-
-
-def placed_whole(stands: Sequence[WholeStand], own: WholeStand) -> Mapping[Kind, Placed]:
-    """Return where the rows of a whole pass go, by what they stand for.
-
-    Args:
-        stands: What each share's rank got, as it was sent.
-        own: What this rank got.
-    """
-    first, counts = stands[0], [stand.rows for stand in stands]
-    if first.division is not None:
-        sizes = own.sizes or ()
-        divided = [
-            DividedBatches(replace(first.division, rank=rank), sizes) for rank in range(first.division.num_replicas)
-        ]
-        return _of_samples(Placed(sum(counts), divided, sizes))
-    if len(first.schedule.parts) > 1:
-        schedule = [stand.schedule for stand in stands]
-        cuts = Counter(place[:2] for of_rank in schedule for place in of_rank.positions())
-        return _of_samples(Placed(sum(counts), places_of_parts(schedule), [cuts[batch] for batch in sorted(cuts)]))
-    plan, rows, size = first.schedule.plan, sum(counts), first.schedule.batching.size
-    placed = Placed(rows, places_of_rows(plan, counts), [min(size, rows - at) for at in range(0, rows, size)])
-    if first.sizes is None:
-        return _of_samples(placed)
-    return _of_batches(placed, [stand.sizes or () for stand in stands])
-
-
-@dataclass(frozen=True, slots=True)
-class StepStand:
-    """What a rank got in one step.
-
-    Attributes:
-        keys: By which its rows that are not padding are sorted among all.
-        size: Where whole batches are shared, how many samples the batch has; else None.
-        is_last: Whether no step follows.
-    """
-
-    keys: Sequence[Any]
-    size: int | None
-    is_last: bool
-
-    @property
-    def sent(self) -> "StepStand":
-        """The same: all of it is needed."""
-        return self
-
-
-def placed_in_step(stands: Sequence[StepStand]) -> Mapping[Kind, Placed]:
-    """Return where the rows of one step go, by what they stand for.
-
-    Examples:
-        >>> placed = placed_in_step([StepStand([4, 6], None, True), StepStand([5], None, True)])[Kind.SAMPLES]
-        >>> placed.rows, placed.places
-        (3, [[range(0, 1), range(2, 3)], [range(1, 2)]])
-    """
-    place_of = {key: place for place, key in enumerate(sorted(chain.from_iterable(stand.keys for stand in stands)))}
-    places = [[range(place_of[key], place_of[key] + 1) for key in stand.keys] for stand in stands]
-    placed = Placed(len(place_of), places)
-    if stands[0].size is None:
-        return _of_samples(placed)
-    return _of_batches(placed, [[stand.size or 0] * len(stand.keys) for stand in stands])
-
-
-def _of_samples(placed: Placed) -> Mapping[Kind, Placed]:
-    return {Kind.SAMPLES: placed, Kind.LIST: placed}
-
-
-def _of_batches(batches: Placed, sizes: Sequence[Sequence[int]]) -> Mapping[Kind, Placed]:
-    """Return where the samples of whole batches go, too.
-
-    Args:
-        batches: Where the batches go.
-        sizes: How many samples each of a share's batches has, by share.
-    """
-    in_order = [0] * batches.rows
-    for places, of_share in zip(batches.places, sizes, strict=True):
-        for place, size in zip(chain.from_iterable(places), of_share, strict=True):
-            in_order[place] = size
-    ends = list(accumulate(in_order))
-    samples = [
-        [range(ends[place] - in_order[place], ends[place]) for place in chain.from_iterable(places)]
-        for places in batches.places
-    ]
-    placed = Placed(sum(in_order), samples, in_order)
-    return {Kind.BATCHES: batches, Kind.SAMPLES: placed, Kind.LIST: placed}
-
-
-def reordered(placed: Placed, origins: Order, *, of_batches: bool) -> tuple[Order, Sequence[int]]:
-    """Return in which order to take rows that were dealt, and the cuts of that order.
-
-    Args:
-        placed: The rows as they were dealt.
-        origins: Where each comes from in the unpatched loader's order; of whole batches, where each batch comes from.
-        of_batches: Whether the rows are the samples of whole batches.
-
-    Examples:
-        >>> order, cuts = reordered(Placed(5, [], [2, 3]), np.array([1, 0]), of_batches=True)
-        >>> order.tolist(), cuts
-        ([2, 3, 4, 0, 1], [3, 2])
-    """
-    order = np.argsort(origins, kind="stable")
-    if not of_batches:
-        return order, placed.cuts
-    sizes = np.array(placed.cuts, np.int64)
-    begins = np.cumsum(sizes) - sizes
-    taken = [np.arange(begins[batch], begins[batch] + sizes[batch]) for batch in order]
-    return np.concatenate([np.empty(0, np.int64), *taken]), sizes[order].tolist()
-
-
-def places_of_rows(plan: Plan, counts: Sequence[int]) -> list[list[range]]:
-    """Return the positions of each share's rows among all rows, in the stream's order.
-
-    Args:
-        plan: How the stream was sharded.
-        counts: The number of rows of each share.
-    """
-    if plan.needs_length:
-        runs = zip(counts, accumulate(counts), strict=True)
-        return [[range(end - count, end)] if count else [] for count, end in runs]
-    places: list[list[range]] = [[] for _ in counts]
-    start = 0
-    # Place rounds together in which the same ranks have a row: with drop_last and uneven="keep", some lack a batch.
-    for before, until in pairwise(sorted({0, *counts})):
-        takers = [share for share, count in enumerate(counts) if count >= until]
-        end = start + len(takers) * (until - before)
-        for place, share in enumerate(takers):
-            places[share].append(range(start + place, end, len(takers)))
-        start = end
-    return places
-
-
 # How many bytes are sent at once, which are held in memory besides the result.
 _LARGEST_MESSAGE = 2**26
+
+# The most rows at once: their places may be an array, which takes half as much memory.
+_MOST_ROWS = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,13 +189,13 @@ class LocalColumn:
     data: bytes = b""
 
 
-def gathered(connection: Connection, column: Column, placed: Placed, given: LocalColumn, pad: Any) -> Any:
+def gathered(connection: Connection, column: Column, rows: Placed, given: LocalColumn, pad: Any) -> Any:
     """Return all ranks' rows of a column, or None on a rank that does not get the result.
 
     Args:
         connection: Between the ranks.
         column: What the ranks know of the column.
-        placed: Where all rows go.
+        rows: How many rows each share has, and where they go.
         given: This rank's rows.
         pad: What fills rows up that are narrower than others.
 
@@ -402,67 +203,86 @@ def gathered(connection: Connection, column: Column, placed: Placed, given: Loca
         MissingRanksError: The connection to another rank failed.
     """
     members, form = connection.members, column.form
-    result = _empty(form, given.leaf, placed.rows, members.device) if members.receives else None
-    if result is not None and any(shape != form.row for shape in column.shapes):
-        result[...] = pad
+    result = None
+    if members.receives:
+        result = empty_rows(form, rows.rows, _device_for(form, given.leaf, members.device), pad)
     for share, source in enumerate(members.ranks):
-        places = placed.places[share]
-        leaf = given.leaf if source == members.rank and any(places) else None
-        if form.is_pickled:
-            _move_objects(connection, source, leaf, given.data, column.pickled[share], result, places)
-        else:
-            _move_bytes(connection, source, leaf, form, column.shapes[share], result, places)
+        places = iter(()) if result is None else rows.places(share)
+        leaf = given.leaf if source == members.rank and rows.counts[share] else None
+        if not form.is_pickled:
+            _move(connection, source, leaf, form, column.shapes[share], rows.counts[share], result, places)
+        elif (found := _moved_objects(connection, source, leaf, given.data, column.pickled[share])) is not None:
+            _put_all(found, result, places)
     return result
 
 
-def _empty(form: Form, own: Any, rows: int, here: torch.device | None) -> Any:
-    """Return room for the rows of a leaf; a tensor lies where this rank's own does, or else on its device of the kind.
+def gathered_keys(connection: Connection, sent: Sequence[Keys | int], own: Keys) -> Sequence[Keys] | None:
+    """Return the keys of each share's rows, or None on a rank that does not get the result.
 
     Args:
-        form: What the rows look like.
-        own: This rank's own, if it has one.
-        rows: How many rows.
-        here: This rank's device, if that is known.
+        connection: Between the ranks.
+        sent: What every rank knows of each share's keys: the runs that they come in, or how long an array of them is.
+        own: This rank's keys.
     """
-    if form.kind == "list":
-        return [None] * rows
-    if form.kind == "array":
-        return np.empty((rows, *form.row), form.dtype)
+    lengths = [keys if isinstance(keys, int) else 0 for keys in sent]
+    ends = list(accumulate(lengths))
+    arrays = placed([[range(end - length, end)] for length, end in zip(lengths, ends, strict=True)])
+    column = Column(Form("array", np.dtype(np.int64)), [()] * len(sent), [0] * len(sent))
+    array = next((run for run in own if isinstance(run, np.ndarray)), None)
+    found = gathered(connection, column, arrays, LocalColumn(array), None)
+    if found is None:
+        return None
+    return [[found[end - keys : end]] if isinstance(keys, int) else keys for keys, end in zip(sent, ends, strict=True)]
+
+
+def _device_for(form: Form, own: Any, here: torch.device | None) -> torch.device | None:
+    """Return where a result lies: where this rank's own rows do, or else on its device of the rows' kind."""
+    if form.kind != "tensor":
+        return None
     if isinstance(own, torch.Tensor):
-        device = own.device
-    else:
-        device = here if here is not None and here.type == form.device else torch.device(form.device)
-    return torch.empty((rows, *form.row), dtype=form.dtype, device=device)
+        return own.device
+    return here if here is not None and here.type == form.device else torch.device(form.device)
 
 
-def _move_bytes(
+def _move(
     connection: Connection,
     source: int,
     leaf: Leaf | None,
     form: Form,
     shape: tuple[int, ...],
+    rows: int,
     result: Any,
-    places: Iterable[range],
+    places: Iterator[Place],
 ) -> None:
     """Move rows with a fixed number of bytes to their places in the result."""
     row_bytes = form.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-    done = 0
-    for ranges in _messages(places, max(1, _LARGEST_MESSAGE // max(1, row_bytes))):
-        rows = sum(map(len, ranges))
-        given = None if leaf is None else leaf[done : done + rows]
-        done += rows
-        came = connection.move(source, rows * row_bytes, lambda given=given: _bytes_of(given))  # type: ignore[misc]
+    most = min(_MOST_ROWS, max(1, _LARGEST_MESSAGE // max(1, row_bytes)))
+    messages = _messages(places, most)
+    for start in range(0, rows, most):
+        size = min(most, rows - start)
+        part = None if leaf is None else leaf[start : start + size]
+        came = connection.move(source, size * row_bytes, lambda part=part: _bytes_of(part))  # type: ignore[misc]
         if result is not None and row_bytes:
-            _put(_rows_of(came, form, shape, result) if given is None else _detached(given), result, ranges)
+            _put_all(_rows_of(came, form, shape, result) if part is None else part, result, next(messages))
 
 
-def _messages(places: Iterable[range], rows: int) -> Iterator[list[range]]:
-    """Cut places into messages of so many rows, each one range or several."""
-    message: list[range] = []
+def _moved_objects(connection: Connection, source: int, leaf: Leaf | None, data: bytes, size: int) -> Leaf | None:
+    """Return a rank's rows that are objects; None on a rank that does not get them."""
+    form, is_own = Form("array", np.dtype(np.uint8)), source == connection.members.rank
+    came = None if is_own or not connection.members.receives else np.empty(size, np.uint8)
+    _move(
+        connection, source, np.frombuffer(data, np.uint8) if is_own else None, form, (), size, came, iter([range(size)])
+    )
+    return leaf if came is None or not size else unpacked(came.data)
+
+
+def _messages(places: Iterator[Place], rows: int) -> Iterator[list[Place]]:
+    """Cut places into messages of so many rows."""
+    message: list[Place] = []
     room = rows
     for place in places:
         left = place
-        while left:
+        while len(left):
             part, left = left[:room], left[room:]
             message.append(part)
             room -= len(part)
@@ -473,18 +293,11 @@ def _messages(places: Iterable[range], rows: int) -> Iterator[list[range]]:
         yield message
 
 
-def _put(rows: Any, result: Any, places: Iterable[range]) -> None:
-    """Put rows into their places in the result, whose rows may be wider."""
+def _put_all(rows: Any, result: Any, places: Iterable[Place]) -> None:
     done = 0
-    within = () if isinstance(result, list) else tuple(map(slice, rows.shape[1:]))
     for place in places:
-        at = slice(place.start, place.stop, place.step)
-        result[(at, *within) if within else at] = rows[done : done + len(place)]
+        put(rows[done : done + len(place)], result, place)
         done += len(place)
-
-
-def _detached(given: Any) -> Any:
-    return given.detach() if isinstance(given, torch.Tensor) else given
 
 
 def _bytes_of(given: Any) -> torch.Tensor:
@@ -500,30 +313,3 @@ def _rows_of(came: Any, form: Form, shape: tuple[int, ...], result: Any) -> Any:
     if form.kind == "array":
         return came.numpy().view(form.dtype).reshape(-1, *shape)
     return came.view(form.dtype).reshape(-1, *shape).to(result.device)
-
-
-def _move_objects(
-    connection: Connection,
-    source: int,
-    leaf: Leaf | None,
-    data: bytes,
-    size: int,
-    result: Any,
-    places: Iterable[range],
-) -> None:
-    """Move rows that are objects to their places in the result."""
-    came = bytearray()
-    for start in range(0, size, _LARGEST_MESSAGE):
-        part = slice(start, min(size, start + _LARGEST_MESSAGE))
-        piece = connection.move(
-            source,
-            part.stop - part.start,
-            lambda part=part: torch.frombuffer(bytearray(data[part]), dtype=torch.uint8),  # type: ignore[misc]
-        )
-        if piece is not None:
-            came += piece.numpy().data
-    if result is None:
-        return
-    rows = unpacked(came) if leaf is None and came else leaf
-    if rows is not None:
-        _put(rows, result, places)

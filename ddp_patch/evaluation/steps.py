@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias, cast
@@ -18,10 +18,10 @@ from ddp_patch.loaders.facts import Level, look_at
 from ddp_patch.loaders.moving import Mover, device_of, without_device
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.ranks.channel import opened_sums
+from ddp_patch.schedule import BatchRecord
 from ddp_patch.sharding.batches import Batches, require_batches
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.passes import Pass
-from ddp_patch.sharding.schedule import StepSamples
 
 __all__ = [
     "Steps",
@@ -52,8 +52,8 @@ def require_one_stream(operation: str, loader: DataLoader[Any]) -> Batches:
     return batches
 
 
-# A batch, and the samples of its step. Steps that are surely alike have one object.
-Steps = Iterator[tuple[Any, StepSamples]]
+# Each batch with its record, or with an earlier one's that surely has the same numbers of samples.
+Steps = Iterator[tuple[Any, BatchRecord]]
 
 
 def steps_of(operation: str, loader: DataLoader[Any], batches: Batches) -> Steps:
@@ -69,35 +69,28 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches) -> Steps
             f"{sampler.batches_within} batches: it has one iterator for all epochs, and continues after a break. Call "
             f"set_epoch({sampler.epoch}) first, to start the epoch again."
         )
-    sampler.keeps_sizes = batches.level is Level.BATCH
     until = 0
-    try:
+    with sampler.keeping_sizes() if batches.level is Level.BATCH else nullcontext():
         for number, batch in enumerate(loader):
             if number == 0:
                 current = cast("Pass[Any]", sampler.latest)
-                _require_own_pass(operation, sampler, current)
+                if current.left_out:
+                    raise UnsupportedLoaderError(
+                        f"{operation} cannot know which samples a batch holds: the loader's own load_state_dict() "
+                        f"resumed within epoch {current.epoch}, so its first batches were counted elsewhere. Take the "
+                        "state with loader_state(), and resume with restore_loader()."
+                    )
             if number >= until:
-                step = sampler.samples_of_step(current, batches, number)
-                until = step.until
-            yield batch, step
-    finally:
-        sampler.keeps_sizes = False
-
-
-def _require_own_pass(operation: str, sampler: EpochSampler[Any], current: Pass[Any]) -> None:
-    if sampler.left_out(current):
-        raise UnsupportedLoaderError(
-            f"{operation} cannot know which samples a batch holds: the loader's own load_state_dict() resumed within "
-            f"epoch {current.epoch}, so its first batches were counted elsewhere. Take the state with loader_state(), "
-            "and resume with restore_loader()."
-        )
+                schedule = current.schedule()
+                record, until = schedule.record(number), schedule.alike_until(number)
+            yield batch, record
 
 
 def steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
     """Yield each batch of an unpatched loader in a single process, where nothing is padding."""
     if loader.batch_sampler is None:
         for item in loader:
-            yield item, StepSamples(1, 1, 1, 0)
+            yield item, _unshared(1)
         return
     facts = look_at(loader)
     if facts.repeater is not None or facts.iterator_in is not None:
@@ -107,12 +100,17 @@ def steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
             "num_replicas=1."
         )
     # Count samples before they are collated: a collated batch may have any type.
-    step, device = StepSamples(0, 0, 0, 0), device_of(loader)
+    record, device = _unshared(0), device_of(loader)
     mover = None if device is None else Mover(device)
     for samples, batch in without_device(loader, collate_fn=_Counted(loader.collate_fn)):
-        if samples != step.items:
-            step = StepSamples(samples, samples, samples, 0)
-        yield batch if mover is None else mover.moved(batch), step
+        if samples != record.samples:
+            record = _unshared(samples)
+        yield batch if mover is None else mover.moved(batch), record
+
+
+def _unshared(samples: int) -> BatchRecord:
+    """Return the record of a batch that one process has for itself."""
+    return BatchRecord(0, 0, samples, samples, samples, samples, samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +158,8 @@ def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]
 
 def _masked(steps: Steps, loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
     is_unbatched, device = loader.batch_sampler is None, device_of(loader) or "cpu"
-    for batch, step in steps:
-        mask = torch.arange(step.items, device=device) < step.real
+    for batch, record in steps:
+        mask = torch.arange(record.samples, device=device) < record.real_samples
         yield batch, mask[0] if is_unbatched else mask
 
 
@@ -222,50 +220,41 @@ def iter_with_weights(
         The gradient of a mean is the weighted mean of the parts' gradients; DistributedDataParallel weighs each rank
         ``1 / ranks``, as ``torch.nn.parallel.DistributedDataParallel`` documents.
     """
-    dtype = _dtype_of(dtype)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidOptionError(
+            f"dtype={dtype!r} cannot hold weights, which are fractions. Pass a floating-point dtype such as "
+            "torch.float32, or leave it out."
+        )
     if not (weight_of is None or callable(weight_of)):
         raise InvalidOptionError(
             f"weight_of={weight_of!r} is no function. Pass one that takes a batch and returns a number per sample."
         )
+    like = torch.empty(0, dtype=dtype, device=device_of(loader) or "cpu")
     if is_alone(_WEIGHING, loader):
-        steps, like = steps_alone(_WEIGHING, loader), _like(loader, dtype)
-        weighed = _counted(steps, 1, like) if weight_of is None else _summed(steps, 1, like, weight_of, float)
+        sum_of = None if weight_of is None else float
+        weighed = _weighed(steps_alone(_WEIGHING, loader), 1, like, weight_of, sum_of)
     else:
         batches = require_one_stream(_WEIGHING, loader)
-        weighed = _shared(steps_of(_WEIGHING, loader, batches), batches.sampler, _like(loader, dtype), weight_of)
+        weighed = _shared(steps_of(_WEIGHING, loader, batches), batches, like, weight_of)
     if loader.batch_sampler is not None:
         return weighed
     return ((item, weights.reshape(())) for item, weights in weighed)
 
 
-def _like(loader: DataLoader[Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor with the weights' dtype and device."""
-    return torch.empty(0, dtype=dtype, device=device_of(loader) or "cpu")
-
-
-def _dtype_of(given: torch.dtype | None) -> torch.dtype:
-    dtype = torch.get_default_dtype() if given is None else given
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise InvalidOptionError(
-            f"dtype={given!r} cannot hold weights, which are fractions. Pass a floating-point dtype such as "
-            "torch.float32, or leave it out."
-        )
-    return dtype
-
-
-def _shared(steps: Steps, sampler: EpochSampler[Any], like: torch.Tensor, weight_of: WeightOf | None) -> Weighed:
+def _shared(steps: Steps, batches: Batches, like: torch.Tensor, weight_of: WeightOf | None) -> Weighed:
     """Yield the batches of a patched loader, with their weights."""
-    world = sampler.agreed.world
+    sampler, world = batches.sampler, batches.sampler.agreed.world
     ranks = world.num_replicas
     with closing(steps):  # type: ignore[type-var]  # a generator, which has a close()
         # What a rank can know is known once its pass has begun.
         first = [step for step in [next(steps, None)] if step is not None]
         current, all_steps = sampler.latest, chain(first, steps)
-        if weight_of is None and (current is None or sampler.knows_totals(current)):
-            yield from _counted(all_steps, ranks, like)
+        if weight_of is None and (current is None or current.schedule().knows_totals):
+            yield from _weighed(all_steps, ranks, like, None, None)
             return
         if ranks == 1:
-            yield from _summed(all_steps, ranks, like, weight_of, float)
+            yield from _weighed(all_steps, ranks, like, weight_of, float)
             return
         if world.members is None:
             raise WorldError(
@@ -276,37 +265,40 @@ def _shared(steps: Steps, sampler: EpochSampler[Any], like: torch.Tensor, weight
         facts = {"patched as": f"number {sampler.agreed.number}", "epoch": sampler.epoch}
         timeout, stale = sampler.agreed.options.timeout, _STALE.setdefault(sampler, [])
         with opened_sums(world.peer_ranks(), "Weighing samples", facts, timeout, stale) as sums:
-            yield from _summed(all_steps, ranks, like, weight_of, sums.of)
+            yield from _weighed(all_steps, ranks, like, weight_of, sums.of)
 
 
-def _counted(steps: Steps, ranks: int, like: torch.Tensor) -> Weighed:
-    """Yield batches whose steps' numbers of samples are known."""
-    latest, weights, version = None, None, object()
-    for batch, step in steps:
-        if weights is None or step is not latest or changes_of(weights) != version:  # the user may have changed it
-            latest, weights = step, _weights(step, ranks, step.total or 0, like)
-            version = changes_of(weights)
-        yield batch, weights
-
-
-def _summed(
-    steps: Steps, ranks: int, like: torch.Tensor, weight_of: WeightOf | None, sum_of: Callable[[float], float]
+def _weighed(
+    steps: Steps,
+    ranks: int,
+    like: torch.Tensor,
+    weight_of: WeightOf | None,
+    sum_of: Callable[[float], float] | None,
 ) -> Weighed:
-    """Yield batches. In each step, the ranks sum how much its samples count.
+    """Yield batches with their weights.
 
     Args:
         steps: The batches.
         ranks: How many ranks there are.
         like: A tensor with the weights' dtype and device.
         weight_of: What the samples of a batch count; None where each counts 1.
-        sum_of: Sums a number over the ranks.
+        sum_of: Sums over the ranks how much a step's samples count; None where the records tell.
     """
-    for batch, step in steps:
-        own = step.real if weight_of is None else _counts(batch, step, weight_of)
-        yield batch, _weights(step, ranks, sum_of(own), like)
+    latest, version = None, object()
+    weights = like
+    for batch, record in steps:
+        # Steps that are alike have one record, and one tensor, unless the user has changed it.
+        if sum_of is not None or record is not latest or changes_of(weights) != version:
+            own = record.real_samples if weight_of is None else _counts(batch, record, weight_of)
+            total = record.total if sum_of is None else sum_of(own)
+            with torch.inference_mode(False):  # where tensors do not count their changes
+                weights = like.new_full((record.samples,), ranks / total if total else 0.0)
+            weights[record.real_samples :] = 0
+            latest, version = record, changes_of(weights)
+        yield batch, weights
 
 
-def _counts(batch: Any, step: StepSamples, weight_of: WeightOf) -> float:
+def _counts(batch: Any, record: BatchRecord, weight_of: WeightOf) -> float:
     """Return how much the samples of a batch count that are not padding."""
     given = weight_of(batch)
     try:
@@ -316,23 +308,15 @@ def _counts(batch: Any, step: StepSamples, weight_of: WeightOf) -> float:
             f"weight_of returned a {type(given).__name__} that holds no numbers ({error}). Return a tensor or a list "
             "with a number per sample."
         ) from error
-    if len(each) != step.items:
+    if len(each) != record.samples:
         raise InvalidOptionError(
-            f"weight_of returned {len(each)} numbers for a batch of {step.items} samples. Return one per sample, in "
-            "order, padding included."
+            f"weight_of returned {len(each)} numbers for a batch of {record.samples} samples. Return one per sample, "
+            "in order, padding included."
         )
-    real = each[: step.real]
+    real = each[: record.real_samples]
     if not bool(((real >= 0) & (real < math.inf)).all()):
         raise InvalidOptionError(
             f"weight_of returned {real[~((real >= 0) & (real < math.inf))][0].item()} for a sample. Return finite "
             "numbers of at least 0."
         )
     return real.sum().item()
-
-
-def _weights(step: StepSamples, ranks: int, total: float, like: torch.Tensor) -> torch.Tensor:
-    """Return the weights of a rank's samples in a step whose samples count so much on all ranks together."""
-    with torch.inference_mode(False):  # where tensors do not count their changes
-        weights = like.new_full((step.items,), ranks / total if total else 0.0)
-    weights[step.real :] = 0
-    return weights

@@ -109,7 +109,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         resumed, self._resumed = self._resumed, None
         if resumed is None:
             return
-        if self._training and not (resumed.has_states and all(hasattr(one, "state_dict") for one in self._training)):
+        if self._training and not (resumed.has_states and all(hasattr(each, "state_dict") for each in self._training)):
             raise StateError(
                 f"The checkpoint was taken {resumed.done} batches into an epoch, without the position of each training "
                 "loader: it was taken without PatchDataLoaders or by one process, or a loader has no state. The "

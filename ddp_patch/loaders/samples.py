@@ -53,8 +53,11 @@ def nested_samplers(sampler: object) -> Iterator[object]:
 
 
 def inner_samplers(sampler: object) -> list[Any]:
-    """Return what a sampler holds as ``.batch_sampler`` and ``.sampler``; None for what it lacks."""
-    return [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
+    """Return what a sampler holds as ``.batch_sampler`` and ``.sampler``; None for what it lacks.
+
+    A wrapper of this package shows what it wraps as the user's loader does: its ``.sampler`` may be one further in.
+    """
+    return [getattr(sampler, name, None) for name in ("batch_sampler", "_wrapped_sampler", "sampler")]
 
 
 def deep_copy(value: V, sharing: Iterable[object]) -> V:

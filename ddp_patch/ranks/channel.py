@@ -22,7 +22,19 @@ from ddp_patch.compat.private_torch import default_store, gather_in_background, 
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
 from ddp_patch.ranks.exchange import exchange, from_parts, in_parts, ranks_text, require_same, store_reached
 
-__all__ = ["NO_TAG", "Channel", "ExitNotes", "Kind", "StepSums", "cut", "let_go", "linger", "opened", "opened_sums"]
+__all__ = [
+    "NO_TAG",
+    "Channel",
+    "ExitNotes",
+    "Kind",
+    "StepSums",
+    "cut",
+    "gloo_between",
+    "let_go",
+    "linger",
+    "opened",
+    "opened_sums",
+]
 
 
 # A tag that nothing is sent with.
@@ -57,6 +69,26 @@ def _cut_all() -> None:
     for channel in _lingering:
         cut(channel.group, channel.members, channel.place)
     _lingering.clear()
+
+
+def gloo_between(name: str, place: int, members: int, timeout: float) -> Any:
+    """Return a gloo group of some ranks alone, which sends from CPU to CPU, whatever the training's backend is.
+
+    torch's ``new_group`` will not do: it needs all ranks, or names a group of some by how many groups a process is in,
+    and that number may differ between the ranks.
+
+    Args:
+        name: A name that no other group has.
+        place: This rank's number among the members.
+        members: How many there are.
+        timeout: How many seconds they wait for each other.
+    """
+    store = dist.PrefixStore(f"ddp_patch/gloo/{name}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
+    group = gloo_group(store, place, members, timedelta(seconds=timeout))
+    group.barrier().wait()  # when all have read the addresses, nobody needs them
+    with suppress(RuntimeError):
+        store.delete_key(f"0/{place}")  # gloo leaves every rank's address there
+    return group
 
 
 def cut(group: Any, members: int, place: int) -> None:
@@ -218,9 +250,8 @@ class Channel:
         self._work: Any = None
         self._rows = torch.empty(0)
         self._sends: list[tuple[int, Any]] = []
-        self._store: Any = dist.PrefixStore(f"ddp_patch/channel/{words.name}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
         try:
-            self._group: Any = gloo_group(self._store, self.place, len(members), timedelta(seconds=timeout))
+            self._group: Any = gloo_between(words.name, self.place, len(members), timeout)
         except RuntimeError as error:  # what gloo and stores raise
             raise self._lost(error, []) from error
 
@@ -317,7 +348,6 @@ class Channel:
         self._group = self._work = None
         self._sends.clear()
         with suppress(RuntimeError):  # as above
-            self._store.delete_key(f"0/{self.place}")  # gloo leaves every rank's address there
             self._words.tidy(self.place)
 
     def _closed(self) -> list[int]:

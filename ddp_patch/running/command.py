@@ -23,42 +23,29 @@ from ddp_patch.options import Options
 from ddp_patch.running.context import HEADINGS, Summary, autopatch
 from ddp_patch.running.session import logger
 
-__all__ = ["DESCRIPTION", "process_group", "run", "run_module", "run_script", "seed_all"]
+__all__ = ["DESCRIPTION", "process_group", "run"]
 
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_script(path: str, arguments: Sequence[str]) -> dict[str, object]:
-    """Run a file as ``python path arguments...``: as ``__main__``, with its folder first in ``sys.path``.
+def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[str, object]:
+    """Run a file as ``python target arguments...``, or a module as ``python -m target arguments...``: as ``__main__``.
+
+    First in ``sys.path`` is the file's folder, or the current one. ``sys.argv[0]`` is the file, the module's too.
 
     Returns:
-        The script's global names.
+        The global names of what ran.
     """
-    with _as_in_python(path, arguments, str(Path(path).resolve().parent)):
-        return runpy.run_path(path, run_name="__main__")
-
-
-def run_module(name: str, arguments: Sequence[str]) -> dict[str, object]:
-    """Run a module as ``python -m name arguments...``: as ``__main__``, with the current folder first in ``sys.path``.
-
-    ``sys.argv[0]`` becomes its file.
-
-    Returns:
-        The module's global names.
-    """
-    with _as_in_python(name, arguments, str(Path.cwd())):
-        return runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
-@contextmanager
-def _as_in_python(target: str, arguments: Sequence[str], folder: str) -> Iterator[None]:
+    folder = Path.cwd() if is_module else Path(target).resolve().parent
     before = sys.argv, sys.path
     sys.argv = [target, *arguments]
     # What started this process has put the current folder, or that of its own script, first; unless it was told not to.
-    sys.path = [folder, *sys.path[not sys.flags.safe_path :]]
+    sys.path = [str(folder), *sys.path[not sys.flags.safe_path :]]
     try:
-        yield
+        if is_module:
+            return runpy.run_module(target, run_name="__main__", alter_sys=True)
+        return runpy.run_path(target, run_name="__main__")
     finally:
         sys.argv, sys.path = before
 
@@ -85,13 +72,6 @@ def process_group(backend: str) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def seed_all(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 DESCRIPTION = "Run a script while every DataLoader is patched when it is first used."
 _EPILOG = "Start it on every rank: torchrun --nproc-per-node 8 -m ddp_patch run train.py --epochs 3"
 
@@ -116,9 +96,11 @@ def run(arguments: Sequence[str]) -> None:
             parser.error(str(error))
         stack.enter_context(_told_on_stderr())
         if given.manual_seed is not None:
-            seed_all(given.manual_seed)
+            random.seed(given.manual_seed)
+            np.random.seed(given.manual_seed)
+            torch.manual_seed(given.manual_seed)
         try:
-            names = (run_module if given.is_module else run_script)(given.target, given.arguments)
+            names = _run_target(given.target, given.arguments, given.is_module)
         finally:
             _print(summary)  # while the script's loaders, which count their passes, still exist
         del names
@@ -163,7 +145,7 @@ def _switches() -> Iterator[tuple[str, dict[str, Any]]]:
         if field.name in _OF_OBJECTS:
             continue
         if get_origin(kind) is not Literal and NoneType in get_args(kind):
-            kinds_taken = [one for one in get_args(kind) if one is not NoneType]
+            kinds_taken = [each for each in get_args(kind) if each is not NoneType]
             kind = str if str in kinds_taken else kinds_taken[0]
         if get_origin(kind) is Literal:
             yield field.name, {"choices": get_args(kind)}
@@ -195,23 +177,18 @@ def _print(summary: Summary) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     if sys.stderr.isatty() and find_spec("rich") is not None:
-        _print_richly(summary)
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        console = Console(stderr=True)
+        if rows := summary.rows:
+            table = Table(*HEADINGS, title="ddp_patch", title_justify="left")
+            for row in rows:
+                table.add_row(*map(escape, row))
+            console.print(table)
+        for note in summary.notes:
+            console.print(f"[bold]ddp_patch:[/] {escape(note)}")
     else:
-        lines = ["ddp_patch:", *str(summary).splitlines()]
-        sys.stderr.write("\n".join(lines) + "\n")
+        sys.stderr.write("\n".join(["ddp_patch:", *str(summary).splitlines()]) + "\n")
     sys.stderr.flush()
-
-
-def _print_richly(summary: Summary) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(stderr=True)
-    if rows := summary.rows:
-        table = Table(*HEADINGS, title="ddp_patch", title_justify="left")
-        for row in rows:
-            table.add_row(*map(escape, row))
-        console.print(table)
-    for note in summary.notes:
-        console.print(f"[bold]ddp_patch:[/] {escape(note)}")

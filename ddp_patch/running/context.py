@@ -5,18 +5,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 from unittest.mock import patch
 
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import ACCELERATE_TAKES_LOADERS, TAKE_LOADERS
+from ddp_patch.compat.private_torch import imported_fsdp
 from ddp_patch.loaders.facts import Level, look_at
 from ddp_patch.loaders.hooks import Use, about_to_use, called_before, places_recorded, told_of_uses
 from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions
-from ddp_patch.running.records import Models, Patterns, UsedLoader, counted, is_off
+from ddp_patch.running.records import Patterns, UsedLoader, is_off
 from ddp_patch.running.session import Session
 from ddp_patch.wrappers import split_options
 
@@ -24,7 +25,7 @@ __all__ = ["HEADINGS", "Frameworks", "Summary", "autopatch"]
 
 
 class Frameworks:
-    """Sees, while entered, the loaders that are passed to frameworks.
+    """Sees the loaders that are passed to frameworks.
 
     Lightning would replace the loader's sampler, so the loader is patched before. accelerate shards all loaders
     correctly except those with a batch sampler that is not torch's own, so only these are patched before. The rest is
@@ -32,22 +33,16 @@ class Frameworks:
 
     Args:
         session: Decides on the loaders.
+        stack: Closes when it sees no more.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._stack = ExitStack()
+    def __init__(self, session: Session, stack: ExitStack) -> None:
+        self._session, self._stack = session, stack
         self._missing: dict[tuple[str, str, str], Callable[[Any], Any]] = {
             **dict.fromkeys(TAKE_LOADERS, self._patching_first),
             ACCELERATE_TAKES_LOADERS: self._for_accelerate,
         }
-
-    def __enter__(self) -> Self:
         self.find()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
 
     def find(self, loader: object = None) -> None:
         """Take hold of those that were imported since."""
@@ -72,7 +67,9 @@ class Frameworks:
         @functools.wraps(take)
         def taking(accelerator: Any, data_loader: Any, *args: Any, **options: Any) -> Any:
             if issubclass(type(data_loader), DataLoader) and not is_off():
-                if _splits_batches(data_loader):
+                facts = look_at(data_loader)
+                # accelerate would split a batch sampler's batches, or lose some.
+                if facts.sharded_by is None and facts.level is Level.BATCH:
                     self._session.used(data_loader, Use.HANDED)
                 if self._session.has_patched(data_loader):
                     from ddp_patch.integrations.accelerate import prepare_patched
@@ -83,10 +80,43 @@ class Frameworks:
         return taking
 
 
-def _splits_batches(loader: DataLoader[Any]) -> bool:
-    """Return whether accelerate would split a batch sampler's batches, or lose some."""
-    facts = look_at(loader)
-    return facts.sharded_by is None and facts.level is Level.BATCH
+class Models:
+    """Sees whether a ``DistributedDataParallel`` or an FSDP model is made.
+
+    Args:
+        stack: Closes when it sees no more.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._made = False
+        self._stack = stack
+        self._knows_fsdp = False
+        self._monitor(DistributedDataParallel)
+        self.find()
+
+    @property
+    def seen(self) -> bool:
+        """Whether a model was seen."""
+        fsdp = imported_fsdp()
+        # fully_shard(), of torch 2.6 and newer, gives a model a class of its own that derives from this one.
+        derived = getattr(fsdp, "FSDPModule", None)
+        return self._made or (derived is not None and bool(derived.__subclasses__()))
+
+    def find(self, loader: object = None) -> None:
+        """Hook FSDP's wrapper if it was imported since; importing it takes long, so it is not imported here."""
+        fsdp = imported_fsdp()
+        if not self._knows_fsdp and hasattr(fsdp, "FullyShardedDataParallel"):
+            self._knows_fsdp = True
+            self._monitor(fsdp.FullyShardedDataParallel)
+
+    def _monitor(self, kind: Any) -> None:
+        begin = kind.__init__
+
+        def init(model: Any, *args: Any, **options: Any) -> None:
+            self._made = True
+            begin(model, *args, **options)
+
+        self._stack.enter_context(patch.object(kind, "__init__", init))
 
 
 HEADINGS = ("made at", "loader", "what became of it", "passes", "each rank gets", "padding")
@@ -113,44 +143,35 @@ class Summary:
         """A row of the table for each."""
         for record in self._session.records:
             record.note_pass()
-        return [
-            (one.place, one.what, f"{one.fate} ({one.note})" if one.note else one.fate, str(one.passes), *_share(one))
-            for one in self._session.records
-        ]
+        return [record.row for record in self._session.records]
 
     @property
     def notes(self) -> list[str]:
         """What else was noticed."""
-        return list(self._noticed())
-
-    def _noticed(self) -> Iterator[str]:
         session = self._session
         if not session.had_world:
-            yield (
+            return [
                 "No loader was used in a process group of several ranks, so none was patched. A script for one process "
                 "makes no group: start it with torchrun, and pass --init-process-group gloo (or nccl)."
-            )
-            return
-        for place in sorted(session.early):
-            yield f"The loader made at {place} was iterated when there was no group yet: each rank took all of it."
-        for pattern in sorted(session.patterns.unused):
-            yield f"The pattern {pattern!r} matched no loader that was used."
+            ]
+        found = [
+            f"The loader made at {place} was iterated when there was no group yet: each rank took all of it."
+            for place in sorted(session.early)
+        ]
+        unused = sorted(session.patterns.unused)
+        found += [f"The pattern {pattern!r} matched no loader that was used." for pattern in unused]
         if not self._models.seen:
-            yield (
+            found.append(
                 "No DistributedDataParallel was seen, nor FSDP: unless the script averages gradients by itself, each "
                 "rank trains a model of its own."
             )
+        return found
 
     def __str__(self) -> str:
         rows = [HEADINGS, *self.rows] if self.rows else []
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([*lines, *self.notes])
-
-
-def _share(record: UsedLoader) -> tuple[str, str]:
-    steps = "" if record.steps is None else counted(record.steps, "step")
-    return ", ".join(filter(None, (record.samples, steps))), record.padding
 
 
 @contextmanager
@@ -192,11 +213,10 @@ def autopatch(
     where, chosen = split_options("autopatch", options, PatchOptions)
     session = Session(where, Options(**chosen), Patterns(only, excepted), dry_run=dry_run)
     with ExitStack() as stack:
-        frameworks = stack.enter_context(Frameworks(session))
-        models = stack.enter_context(Models())
+        frameworks, models = Frameworks(session, stack), Models(stack)
         stack.enter_context(places_recorded())
-        for one in (frameworks, models):  # imported by now, if the script uses them
-            stack.enter_context(called_before("__init__", one.find))
+        for seer in (frameworks, models):  # imported by now, if the script uses them
+            stack.enter_context(called_before("__init__", seer.find))
         stack.enter_context(called_before("__init__", session.made))
         stack.enter_context(told_of_uses(session.used))
         stack.enter_context(called_before("__iter__", partial(about_to_use, use=Use.ITERATED)))

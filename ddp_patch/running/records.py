@@ -3,52 +3,43 @@
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, TypeVar
-from unittest.mock import patch
+from typing import Any, Literal, TypeAlias, TypeVar
 
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from ddp_patch.compat.private_torch import imported_fsdp
 from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.hooks import Made, made
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.plan import Plan
+from ddp_patch.schedule import Schedule
 from ddp_patch.sharding.batches import patched_sampler, require_batches
 from ddp_patch.sharding.epochs import EpochSampler
-from ddp_patch.sharding.schedule import Schedule
 
 __all__ = [
+    "LEFT_ALONE",
     "UNKNOWN",
-    "Fate",
-    "Models",
     "Patterns",
     "UsedLoader",
     "compared",
-    "counted",
-    "is_left_alone",
     "is_off",
     "leave_alone",
     "shown",
-    "spare",
     "unpatched",
     "what_it_is",
-    "with_share",
 ]
 
 
 L = TypeVar("L", bound=DataLoader[Any])
 
 _off: ContextVar[bool] = ContextVar("ddp_patch.unpatched", default=False)
-_LEFT_ALONE = "_ddp_patch_left_alone"  # the loader's attribute; a copy of the loader has it, too
+LEFT_ALONE = "_ddp_patch_left_alone"  # the attribute of a loader to leave alone; a copy of the loader has it, too
 
 
 @contextmanager
@@ -104,18 +95,8 @@ def leave_alone(loader: L) -> L:
             "share already: it was patched when it was first used, or before. Call leave_alone(loader) right after it "
             "is made."
         )
-    spare(loader)
+    vars(loader)[LEFT_ALONE] = True
     return loader
-
-
-def spare(loader: DataLoader[Any]) -> None:
-    """Mark a loader as one to leave alone."""
-    vars(loader)[_LEFT_ALONE] = True
-
-
-def is_left_alone(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader is marked so."""
-    return _LEFT_ALONE in vars(loader)
 
 
 UNKNOWN = "an unknown place"
@@ -137,11 +118,8 @@ def compared(loader: DataLoader[Any]) -> str:
     kind = type(loader).__name__
     if where is None:
         return f"a {kind} that was made before autopatch was on"
-    return f"{kind} number {where.number} made at {_tail(where.place)}, called at {_tail(where.caller)}"
-
-
-def _tail(place: str) -> str:
-    return place.rpartition(os.sep)[2]
+    place, caller = (each.rpartition(os.sep)[2] for each in (where.place, where.caller))
+    return f"{kind} number {where.number} made at {place}, called at {caller}"
 
 
 @dataclass
@@ -171,7 +149,7 @@ class Patterns:
         """Return the option that leaves a loader alone; None if it is to be patched."""
         where = made(loader)
         # Both are looked through whole, so that each pattern is seen to be used.
-        excepted, chosen = ([self._matches(where, one) for one in each] for each in (self.excepted, self.only))
+        excepted, chosen = ([self._matches(where, pattern) for pattern in each] for each in (self.excepted, self.only))
         if any(excepted):
             return "--except"
         return "--only" if self.only and not any(chosen) else None
@@ -196,50 +174,6 @@ def _listed(name: str, patterns: str | Sequence[str]) -> Sequence[str]:
                 "'val_*.py'."
             )
     return listed
-
-
-class Models:
-    """Sees, while entered, whether a ``DistributedDataParallel`` or an FSDP model is made.
-
-    Attributes:
-        seen: Whether one was.
-    """
-
-    def __init__(self) -> None:
-        self._made = False
-        self._stack = ExitStack()
-        self._knows_fsdp = False
-
-    def __enter__(self) -> Self:
-        self._monitor(DistributedDataParallel)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
-
-    @property
-    def seen(self) -> bool:
-        """Whether a model was seen."""
-        fsdp = imported_fsdp()
-        # fully_shard(), of torch 2.6 and newer, gives a model a class of its own that derives from this one.
-        derived = getattr(fsdp, "FSDPModule", None)
-        return self._made or (derived is not None and bool(derived.__subclasses__()))
-
-    def find(self, loader: object = None) -> None:
-        """Hook FSDP's wrapper if it was imported since; importing it takes long, so it is not imported here."""
-        fsdp = imported_fsdp()
-        if not self._knows_fsdp and hasattr(fsdp, "FullyShardedDataParallel"):
-            self._knows_fsdp = True
-            self._monitor(fsdp.FullyShardedDataParallel)
-
-    def _monitor(self, kind: Any) -> None:
-        begin = kind.__init__
-
-        def init(model: Any, *args: Any, **options: Any) -> None:
-            self._made = True
-            begin(model, *args, **options)
-
-        self._stack.enter_context(patch.object(kind, "__init__", init))
 
 
 Fate: TypeAlias = Literal["patched", "would be patched", "would be refused", "left alone", "shards itself"]
@@ -273,6 +207,20 @@ class UsedLoader:
     passes: int = 0
     loader: "weakref.ref[DataLoader[Any]] | None" = None
 
+    @property
+    def row(self) -> tuple[str, ...]:
+        """What a summary says, by its headings."""
+        fate = f"{self.fate} ({self.note})" if self.note else self.fate
+        steps = "" if self.steps is None else _counted(self.steps, "step")
+        share = ", ".join(filter(None, (self.samples, steps)))
+        return self.place, self.what, fate, str(self.passes), share, self.padding
+
+    def count_pass(self) -> None:
+        """Note that it is iterated once more."""
+        if self.passes == 1:
+            self.note_pass()
+        self.passes += 1
+
     def note_pass(self) -> None:
         """Fill in what its latest pass has shown of a loader without a length, if that came to its end."""
         loader = None if self.loader is None else self.loader()
@@ -280,18 +228,30 @@ class UsedLoader:
         if schedule is not None:
             lengths = [part.length or 0 for part in schedule.parts]
             self.steps = schedule.count
-            self.note_shares(schedule.plan, lengths, "sample" if schedule.batching.size > 1 else "item")
+            self._note_shares(schedule.plan, lengths, "sample" if schedule.batching.size > 1 else "item")
 
-    def note_shares(self, plan: Plan, lengths: Sequence[int], unit: str) -> None:
+    def note_patched(self, fate: Fate, facts: LoaderFacts[Any], patched: DataLoader[Any]) -> None:
+        """Fill in what a rank gets of the patched loader."""
+        sampler, n = patched_sampler("autopatch", patched), facts.stream.length
+        self.fate = fate
+        self.steps, self.ranks, self.loader = length_of(patched, ()), sampler.num_replicas, weakref.ref(patched)
+        if sampler.agreed.options.divides_batches:
+            self.samples = "a part of each batch"
+        elif n is not None and (facts.level is not Level.ITERABLE or facts.num_workers < 2):  # else workers have shares
+            self._note_shares(sampler.plan, [n], "batch" if facts.level is Level.BATCH else "sample")
+        if sampler.agreed.leader is not None:
+            self.note = "rank 0 draws for all"
+
+    def _note_shares(self, plan: Plan, lengths: Sequence[int], unit: str) -> None:
         """Fill in what a rank gets of streams of these lengths."""
-        self.samples = counted(sum(len(plan.share(n)) for n in lengths), unit)
+        self.samples = _counted(sum(len(plan.share(n)) for n in lengths), unit)
         more = sum(plan.total(n) - n for n in lengths)
         self.padding = f"{abs(more):,} {'left out' if more < 0 else 'repeated'}" if more else "none"
 
     @property
     def line(self) -> str:
         """What the log says."""
-        steps = "unknown steps" if self.steps is None else counted(self.steps, "step")
+        steps = "unknown steps" if self.steps is None else _counted(self.steps, "step")
         share = f"{self.ranks} ranks x {steps}"
         told = {"patched": share, "would be patched": f"would be {share}"}.get(self.fate, self.fate)
         return f"{self.place} {self.what}: {told}" + (f" ({self.note})" if self.note else "")
@@ -300,39 +260,18 @@ class UsedLoader:
 def what_it_is(facts: LoaderFacts[Any]) -> str:
     """Return what a loader is, in words: ``DataLoader, shuffled, 50,000 samples``."""
     n = facts.stream.length if facts.sharded_by is None else None
-    length = "" if n is None else f", {counted(n, _unit(facts))}"
-    return f"{type(facts.loader).__name__}, {_order(facts)}{length}"
-
-
-def _unit(facts: LoaderFacts[Any]) -> str:
-    return "batch" if facts.level is Level.BATCH else "sample"
-
-
-def _order(facts: LoaderFacts[Any]) -> str:
+    length = "" if n is None else f", {_counted(n, 'batch' if facts.level is Level.BATCH else 'sample')}"
     source = facts.stream.source
+    order = "in order" if type(source) is SequentialSampler else type(source).__name__
     if type(source) is RandomSampler:
-        return "shuffled" if not source.replacement else "drawn with replacement"
-    return "in order" if type(source) is SequentialSampler else type(source).__name__
+        order = "shuffled" if not source.replacement else "drawn with replacement"
+    return f"{type(facts.loader).__name__}, {order}{length}"
 
 
-def counted(number: int, unit: str) -> str:
+def _counted(number: int, unit: str) -> str:
     """Return a number of things, in words."""
     plural = {"batch": "batches"}.get(unit, f"{unit}s")
     return f"{number:,} {unit if number == 1 else plural}"
-
-
-def with_share(record: UsedLoader, facts: LoaderFacts[Any], patched: DataLoader[Any]) -> UsedLoader:
-    """Fill in what a rank gets of a patched loader."""
-    sampler = patched_sampler("autopatch", patched)
-    n, plan = facts.stream.length, sampler.plan
-    record.steps, record.ranks, record.loader = length_of(patched, ()), sampler.num_replicas, weakref.ref(patched)
-    if sampler.agreed.options.divides_batches:
-        record.samples = "a part of each batch"
-    elif n is not None and (facts.level is not Level.ITERABLE or facts.num_workers < 2):  # else each worker has a share
-        record.note_shares(plan, [n], _unit(facts))
-    if sampler.agreed.leader is not None:
-        record.note = "rank 0 draws for all"
-    return record
 
 
 def _whole_pass(loader: DataLoader[Any]) -> Schedule | None:
@@ -346,4 +285,4 @@ def _whole_pass(loader: DataLoader[Any]) -> Schedule | None:
     # A rank may get other items than it reads.
     if sampler.latest is None or options.divides_batches or options.iterable_sharding == "by_worker":
         return None
-    return sampler.schedule_of_whole(sampler.latest, batches)
+    return sampler.latest.whole_schedule()

@@ -24,17 +24,15 @@ from ddp_patch.options import Options
 from ddp_patch.patching import only_moved, patch_each
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.running.records import (
+    LEFT_ALONE,
     UNKNOWN,
     Patterns,
     UsedLoader,
     compared,
-    is_left_alone,
     is_off,
     shown,
-    spare,
     unpatched,
     what_it_is,
-    with_share,
 )
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.refusals import unit_shared
@@ -73,7 +71,7 @@ class Session:
     def made(self, loader: DataLoader[Any]) -> None:
         """Note a loader that is being made."""
         if is_off():
-            spare(loader)
+            vars(loader)[LEFT_ALONE] = True
 
     def used(self, loader: DataLoader[Any], use: Use) -> None:
         """Patch a loader that is about to be used for the first time, or leave it as it is."""
@@ -85,9 +83,7 @@ class Session:
             with self._lock:
                 record = self._record_of(loader) or self._decided(loader, use)
         if record is not None and use is Use.ITERATED:
-            if record.passes == 1:
-                record.note_pass()
-            record.passes += 1
+            record.count_pass()
 
     def has_patched(self, loader: DataLoader[Any]) -> bool:
         """Return whether a loader was patched here."""
@@ -110,7 +106,11 @@ class Session:
             if _is_too_soon(loader, user) or (use is Use.MEASURED and accelerate_is_on()):
                 return None
             self.had_world = True
-            record = self._done(loader, world, use) if user is None else _shared_around(loader, user)
+            if user is None:
+                record = self._done(loader, world, use)
+            else:
+                by = f"{type(user).__name__}, which holds it"
+                record = UsedLoader(shown(loader), what_it_is(look_at(loader)), "shards itself", by)
         self._known[id(loader)] = weakref.ref(loader), record
         self.records.append(record)
         if world.rank == 0:
@@ -136,7 +136,9 @@ class Session:
         record = UsedLoader(shown(loader), what_it_is(facts), "left alone")
         if facts.sharded_by is not None:
             self._moved(record, facts, use, is_one_of_several=True)
-            return _shards_itself(record, facts)
+            by = facts.sharded_by
+            what = "the script has patched it" if isinstance(by, EpochSampler) else f"{type(by).__name__}"
+            return replace(record, fate="shards itself", note=what)
         if (why := self._why_left(facts)) is not None:
             return replace(record, note=why)
         act = self._foreseen if self._dry_run else self._patched
@@ -147,7 +149,8 @@ class Session:
         with _as_it_was_if_refused(facts.loader, record, use):
             shared = unit_shared(facts, self._options.share)  # now, because the loader is another one after it
             patched = self._shared(facts.loader, world, self._options, compared(facts.loader), change_loader)
-        return with_share(replace(record, fate="patched"), shared, patched)
+        record.note_patched("patched", shared, patched)
+        return record
 
     def _moved(self, record: UsedLoader, facts: LoaderFacts[Any], use: Use, *, is_one_of_several: bool = False) -> None:
         """Move the batches of a loader that is not sharded here to the device; ranks do not synchronise for that.
@@ -163,12 +166,15 @@ class Session:
 
     def _why_left(self, facts: LoaderFacts[Any]) -> str | None:
         """Return why a loader is left alone; None if it is to be patched."""
-        if is_left_alone(facts.loader):
+        if LEFT_ALONE in vars(facts.loader):
             return "leave_alone() or unpatched()"
         if (why := self.patterns.why_left(facts.loader)) is not None:
             return why
-        inner = _wrapped(facts)
-        return None if inner is None else f"its batches come from another loader, in {inner!r}"
+        # A wrapper, which is a loader too, takes its batches from the loader in an attribute.
+        name = facts.other_loader_in
+        inner = None if name is None else getattr(facts.loader, name, None)
+        is_wrapper = isinstance(inner, DataLoader) and inner.dataset is facts.dataset
+        return f"its batches come from another loader, in {name!r}" if is_wrapper else None
 
     def _foreseen(self, record: UsedLoader, facts: LoaderFacts[Any], world: World, use: Use) -> UsedLoader:
         """Return what a patch would do, by patching a copy without the other ranks."""
@@ -179,7 +185,8 @@ class Session:
             patched = self._shared(facts.loader, alone, options, "", copy_loader)
         except DDPPatchError as error:
             return replace(record, fate="would be refused", note=message_of(error))
-        return with_share(replace(record, fate="would be patched"), unit_shared(facts, options.share), patched)
+        record.note_patched("would be patched", unit_shared(facts, options.share), patched)
+        return record
 
     def _shared(
         self, loader: DataLoader[Any], world: World, options: Options, nest: str, place: Callable[..., DataLoader[Any]]
@@ -208,19 +215,6 @@ def _is_too_soon(loader: DataLoader[Any], user: object | None) -> bool:
     return user is loader or isinstance(user, RunningLoader) or get_worker_info() is not None
 
 
-def _shards_itself(record: UsedLoader, facts: LoaderFacts[Any]) -> UsedLoader:
-    by = facts.sharded_by
-    what = "the script has patched it" if isinstance(by, EpochSampler) else f"{type(by).__name__}"
-    return replace(record, fate="shards itself", note=what)
-
-
-def _wrapped(facts: LoaderFacts[Any]) -> str | None:
-    """Return the attribute with the loader that a wrapper, which is a loader too, takes its batches from."""
-    name = facts.other_loader_in
-    other = None if name is None else getattr(facts.loader, name, None)
-    return name if isinstance(other, DataLoader) and other.dataset is facts.dataset else None
-
-
 def _user_of(loader: DataLoader[Any]) -> object | None:
     """Return what uses a loader for its own purposes, if it is one of these; None if the script does.
 
@@ -235,11 +229,6 @@ def _user_of(loader: DataLoader[Any]) -> object | None:
         if is_constructor or isinstance(user, RunningLoader) or shards_in_accelerate(type(user)):
             return user
     return None
-
-
-def _shared_around(loader: DataLoader[Any], user: object) -> UsedLoader:
-    record = UsedLoader(shown(loader), what_it_is(look_at(loader)), "shards itself")
-    return replace(record, note=f"{type(user).__name__}, which holds it")
 
 
 def _told(error: DDPPatchError, record: UsedLoader, use: Use) -> str:

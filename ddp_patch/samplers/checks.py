@@ -1,6 +1,7 @@
 """Checks of the arguments that samplers take: numbers, flags, sequences, seeds and generators."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any, SupportsIndex, TypeAlias, cast
 
 import numpy as np
@@ -34,8 +35,10 @@ def whole(name: str, value: object, least: int, reason: str, bits: int | None = 
         >>> whole("batch_size", np.int32(8), 1, "it is the number of samples in a batch")
         8
     """
-    is_whole = isinstance(value, SupportsIndex) and not isinstance(value, bool | np.bool_)
-    number = _index(value) if is_whole else None
+    number = None
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool | np.bool_):
+        with suppress(TypeError):  # a tensor of floats, say, has the method and refuses
+            number = int(value.__index__())
     if number is None or number < least:
         raise SamplerError(f"{name}={value!r} is not a whole number of at least {least}: {reason}. Pass such an int.")
     if bits is not None and number.bit_length() > bits:
@@ -43,14 +46,6 @@ def whole(name: str, value: object, least: int, reason: str, bits: int | None = 
             f"{name}={number} is more than 2**{bits} - 1: positions are computed in 64 bits. Pass at most that."
         )
     return number
-
-
-def _index(value: Any) -> int | None:
-    """Return an object's ``__index__()``, or None if it has none."""
-    try:
-        return int(value.__index__())
-    except TypeError:  # a tensor of floats, say, has the method and refuses
-        return None
 
 
 def flag(name: str, value: object, reason: str) -> bool:

@@ -1,29 +1,31 @@
 """Batches of samples of one group, or of alike aspect ratios."""
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import Dataset, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from ddp_patch.errors import SamplerError
-from ddp_patch.loaders.samples import tell_epoch
-from ddp_patch.orders.generators import generator_state, set_generator_state
+from ddp_patch.loaders.samples import deep_copy, nested_samplers, tell_epoch
+from ddp_patch.orders.generators import RandomGenerator, generator_state, set_generator_state
 from ddp_patch.orders.orders import is_random_access
 from ddp_patch.orders.random_states import ambient_state, ambient_unmoved
 from ddp_patch.samplers.checks import flag, sequence, whole
 from ddp_patch.samplers.classes import Classes, Labels
-from ddp_patch.samplers.keyed import KeyedSampler, LatestEpoch, Positions, ResumableSampler, Stateful, check_number
-from ddp_patch.samplers.lengths import LengthBatches, Runs, cut
-from ddp_patch.samplers.wrapped import (
-    copied,
-    dataset_size,
-    epoch_of,
-    fixed_indices,
-    generators_without_state,
-    indices_of,
+from ddp_patch.samplers.keyed import (
+    KeyedSampler,
+    LatestEpoch,
+    Positions,
+    ResumableSampler,
+    ScalableRandomSampler,
+    Stateful,
+    check_number,
 )
+from ddp_patch.samplers.lengths import LengthBatches, Runs, cut
 
 __all__ = ["GroupedBatchSampler", "aspect_ratio_groups"]
 
@@ -66,7 +68,13 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         self._groups = Classes.of("group_ids", group_ids)
         self.batch_size: int = whole("batch_size", batch_size, 1, "it is the number of samples in a batch")
         self.drop_uneven: bool = flag("drop_uneven", drop_uneven, "batches with fewer samples are left out or come")
-        _require_groups_for_all(sampler, len(self._groups.codes))
+        groups = len(self._groups.codes)
+        if isinstance(sampler, RandomSampler | SequentialSampler) and len(sampler.data_source) != groups:
+            raise SamplerError(
+                f"group_ids has {groups} entries, and the {type(sampler).__name__} is of a dataset with "
+                f"{len(sampler.data_source)} samples: each is in one group. Pass one group for each sample of the "
+                "dataset."
+            )
         self._length = 0  # of the latest pass
         self._begun: dict[str, Any] | None = None  # what the latest pass follows from, if a state can hold that
         self._latest = LatestEpoch[LengthBatches]()
@@ -79,7 +87,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
     @property
     def epoch(self) -> int:
         """The wrapped sampler's epoch, or 0 if it has none."""
-        return epoch_of(self.sampler) or 0
+        return _epoch_of(self.sampler) or 0
 
     @property
     def has_random_access(self) -> bool:
@@ -102,16 +110,18 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
     def __len__(self) -> int:
         if self._is_running:
             return self._length
-        if (fixed := fixed_indices(self.sampler)) is not None:
+        if (fixed := _fixed_indices(self.sampler)) is not None:
             return self._number(fixed)
         if self._keyed is not None:
             return len(self._epoch(self._keyed, self._keyed.epochs.upcoming))
+        held = _attributes(nested_samplers(self.sampler))
+        datasets = [value for value in held if isinstance(value, Dataset)]  # which the copy shares
         with ambient_unmoved():
-            return self._number(copied(self.sampler))
+            return self._number(deep_copy(self.sampler, sharing=datasets))
 
     def _number(self, drawn: Iterable[int]) -> int:
         """Return how many batches these indices make."""
-        return len(self._cut(self._group_of(indices_of(self.sampler, drawn))))
+        return len(self._cut(self._group_of(_indices_of(self.sampler, drawn))))
 
     def items_at(self, positions: Positions, epoch: int) -> list[list[int]]:
         """Return the batches at some positions of an epoch.
@@ -148,7 +158,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
 
     def _batches(self, drawn: Iterable[int]) -> LengthBatches:
         """Group the indices of an epoch into batches."""
-        indices = indices_of(self.sampler, drawn)
+        indices = _indices_of(self.sampler, drawn)
         group_of = self._group_of(indices)
         places = np.argsort(group_of, kind="stable")  # group by group, in the sampler's order
         runs = self._cut(group_of)
@@ -180,9 +190,9 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         sampler: Any = self.sampler
         is_stateful = isinstance(sampler, Stateful)
         return {
-            "epoch": None if is_stateful else epoch_of(sampler),
+            "epoch": None if is_stateful else _epoch_of(sampler),
             "sampler": getattr(sampler, "state_between_passes", sampler.state_dict)() if is_stateful else None,
-            "generators": [generator_state(generator) for generator in generators_without_state(sampler)],
+            "generators": [generator_state(generator) for generator in _generators_without_state(sampler)],
         }
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
@@ -200,20 +210,68 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
     def _load_state(self, state: Mapping[str, Any]) -> None:
         if state["epoch"] is not None:
             tell_epoch(self.sampler, state["epoch"])
-        for generator, saved in zip(generators_without_state(self.sampler), state["generators"], strict=True):
+        for generator, saved in zip(_generators_without_state(self.sampler), state["generators"], strict=True):
             set_generator_state(generator, saved)
         if isinstance(self.sampler, Stateful):
             self.sampler.load_state_dict(state["sampler"])
 
 
-def _require_groups_for_all(sampler: object, groups: int) -> None:
-    """Raise SamplerError if the sampler's dataset is known to have another number of samples."""
-    size = dataset_size(sampler)
-    if size is not None and size != groups:
+def _epoch_of(sampler: object) -> int | None:
+    """Return the epoch that a sampler says it is in, or None if it says none.
+
+    Examples:
+        >>> _epoch_of(ScalableRandomSampler(3)), _epoch_of([0, 1, 2])
+        (0, None)
+    """
+    epoch = getattr(sampler, "epoch", None)
+    return epoch if isinstance(epoch, int) and epoch >= 0 else None
+
+
+def _fixed_indices(sampler: Iterable[int]) -> Iterable[int] | None:
+    """Return the indices that every epoch has, in any order, or None if epochs may differ.
+
+    Examples:
+        >>> _fixed_indices(RandomSampler(range(3))), _fixed_indices(RandomSampler(range(3), replacement=True))
+        (array([0, 1, 2]), None)
+    """
+    # Exact types, because a subclass may give other indices.
+    if type(sampler) is RandomSampler:
+        takes_all = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        return np.arange(len(sampler.data_source)) if takes_all else None
+    if type(sampler) is SequentialSampler or type(sampler) is ScalableRandomSampler:
+        return np.arange(len(sampler))
+    if type(sampler) is SubsetRandomSampler:
+        return sampler.indices
+    return sampler if type(sampler) in (list, tuple, range, np.ndarray, torch.Tensor) else None
+
+
+def _indices_of(sampler: object, drawn: Iterable[Any]) -> npt.NDArray[np.integer[Any]]:
+    """Return what a sampler gave as one array of integers.
+
+    Raises:
+        SamplerError: Something in it is no integer of 64 bits.
+    """
+    if isinstance(drawn, np.ndarray) and drawn.ndim == 1 and drawn.dtype.kind in "iu":
+        return drawn
+    found = drawn.tolist() if isinstance(drawn, np.ndarray) else list(drawn)
+    try:
+        return np.fromiter(map(operator.index, found), np.int64, len(found))
+    except (TypeError, OverflowError) as error:
         raise SamplerError(
-            f"group_ids has {groups} entries, and the {type(sampler).__name__} is of a dataset with "
-            f"{size} samples: each is in one group. Pass one group for each sample of the dataset."
-        )
+            f"{type(sampler).__name__} gave something other than a whole number ({error}): group_ids is looked "
+            "up by index. Give GroupedBatchSampler a sampler of indices."
+        ) from error
+
+
+def _generators_without_state(sampler: object) -> list[RandomGenerator]:
+    """Return the generators of the nested samplers that have no ``state_dict`` to save them in."""
+    stateless = (nested for nested in nested_samplers(sampler) if not isinstance(nested, Stateful))
+    return [value for value in _attributes(stateless) if isinstance(value, RandomGenerator)]
+
+
+def _attributes(samplers: Iterable[object]) -> Iterator[object]:
+    """Yield the values of samplers' attributes."""
+    return (value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values())
 
 
 def aspect_ratio_groups(

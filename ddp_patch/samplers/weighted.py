@@ -184,13 +184,11 @@ def _by_label(weights: Any) -> dict[Hashable, Any]:
             f"weights={weights!r} is a {type(weights).__name__}, and every label needs a weight. Pass a mapping from "
             "label to weight, or a sequence for the labels 0, 1, 2 and so on."
         )
-    return {plain(label): _item(weight) for label, weight in pairs}
-
-
-def _item(weight: Any) -> Any:
-    """Return a scalar of numpy's or torch's as Python's number."""
-    is_scalar = isinstance(weight, np.generic) or (isinstance(weight, torch.Tensor) and weight.numel() == 1)
-    return weight.item() if is_scalar else weight
+    found: dict[Hashable, Any] = {}
+    for label, weight in pairs:
+        is_scalar = isinstance(weight, np.generic) or (isinstance(weight, torch.Tensor) and weight.numel() == 1)
+        found[plain(label)] = weight.item() if is_scalar else weight
+    return found
 
 
 def _largest_remainder(weights: list[Fraction], length: int) -> list[int]:

@@ -1,8 +1,8 @@
 """The base class of all samplers that this package puts into a loader: a ``DistributedSampler`` that counts epochs."""
 
 import operator
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -14,9 +14,8 @@ from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.held import SamplerState, SamplerStates
-from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.passes import Pass, Sharing
 from ddp_patch.sharding.position import Position, read_state, write_state
-from ddp_patch.sharding.schedule import DividedBatches, Part, Schedule, StepSamples
 
 __all__ = ["EpochSampler"]
 
@@ -37,7 +36,6 @@ class EpochSampler(DistributedSampler[T]):
         latest: The latest pass, if there was one since an epoch was set.
         position: Where the next pass resumes, if a state was loaded for it.
         tells_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
-        keeps_sizes: Whether passes that begin record how many samples their items have.
         is_repeated: Whether its loader has one iterator for all epochs, which continues after a ``break``.
         monitor: Compares its passes with the other ranks'.
     """
@@ -52,7 +50,8 @@ class EpochSampler(DistributedSampler[T]):
         self.latest: Pass[T] | None = None
         self.position: Position | None = None
         self.tells_rest: bool = True
-        self.keeps_sizes: bool = False
+        self._keeps_sizes = False
+        self._batched: Batching | None = None
         self.is_repeated: bool = False
         self._division = agreed.division
         self._holders = holders
@@ -149,6 +148,11 @@ class EpochSampler(DistributedSampler[T]):
         """Return what the samplers hold now."""
         return self._holders.held()
 
+    def _sharing(self, batching: Batching) -> Sharing:
+        """Return what all passes have in common."""
+        batching = self._batched or batching
+        return Sharing(self.plan, batching, self._division, self._holders, self.monitor, self._length_if_any)
+
     def _stream_length(self, epoch: int) -> int:
         """Return how many items the stream has; if unknown, raise TypeError or what the user's code raises."""
         raise NotImplementedError
@@ -169,42 +173,14 @@ class EpochSampler(DistributedSampler[T]):
         length, (before, skip) = self._length_if_any(position.epoch), position.split(self.plan.num_replicas)
         return None if length is None else len(self.plan.share(len(self.plan.rest(length, before)))) - skip
 
-    def schedule(self, current: Pass[Any], batching: Batching) -> Schedule:
-        """Return the batches of a pass, with the ends that this rank has found so far."""
-        return Schedule(self.plan, batching, [Part(current.skip, self._length_known(current, current.length))])
-
-    def _length_known(self, current: Pass[Any], found: int | None) -> int | None:
-        """Return how many items all ranks share in a pass: as found, or as ``len()`` says if runs follow from that."""
-        return current.likely_length if found is None and self.plan.needs_length else found
-
-    def samples_of_step(self, current: Pass[Any], batching: Batching, number: int) -> StepSamples:
-        """Return how many samples step ``number`` of a pass has, whose batch this rank has been given."""
-        schedule = self.schedule(current, batching)
-        turn, total = schedule.turn(number), schedule.total(number)
-        return StepSamples(turn.items, turn.real, total, schedule.whole_after(number))
-
-    def divided_batches(self, current: Pass[Any], schedule: Schedule) -> DividedBatches | None:
-        """Return this rank's rows of a whole pass with these batches, if batches are divided; otherwise None."""
-        if self._division is None:
-            return None
-        sizes = [turn.items for turn in schedule.all()] if current.sizes is None else current.sizes
-        return DividedBatches(self._division, sizes)
-
-    def knows_totals(self, current: Pass[Any]) -> bool:
-        """Return whether this rank alone knows how many samples all ranks take in each step of a pass."""
-        return True
-
-    def left_out(self, current: Pass[Any]) -> int:
-        """Return how many items a pass leaves out because another package's loader resumed within it."""
-        return 0
-
-    def schedule_of_whole(self, current: Pass[Any], batching: Batching) -> Schedule | None:
-        """Return the batches of a pass if this rank has reached its end, otherwise None."""
-        length = current.length if current.is_ended else current.likely_length
-        # A loop that takes len() batches never asks for the end.
-        if length is None or not (current.is_ended or current.taken >= len(self.plan.share(length))):
-            return None
-        return Schedule(self.plan, batching, [Part(current.skip, length)])
+    @contextmanager
+    def keeping_sizes(self) -> Iterator[None]:
+        """While entered, let passes that begin record how many samples their items have, and those of all ranks."""
+        self._keeps_sizes = True
+        try:
+            yield
+        finally:
+            self._keeps_sizes = False
 
     @property
     def epoch(self) -> int:
@@ -288,7 +264,8 @@ class EpochSampler(DistributedSampler[T]):
         return self.latest if self.position is None else None
 
     def batched(self, batching: Batching) -> None:
-        """Record how the loader makes batches of the items; see ``Pass``."""
+        """Record how the loader makes batches of the items, where the sampler was wrapped before there was a loader."""
+        self._batched = batching
         if self.latest is not None:
             self.latest.batched(batching)
 

@@ -1,7 +1,7 @@
 """One pass over a rank's share of an epoch. It owns its position: what was given, what is left, how it ends."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import ref
@@ -11,18 +11,17 @@ from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.histories import PassProgress, PassState
 from ddp_patch.ranks.notices import StepCounts
 from ddp_patch.ranks.pass_monitor import PassMonitor, PassNotes
+from ddp_patch.schedule import Part, Schedule, Sizes, size_of
 from ddp_patch.sharding.balancing import Division
-from ddp_patch.sharding.drawing import Sizes, size_of
 from ddp_patch.sharding.held import SamplerState, SamplerStates
 from ddp_patch.sharding.position import BatchNote, Position
-from ddp_patch.sharding.schedule import Part, Schedule
 from ddp_patch.sharding.sources import Source
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Pass", "SamplerPass"]
+__all__ = ["Pass", "SamplerPass", "Sharing"]
 
 
 T = TypeVar("T")
@@ -40,16 +39,34 @@ _KNOWN = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What all passes over a loader have in common.
+
+    Attributes:
+        plan: Which positions of the stream are this rank's.
+        batching: How the loader makes batches of its items.
+        division: The rank's share of each batch, where batches are divided; otherwise None.
+        holders: The objects whose generators the samplers draw from.
+        monitor: Compares the passes with the other ranks'.
+        stream_length: Returns how many items the whole stream has in an epoch, as its sampler or dataset says; None if
+            that is not known.
+    """
+
+    plan: Plan
+    batching: Batching
+    division: Plan | None
+    holders: SamplerStates
+    monitor: PassMonitor
+    stream_length: Callable[[int], int | None]
+
+
 class Pass(Progress, Generic[T]):
     """A pass over this rank's share of an epoch, or of the rest of one. It changes by its methods alone.
 
     Args:
         start: Where it begins.
-        plan: Which positions of the stream are this rank's.
-        batching: How the loader makes batches of its items.
-        holders: The objects whose generators the samplers draw from.
-        monitor: Compares it with the other ranks' passes.
-        stream_length: Returns how many items the whole stream has, as its sampler or dataset says; None if unknown.
+        sharing: What all passes over the loader have in common.
         note: Makes the notes that ranks compare of it, from how it stands; None if they compare none.
 
     Attributes:
@@ -68,14 +85,10 @@ class Pass(Progress, Generic[T]):
     def __init__(
         self,
         start: Position,
-        plan: Plan,
-        batching: Batching,
-        holders: SamplerStates,
-        monitor: PassMonitor,
-        stream_length: Callable[[], int | None],
+        sharing: Sharing,
         note: Callable[[Any], PassNotes] | None = None,
     ) -> None:
-        before, skip = start.split(plan.num_replicas)
+        before, skip = start.split(sharing.plan.num_replicas)
         super().__init__(skip)
         self.start: Position = start
         self.before: Consumed = before
@@ -83,8 +96,8 @@ class Pass(Progress, Generic[T]):
         self.is_exhausted: bool = False
         self.has_failed: bool = False
         self.is_interleaved: bool = False
-        self._plan, self._batching = plan, batching
-        self._holders, self._monitor, self._stream_length = holders, monitor, stream_length
+        self._plan, self._batching, self._division = sharing.plan, sharing.batching, sharing.division
+        self._holders, self._monitor, self._stream_length = sharing.holders, sharing.monitor, sharing.stream_length
         self._counter: Callable[[], object] | None = None
         self._steps, self._surely_taken, self._awaited = 1, skip, 0
         self._notes = None if note is None else note(self)
@@ -128,6 +141,11 @@ class Pass(Progress, Generic[T]):
         """
         raise NotImplementedError
 
+    @property
+    def left_out(self) -> int:
+        """How many items it leaves out because another package's loader resumed within it."""
+        return 0
+
     def ends_elsewhere(self) -> bool:
         """Return whether the end was found elsewhere, so that the number of items given says nothing."""
         return False
@@ -154,7 +172,7 @@ class Pass(Progress, Generic[T]):
         """How many items all ranks share in it: as found; or as the sampler or dataset says; or None."""
         if self.length is not None:
             return self.length
-        length = self._stream_length()
+        length = self._stream_length(self.epoch)
         return None if length is None else len(self._plan.rest(length, self.before))
 
     @property
@@ -275,7 +293,24 @@ class Pass(Progress, Generic[T]):
         """Record that an iterator of an earlier pass gave a batch."""
         self.is_interleaved = True
 
-    # ---- its position ----
+    # ---- its batches and its position ----
+
+    def schedule(self) -> Schedule:
+        """Return its batches, with the ends that this rank has found so far."""
+        found = self.length
+        length = self.likely_length if found is None and self._plan.needs_length else found
+        return self._schedule_of([Part(self.skip, length, given=self.given)])
+
+    def whole_schedule(self) -> Schedule | None:
+        """Return its batches if this rank has reached its end, otherwise None."""
+        length = self.length if self.is_ended else self.likely_length
+        # A loop that takes len() batches never asks for the end.
+        if length is None or not (self.is_ended or self.taken >= len(self._plan.share(length))):
+            return None
+        return self._schedule_of([Part(self.skip, length)])
+
+    def _schedule_of(self, parts: Sequence[Part], sizes_of_all: Sizes | None = None) -> Schedule:
+        return Schedule(self._plan, self._batching, parts, self.sizes, sizes_of_all, self._division)
 
     def most_batches(self) -> int | None:
         """Return how many batches the largest share has in it if every rank knows that; otherwise None."""
@@ -331,10 +366,11 @@ class SamplerPass(Pass[T]):
     """A pass over a sampler, whose items are drawn in this process or come from the leader.
 
     Args:
-        start: As in ``Pass``, and so are the next five and ``note``.
+        start: As in ``Pass``, and so are ``sharing`` and ``note``.
+        sharing: As above.
         source: How it gets its items.
         sizes: Records how many samples each item has; None if nobody needs that.
-        division: Returns this rank's part of an item; None if ranks take whole items.
+        divide: Returns this rank's part of an item; None if ranks take whole items.
         at_end: Called with how many items all ranks share in it, once that is known and before a rank is given items
             of the incomplete round.
 
@@ -345,22 +381,18 @@ class SamplerPass(Pass[T]):
     def __init__(
         self,
         start: Position,
-        plan: Plan,
-        batching: Batching,
-        holders: SamplerStates,
-        monitor: PassMonitor,
-        stream_length: Callable[[], int | None],
+        sharing: Sharing,
         source: Source[T],
         *,
         sizes: Sizes | None = None,
-        division: Division | None = None,
+        divide: Division | None = None,
         at_end: Callable[[int], object] = lambda length: None,
         note: Callable[["Pass[T]"], PassNotes] | None = None,
     ) -> None:
-        super().__init__(start, plan, batching, holders, monitor, stream_length, note)
+        super().__init__(start, sharing, note)
         self.source: Source[T] = source
         self.sizes = sizes
-        self._division, self._at_end = division, at_end
+        self._divide, self._at_end = divide, at_end
 
     @property
     def length(self) -> int | None:
@@ -375,8 +407,8 @@ class SamplerPass(Pass[T]):
     @property
     def origins(self) -> "NDArray[np.int64] | None":
         """The positions of this rank's items, or samples, in the stream of one process; see ``Pass``."""
-        if self._division is not None:
-            return self._division.origins(self.sizes or ())
+        if self._divide is not None:
+            return self._divide.origins(self.sizes or ())
         return None if self.source.origins is None else self.source.origins.places()
 
     def _parts(self) -> Iterator[Sequence[T]]:
@@ -391,7 +423,10 @@ class SamplerPass(Pass[T]):
             part = [list(item) if isinstance(item, Iterator) else item for item in part]  # type: ignore[misc]  # a batch read into a list
             for item in part:
                 self.sizes.add(size_of(item))
-        return part if self._division is None else list(map(self._division, part))
+        return part if self._divide is None else list(map(self._divide, part))
+
+    def _schedule_of(self, parts: Sequence[Part], sizes_of_all: Sizes | None = None) -> Schedule:
+        return super()._schedule_of(parts, self.source.sizes)
 
     def draw_to_end(self) -> None:
         """Draw what nobody will ask for, so that the samplers' generators are where the epoch leaves them."""

@@ -30,13 +30,13 @@ from ddp_patch.orders.random_states import Entered, PrivateRNG, epoch_generator,
 from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassNotes
+from ddp_patch.schedule import Sizes, require_steps
 from ddp_patch.sharding.balancing import Balancer, Division
-from ddp_patch.sharding.drawing import Epoch, Sizes, require_sure_length
+from ddp_patch.sharding.drawing import Epoch, require_sure_length
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.held import SamplerState, SamplerStates, Transparent
 from ddp_patch.sharding.passes import Pass, SamplerPass
 from ddp_patch.sharding.position import Position
-from ddp_patch.sharding.schedule import StepSamples, divided, of_whole_batches, require_steps
 from ddp_patch.sharding.sources import FromLeader, Indexed, Nothing, Source, Streamed
 
 __all__ = ["ShardedSampler"]
@@ -51,7 +51,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
     latest: SamplerPass[T] | None
     position: Position | None
     _gives_batches: bool = False
-    _inner, _kept_as = "sampler", "_source"
+    _inner, _kept_as = "sampler", "_wrapped_sampler"
 
     def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ITEMS) -> None:
         if agreed.options.scalable_shuffle:
@@ -64,15 +64,15 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             **({} if balancer is None else balancer.described),
         }
         super().__init__(agreed, SamplerStates(stream.samplers, stream.counted), facts)
-        self._source: Iterable[T] = stream.source
+        self._wrapped_sampler: Iterable[T] = stream.source
         self._shuffles = shuffle
         self._batching, self._balancer = batching, balancer
-        self.monitor.epochs_differ = shuffle or balancer is not None or not is_always_alike(self._source)
+        self.monitor.epochs_differ = shuffle or balancer is not None or not is_always_alike(self._wrapped_sampler)
         self._is_one_shot = stream.is_one_shot
         self._rows = stream.rows
-        self._is_torchs = has_order(self._source) and not has_computed_order(self._source)
+        self._is_torchs = has_order(self._wrapped_sampler) and not has_computed_order(self._wrapped_sampler)
         self._counts_quietly = False  # whether its length is known to be counted without drawing
-        self._nested_epochs = NestedEpochs(self._source)
+        self._nested_epochs = NestedEpochs(self._wrapped_sampler)
         self._torchs_generators = self._generators_of_torchs()
         self._warned_of_length = False
         self._known_end: dict[str, object] = {}
@@ -81,7 +81,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
 
     def _wrapped(self) -> Iterator[Any]:
         # What torch, or this package, puts between the loader and the user's sampler has none of its attributes.
-        current: Any = self._source
+        current: Any = self._wrapped_sampler
         yield current
         while is_torch_batch_sampler(type(current)) or isinstance(current, ScalableShuffle):
             current = current.sampler
@@ -99,7 +99,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
 
     @property
     def _name(self) -> str:
-        return type(self._source).__name__
+        return type(self._wrapped_sampler).__name__
 
     @property
     def sampler(self) -> Iterable[T]:
@@ -110,7 +110,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
     @property
     def dataset(self) -> Any:
         """The wrapped sampler's; if it has none, that sampler, which is what ``DistributedSampler`` calls so."""
-        return getattr(self._holder("dataset"), "dataset", self._source)
+        return getattr(self._holder("dataset"), "dataset", self._wrapped_sampler)
 
     @dataset.setter
     def dataset(self, dataset: Any) -> None:
@@ -155,7 +155,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             epoch_states(self.agreed.options, self.agreed.seed, epoch),
             unmoved(random_generators(self._holders.holders)),
         ):
-            return len(cast(Any, self._source))
+            return len(cast(Any, self._wrapped_sampler))
 
     @contextmanager
     def _counting(self, epoch: int) -> Iterator[None]:
@@ -243,14 +243,10 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         source: Source[T] = Nothing() if is_spent else self._chosen_source(start, noted)
         self.latest = current = SamplerPass(
             start,
-            self.plan,
-            self._batching,
-            self._holders,
-            self.monitor,
-            partial(self._length_if_any, start.epoch),
+            self._sharing(self._batching),
             source,
-            sizes=Sizes() if self.keeps_sizes or self._gives_batches or self._division is not None else None,
-            division=None if self._division is None else Division(self._division, self._name, options.costs),
+            sizes=Sizes() if self._keeps_sizes or self._gives_batches or self._division is not None else None,
+            divide=None if self._division is None else Division(self._division, self._name, options.costs),
             at_end=partial(self._require_steps, start),
             note=None if noted is None else partial(self._notes, noted),
         )
@@ -279,7 +275,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             return False
         if now and self.agreed.world.members is not None and self.agreed.leader is None:
             raise InvalidOptionError(
-                f"A {type(self._source).__name__} was given a generator after it was patched. Its state may differ "
+                f"A {self._name} was given a generator after it was patched. Its state may differ "
                 "between ranks, because they agreed only on the generators that were there. Give the sampler its "
                 "generator first and patch the loader then, or use agreement='leader'."
             )
@@ -315,7 +311,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         states = epoch_states(options, self.agreed.seed, start.epoch)
         entered = partial(self._counting, start.epoch) if self._is_torchs else lambda: states
         epoch = Epoch(
-            sampler=self._source,
+            sampler=self._wrapped_sampler,
             is_one_shot=self._is_one_shot,
             number=start.epoch,
             plan=self.plan,
@@ -329,7 +325,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             comes_late=lambda: self.epochs.passes > 1,  # this pass counts by then
             # The leader alone draws, so there is nothing to compare.
             verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
-            keeps_sizes=self.keeps_sizes and self._division is None,
+            keeps_sizes=self._keeps_sizes and self._division is None,
             balancer=self._balancer,
             # With verify=True, all of it is compared at the end, where every rank raises.
             noted=noted if leader is None and not options.verify else None,
@@ -338,7 +334,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         has_rest = epoch.balancer is not None and any(taken for _, taken in epoch.before)
         if has_rest if is_looked_up else self._is_torchs and not self._holders.has_generators:
             # Drawn, as a whole, from what nobody else draws from.
-            epoch = replace(epoch, sampler=InOrder(self._source, start.epoch, private))
+            epoch = replace(epoch, sampler=InOrder(self._wrapped_sampler, start.epoch, private))
         if leader is not None:
             plans = [self.agreed.plan(rank) for rank in (self.agreed.world.members or {}).values()]
             has_length = leader.draws and self._length_if_any(start.epoch) is not None
@@ -357,37 +353,10 @@ class ShardedSampler(Transparent, EpochSampler[T]):
 
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
-        if self.agreed.leader is not None or self._shuffles or not has_order(self._source):
+        if self.agreed.leader is not None or self._shuffles or not has_order(self._wrapped_sampler):
             return False
         # All that is drawn is compared, where it can be drawn.
-        return has_computed_order(self._source) or not self.agreed.options.verify
-
-    def samples_of_step(self, current: Pass[Any], batching: Batching, number: int) -> StepSamples:
-        """Return how many samples all ranks take in step ``number`` of a pass; see ``EpochSampler``."""
-        if current.sizes is None:
-            step = super().samples_of_step(current, batching, number)
-            if current.length is not None or self.plan.needs_length:
-                return step
-            # While nobody has found the end, ranks were given whole rounds alone.
-            return step._replace(until=(current.given - current.skip) // batching.size)
-        size, until = current.sizes[number], current.sizes.alike_until(number)
-        if self._division is not None:
-            return divided(self._division, size, until)
-        real = size if self.schedule(current, batching).turn(number).real else 0
-        if (sizes := cast(SamplerPass[Any], current).source.sizes) is None:
-            return StepSamples(size, real, None, number + 1)
-        round_, ranks = current.skip + number, self.plan.num_replicas
-        total = of_whole_batches(self.plan, round_, current.length, sizes)
-        alike = number if self.plan.needs_length else sizes.alike_until(round_ * ranks) // ranks - current.skip
-        return StepSamples(size, real, total, alike)
-
-    def knows_totals(self, current: Pass[Any]) -> bool:
-        """Return whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``."""
-        return (
-            current.sizes is None
-            or self._division is not None
-            or cast(SamplerPass[Any], current).source.sizes is not None
-        )
+        return has_computed_order(self._wrapped_sampler) or not self.agreed.options.verify
 
     def _compare_end(self, epoch: int, drawn: int, order: str) -> None:
         if self.plan.needs_length:
@@ -403,7 +372,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         if told is not None and told != drawn and not self._warned_of_length:
             self._warned_of_length = True
             warnings.warn(
-                f"{type(self._source).__name__} yielded {drawn} items and its len() says {told}. All {drawn} were "
+                f"{self._name} yielded {drawn} items and its len() says {told}. All {drawn} were "
                 "sharded, and every rank makes the same number of steps. But len() of this loader is wrong, and so "
                 "are schedules and progress bars that use it. Correct the sampler's __len__.",
                 StreamLengthWarning,

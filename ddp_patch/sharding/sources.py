@@ -13,8 +13,9 @@ from ddp_patch.orders.fingerprint import COMPARED, fingerprint
 from ddp_patch.orders.orders import Order, order_of
 from ddp_patch.plan import Plan, Rest
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
+from ddp_patch.schedule import Sizes, size_of
 from ddp_patch.sharding.balancing import balanced
-from ddp_patch.sharding.drawing import Epoch, Origins, Sizes, Stream, size_of
+from ddp_patch.sharding.drawing import Epoch, Origins, Stream
 from ddp_patch.sharding.held import SamplerState
 
 __all__ = ["FromLeader", "Indexed", "Nothing", "Source", "Streamed"]

@@ -16,9 +16,9 @@ from ddp_patch.options import Options
 from ddp_patch.orders.generators import generator_states, random_generators, set_generator_states
 from ddp_patch.orders.random_states import EpochCounter, Seed
 from ddp_patch.plan import Batching, Consumed, Plan
+from ddp_patch.schedule import made_in_turn, turn_after
 from ddp_patch.sharding.held import Transparent
 from ddp_patch.sharding.position import BatchNote, NotedBatch, Position, StreamSnapshot, split
-from ddp_patch.sharding.schedule import made_in_turn, turn_after
 from ddp_patch.streams.marks import FirstItems, MarksInMemory
 from ddp_patch.streams.reading import Reader, can_snapshot, this_worker
 from ddp_patch.streams.shared_state import SharedWorkerState

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from itertools import chain, compress, cycle
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -13,14 +12,11 @@ from ddp_patch.errors import StateError
 from ddp_patch.loaders.contents import held_by
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.samples import DatasetEpoch
-from ddp_patch.plan import Batching
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.order_guard import EndGuard, OrderGuard
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.held import SamplerStates
-from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.position import Position
-from ddp_patch.sharding.schedule import Schedule, StepSamples, divided
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, random_holder
 from ddp_patch.streams.marks import FirstItems, MarksInMemory
 from ddp_patch.streams.shared_state import SharedWorkerState
@@ -128,8 +124,7 @@ class StreamSampler(EpochSampler[None]):
         epoch = self._iterated = self.epochs.upcoming
         number = self.epochs.passes + 1
         start = self.position or Position(epoch, held=self.held())
-        length = partial(self._length_if_any, epoch)
-        current = WorkersPass(start, self.worker, self._holders, self.monitor, length, number, self._ahead)
+        current = WorkersPass(start, self._sharing(self._batching), self.worker, number, self._ahead)
         if start.is_begun:
             self._holders.reinstate_generators(start.held.generators)  # a loader may have drawn from them since
         # Workers cannot communicate. What they drew is compared here, in the main process, when the next pass begins.
@@ -162,34 +157,6 @@ class StreamSampler(EpochSampler[None]):
         super().set_epoch(epoch)
         if self.position is None:
             self.worker.forget()
-
-    def schedule(self, current: Pass[Any], batching: Batching) -> Schedule:
-        """Return the batches of a pass, of one stream or of the parts that workers read; see ``EpochSampler``."""
-        return cast(WorkersPass, current).schedule()
-
-    def samples_of_step(self, current: Pass[Any], batching: Batching, number: int) -> StepSamples:
-        """Return how many samples step ``number`` of a pass has; see ``EpochSampler``."""
-        step = super().samples_of_step(current, batching, number)
-        if self._division is not None:
-            return divided(self._division, step.items, step.until)
-        return step if self.knows_totals(current) else step._replace(total=None)
-
-    def knows_totals(self, current: Pass[Any]) -> bool:
-        """Return whether this rank alone knows how many samples each step has on all ranks; see ``EpochSampler``.
-
-        A worker whose part has ended is passed over. Where ranks come to that end at different steps, from then on a
-        step is another worker's on each.
-        """
-        return self._division is not None or self.plan.uneven != "keep" or not cast(WorkersPass, current).is_in_parts
-
-    def left_out(self, current: Pass[Any]) -> int:
-        """Return how many items a pass leaves out; see ``EpochSampler``."""
-        return cast(WorkersPass, current).left_out
-
-    def schedule_of_whole(self, current: Pass[Any], batching: Batching) -> Schedule | None:
-        """Return the batches of a pass if this rank's workers have come to its end, otherwise None."""
-        schedule = self.schedule(current, batching)
-        return None if schedule.count is None else schedule
 
     def read(self, state: Any) -> Position:
         """Return the position that a state describes; raise StateError unless this loader has it."""

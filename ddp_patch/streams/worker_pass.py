@@ -13,9 +13,9 @@ from ddp_patch.orders.chunks import Chunk, draw
 from ddp_patch.orders.fingerprint import Fingerprint
 from ddp_patch.orders.random_states import PrivateRNG, epoch_states, reader_seed
 from ddp_patch.plan import Batching, Consumed, Plan
+from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.drawing import require_sure_length, share
 from ddp_patch.sharding.position import BatchNote, StreamSnapshot, StreamStart
-from ddp_patch.sharding.schedule import require_steps
 from ddp_patch.streams.reading import SnapshotWriter, can_snapshot, this_worker
 
 if TYPE_CHECKING:

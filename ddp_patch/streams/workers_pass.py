@@ -2,7 +2,7 @@
 
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
@@ -11,11 +11,9 @@ from typing import Any
 
 from ddp_patch.errors import StateError
 from ddp_patch.plan import Consumed
-from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.sharding.held import SamplerStates
-from ddp_patch.sharding.passes import Pass
+from ddp_patch.schedule import Part, Schedule
+from ddp_patch.sharding.passes import Pass, Sharing
 from ddp_patch.sharding.position import BatchNote, PartsDone, Position, StreamSnapshot, split
-from ddp_patch.sharding.schedule import Part, Schedule
 from ddp_patch.streams.balanced_parts import BalancedRounds
 from ddp_patch.streams.dataset import StreamWorker
 
@@ -32,11 +30,9 @@ class WorkersPass(Pass[None]):
     """A pass over an iterable dataset: an index for every item, None, forever. Workers find the end, if there is one.
 
     Args:
-        start: As in ``Pass``.
+        start: Where it begins.
+        sharing: What all passes over the loader have in common.
         worker: What reads the stream, as the main process has it.
-        holders: As in ``Pass``, and so are the next two.
-        monitor: Compares it with the other ranks' passes.
-        stream_length: Returns how many items the whole stream has, as the dataset says; None if unknown.
         number: Which pass of the loader it is.
         ahead: How many batches each worker may be ahead of the training loop.
 
@@ -47,14 +43,12 @@ class WorkersPass(Pass[None]):
     def __init__(
         self,
         start: Position,
+        sharing: Sharing,
         worker: StreamWorker[Any],
-        holders: SamplerStates,
-        monitor: PassMonitor,
-        stream_length: Callable[[], int | None],
         number: int,
         ahead: int,
     ) -> None:
-        super().__init__(start, worker.plan, worker.batching, holders, monitor, stream_length)
+        super().__init__(start, sharing)
         self.rounds: BalancedRounds | None = None
         self._worker, self._name, self._shared, self._number = worker, worker.name, worker.shared, number
         # By reader: the notes of how its stream began, and the latest ones of the dataset's states.
@@ -135,10 +129,15 @@ class WorkersPass(Pass[None]):
         lengths = self.lengths_found()
         if not self.is_in_parts:
             length = self.likely_length if lengths[0] is None and self._plan.needs_length else lengths[0]
-            return Schedule(self._plan, self._batching, [Part(self.skip, length)])
+            return self._schedule_of([Part(self.skip, length)])
         skips = [split(done, self._plan.num_replicas)[1] for done in self._parts_before()]
         parts, first = list(map(Part, skips, lengths, count())), self._shared.first_role(self._number)
-        return Schedule(self._plan, self._batching, parts[first:] + parts[:first])
+        return self._schedule_of(parts[first:] + parts[:first])
+
+    def whole_schedule(self) -> Schedule | None:
+        """Return its batches if this rank's workers have come to its end, otherwise None."""
+        schedule = self.schedule()
+        return None if schedule.count is None else schedule
 
     def _parts_before(self) -> Sequence[Consumed]:
         """Return what was taken of each part before the pass."""
@@ -200,7 +199,7 @@ class WorkersPass(Pass[None]):
             done.append((*split(before, self._plan.num_replicas)[0], (self._plan.num_replicas, taken[reader])))
             known.append(self._mark(reader, made[reader], marks[role]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
-        upcoming = (first + schedule.turn(batches - 1).part + 1) % readers
+        upcoming = (first + schedule.record(batches - 1).part + 1) % readers
         return replace(position, parts=PartsDone(upcoming, done), marks=known)
 
     def _require_own_start(self) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
 from ddp_patch import audit
-from ddp_patch.auditing.causes import coverage_kinds
+from ddp_patch.auditing.judge_problems import coverage_kinds
 
 Loaded = Callable[[list[int], int, int], DataLoader[Any]]
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from ddp_patch.plan import Batching, Plan
-from ddp_patch.sharding.schedule import Part, Schedule
+from ddp_patch.schedule import Part, Schedule
 
 parts = st.lists(st.builds(Part, st.integers(0, 6), st.integers(0, 40)), min_size=1, max_size=5)
 
@@ -42,8 +42,8 @@ def test_batches_come_as_a_loader_asks_for_them(plan: Plan, batching: Batching, 
     schedule = Schedule(plan, batching, read)
     expected = loaded(schedule)
     assert schedule.count == len(expected)
-    assert [tuple(schedule.turn(number)) for number in range(len(expected))] == expected
-    assert schedule.samples == sum(items for _, _, items, _ in expected)
+    assert [schedule.record(number)[:4] for number in range(len(expected))] == expected
+    assert sum(record.samples for record in schedule.records()) == sum(items for _, _, items, _ in expected)
     for batches in range(len(expected) + 1):
         made = Counter(place for place, *_ in expected[:batches])
         assert schedule.made(batches) == [made[place] for place in range(len(read))]

@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader
 from zoo import loader
 
 from ddp_patch import InvalidOptionError, audit
-from ddp_patch.auditing import made_up_world
+from ddp_patch.auditing import draw_world
 
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the audit's ranks as those of other tests: without it each one imports torch."""
-    monkeypatch.setattr(made_up_world, "run_ranks", quick.run_ranks)
+    monkeypatch.setattr(draw_world, "run_ranks", quick.run_ranks)
 
 
 def test_a_patched_loader_holds_on_real_ranks() -> None:

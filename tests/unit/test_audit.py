@@ -36,11 +36,12 @@ from zoo import ALL_KINDS, BY_NAME, Indices, Kind, draw_ambient, loader, seed_am
 from ddp_patch import AuditError, InvalidOptionError, NoStepsError, NotALoaderError, audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import auditing, problem_kinds
 from ddp_patch.auditing.commands import commands
-from ddp_patch.auditing.drawn import Coding
-from ddp_patch.auditing.report import Provenance, page
-from ddp_patch.auditing.simulate import ranks_of
-from ddp_patch.auditing.subject import Audited
+from ddp_patch.auditing.draw_loaders import Audited
+from ddp_patch.auditing.draw_records import Coding
+from ddp_patch.auditing.draw_world import ranks_of
+from ddp_patch.auditing.show_report import Provenance, page
 from ddp_patch.loaders.facts import look_at
+from ddp_patch.options import Uneven
 from ddp_patch.samplers import PKBatchSampler
 
 FINITE = [kind for kind in ALL_KINDS if not kind.endless]
@@ -485,7 +486,7 @@ def test_what_cannot_be_told_of_a_sample_is_not_told() -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 3])
 @pytest.mark.parametrize("uneven", ["pad", "keep"])
-def test_there_may_be_fewer_samples_than_ranks(n: int, uneven: str) -> None:
+def test_there_may_be_fewer_samples_than_ranks(n: int, uneven: Uneven) -> None:
     report = audit(setups.loader(range(n), n=4), 64, uneven=uneven, allow=["uneven_steps"])
     assert report.ok
     assert report.epochs[0].padding == (-n % 64 if uneven == "pad" else 0)
@@ -496,7 +497,8 @@ def test_of_a_large_loader_four_bytes_for_each_index_are_kept() -> None:
     n, world_size = 200_000, 4
     given: DataLoader[Any] = DataLoader(Untouchable(n), batch_size=250, shuffle=True)
     drawn = [
-        rank.epoch(0, Coding()) for rank in ranks_of(Audited(look_at(given), True, {}, False, n), range(world_size))
+        rank.epoch(0, Coding())
+        for rank in ranks_of(Audited(look_at(given), True, {}, False, n), range(world_size), [0])
     ]
     assert sum(one.items.nbytes for one in drawn) == 4 * n
     assert sum(one.sizes.nbytes for one in drawn) == 4 * n // 250

@@ -9,7 +9,7 @@ from messages import missing, raises
 from torch.utils.data import DataLoader, Subset
 
 from ddp_patch import InvalidOptionError, audit
-from ddp_patch.auditing.report import Provenance, page
+from ddp_patch.auditing.show_report import Provenance, page
 
 
 @pytest.mark.parametrize("name", RIGHT)

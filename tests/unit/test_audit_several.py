@@ -13,7 +13,7 @@ from zoo import loader
 from ddp_patch import InvalidOptionError, NotALoaderError, audit
 from ddp_patch.auditing import Report, Reports
 from ddp_patch.auditing.finding import find
-from ddp_patch.auditing.report import place_in_code
+from ddp_patch.auditing.show_report import place_in_code
 from ddp_patch.errors import AuditError
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import KINDS, as_it_is, draw_ambient, seed_ambient, seeded_generator
 
 from ddp_patch import audit, patch_dataloader_to_ddp
-from ddp_patch.auditing.simulate import Workers
+from ddp_patch.auditing.draw_ranks import Workers
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import look_at
 

@@ -47,7 +47,8 @@ from ddp_patch import (
 from ddp_patch.devices import checked_device, device_here
 from ddp_patch.evaluation import gather
 from ddp_patch.evaluation.outputs import Form
-from ddp_patch.evaluation.send import Column, Connection, LocalColumn, Members, Placed, gathered
+from ddp_patch.evaluation.places import Placed
+from ddp_patch.evaluation.send import Column, Connection, LocalColumn, Members, gathered
 from ddp_patch.options import Options
 
 N = 23
@@ -506,7 +507,7 @@ def test_a_rank_without_rows_gathers_on_its_own_device(
     monkeypatch.setattr(torch, "empty", lambda *args, device, **kwargs: asked.append(device))
     members = Members([0], 0, None, 1.0, None if loaders is None else torch.device(loaders))
     column = Column(Form("tensor", torch.float32, (2,), device=theirs), [(2,)], [0])
-    gathered(Connection(members, None), column, Placed(0, [[]]), LocalColumn(), None)
+    gathered(Connection(members, None), column, Placed([0]), LocalColumn(), None)
     assert asked == [torch.device(here)]
 
 

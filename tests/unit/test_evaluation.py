@@ -47,10 +47,11 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.evaluation.send import places_of_rows as _places
+from ddp_patch.evaluation.places import keys_of, placed
 from ddp_patch.options import Layout, Uneven
-from ddp_patch.plan import Plan
+from ddp_patch.plan import Batching, Plan
 from ddp_patch.ranks.exchange import packed
+from ddp_patch.schedule import Part, Schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
 
@@ -308,18 +309,34 @@ def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven, layout: Layo
     """For any length, world and place where the pass began, and any batch size with drop_last."""
     for n, world_size, skip, dropped in product(range(24), range(1, 6), (0, 1, 2), (1, 2, 3)):
         plans = [Plan(rank, world_size, uneven, layout) for rank in range(world_size)]
-        given = []
+        given, keys = [], []
         for plan in plans:
             taken = plan.share(n)[skip:]
             batches = taken[: len(taken) - len(taken) % dropped]
             given.append([place for place in batches if place < n])
+            schedule = Schedule(plan, Batching(dropped, drop_last=True), [Part(skip, n)])
+            keys.append(keys_of(schedule.keys(schedule.records())))
         in_order = sorted(place for places in given for place in places)
         result: list[int | None] = [None] * len(in_order)
-        for rows, places in zip(given, _places(plans[0], [len(rows) for rows in given]), strict=True):
-            own = iter(rows)
-            for place in places:
-                result[place.start : place.stop : place.step] = [next(own) for _ in place]
+        found = placed(keys)
+        for rank, rows in enumerate(given):
+            places = [place for run in found.places(rank) for place in run]
+            for place, row in zip(places, rows, strict=True):
+                result[place] = row
         assert result == in_order, (n, world_size, skip, dropped)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
+def test_rows_in_a_regular_order_need_no_memory_of_their_own(uneven: Uneven, layout: Layout) -> None:
+    """A million rows of each rank have one run of keys, and one of places."""
+    keys = []
+    for rank in range(3):
+        schedule = Schedule(Plan(rank, 3, uneven, layout), Batching(10_000, drop_last=False), [Part(0, 3_000_001)])
+        keys.append(keys_of(schedule.keys(schedule.records())))
+    found = placed(keys)
+    for rank, own in enumerate(keys):
+        assert [type(run) for run in own] == [type(run) for run in found.places(rank)] == [range]
 
 
 # What is refused.

@@ -19,10 +19,10 @@ from zoo import BY_NAME, loader
 from ddp_patch import audit
 from ddp_patch.auditing import Report
 from ddp_patch.auditing.commands import commands
-from ddp_patch.auditing.drawing import PATTERNS, STYLE, Figure, figure_html, figures_svg
-from ddp_patch.auditing.epoch_report import ShareMap
-from ddp_patch.auditing.figures import figures_of
-from ddp_patch.auditing.report import Provenance, page
+from ddp_patch.auditing.show_figures import figures_of
+from ddp_patch.auditing.show_maps import ShareMap
+from ddp_patch.auditing.show_report import Provenance, page
+from ddp_patch.auditing.show_svg import PATTERNS, STYLE, Figure, figure_html, figures_svg
 
 HERE = Provenance("ddp-patch audit <x>", date="some day", versions={"torch": "9"})
 
@@ -213,7 +213,7 @@ def test_blocks_of_steps_are_looked_up_as_one(monkeypatch: pytest.MonkeyPatch) -
         return plain(50, sampler=[n % 5 for n in range(rank % 2, 90, world_size)])
 
     whole = audit(make, 3).pictured
-    monkeypatch.setattr("ddp_patch.auditing.binning._BLOCK", 7)
+    monkeypatch.setattr("ddp_patch.auditing.show_maps._BLOCK", 7)
     assert audit(make, 3).pictured == whole
 
 

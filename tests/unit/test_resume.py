@@ -281,7 +281,7 @@ def test_a_place_is_reached_in_an_order_that_is_computed_without_what_lies_befor
     other = start(make(), rank=3, num_replicas=1024, scalable_shuffle=True)
     restore_loader(other, state)
     assert len(other) == 8 * 10**11 // 1024 // 2
-    epoch = order_of(given.sampler._source, 0)
+    epoch = order_of(given.sampler._wrapped_sampler, 0)
     assert next(iter(again)).tolist() == epoch.at(range(2 * 10**11, 2 * 10**11 + 2))
     first = 2 * 10**11 + 3
     assert next(iter(other)).tolist() == epoch.at(range(first, first + 1025, 1024))

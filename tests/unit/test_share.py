@@ -50,7 +50,7 @@ from ddp_patch import (
 )
 from ddp_patch.plan import Plan
 from ddp_patch.samplers import ScalableRandomSampler
-from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.passes import SamplerPass
 from ddp_patch.sharding.sources import Indexed
 
 # Samplers of other packages, as they are there.
@@ -229,7 +229,7 @@ def test_batches_of_a_known_order_are_looked_up(sampler: Any, drop_last: bool) -
     for rank in range(2):
         mine, other = patched(given(BatchSampler), 2, rank, share="batches"), patched(given(Unknown), 2, rank)
         assert [list(mine), list(mine)] == [list(other), list(other)]
-        latest: Pass[Any] = mine.sampler.latest
+        latest: SamplerPass[Any] = mine.sampler.latest
         assert isinstance(latest.source, Indexed)
         assert not isinstance(other.sampler.latest.source, Indexed)
 

@@ -339,22 +339,22 @@ def test_a_refusal_says_where_the_samplers_own_is() -> None:
         own.batch_sampler.seed = 3
 
 
-class Scheduled(Curriculum):
+class CountsLeft(Curriculum):
     """Its attributes are called as the wrapper's are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.schedule = "linear"
+        self.left = "linear"
 
 
 def test_what_is_called_as_a_method_of_the_wrapper_is_refused() -> None:
     for share in ("samples", "batches"):
-        loader = sharded(sampler=Scheduled, batch_size=2, share=share)[0]
-        with raises(InvalidOptionError, ("schedule", "Scheduled", "'sampler'"), "Set it there"):
-            loader.sampler.schedule = "cosine"
-        with raises(InvalidOptionError, ("schedule", "Scheduled", "'sampler'"), "Set it there"):
-            del loader.sampler.schedule
-        loader.sampler.sampler.schedule = "cosine"
+        loader = sharded(sampler=CountsLeft, batch_size=2, share=share)[0]
+        with raises(InvalidOptionError, ("left", "CountsLeft", "'sampler'"), "Set it there"):
+            loader.sampler.left = "cosine"
+        with raises(InvalidOptionError, ("left", "CountsLeft", "'sampler'"), "Set it there"):
+            del loader.sampler.left
+        loader.sampler.sampler.left = "cosine"
         assert len([*loader]) == len(loader)
 
 

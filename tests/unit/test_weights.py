@@ -139,8 +139,8 @@ def test_steps_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch
     for options in ({}, {"share": "batches"}, {"share": "within_batches"}):
         one = patched(loader(10, sampler=range(100_003)), 4, 0, **options)
         with monkeypatch.context() as patch:
-            looked = mock.Mock(wraps=one.sampler.samples_of_step)
-            patch.setattr(one.sampler, "samples_of_step", looked)
+            looked = mock.Mock(wraps=one.sampler.schedule)
+            patch.setattr(one.sampler, "schedule", looked)
             assert len(list(iter_with_weights(one))) == len(one)
         assert looked.call_count < 100, options
 

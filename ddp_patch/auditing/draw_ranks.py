@@ -15,26 +15,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.drawn import (
-    Coding,
-    Numbers,
-    RankDraws,
+from ddp_patch.auditing.draw_loaders import (
+    Audited,
+    Factory,
     Traits,
-    Value,
     base_of,
-    contents,
     digest,
     divides_batches,
-    in_base,
     layers_of,
     length_of,
+    made_by,
     made_of_batches,
-    narrow,
+    samples_of,
     traits_of,
 )
-from ddp_patch.auditing.subject import Audited, Factory, made_by
+from ddp_patch.auditing.draw_records import Coding, Numbers, RankDraws, narrow
 from ddp_patch.compat.private_torch import made_worker_info, seed_as_worker, worker_info_told
 from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.loaders.facts import Level, LoaderFacts
@@ -48,7 +45,7 @@ from ddp_patch.streams.reading import Reader
 from ddp_patch.streams.shared_state import SharedWorkerState
 from ddp_patch.walks import LOOKED_AT, elements, stored
 
-__all__ = ["Rank", "Workers", "base_seed", "called", "draw", "ranks_of", "returned_by"]
+__all__ = ["Rank", "Workers", "called", "returned_by"]
 
 
 # What processes share that were forked, beside tensors in shared memory.
@@ -57,7 +54,7 @@ _IN_SHARED_MEMORY = (SharedWorkerState, SynchronizedBase, SemLock, BaseProxy)
 _DEPTH = 4
 
 
-def base_seed(loader: DataLoader[Any]) -> int:
+def _base_seed(loader: DataLoader[Any]) -> int:
     """Draw the seed that a DataLoader draws for its workers, because that moves a generator that samplers share."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
 
@@ -120,7 +117,7 @@ class Workers:
             for worker in self._latest:
                 worker.begin()
             return self._latest
-        seed = base_seed(self._facts.loader)
+        seed = _base_seed(self._facts.loader)
         return [_Worker.started(self._facts, number, seed) for number in range(max(1, self._facts.num_workers))]
 
 
@@ -200,7 +197,7 @@ def _in_shared_memory(holder: object, depth: int) -> Iterator[object]:
 _BLOCK = 1024
 
 
-def draw(facts: LoaderFacts[Any], workers: Workers, coding: Coding, subject: Audited) -> RankDraws:
+def _draw(facts: LoaderFacts[Any], workers: Workers, coding: Coding, subject: Audited) -> RankDraws:
     """Draw an epoch, or its first ``subject.max_items`` items, and record it.
 
     Args:
@@ -213,7 +210,7 @@ def draw(facts: LoaderFacts[Any], workers: Workers, coding: Coding, subject: Aud
     record = _Record(coding)
     steps = workers.batches() if facts.level is Level.ITERABLE else _steps(facts)
     if facts.level is not Level.ITERABLE:
-        steps = _as_samples(facts.dataset, steps, subject.by_contents)
+        steps = samples_of(facts.dataset, steps, subject.by_contents)
     ended = False
     while record.count < subject.max_items and record.error is None and not ended:
         has_drawn = record.draw_block(steps, subject.max_items - record.count)
@@ -273,14 +270,6 @@ class _Record:
         return RankDraws(_joined(self._items), _joined(self._sizes), ended, lengths, self._seconds, memory, self.error)
 
 
-def _as_samples(dataset: Any, steps: Iterator[list[Any]], by_contents: bool) -> Iterator[list[Any]]:
-    """Yield what the indices of each step stand for: samples' contents, or indices below ``Subset`` layers."""
-    held = contents(dataset) if by_contents else None
-    if held is not None:
-        return ([Value(held[item]) for item in step] for step in steps)
-    return (in_base(dataset, step) for step in steps) if isinstance(dataset, Subset) else steps
-
-
 def _until(steps: Iterator[list[Any]], most: int) -> Iterator[list[Any]]:
     """Yield steps until they hold ``most`` items."""
     while most > 0 and (step := next(steps, None)) is not None:
@@ -303,7 +292,7 @@ def _resident_bytes() -> int:
 def _steps(facts: LoaderFacts[Any]) -> Iterator[list[Any]]:
     """Yield the items of every step, as the loader would ask its dataset for them."""
     indices = begun(facts.iterated)
-    base_seed(facts.loader)
+    _base_seed(facts.loader)
     if facts.level is Level.SAMPLE:
         yield from indices  # torch's batch sampler makes a new list for each batch, so nothing needs copying
     elif facts.level is Level.BATCH or made_of_batches(facts):
@@ -323,18 +312,20 @@ class Rank:
     rank also keeps its own state of every shared generator.
 
     Args:
-        build: Makes the rank's loader and looks at it.
         subject: What is audited.
+        rank: The rank.
+        world_size: The number of ranks.
         seeded_as: The rank whose global random states this one starts with.
+        is_real: Whether this process is that rank, with a process group and its own copy of the subject.
     """
 
-    def __init__(self, build: Callable[[], LoaderFacts[Any]], subject: Audited, seeded_as: int) -> None:
+    def __init__(self, subject: Audited, rank: int, world_size: int, seeded_as: int, *, is_real: bool = False) -> None:
         self._subject = subject
         self._ambient = PrivateRNG(_SEED, seeded_as)
         make = subject.make
         given, reached = (make.stream.holders, []) if isinstance(make, LoaderFacts) else ((), _reached_by(make))
         with self._ambient, unmoved(random_generators(reached)), unwatched():
-            self._facts: LoaderFacts[Any] = build()
+            self._facts: LoaderFacts[Any] = subject.made_for(rank, world_size, is_real)
             held = random_generators([*reached, *self._facts.stream.holders, *given])
         self._workers = Workers(self._facts)
         self._held = [[generator, generator_state(generator)] for generator in held]
@@ -365,7 +356,7 @@ class Rank:
             warnings.simplefilter("ignore", StreamLengthWarning)  # the audit reports wrong lengths itself
             if self._subject.set_epoch:
                 _set_epoch(self._facts, number)
-            return draw(self._facts, self._workers, coding, self._subject)
+            return _draw(self._facts, self._workers, coding, self._subject)
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
@@ -376,20 +367,6 @@ class Rank:
             yield
             for held in self._held:
                 held[1] = generator_state(held[0])
-
-
-def ranks_of(subject: Audited, seeds: Sequence[int]) -> list[Rank]:
-    """Return all ranks of a world, simulated.
-
-    Args:
-        subject: What is audited.
-        seeds: For each rank, as which one it is seeded.
-    """
-
-    def build(rank: int) -> Callable[[], LoaderFacts[Any]]:
-        return lambda: subject.made_for(rank, len(seeds))
-
-    return [Rank(build(rank), subject, seed) for rank, seed in enumerate(seeds)]
 
 
 def called(make: Callable[[], Any]) -> Any:

@@ -4,23 +4,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ddp_patch.auditing.drawing import Bar, BarRow, Figure, Fill, columns_of, ticks_of
-from ddp_patch.auditing.epoch_report import Pictured, ShareMap, StepMap, Waits, waiting_text
+from ddp_patch.auditing.show_epochs import waiting_text
+from ddp_patch.auditing.show_maps import Pictured, ShareMap, StepMap, Waits
+from ddp_patch.auditing.show_svg import Bar, BarRow, Figure, Fill, columns_of, ticks_of
 
-__all__ = [
-    "MANY",
-    "batch_sizes",
-    "by_rank",
-    "figures_of",
-    "how_often_seen",
-    "waiting_figures",
-    "who_gets_what",
-    "width_text",
-]
+__all__ = ["figures_of"]
 
 
 # Say numbers of up to this many ranks one by one.
-MANY = 24
+_MANY = 24
 _LONGEST_NAME = 5
 # Tell so many different counts from each other.
 _DIFFERENT = 5
@@ -29,7 +21,7 @@ _FEW_SHARES = 12
 _FILLS: tuple[Fill, Fill, Fill] = ("never", "once", "again")
 
 
-def how_often_seen(shares: ShareMap, epoch: int) -> Figure:
+def _how_often_seen(shares: ShareMap, epoch: int) -> Figure:
     """Return the strip that shows how often all ranks together see each sample that one process draws."""
     legend = _how_often(shares)
     bars: list[Bar] = []
@@ -37,7 +29,10 @@ def how_often_seen(shares: ShareMap, epoch: int) -> Figure:
     for level, fill in enumerate(_FILLS):
         heights = [_stacked(column, level) for column in shares.levels]
         bars += columns_of(heights, fill, shares.width, shares.positions, texts)
-    caption = f"Left to right: the samples in the order in which one process would draw them. {_in_cell(shares)}"
+    cell = _width_text(shares.width, "sample")
+    if shares.times:
+        cell = "Each cell is a sample; the number says how often all ranks together see it."
+    caption = f"Left to right: the samples in the order in which one process would draw them. {cell}"
     if shares.width > 1:
         caption += " Its colours show what fraction is seen never, once or more than once."
     if foreign := sum(shares.foreign):
@@ -57,17 +52,14 @@ def _how_often(shares: ShareMap) -> tuple[tuple[Fill, str], ...]:
     """Say how many samples are seen how often; the numbers of those seen more than twice together where they differ."""
     total, filling = max(1, shares.positions), ", to fill the last round" if shares.reason == "padding" else ""
     few, many = shares.seen[:_DIFFERENT], shares.seen[_DIFFERENT:]
-    found = [(times, _times(times), count) for times, count in few]
+    named = {0: "never", 1: "once"}
+    found = [(times, named.get(times, f"{times} times"), count) for times, count in few]
     if many:
         found.append((many[0][0], f"{many[0][0]} to {many[-1][0]} times", sum(count for _, count in many)))
     return tuple(
         (_FILLS[min(times, 2)], f"{name}: {count} ({_percent(count / total)}){filling if times > 1 else ''}")
         for times, name, count in found
     )
-
-
-def _times(times: int) -> str:
-    return {0: "never", 1: "once"}.get(times, f"{times} times")
 
 
 def _percent(fraction: float) -> str:
@@ -85,24 +77,28 @@ def _stacked(column: Sequence[int], level: int) -> tuple[float, float]:
     return below / total, column[level] / total
 
 
-def who_gets_what(shares: ShareMap, epoch: int) -> Figure:
+def _who_gets_what(shares: ShareMap, epoch: int) -> Figure:
     """Return a row of columns for each rank, filled by the fraction of each column that the rank gets."""
     ranks, repeats = len(shares.got), sum((times - 1) * count for times, count in shares.seen if times > 1)
     begins = range(0, shares.positions, shares.width)
     fair = [min(shares.width, shares.positions - begin) / (ranks if shares.width > 1 else 1) for begin in begins]
-    scaled = [_scaled(got, again, fair) for got, again in zip(shares.got, shares.again, strict=True)]
+    # How much of each column a rank gets alone, and how much is seen more often, in fair shares.
+    scaled = [
+        [((all_ - both) / share, both / share) for all_, both, share in zip(got, again, fair, strict=True)]
+        for got, again in zip(shares.got, shares.again, strict=True)
+    ]
     most = _most(scaled, shares)
     rows = []
+    texts = [name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…" for name in shares.names]
     for rank, row in enumerate(scaled):
         new = [(0.0, min(alone / most, 1.0)) for alone, _ in row]
         over = [(max(0.0, min(alone, most - both)) / most, min(both / most, 1.0)) for alone, both in row]
-        texts = [_short(name) for name in shares.names]
         bars = [
             *columns_of(new, "once", shares.width, shares.positions, texts),
             *columns_of(over, "again", shares.width, shares.positions, texts),
         ]
         rows.append(BarRow(f"rank {rank}", tuple(bars)))
-    told = by_rank("gets", [sum(row) for row in shares.got], f"of {shares.positions}")
+    told = _by_rank("gets", [sum(row) for row in shares.got], f"of {shares.positions}")
     told += [f"{repeats} of them another rank, or this one, had already ({shares.reason})"] if repeats else []
     legend = _legend(shares, any(alone + both < most - 1e-9 for row in scaled for alone, both in row))
     return Figure(
@@ -112,14 +108,9 @@ def who_gets_what(shares: ShareMap, epoch: int) -> Figure:
         legend,
         tuple(rows),
         ticks_of(shares.positions, shares.width),
-        height=row_height(ranks),
+        height=_row_height(ranks),
         is_dense=len(shares.names) > _FEW_SHARES,
     )
-
-
-def _scaled(got: Sequence[int], again: Sequence[int], fair: Sequence[float]) -> list[tuple[float, float]]:
-    """Return how much of each column a rank gets alone, and how much is seen more often, in fair shares."""
-    return [((all_ - both) / share, both / share) for all_, both, share in zip(got, again, fair, strict=True)]
 
 
 def _most(scaled: Sequence[Sequence[tuple[float, float]]], shares: ShareMap) -> float:
@@ -142,12 +133,6 @@ def _legend(shares: ShareMap, has_ground: bool) -> tuple[tuple[Fill, str], ...]:
     )
 
 
-def _in_cell(shares: ShareMap) -> str:
-    if shares.times:
-        return "Each cell is a sample; the number says how often all ranks together see it."
-    return width_text(shares.width, "sample")
-
-
 def _in_column(shares: ShareMap, most: float) -> str:
     if shares.names:
         return "Each cell is a sample."
@@ -155,39 +140,35 @@ def _in_column(shares: ShareMap, most: float) -> str:
     if round(most, 9) == len(shares.got) > 1:
         fair = "as many samples as the column has"
     full = f" A full column means that the rank gets {fair}." if shares.width > 1 else ""
-    return width_text(shares.width, "sample") + full
+    return _width_text(shares.width, "sample") + full
 
 
-def width_text(width: int, what: str) -> str:
+def _width_text(width: int, what: str) -> str:
     """Say how many positions or steps a column is."""
     return f"A column is {width} {what}s." if width > 1 else f"A column is one {what}."
 
 
-def row_height(ranks: int) -> int:
+def _row_height(ranks: int) -> int:
     """Return how high a row is in pixels, so that many rows fit on a screen."""
     return max(3, min(22, 520 // max(1, ranks)))
 
 
-def by_rank(verb: str, counts: Sequence[int], what: str) -> list[str]:
+def _by_rank(verb: str, counts: Sequence[int], what: str) -> list[str]:
     """Say a number of each rank, or the range of numbers where ranks are many."""
-    if len(counts) > MANY:
+    if len(counts) > _MANY:
         return [f"Each of {len(counts)} ranks {verb} {min(counts)} to {max(counts)} {what}"]
     return [f"Rank {rank} {verb} {count} {what}" for rank, count in enumerate(counts)]
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
 
 
 # Write sizes into cells up to this many columns; a narrow screen has room for fewer.
 _TEXTS, _FEW_STEPS = 40, 12
 
 
-def batch_sizes(steps: StepMap, epoch: int) -> Figure:
+def _batch_sizes(steps: StepMap, epoch: int) -> Figure:
     """Return a row for each rank, filled by how large its batches are."""
     ranks, columns = len(steps.sizes), len(steps.sizes[0])
     is_short = any(map(any, steps.lacking))
-    has_texts = steps.width == 1 and columns <= _TEXTS and ranks <= MANY
+    has_texts = steps.width == 1 and columns <= _TEXTS and ranks <= _MANY
     spans = [min(steps.width, steps.steps - at * steps.width) for at in range(columns)]
     rows = []
     for rank, (sizes, lacking) in enumerate(zip(steps.sizes, steps.lacking, strict=True)):
@@ -200,22 +181,22 @@ def batch_sizes(steps: StepMap, epoch: int) -> Figure:
             *columns_of(none, "never", steps.width, steps.steps),
         ]
         rows.append(BarRow(f"rank {rank}", tuple(bars)))
-    told = by_rank("makes", [steps.steps - sum(lacking) for lacking in steps.lacking], "steps")
+    told = _by_rank("makes", [steps.steps - sum(lacking) for lacking in steps.lacking], "steps")
     told.append(f"the largest batch has {steps.largest} samples")
     missing: tuple[tuple[Fill, str], ...] = (("never", "no step"),) if is_short else ()
     return Figure(
         f"Batch sizes in epoch {epoch}",
-        f"Left to right: the steps. {width_text(steps.width, 'step')} The taller the bar, the larger the batch.",
+        f"Left to right: the steps. {_width_text(steps.width, 'step')} The taller the bar, the larger the batch.",
         "; ".join(told) + ".",
         (("once", f"a batch; full: {steps.largest} samples"), *missing),
         tuple(rows),
         ticks_of(steps.steps, steps.width),
-        height=row_height(ranks),
+        height=_row_height(ranks),
         is_dense=columns > _FEW_STEPS,
     )
 
 
-def waiting_figures(pictured: Pictured, balanced: Pictured | None, world_size: int) -> list[Figure]:
+def _waiting_figures(pictured: Pictured, balanced: Pictured | None, world_size: int) -> list[Figure]:
     """Return a few steps of every rank along the time, and the same of the balanced loader, where there is one.
 
     Both have one scale, so that the shorter one is seen to be shorter.
@@ -273,7 +254,7 @@ def figures_of(pictured: Pictured, balanced: Pictured | None, world_size: int) -
     """
     found, epoch = [], pictured.epoch
     if pictured.shares.positions:
-        found += [how_often_seen(pictured.shares, epoch), who_gets_what(pictured.shares, epoch)]
+        found += [_how_often_seen(pictured.shares, epoch), _who_gets_what(pictured.shares, epoch)]
     if pictured.steps.steps:
-        found.append(batch_sizes(pictured.steps, epoch))
-    return found + waiting_figures(pictured, balanced, world_size)
+        found.append(_batch_sizes(pictured.steps, epoch))
+    return found + _waiting_figures(pictured, balanced, world_size)

@@ -15,38 +15,20 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.drawing import PATTERNS, Figure, figure_html, with_own_patterns
-from ddp_patch.auditing.drawing import STYLE as FIGURES
-from ddp_patch.auditing.epoch_report import (
-    EpochReport,
-    Pictured,
-    Problem,
-    Units,
-    balance_text,
-    batches_text,
-    epoch_text,
-)
-from ddp_patch.auditing.figures import figures_of
+from ddp_patch.auditing.draw_records import Units
+from ddp_patch.auditing.judge_problems import Problem
+from ddp_patch.auditing.show_epochs import EpochReport, balance_text, batches_text, epoch_text
+from ddp_patch.auditing.show_figures import figures_of
+from ddp_patch.auditing.show_maps import Pictured
+from ddp_patch.auditing.show_svg import PATTERNS, figure_html, with_own_patterns
+from ddp_patch.auditing.show_svg import STYLE as FIGURES
 from ddp_patch.errors import AuditError
 from ddp_patch.loaders.hooks import made
 
-__all__ = [
-    "STYLE",
-    "Provenance",
-    "Report",
-    "Reports",
-    "as_markdown",
-    "beside",
-    "facts_html",
-    "notebook",
-    "page",
-    "place_in_code",
-    "section",
-    "versions",
-]
+__all__ = ["Provenance", "Report", "Reports", "page", "place_in_code"]
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that a report depends on."""
     found = {"python": platform.python_version()}
     for package in ("ddp-patch", "torch", "numpy"):
@@ -95,7 +77,7 @@ class Provenance:
 
     command: str
     date: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
-    versions: Mapping[str, str] = field(default_factory=versions)
+    versions: Mapping[str, str] = field(default_factory=_versions)
 
     def lines(self) -> list[tuple[str, str]]:
         """Return what is told as pairs of a name and a text."""
@@ -104,7 +86,7 @@ class Provenance:
 
 
 # Names no colour of texts and backgrounds: a page or a notebook, light or dark, has its own.
-STYLE = (
+_STYLE = (
     """
 .ddp-report { min-width: 0; }
 .ddp-report h2 { font-size: 1.25rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
@@ -124,43 +106,18 @@ STYLE = (
 )
 
 
-def section(
-    heading: str, ok: bool, problems: Sequence[Problem], facts: Sequence[tuple[str, str]], figures: Sequence[Figure]
-) -> str:
-    """Return a report as HTML: its verdict, the two most important figures, problems, facts, more figures.
-
-    Args:
-        heading: The name of the loader, and what was done with it.
-        ok: Whether it passes.
-        problems: What is wrong.
-        facts: What was found, as pairs of a name and a text.
-        figures: The figures, the most important one first.
-    """
-    mark = '<span class="ddp-good">✔ PASS</span>' if ok else '<span class="ddp-bad">✘ FAIL</span>'
-    shown = [figure_html(figure) for figure in figures] or ["<p>No sample was seen, so there is nothing to show.</p>"]
-    return (
-        f'<section class="ddp-report"><h2>{escape(heading)} {mark}</h2>'
-        f"{''.join(shown[:2])}{''.join(map(_problem, problems))}{facts_html(facts)}{''.join(shown[2:])}</section>"
-    )
-
-
-def beside(sections: Sequence[str]) -> str:
-    """Return sections side by side, or one below the other where there is no room."""
-    return f'<div class="ddp-beside">{"".join(sections)}</div>'
-
-
-def notebook(sections: str) -> str:
+def _notebook(sections: str) -> str:
     """Return sections with all that they need, to show in a notebook."""
-    return f"<div><style>{STYLE}</style>{with_own_patterns(PATTERNS + sections)}</div>"
+    return f"<div><style>{_STYLE}</style>{with_own_patterns(PATTERNS + sections)}</div>"
 
 
-def facts_html(facts: Sequence[tuple[str, str]]) -> str:
+def _facts_html(facts: Sequence[tuple[str, str]]) -> str:
     """Return pairs of a name and a text as a list."""
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
     return f'<dl class="ddp-facts">{rows}</dl>'
 
 
-def _problem(problem: Problem) -> str:
+def _problem_html(problem: Problem) -> str:
     return (
         f'<div class="ddp-problem"><p><strong class="ddp-bad">✘ {problem.kind}</strong> '
         f"({escape(problem.where)})</p><p>{escape(problem.what)} {escape(problem.why)}</p>"
@@ -289,19 +246,23 @@ class Report:
 
     def html(self, name: str) -> str:
         """Return the report as a part of an HTML page; with ``patched=True``, before and after side by side."""
-        sections = [
-            section(heading, report.ok, report.problems, report.facts(), report._figures())
-            for heading, report in self.before_and_after(name).items()
-        ]
-        return sections[0] if len(sections) == 1 else beside(sections)
+        sections = [report._section(heading) for heading, report in self.before_and_after(name).items()]
+        return sections[0] if len(sections) == 1 else f'<div class="ddp-beside">{"".join(sections)}</div>'
 
-    def _figures(self) -> list[Figure]:
+    def _section(self, heading: str) -> str:
+        """Return the verdict, the two most important figures, problems, facts, and more figures."""
+        mark = '<span class="ddp-good">✔ PASS</span>' if self.ok else '<span class="ddp-bad">✘ FAIL</span>'
         balanced = None if self.balanced is None else self.balanced.pictured
-        return figures_of(self.pictured, balanced, self.world_size)
+        figures = [figure_html(figure) for figure in figures_of(self.pictured, balanced, self.world_size)]
+        shown = figures or ["<p>No sample was seen, so there is nothing to show.</p>"]
+        return (
+            f'<section class="ddp-report"><h2>{escape(heading)} {mark}</h2>{"".join(shown[:2])}'
+            f"{''.join(map(_problem_html, self.problems))}{_facts_html(self.facts())}{''.join(shown[2:])}</section>"
+        )
 
     def _repr_html_(self) -> str:
         """Show the report in a notebook."""
-        return notebook(self.html(f"{self.name} on {self.world_size} ranks"))
+        return _notebook(self.html(f"{self.name} on {self.world_size} ranks"))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values: numbers, strings, lists and dicts; without ``pictured``, with versions.
@@ -311,23 +272,23 @@ class Report:
         found = asdict(replace(self, balanced=None, patched=None))
         del found["pictured"]
         plain: dict[str, Any] = json.loads(json.dumps(found))
-        others = {name: other and other.to_dict() for name, other in self._others().items()}
-        return {"ok": self.ok, "verdict": self.verdict, **plain, **others, "versions": versions()}
-
-    def _others(self) -> dict[str, "Report | None"]:
-        return {"balanced": self.balanced, "patched": self.patched}
+        others = {
+            "balanced": self.balanced and self.balanced.to_dict(),
+            "patched": self.patched and self.patched.to_dict(),
+        }
+        return {"ok": self.ok, "verdict": self.verdict, **plain, **others, "versions": _versions()}
 
     def to_markdown(self) -> str:
         """Return the report as Markdown: a heading, a table, and the problems below the table."""
         if self.patched is not None:
             return "\n\n".join(each.to_markdown() for each in self._both())
-        rows = [f"| {name} | {as_markdown(value)} |" for name, value in self.facts()]
+        rows = [f"| {name} | {_as_markdown(value)} |" for name, value in self.facts()]
         problems = [
-            f"- **{as_markdown(problem.kind)}** ({as_markdown(problem.where)}): {as_markdown(problem.what)} "
-            f"{as_markdown(problem.why)} *{as_markdown(problem.remedy)}*"
+            f"- **{_as_markdown(problem.kind)}** ({_as_markdown(problem.where)}): {_as_markdown(problem.what)} "
+            f"{_as_markdown(problem.why)} *{_as_markdown(problem.remedy)}*"
             for problem in self.problems
         ]
-        heading = f"### {'✔' if self.ok else '✘'} {as_markdown(self.name)}: {'PASS' if self.ok else 'FAIL'}"
+        heading = f"### {'✔' if self.ok else '✘'} {_as_markdown(self.name)}: {'PASS' if self.ok else 'FAIL'}"
         return "\n".join([heading, "", "| | |", "| --- | --- |", *rows, *([""] if problems else []), *problems])
 
     def _both(self) -> list["Report"]:
@@ -349,7 +310,7 @@ def _yes(value: bool | None) -> str:
     return {True: "yes", False: "no", None: "not known"}[value]
 
 
-def as_markdown(text: str) -> str:
+def _as_markdown(text: str) -> str:
     """Return Markdown that shows a text as it is, in one line."""
     # Leave underscores within a word: Markdown takes them as they are.
     special = r"[\\`*\[\]<>|]|(?<![^\W_])_+|_+(?![^\W_])"
@@ -399,12 +360,12 @@ class Reports(Mapping[str, Report]):
     def to_markdown(self) -> str:
         """Return the reports as Markdown, each below a heading with its place."""
         return "\n\n".join(
-            f"## {as_markdown(place)}\n\n{report.to_markdown()}" for place, report in self.by_place.items()
+            f"## {_as_markdown(place)}\n\n{report.to_markdown()}" for place, report in self.by_place.items()
         )
 
     def _repr_html_(self) -> str:
         """Show the reports in a notebook."""
-        return notebook("".join(report.html(place) for place, report in self.by_place.items()))
+        return _notebook("".join(report.html(place) for place, report in self.by_place.items()))
 
     def __getitem__(self, place: str) -> Report:
         return self.by_place[place]
@@ -454,7 +415,7 @@ def page(reports: Mapping[str, Report], provenance: Provenance) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>DDP audit: {verdict}</title><style>{_PAGE}{STYLE}</style></head><body>{PATTERNS}<header>"
+        f"<title>DDP audit: {verdict}</title><style>{_PAGE}{_STYLE}</style></head><body>{PATTERNS}<header>"
         f'<h1>DDP audit: <span class="{"ddp-bad" if failed else "ddp-good"}">{verdict}</span></h1></header>'
-        f"<main>{sections}</main><footer>{facts_html(provenance.lines())}</footer></body></html>\n"
+        f"<main>{sections}</main><footer>{_facts_html(provenance.lines())}</footer></body></html>\n"
     )

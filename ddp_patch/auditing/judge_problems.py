@@ -1,18 +1,23 @@
-"""Check what else must hold in an epoch, or over all epochs; a function ending in ``_problem`` returns it, or None."""
+"""Kinds of problem, and checks of what must hold in an epoch or over all: each returns its problem, or None."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import factorial
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from ddp_patch.auditing.counting import EXAMPLES, Judged, coverage, largest_batch, where_in
-from ddp_patch.auditing.drawn import Coding, EpochDraws, Numbers, RankDraws, Traits
-from ddp_patch.auditing.epoch_report import Problem, sentence
-from ddp_patch.auditing.made_up_world import same_items
+from ddp_patch.auditing.draw_loaders import Traits
+from ddp_patch.auditing.draw_records import Coding, EpochDraws, Numbers, RankDraws, same_items
+from ddp_patch.auditing.judge_coverage import Judged, coverage, largest_batch
 
 __all__ = [
+    "EXAMPLES",
+    "CoverageKind",
+    "Kind",
     "Lost",
+    "Problem",
+    "coverage_kinds",
     "error_problem",
     "idle_problem",
     "length_problem",
@@ -20,19 +25,106 @@ __all__ = [
     "lost_problem",
     "no_step_problem",
     "order_problem",
+    "problem_kinds",
+    "sentence",
     "steps_problem",
     "unpatched_problem",
+    "where_in",
 ]
 
 
+def sentence(text: str) -> str:
+    """Return a text that ends where a sentence ends.
+
+    Examples:
+        >>> sentence("no such file"), sentence("Is it there?")
+        ('no such file.', 'Is it there?')
+    """
+    text = text.rstrip()
+    return text if text.endswith((".", "!", "?", ":", "…")) else f"{text}."
+
+
+# These mean: shards are not disjoint, or not complete.
+CoverageKind: TypeAlias = Literal[
+    "not_sharded",
+    "ignores_world_size",
+    "double_sharding",
+    "ranks_disagree",
+    "split_batch",
+    "missing",
+    "repeated",
+    "foreign",
+    "padding",
+]
+Kind: TypeAlias = Literal[
+    CoverageKind, "tail_lost", "uneven_steps", "idle_workers", "same_order", "wrong_length", "error"
+]
+coverage_kinds: frozenset[CoverageKind] = frozenset(get_args(CoverageKind))
+problem_kinds: Mapping[Kind, str] = {
+    "not_sharded": "every rank gets all data, or ranks get the same part of it",
+    "ignores_world_size": "make(0, 1) returns what rank 0 of several gets",
+    "double_sharding": "data is sharded twice",
+    "ranks_disagree": "the ranks use different orders",
+    "split_batch": "a batch of the batch sampler reaches several ranks in pieces",
+    "missing": "samples that no rank gets",
+    "tail_lost": "the same few samples are left out in every epoch",
+    "repeated": "samples that are seen more than once",
+    "foreign": "samples that ranks get and one process never gets",
+    "padding": "more samples are repeated than fill the last round",
+    "uneven_steps": "ranks make different numbers of steps",
+    "idle_workers": "workers of an iterable dataset get nothing to read",
+    "same_order": "every epoch has the same order",
+    "wrong_length": "len() of the loader is not the number of its steps",
+    "error": "a rank's sampler raises",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Describe something that is wrong, and what to do about it.
+
+    Attributes:
+        kind: The kind of problem, a key of ``problem_kinds``.
+        what: What was found, with its numbers.
+        where: The epoch and the ranks.
+        why: Why it matters, and where it comes from.
+        remedy: What to do about it.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from ddp_patch import audit
+        >>> (problem,) = audit(DataLoader(range(8)), world_size=2, patch=False).problems
+        >>> problem.kind, problem.where, problem.what
+        ('not_sharded', 'epoch 0, 2 ranks', 'Each of 2 ranks gets all of the data, 8 samples.')
+    """
+
+    kind: Kind
+    what: str
+    where: str
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.where}): {self.what} {self.why} {self.remedy}"
+
+
+# Give this many examples.
+EXAMPLES = 3
+
+
+def where_in(epoch: EpochDraws) -> str:
+    """Say which epoch, on how many ranks."""
+    return f"epoch {epoch.number}, {len(epoch.ranks)} ranks"
+
+
 def unpatched_problem(
-    epoch: EpochDraws, again: Callable[[], RankDraws], coding: Coding, workers: int
+    epoch: EpochDraws, again: Callable[[int], RankDraws], coding: Coding, workers: int
 ) -> Problem | None:
     """Check that a patched loader leaves out nothing that the unpatched one gives; None if it does not.
 
     Args:
         epoch: What was drawn.
-        again: Draws the same epoch of the unpatched loader, seeded otherwise.
+        again: Draws the epoch of a number of the unpatched loader once more, seeded otherwise.
         coding: Gives samples their names.
         workers: The loader's workers.
     """
@@ -42,7 +134,7 @@ def unpatched_problem(
     found = coverage(given.items, [alone.items])
     if not found.lacking:
         return None
-    if not same_items(given, other := again()):
+    if not same_items(given, other := again(epoch.number)):
         # Samples are made at random: as many of others will do, where there are always as many.
         found = found.counts_alone()
         if not found.lacking or len(other.items) != len(given.items):
@@ -108,7 +200,7 @@ def idle_problem(epoch: EpochDraws, traits: Traits) -> Problem | None:
     A patched loader's workers read what the unpatched one's do, and some of it may be other ranks'.
     """
     drawn = epoch.ranks if epoch.unpatched is None else [epoch.unpatched]
-    idle = {rank: one.idle for rank, one in enumerate(drawn) if _has_idle_workers(one, traits)}
+    idle = {rank: each.idle for rank, each in enumerate(drawn) if _has_idle_workers(each, traits)}
     if not idle:
         return None
     rank, workers = next(iter(idle.items()))

@@ -3,18 +3,17 @@
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
-from ddp_patch.auditing.drawn import Coding, EpochDraws, Numbers, RankDraws, Traits, signature
-from ddp_patch.auditing.epoch_report import Units
-from ddp_patch.auditing.simulate import Rank, ranks_of
-from ddp_patch.auditing.subject import Audited
+from ddp_patch.auditing.draw_loaders import Audited, Traits
+from ddp_patch.auditing.draw_ranks import Rank
+from ddp_patch.auditing.draw_records import Coding, EpochDraws, Numbers, RankDraws, Units, same_items, signature
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.testing import run_ranks
 
-__all__ = ["Alone", "MadeUpWorld", "Progress", "RealRank", "WorldOf", "real_ranks_of", "same_items"]
+__all__ = ["MadeUpWorld", "Progress", "RealRank", "ranks_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class RealRank:
         return replace(drawn, items=coding.adopt(self.coding, drawn.items).astype(np.int64))
 
 
-def real_ranks_of(subject: Audited, seeds: Sequence[int], numbers: Sequence[int], timeout: float) -> list[RealRank]:
+def _real_ranks_of(subject: Audited, seeds: Sequence[int], numbers: Sequence[int], timeout: float) -> list[RealRank]:
     """Start a process for every rank, draw epochs there one after the other, and return what each rank drew.
 
     Args:
@@ -73,18 +72,38 @@ def sampling(rank: int, world_size: int, pickled: bytes, numbers: Sequence[int],
     """Draw epochs on one rank; errors call it by this name."""
     subject: Audited = pickle.loads(pickled)  # noqa: S301 - the parent's own
     coding = Coding()
-    one = Rank(lambda: subject.made_for(rank, world_size, is_real=True), subject, seeds[rank])
-    epochs = {number: one.epoch(number, coding) for number in numbers}
+    here = Rank(subject, rank, world_size, seeds[rank], is_real=True)
+    epochs = {number: here.epoch(number, coding) for number in numbers}
     if not subject.is_made:
-        return RealRank(one.traits, epochs, coding)
-    return RealRank(one.traits, epochs, coding, one.digest, one.layers)
+        return RealRank(here.traits, epochs, coding)
+    return RealRank(here.traits, epochs, coding, here.digest, here.layers)
 
 
-# Makes the ranks of a world: of what, as which ranks they are seeded, and the epochs that they will draw.
-WorldOf: TypeAlias = Callable[[Audited, Sequence[int], Sequence[int]], Sequence[Rank | RealRank]]
+def ranks_of(
+    subject: Audited, seeds: Sequence[int], numbers: Sequence[int], timeout: float | None = None
+) -> Sequence[Rank | RealRank]:
+    """Return all ranks of a world.
+
+    Args:
+        subject: What is audited.
+        seeds: For each rank, as which one it is seeded.
+        numbers: The epochs that they will draw.
+        timeout: Seconds until every real rank must have returned; None for ranks that this process simulates.
+    """
+    if timeout is not None:
+        return _real_ranks_of(subject, seeds, numbers, timeout)
+    return [Rank(subject, rank, len(seeds), seed) for rank, seed in enumerate(seeds)]
 
 
-class Alone:
+def _drawn_anew(ranks: "Sequence[Rank | RealRank | _Alone]", number: int, coding: Coding) -> list[RankDraws]:
+    """Draw an epoch, and those before it, on new ranks."""
+    for before in range(number):
+        for rank in ranks:
+            rank.epoch(before, coding)
+    return [rank.epoch(number, coding) for rank in ranks]
+
+
+class _Alone:
     """Draws what one process gets of a loader, with all its workers, and of what they all read, once.
 
     Several workers that all read the whole of an iterable dataset give every sample several times. That is no more to
@@ -93,59 +112,45 @@ class Alone:
     Args:
         subject: What is audited, whole.
         numbers: The epochs to draw.
-        world_of: Makes the process.
+        timeout: As of ``ranks_of``.
         seed: As which rank it is seeded.
 
     Attributes:
         rank: The process.
     """
 
-    def __init__(self, subject: Audited, numbers: Sequence[int], world_of: WorldOf, seed: int = 0) -> None:
-        (alone,) = world_of(subject, [seed], numbers)
+    def __init__(self, subject: Audited, numbers: Sequence[int], timeout: float | None, seed: int = 0) -> None:
+        (alone,) = ranks_of(subject, [seed], numbers, timeout)
         self.rank: Rank | RealRank = alone
-        self._subject, self._world_of, self._seed = replace(subject, by_one_worker=True), world_of, seed
-        self._one: Rank | RealRank | None = None
+        self._subject, self._timeout, self._seed = replace(subject, by_one_worker=True), timeout, seed
+        self._by_one_worker: Rank | RealRank | None = None
         self._workers: int = self.rank.traits.num_workers
         if self.rank.traits.is_iterable and self._workers > 1 and not subject.patches:
-            (self._one,) = world_of(self._subject, [seed], numbers)
+            (self._by_one_worker,) = ranks_of(self._subject, [seed], numbers, timeout)
 
     def epoch(self, number: int, coding: Coding) -> RankDraws:
         """Draw the next pass as epoch ``number``."""
         drawn = self.rank.epoch(number, coding)
-        if self._one is None:
+        if self._by_one_worker is None:
             return drawn
-        once = self._one.epoch(number, coding)
+        once = self._by_one_worker.epoch(number, coding)
         if drawn.error is not None or once.error is not None:
             return drawn  # a dataset may need all of its workers
         is_read_by_all = _is_each(drawn, once, self._workers)
         if not (is_read_by_all or drawn.asked):
             # Workers that do not know which they are read different samples if these are drawn at random.
-            is_read_by_all = not same_items(once, self._drawn_anew(number, coding))
+            others = ranks_of(self._subject, [self._seed + 1], range(number + 1), self._timeout)
+            is_read_by_all = not same_items(once, *_drawn_anew(others, number, coding))
         return once if is_read_by_all else drawn
-
-    def _drawn_anew(self, number: int, coding: Coding) -> RankDraws:
-        """Draw an epoch with one worker in a process that is seeded otherwise."""
-        numbers = range(number + 1)
-        (other,) = self._world_of(self._subject, [self._seed + 1], numbers)
-        return [other.epoch(each, coding) for each in numbers][-1]
-
-
-def same_items(first: RankDraws, second: RankDraws) -> bool:
-    """Tell whether two processes drew the same samples, in whatever order."""
-    return np.array_equal(_in_order(first), _in_order(second))
 
 
 def _is_each(drawn: RankDraws, once: RankDraws, workers: int) -> bool:
     """Tell whether each of several workers drew what one alone draws, as far as both were drawn."""
     if drawn.ended != once.ended or (drawn.ended and len(drawn.items) != workers * len(once.items)):
         return False
-    schedule = min(len(drawn.sizes) // workers, len(once.sizes))
-    each = np.repeat(_in_order(once.first_steps(schedule)), workers)
-    return np.array_equal(_in_order(drawn.first_steps(schedule * workers)), each)
-
-
-def _in_order(drawn: RankDraws) -> Any:
-    return np.sort(drawn.items)
+    steps = min(len(drawn.sizes) // workers, len(once.sizes))
+    each = np.repeat(np.sort(once.first_steps(steps).items), workers)
+    return np.array_equal(np.sort(drawn.first_steps(steps * workers).items), each)
 
 
 Progress: TypeAlias = Callable[[int, int], object]  # called with how many draws are done, and how many there are
@@ -181,7 +186,7 @@ class MadeUpWorld:
         self.world_size: int = world_size
         self.epochs: int = epochs
         self.processes: bool = processes
-        self._timeout, self._progress = timeout, progress
+        self._timeout, self._progress = timeout if processes else None, progress
         self.coding: Coding = Coding()
         self._begin(subject)
         traits = [rank.traits for rank in self._everyone()]
@@ -195,14 +200,14 @@ class MadeUpWorld:
     def _begin(self, subject: Audited) -> None:
         """Make the ranks, and the single process to compare them with."""
         self.subject: Audited = subject
-        self._ranks = self._world_of(subject, range(self.world_size), range(self.epochs))
+        self._ranks = ranks_of(subject, range(self.world_size), range(self.epochs), self._timeout)
         # What balanced ranks get is compared with what one process gets without: it loses nothing in a deal.
         whole = replace(subject, max_items=subject.max_items * self.world_size, whole=True, balance={})
-        self._alone = Alone(whole, range(self.epochs), self._world_of)
+        self._alone = _Alone(whole, range(self.epochs), self._timeout)
         # A patched loader goes through its epochs by itself.
         self._given = replace(whole, patch=False, options={}, set_epoch=True)
         is_given = subject.patches and self._ranks[0].traits.is_iterable
-        self._unpatched = Alone(self._given, range(self.epochs), self._world_of) if is_given else None
+        self._unpatched = _Alone(self._given, range(self.epochs), self._timeout) if is_given else None
 
     def _everyone(self) -> Sequence[Rank | RealRank]:
         return [*self._ranks, self._alone.rank]
@@ -237,12 +242,6 @@ class MadeUpWorld:
             common = first
         return common
 
-    def _world_of(self, subject: Audited, seeds: Sequence[int], numbers: Sequence[int]) -> Sequence[Rank | RealRank]:
-        """Return the ranks of a world, each seeded as one of the ``seeds`` says."""
-        if self.processes:
-            return real_ranks_of(subject, seeds, numbers, self._timeout)
-        return ranks_of(subject, seeds)
-
     def drawn(self) -> Iterator[EpochDraws]:
         """Yield every epoch, drawn just then. Call it once: ranks go on from where they are."""
         # Keep no reference to an epoch here: it may be large, and the caller drops it before the next one is drawn.
@@ -260,21 +259,18 @@ class MadeUpWorld:
 
     def unpatched_anew(self, number: int) -> RankDraws:
         """Draw an epoch of the unpatched loader once more, in a process that is seeded otherwise."""
-        numbers = range(number + 1)
-        again = Alone(self._given, numbers, self._world_of, seed=1)
-        return [again.epoch(each, self.coding) for each in numbers][-1]
+        (drawn,) = _drawn_anew([_Alone(self._given, range(number + 1), self._timeout, seed=1)], number, self.coding)
+        return drawn
 
     def alike(self, epoch: EpochDraws) -> EpochDraws:
         """Draw an epoch again, on new ranks that are all seeded alike."""
-        numbers = range(epoch.number + 1)
-        ranks = self._world_of(self.subject, [0] * self.world_size, numbers)
-        for number in numbers:
-            drawn = [rank.epoch(number, self.coding) for rank in ranks]
-        return replace(epoch, ranks=_in_step(drawn), units=self.units)
+        ranks = ranks_of(self.subject, [0] * self.world_size, range(epoch.number + 1), self._timeout)
+        drawn = _in_step(_drawn_anew(ranks, epoch.number, self.coding))
+        return replace(epoch, ranks=drawn, units=self.units)
 
     def is_changed_by_epoch(self, first: RankDraws) -> bool:
         """Tell whether ``set_epoch(1)`` would have given rank 0 another first pass than ``first``."""
-        ranks = self._world_of(replace(self.subject, set_epoch=True), range(self.world_size), [1])
+        ranks = ranks_of(replace(self.subject, set_epoch=True), range(self.world_size), [1], self._timeout)
         again = ranks[0].epoch(1, self.coding).first_steps(len(first.sizes))
         return signature([again]) != signature([first])
 

@@ -1,0 +1,434 @@
+"""Make each rank's loader, a copy of the audited one or what the audited factory returns; and describe it."""
+
+import copy
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import date, time, timedelta
+from enum import Enum
+from itertools import chain
+from os import PathLike
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from ddp_patch.auditing.draw_records import Numbers, Units, Value
+from ddp_patch.compat.packages import is_interleaved, is_split_by_node
+from ddp_patch.errors import InvalidOptionError, NotALoaderError, message_of
+from ddp_patch.loaders.copying import copy_loader
+from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
+from ddp_patch.loaders.recognition import is_loader, nested_datasets, shards_itself
+from ddp_patch.loaders.samples import nested_samplers
+from ddp_patch.orders.fingerprint import fingerprint
+from ddp_patch.orders.orders import is_torch_sampler
+from ddp_patch.patching import patch_dataloader_to_ddp
+from ddp_patch.sharding.epochs import EpochSampler
+
+__all__ = [
+    "Audited",
+    "Factory",
+    "Traits",
+    "base_of",
+    "digest",
+    "divides_batches",
+    "layers_of",
+    "length_of",
+    "made_by",
+    "made_of_batches",
+    "name_of",
+    "samples_of",
+    "traits_of",
+]
+
+
+Factory: TypeAlias = Callable[[int, int], DataLoader[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """Describe what is audited and how: a loader, copied for every rank, or a factory of each rank's loader.
+
+    Args:
+        make: What a look at the loader told, or ``make(rank, world_size)``.
+        patch: Whether ``patch_dataloader_to_ddp`` shards a loader first.
+        options: Options for ``patch_dataloader_to_ddp``.
+        set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch.
+        max_items: Draw this many items of each rank's epoch, rounded up to a whole batch.
+        whole: Whether to keep a last, incomplete batch, so that everything there is to shard is drawn.
+        by_one_worker: Whether one worker reads an iterable dataset, however many the loader has.
+        by_contents: Whether to compare samples by their contents, because each rank holds data of its own in memory.
+        balance: More options for ``patch_dataloader_to_ddp``, by which steps cost alike on all ranks.
+
+    Raises:
+        NotALoaderError: ``make`` is neither a loader nor a function.
+        InvalidOptionError: The loader is one rank's shard already; the function does not take a rank and a world
+            size; or options are given, and nothing is patched.
+    """
+
+    make: LoaderFacts[Any] | Factory
+    patch: bool
+    options: Mapping[str, Any]
+    set_epoch: bool
+    max_items: int
+    whole: bool = False
+    by_one_worker: bool = False
+    by_contents: bool = False
+    balance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.make, LoaderFacts):
+            if not callable(self.make):
+                raise NotALoaderError(
+                    f"audit needs a DataLoader or a function make(rank, world_size) that returns one, and got "
+                    f"{self.make!r} ({type(self.make).__name__}). Pass the finished loader itself."
+                )
+            _require_two_arguments(self.make)
+        elif (found := self.make.sharded_by) is not None:
+            rank, ranks = self.make.made_for or ("?", "?")
+            raise InvalidOptionError(
+                f"audit was given a loader that is one rank's share already ({type(found).__name__}, rank {rank} of "
+                f"{ranks}), and other ranks' shares cannot be made of it. Pass a function make(rank, world_size) that "
+                "builds each rank's loader, or the loader as it is before it is shared."
+            )
+        if self.options and not self.patches:
+            raise InvalidOptionError(
+                f"audit was given {', '.join(self.options)} for patch_dataloader_to_ddp(), which is not called: "
+                f"{'patch=False' if isinstance(self.make, LoaderFacts) else 'a factory makes finished loaders'}. Leave "
+                "them out, or pass an unpatched loader."
+            )
+
+    @property
+    def patches(self) -> bool:
+        """Tell whether ``patch_dataloader_to_ddp`` shards the loader."""
+        return self.patch and isinstance(self.make, LoaderFacts)
+
+    @property
+    def is_made(self) -> bool:
+        """Tell whether a factory makes each rank's loader."""
+        return not isinstance(self.make, LoaderFacts)
+
+    @property
+    def name(self) -> str:
+        """Return the name to show in reports."""
+        if isinstance(self.make, LoaderFacts):
+            return type(self.make.loader).__name__
+        return name_of(self.make)
+
+    def made_for(self, rank: int, world_size: int, is_real: bool = False) -> LoaderFacts[Any]:
+        """Make a rank's loader, and look at it.
+
+        Args:
+            rank: The rank.
+            world_size: The number of ranks.
+            is_real: Whether this process is that rank, with a process group and its own copy of the subject.
+        """
+        if not isinstance(self.make, LoaderFacts):
+            made = made_by(self.make, rank, world_size)
+            if not is_loader(made):
+                raise NotALoaderError(
+                    f"The factory {self.name}(rank={rank}, world_size={world_size}) returned {made!r} "
+                    f"({type(made).__name__}), not a DataLoader. Return the loader that this rank would iterate."
+                )
+        else:
+            made = self.make.loader if is_real else _copied(self.make)
+            if self.patches:
+                where: dict[str, Any] = {} if is_real else {"rank": rank, "num_replicas": world_size}
+                made = patch_dataloader_to_ddp(made, **where, **self.options, **self.balance)
+        facts = look_at(made)
+        if self.whole:
+            facts = _whole(facts)
+        return look_at(copy_loader(facts.loader, num_workers=1)) if self.by_one_worker else facts
+
+
+def _require_two_arguments(make: Factory) -> None:
+    """Refuse a function that cannot be called as ``make(rank, world_size)``."""
+    try:
+        inspect.signature(make).bind(0, 1)
+    except TypeError as error:
+        raise InvalidOptionError(
+            f"audit calls a factory as make(rank, world_size) for every rank, and {name_of(make)} cannot be called so: "
+            f"{error}. Give it these two arguments, or pass the finished loader itself."
+        ) from None
+    except ValueError:  # some functions in C do not tell their arguments
+        pass
+
+
+def name_of(make: Callable[..., Any]) -> str:
+    """Return a factory's name."""
+    return getattr(make, "__name__", type(make).__name__)
+
+
+def made_by(make: Factory, rank: int, world_size: int) -> Any:
+    """Call a factory; note on any error for which rank it was called.
+
+    Args:
+        make: ``make(rank, world_size)``.
+        rank: The rank.
+        world_size: The number of ranks.
+    """
+    try:
+        return make(rank, world_size)
+    except Exception as error:
+        error.add_note(
+            f"It was raised by {name_of(make)}({rank}, {world_size}), which audit called as make(rank, world_size)."
+        )
+        raise
+
+
+def _whole(facts: LoaderFacts[Any]) -> LoaderFacts[Any]:
+    """Return a look at the loader as one that leaves nothing out."""
+    if facts.level is Level.SAMPLE and facts.drop_last:
+        batches = facts.makes_batches(facts.stream.source, facts.batch_size, False)
+        return look_at(copy_loader(facts.loader, **facts.placed({"drop_last": False, "batch_sampler": batches})))
+    if facts.level is Level.ITERABLE:
+        return look_at(copy_loader(facts.loader, drop_last=False))
+    return facts
+
+
+def _copied(facts: LoaderFacts[Any]) -> DataLoader[Any]:
+    """Return a copy of the loader with its own samplers or iterable dataset, and its own random generators."""
+    names = ["dataset"] if facts.level is Level.ITERABLE else []
+    names += ["sampler", "batch_sampler", "generator"]
+    memo, new = _shared(facts), {}
+    for name in names:
+        value = getattr(facts.loader, name)
+        try:
+            new[name] = copy.deepcopy(value, memo)
+        except Exception as error:
+            raise InvalidOptionError(
+                f"audit copies a loader's {name} for every rank, and copying {type(value).__name__} raised "
+                f"{type(error).__name__}: {message_of(error)}. Pass a function make(rank, world_size) that builds each "
+                "rank's loader."
+            ) from error
+    return copy_loader(facts.loader, **new)
+
+
+def _shared(facts: LoaderFacts[Any]) -> dict[int, Any]:
+    """Return what copies share with the loader instead of copying it, as a memo for ``copy.deepcopy``."""
+    is_iterable = facts.level is Level.ITERABLE
+    memo: dict[int, Any] = {} if is_iterable else {id(facts.dataset): facts.dataset}
+    holders = [*facts.samplers, *nested_samplers(facts.loader.sampler), *([facts.dataset] if is_iterable else [])]
+    for holder in holders:
+        data = _data_types(holder, is_iterable)
+        for value in getattr(holder, "__dict__", {}).values():
+            is_data = isinstance(value, Dataset | nn.Module) and not isinstance(value, IterableDataset)
+            if is_data or isinstance(value, data):
+                memo[id(value)] = value
+            elif type(value) is list and set(map(type, value)) <= {int, float, str}:
+                memo[id(value)] = value[:]  # the same copy that deepcopy makes, without a look at each element
+    return memo
+
+
+def _data_types(holder: object, is_iterable: bool) -> tuple[type, ...]:
+    """Return the types of attributes that are large data, which the holder does not change."""
+    if is_torch_sampler(holder):
+        return (torch.Tensor, np.ndarray, list, range)
+    return (torch.Tensor, np.ndarray) if is_iterable else ()
+
+
+# Samples in memory, by index.
+Held: TypeAlias = Sequence[Any] | NDArray[Any] | torch.Tensor
+# What a fingerprint tells by its value. It tells any other object by its type alone.
+_PLAIN = (type(None), int, float, complex, str, bytes, bytearray, Enum, date, time, timedelta, PathLike)
+_ARRAYS = (torch.Tensor, np.ndarray, np.generic)
+
+
+def base_of(dataset: Any) -> Any:
+    """Return the dataset below all ``Subset`` layers, or the dataset itself where it has none."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
+
+
+def in_base(dataset: Any, items: Iterable[Any]) -> list[Any]:
+    """Translate a dataset's indices to indices of the dataset below its ``Subset`` layers.
+
+    Examples:
+        >>> in_base(Subset(Subset("abcdef", [1, 3, 5]), [2, 0]), [0, 1])
+        [5, 1]
+    """
+    found = list(items)
+    while isinstance(dataset, Subset):
+        indices = dataset.indices
+        found = [[indices[each] for each in item] if isinstance(item, list) else indices[item] for item in found]
+        dataset = dataset.dataset
+    return found
+
+
+def layers_of(dataset: Any) -> list[Numbers]:
+    """Return the indices that each layer of a dataset has in the dataset at its base, from there upwards.
+
+    Returns:
+        An array for the base and one for each ``Subset`` above it, shape (samples of the layer,). The list ends before
+        a layer that has no length or whose indices are no whole numbers.
+
+    Examples:
+        >>> [layer.tolist() for layer in layers_of(Subset(Subset("abcd", [3, 1, 0]), [2, 0]))]
+        [[0, 1, 2, 3], [3, 1, 0], [0, 3]]
+    """
+    below = layers_of(dataset.dataset) if isinstance(dataset, Subset) else []
+    try:
+        found = [operator.index(index) for index in in_base(dataset, range(len(dataset)))]
+        return [*below, np.array(found, np.int64)]
+    except Exception:  # noqa: BLE001 - the user's dataset may raise anything
+        return below
+
+
+def contents(dataset: Any) -> Held | None:
+    """Return the samples of a dataset that holds them in memory, by index; None for any other dataset.
+
+    Examples:
+        >>> contents(Subset(["a", "b", "c"], [2, 0]))
+        ['c', 'a']
+    """
+    match dataset:
+        case list() | tuple() | range() | np.ndarray() | torch.Tensor():
+            return dataset
+        case TensorDataset():
+            return [*zip(*dataset.tensors, strict=True)]
+        case Subset():
+            below = contents(dataset.dataset)
+            return None if below is None else [below[index] for index in dataset.indices]
+        case ConcatDataset():
+            parts = [held for part in dataset.datasets if (held := contents(part)) is not None]
+            return [*chain.from_iterable(parts)] if len(parts) == len(dataset.datasets) else None
+    return None
+
+
+def digest(dataset: Any) -> str | None:
+    """Return a hash of the samples that a dataset holds in memory; None where it holds none or they cannot be told."""
+    held = contents(dataset)
+    match held:
+        case None:
+            return None
+        case range():
+            return fingerprint([repr(held)])
+        case torch.Tensor():
+            return fingerprint([held])
+        case np.ndarray() if not held.dtype.hasobject:
+            return fingerprint([held])
+    return fingerprint(held) if all(map(_is_told, held)) else None
+
+
+def _is_told(item: Any) -> bool:
+    """Tell whether an item has a value that a fingerprint tells."""
+    match item:
+        case list() | tuple() | Set():
+            return all(map(_is_told, item))
+        case Mapping():
+            return all(_is_told(value) for value in item.values())
+    if is_dataclass(item) and not isinstance(item, type):
+        return all(_is_told(getattr(item, field.name)) for field in fields(item))
+    return isinstance(item, (*_PLAIN, *_ARRAYS))
+
+
+def samples_of(dataset: Any, steps: Iterator[list[Any]], by_contents: bool) -> Iterator[list[Any]]:
+    """Yield what the indices of each step stand for: samples' contents, or indices below ``Subset`` layers."""
+    held = contents(dataset) if by_contents else None
+    if held is not None:
+        return ([Value(held[item]) for item in step] for step in steps)
+    return (in_base(dataset, step) for step in steps) if isinstance(dataset, Subset) else steps
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Describe a rank's loader.
+
+    Attributes:
+        units: Whether ranks shard samples or whole batches.
+        is_iterable: Whether the dataset is iterable, so that it is read and has no indices.
+        batch_size: Samples in a batch, where the loader or its batch sampler says so; otherwise 1.
+        num_workers: The loader's workers.
+        keeps_workers: Whether they live on from epoch to epoch.
+        num_shards: In how many pieces an iterable dataset says that its workers may share it; None if it does not say.
+        may_be_split: Whether Hugging Face's ``split_dataset_by_node()`` has split the dataset, or may have, which its
+            ``interleave_datasets()`` hides.
+        divides_batches: Whether each rank takes a part of every batch of one process.
+        drops_batch: Whether the loader leaves out a last, incomplete batch.
+        drops_round: Whether a sampler leaves out the last, incomplete round of ranks.
+        sharers: How many of the loader's samplers and its dataset shard by themselves.
+        dataset_length: Samples in the dataset; None where it is iterable or has no length.
+        base_length: Samples in the dataset below torch's ``Subset`` layers; None as above.
+    """
+
+    units: Units
+    is_iterable: bool
+    batch_size: int
+    num_workers: int
+    keeps_workers: bool
+    num_shards: int | None
+    may_be_split: bool
+    divides_batches: bool
+    drops_batch: bool
+    drops_round: bool
+    sharers: int
+    dataset_length: int | None
+    base_length: int | None
+
+    @property
+    def batchers(self) -> int:
+        """Return how many parts of a rank make batches, each with a last one of its own.
+
+        Each worker makes its own batches of an iterable dataset. Elsewhere the rank's one batch sampler makes them.
+        """
+        return max(1, self.num_workers) if self.is_iterable else 1
+
+
+def traits_of(facts: LoaderFacts[Any]) -> Traits:
+    """Return the traits of a loader that was looked at."""
+    samplers, batches = facts.samplers, None if facts.level is Level.UNBATCHED else facts.iterated
+    is_iterable = facts.level is Level.ITERABLE
+    size = facts.batch_size or getattr(batches, "batch_size", None)
+    return Traits(
+        units="batches" if made_of_batches(facts) else "samples",
+        is_iterable=is_iterable,
+        batch_size=size if isinstance(size, int) and size > 0 else 1,
+        num_workers=facts.num_workers,
+        keeps_workers=facts.loader.persistent_workers,
+        num_shards=_num_shards(facts.dataset) if is_iterable else None,
+        may_be_split=is_iterable and not isinstance(facts.sharded_by, EpochSampler) and _may_be_split(facts.dataset),
+        divides_batches=divides_batches(facts),
+        drops_batch=facts.drop_last or getattr(batches, "drop_last", False) is True,
+        drops_round=any(getattr(sampler, "drop_last", False) is True for sampler in samplers),
+        sharers=sum(map(shards_itself, (*samplers, facts.dataset))),
+        dataset_length=None if is_iterable else facts.dataset_length,
+        base_length=None if is_iterable else length_of(base_of(facts.dataset)),
+    )
+
+
+def _may_be_split(dataset: Any) -> bool:
+    return is_interleaved(dataset) or any(map(is_split_by_node, nested_datasets(dataset)))
+
+
+def _num_shards(dataset: Any) -> int | None:
+    with suppress(Exception):
+        found = dataset.num_shards
+        return found if isinstance(found, int) else None
+    return None
+
+
+def length_of(sized: Any) -> int | None:
+    """Return ``len(sized)``; None where it raises, for whatever reason."""
+    with suppress(Exception):
+        return len(sized)
+    return None
+
+
+def divides_batches(facts: LoaderFacts[Any]) -> bool:
+    """Tell whether each rank takes a part of every batch of one process."""
+    return isinstance(facts.sharded_by, EpochSampler) and facts.sharded_by.agreed.options.divides_batches
+
+
+def made_of_batches(facts: LoaderFacts[Any]) -> bool:
+    """Tell whether ranks shard whole batches of this loader."""
+    if divides_batches(facts):
+        return False
+    if facts.level is Level.UNBATCHED:
+        return any(isinstance(sampler, BatchSampler) for sampler in facts.stream.samplers)
+    return facts.level is Level.BATCH

@@ -1,0 +1,177 @@
+"""The records of a rank's batches, and the keys of their items, against what is counted by hand."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import given
+
+from ddp_patch.evaluation.places import keys_of, placed, placed_samples
+from ddp_patch.options import Layout, Uneven
+from ddp_patch.plan import Batching, Plan
+from ddp_patch.schedule import BatchRecord, Part, Schedule, Sizes
+
+ranks_of = st.integers(1, 5)
+unevens: st.SearchStrategy[Uneven] = st.sampled_from(["pad", "drop", "keep"])
+layouts: st.SearchStrategy[Layout] = st.sampled_from(["interleaved", "contiguous"])
+batchings = st.builds(Batching, st.integers(1, 5), drop_last=st.booleans())
+batch_sizes = st.lists(st.integers(0, 7), max_size=20)
+
+
+@st.composite
+def parts_of(draw: st.DrawFn, batching: Batching, most: int = 4) -> list[Part]:
+    """What workers read, in the order of their turns. Whole batches were taken before."""
+    workers = draw(st.permutations(range(draw(st.integers(1, most)))))
+    return [
+        Part(batching.size * draw(st.integers(0, 2)), draw(st.integers(0, 40)), worker=worker) for worker in workers
+    ]
+
+
+def recorded(sizes: Sequence[int]) -> Sizes:
+    found = Sizes()
+    for size in sizes:
+        found.add(size)
+    return found
+
+
+def taken(schedule: Schedule, record: BatchRecord) -> list[int]:
+    """The positions of a batch's items, in its part, padding included."""
+    share = schedule.plan.share(schedule.parts[record.part].length or 0)
+    return list(share)[record.first : record.first + record.items]
+
+
+def assert_alike(schedule: Schedule, records: Sequence[BatchRecord]) -> None:
+    """Batches that are said to be alike are so."""
+    for number, record in enumerate(records):
+        for other in records[number : schedule.alike_until(number)]:
+            assert other[4:] == record[4:]
+
+
+@given(st.data(), ranks_of, unevens, layouts, batchings)
+def test_records_tell_what_each_batch_has_and_all_ranks_of_its_step(
+    data: st.DataObject, ranks: int, uneven: Uneven, layout: Layout, batching: Batching
+) -> None:
+    parts = data.draw(parts_of(batching, most=4 if layout == "interleaved" else 1))
+    schedules = [Schedule(Plan(rank, ranks, uneven, layout), batching, parts) for rank in range(ranks)]
+    records = [[schedule.record(number) for number in range(schedule.count or 0)] for schedule in schedules]
+    real_in_step = [sum(of_rank[number].real for of_rank in records if number < len(of_rank)) for number in range(99)]
+    for schedule, of_rank in zip(schedules, records, strict=True):
+        assert [record._replace(total=None) for record in of_rank] == list(schedule.records())
+        for number, record in enumerate(of_rank):
+            real = [place for place in taken(schedule, record) if place < (parts[record.part].length or 0)]
+            assert (record.samples, record.real_samples) == (record.items, record.real)
+            assert (record.real, record.total) == (len(real), real_in_step[number] if schedule.knows_totals else None)
+        assert_alike(schedule, of_rank)
+        assert schedule.fewest == min(map(len, records))
+        assert schedule.most == max(map(len, records))
+
+
+@given(st.integers(0, 40), ranks_of, unevens, batchings, st.integers(0, 2))
+def test_before_the_end_is_found_batches_are_full_and_those_that_surely_come_alike(
+    given_before: int, ranks: int, uneven: Uneven, batching: Batching, batches: int
+) -> None:
+    """As they are in an epoch that ends right after what was given on every rank."""
+    skip = batches * batching.size
+    schedule = Schedule(Plan(0, ranks, uneven), batching, [Part(skip, given=given_before)])
+    ended = Schedule(Plan(0, ranks, uneven), batching, [Part(skip, given_before * ranks)])
+    until = schedule.alike_until(0)
+    assert until == max(0, given_before - skip) // batching.size == ended.alike_until(0)
+    assert [schedule.record(number) for number in range(until)] == [ended.record(number) for number in range(until)]
+
+
+@given(batch_sizes, ranks_of, unevens, layouts, st.integers(0, 3))
+def test_whole_batches_have_their_samples(
+    sizes: list[int], ranks: int, uneven: Uneven, layout: Layout, skip: int
+) -> None:
+    plans = [Plan(rank, ranks, uneven, layout) for rank in range(ranks)]
+    n, in_order = len(sizes), recorded(sizes)
+    shares = [list(plan.share(n))[skip:] for plan in plans]
+    for plan, share in zip(plans, shares, strict=True):
+        own = recorded([sizes[place % n] for place in share])
+        known = Schedule(plan, Batching(1, drop_last=False), [Part(skip, n)], own, in_order)
+        unknown = Schedule(plan, Batching(1, drop_last=False), [Part(skip, n)], own)
+        records = [known.record(number) for number in range(len(share))]
+        for number, (place, record) in enumerate(zip(share, records, strict=True)):
+            step = [places[number] for places in shares if number < len(places)]
+            size = sizes[place % n]
+            assert (record.samples, record.real_samples) == (size, size if place < n else 0)
+            assert record.total == sum(sizes[other] for other in step if other < n)
+            assert unknown.record(number) == record._replace(total=None)
+        assert known.knows_totals
+        assert not unknown.knows_totals
+        assert_alike(known, records)
+
+
+@given(batch_sizes, ranks_of, st.sampled_from(["pad", "keep"]), layouts)
+def test_parts_of_divided_batches_are_all_samples_once(
+    sizes: list[int], ranks: int, uneven: Uneven, layout: Layout
+) -> None:
+    one_part, batching = [Part(0, len(sizes))], Batching(1, drop_last=False)
+    schedules = [
+        Schedule(Plan(0, 1), batching, one_part, recorded(sizes), division=Plan(rank, ranks, uneven, layout))
+        for rank in range(ranks)
+    ]
+    keys = [list(chain.from_iterable(schedule.keys(schedule.records()))) for schedule in schedules]
+    assert sorted(chain.from_iterable(keys)) == list(range(sum(sizes)))
+    for schedule, of_rank in zip(schedules, keys, strict=True):
+        records = [schedule.record(number) for number in range(len(sizes))]
+        assert records == list(schedule.records())
+        assert [record.total for record in records] == sizes
+        assert all(
+            record.samples >= max(record.real_samples, min(size, 1))
+            for record, size in zip(records, sizes, strict=True)
+        )
+        befores = [schedule.rows_before(number) for number in range(len(sizes) + 1)]
+        assert befores == [sum(record.real_samples for record in records[:number]) for number in range(len(sizes) + 1)]
+        assert len(of_rank) == befores[-1]
+        assert_alike(schedule, records)
+
+
+@given(st.data(), ranks_of, unevens, layouts, batchings)
+def test_keys_are_in_the_order_of_one_process(
+    data: st.DataObject, ranks: int, uneven: Uneven, layout: Layout, batching: Batching
+) -> None:
+    parts = data.draw(parts_of(batching, most=4 if layout == "interleaved" else 1))
+    found: list[tuple[int, int, int]] = []  # which batch of a worker, which worker, which item
+    keys: list[int] = []
+    for rank in range(ranks):
+        schedule = Schedule(Plan(rank, ranks, uneven, layout), batching, parts)
+        for record in schedule.records():
+            part = parts[record.part]
+            real = [place for place in taken(schedule, record) if place < (part.length or 0)]
+            found += [(place // batching.size, part.worker, place % batching.size) for place in real]
+            own = list(chain.from_iterable(schedule.keys([record])))
+            assert [key // batching.size // len(parts) for key in own] == [place // batching.size for place in real]
+            keys += own
+    assert [found[place] for place in np.argsort(keys)] == sorted(found)
+    assert len(set(keys)) == len(keys)
+
+
+rows_of_ranks = st.sets(st.integers(0, 300)).flatmap(
+    lambda keys: st.lists(st.integers(0, 3), min_size=len(keys), max_size=len(keys)).map(
+        lambda ranks: [[key for key, own in zip(sorted(keys), ranks, strict=True) if own == rank] for rank in range(4)]
+    )
+)
+
+
+@given(rows_of_ranks, st.lists(st.booleans(), min_size=4, max_size=4), st.randoms(use_true_random=False))
+def test_rows_go_where_fewer_keys_are_smaller(keys: list[list[int]], are_arrays: list[bool], random: object) -> None:
+    """In runs, or in any order as an array."""
+    of_ranks = []
+    for own, is_array in zip(keys, are_arrays, strict=True):
+        if is_array:
+            random.shuffle(own)  # type: ignore[attr-defined]
+        of_ranks.append([np.array(own, np.int64)] if is_array else keys_of(range(key, key + 1) for key in own))
+    in_order, found = sorted(chain.from_iterable(keys)), placed(of_ranks)
+    assert found.rows == len(in_order)
+    for rank, own in enumerate(keys):
+        places = [place for run in found.places(rank) for place in run]
+        assert [in_order[place] for place in places] == own
+    sizes = [[key % 5 for key in own] for own in keys]
+    samples, sizes_in_order = placed_samples(found, sizes)
+    assert list(sizes_in_order) == [key % 5 for key in in_order]
+    expected = list(chain.from_iterable([key] * (key % 5) for key in in_order))
+    for rank, own in enumerate(keys):
+        places = [place for run in samples.places(rank) for place in run]
+        assert [expected[place] for place in places] == [key for key in own for _ in range(key % 5)]
