@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -329,7 +329,8 @@ class StreamWorker(Generic[T]):
         parts = position.parts
         role = worker if parts is None else (worker + parts.first) % workers
         before, skip = split(position.done if parts is None else parts.done[role], self.plan.num_replicas)
-        counts: Any = "parts" if parts is not None else "nothing" if position.is_whole else "stream"
+        counts: Literal["stream", "parts", "nothing"]
+        counts = "parts" if parts is not None else "nothing" if position.is_whole else "stream"
         known = position.marks[0 if parts is None else role] if position.marks else StreamSnapshot()
         return WorkerPosition(number, epoch, role, before, skip, counts, snapshot=known)
 

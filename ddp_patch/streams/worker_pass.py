@@ -138,7 +138,7 @@ class WorkerPass(Generic[T]):
         self.info: Any = worker.reader.info(self.worker_id, self.num_workers, seed, worker.dataset)
         self._states = states = epoch_states(worker.options, worker.seed, start.epoch)
         private = states if isinstance(states, PrivateRNG) and can_snapshot(worker.dataset, worker.options) else None
-        self._snapshots = SnapshotWriter(worker.dataset, private, start.snapshot)
+        self._writer = SnapshotWriter(worker.dataset, private, start.snapshot)
         self._takes_snapshots = private is not None
         self._has_own_states = self._is_over = False
         # What was noted: how the stream began, and the dataset's own state then.
@@ -174,15 +174,13 @@ class WorkerPass(Generic[T]):
         before = self._before()
         if before is None:
             skip = start.skip
-            stream = rest.select(
-                self._decided(self._compared(self._snapshots.watch(self._read(self._snapshots.begin))))
-            )
+            stream = rest.select(self._decided(self._compared(self._writer.watch(self._read(self._writer.begin)))))
         else:
             skip = 0
-            read = self._read(self._snapshots.begin_at_state)
+            read = self._read(self._writer.begin_at_state)
             if start.counts == "parts":
                 self._use_own_states()  # the first item, after which all workers do, was read before
-            stream = self._decided(self._snapshots.follow(read))
+            stream = self._decided(self._writer.follow(read))
         chunks = self._drawn(stream, plan, len(rest), skip)
         running = Fingerprint()
         if is_verified := worker.options.verify and before is None:
@@ -230,7 +228,7 @@ class WorkerPass(Generic[T]):
     def _start_at(self, place: int) -> StreamStart | None:
         """Return how the stream began, after this many items of this rank's share."""
         before = sum(ranks * each for ranks, each in self.start.before)
-        return self._snapshots.start_after(before + self._worker.plan.num_replicas * (self.start.skip + place))
+        return self._writer.start_after(before + self._worker.plan.num_replicas * (self.start.skip + place))
 
     def position(self) -> WorkerPosition:
         """Return how far it is."""
@@ -329,12 +327,12 @@ class WorkerPass(Generic[T]):
         if repeats:
             looked_at = max(repeats, 0 if known is None else known.seen)
             with epoch_states(self._worker.options, self._worker.seed, start.epoch):
-                first = self._snapshots.first(self._read(self._snapshots.begin), looked_at)
+                first = self._writer.first(self._read(self._writer.begin), looked_at)
         return Chunk(start.done * plan.num_replicas, first)
 
     def _snapshot(self) -> bytes | None:
         with self._worker.reader.unnoted(self.info):
-            return self._snapshots.snapshot()
+            return self._writer.snapshot()
 
     def _require_ends(self, drawn: int, assumed: int) -> None:
         """Refuse an end that contradicts the other workers', a state or a length, and an epoch without steps."""

@@ -181,11 +181,15 @@ class WorkersPass(Pass[None]):
         if not self.is_counted:
             return position if self.rounds is None else self._position_of_all(position, self.rounds, batches)
         self._require_own_start()
-        schedule, readers = self.schedule(), self._shared.readers
-        marks = self.start.marks or [StreamSnapshot()] * len(schedule.parts)
-        if not self.is_in_parts:
-            position = self.position(schedule.taken(batches)[0])
-            return replace(position, marks=[self._mark((batches - 1) % readers, batches, marks[0])])
+        if self.is_in_parts:
+            return self._position_in_parts(position, batches)
+        position = self.position(self.schedule().taken(batches)[0])
+        before = self.start.marks[0] if self.start.marks else StreamSnapshot()
+        return replace(position, marks=[self._snapshot_after((batches - 1) % self._shared.readers, batches, before)])
+
+    def _position_in_parts(self, position: Position, batches: int) -> Position:
+        """Return the position after some batches where workers read a part each."""
+        schedule, readers, ranks = self.schedule(), self._shared.readers, self._plan.num_replicas
         if not schedule.are_alike(batches):
             raise StateError(
                 f"The state of {self._name} cannot be saved after {batches} batches: with uneven='keep' a worker has "
@@ -193,11 +197,11 @@ class WorkersPass(Pass[None]):
                 "Use uneven='pad' or 'drop', or take the state earlier, or at the epoch's end."
             )
         first, taken, made = self._shared.first_role(self._number), schedule.taken(batches), schedule.made(batches)
-        done, known = [], []
+        marks, done, known = self.start.marks or [StreamSnapshot()] * readers, [], []
         for role, before in enumerate(self._parts_before()):
             reader = (role - first) % readers
-            done.append((*split(before, self._plan.num_replicas)[0], (self._plan.num_replicas, taken[reader])))
-            known.append(self._mark(reader, made[reader], marks[role]))
+            done.append((*split(before, ranks)[0], (ranks, taken[reader])))
+            known.append(self._snapshot_after(reader, made[reader], marks[role]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
         upcoming = (first + schedule.record(batches - 1).part + 1) % readers
         return replace(position, parts=PartsDone(upcoming, done), marks=known)
@@ -211,7 +215,7 @@ class WorkersPass(Pass[None]):
                 "state_dict(), or resume by restore_loader()."
             )
 
-    def _mark(self, reader: int, batches: int, before: StreamSnapshot) -> StreamSnapshot:
+    def _snapshot_after(self, reader: int, batches: int, before: StreamSnapshot) -> StreamSnapshot:
         """Return what is known of a reader's stream after some batches of it; ``before``, when the pass began."""
         if not batches:
             return before
