@@ -7,12 +7,12 @@ background of the step, and a rank that leaves or fails is named to the others.
 import atexit
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from time import monotonic
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
 import torch
@@ -20,58 +20,29 @@ import torch.distributed as dist
 
 from ddp_patch.compat.private_torch import default_store, gather_in_background, gloo_group
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
-from ddp_patch.ranks.exchange import exchange, from_parts, in_parts, ranks_text, require_same, store_reached
+from ddp_patch.ranks.exchange import already_in, exchange, from_parts, in_parts, ranks_text, require_same, store_reached
 
-__all__ = [
-    "NO_TAG",
-    "Channel",
-    "ExitNotes",
-    "Kind",
-    "StepSums",
-    "cut",
-    "gloo_between",
-    "let_go",
-    "linger",
-    "opened",
-    "opened_sums",
-]
+__all__ = ["Channel", "StepSums", "gloo_between", "opened", "opened_sums"]
 
 
 # A tag that nothing is sent with.
-NO_TAG = 2**30
+_NO_TAG = 2**30
 
 
-class _Lingering(NamedTuple):
-    """What is left of a channel while others may still need what this rank has said."""
-
-    group: Any
-    work: Any
-    members: int
-    place: int
-
-
-_lingering: list[_Lingering] = []
-
-
-def linger(group: Any, work: Any, members: int, place: int) -> None:
-    """Keep a group until its work is over. To drop it before would wait for the others."""
-    _lingering.append(_Lingering(group, work, members, place))
-
-
-def let_go() -> None:
-    """Drop what lingers and is over."""
-    _lingering[:] = [channel for channel in _lingering if not channel.work.is_completed()]
+# Of channels that this rank left while others may still need what it has sent: the work, and what breaks the
+# connections. To drop them would wait for the others.
+_lingering: list[tuple[Any, Callable[[], None]]] = []
 
 
 @atexit.register
 def _cut_all() -> None:
     """Break what lingers, so that no process waits for others at its end."""
-    for channel in _lingering:
-        cut(channel.group, channel.members, channel.place)
+    for _, cut in _lingering:
+        cut()
     _lingering.clear()
 
 
-def gloo_between(name: str, place: int, members: int, timeout: float) -> Any:
+def gloo_between(name: str, index: int, members: int, timeout: float) -> Any:
     """Return a gloo group of some ranks alone, which sends from CPU to CPU, whatever the training's backend is.
 
     torch's ``new_group`` will not do: it needs all ranks, or names a group of some by how many groups a process is in,
@@ -79,25 +50,25 @@ def gloo_between(name: str, place: int, members: int, timeout: float) -> Any:
 
     Args:
         name: A name that no other group has.
-        place: This rank's number among the members.
+        index: This rank's number among the members.
         members: How many there are.
         timeout: How many seconds they wait for each other.
     """
     store = dist.PrefixStore(f"ddp_patch/gloo/{name}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
-    group = gloo_group(store, place, members, timedelta(seconds=timeout))
+    group = gloo_group(store, index, members, timedelta(seconds=timeout))
     group.barrier().wait()  # when all have read the addresses, nobody needs them
     with suppress(RuntimeError):
-        store.delete_key(f"0/{place}")  # gloo leaves every rank's address there
+        store.delete_key(f"0/{index}")  # gloo leaves every rank's address there
     return group
 
 
-def cut(group: Any, members: int, place: int) -> None:
+def _cut(group: Any, members: int, index: int) -> None:
     """Break all connections of a group."""
     for other in range(members):
-        if other != place:
+        if other != index:
             # gloo breaks all connections when a time is over.
             with suppress(RuntimeError):
-                group.recv([torch.empty(1)], other, NO_TAG).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1)], other, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 Kind: TypeAlias = Literal["left", "failed", "missing"]
@@ -106,7 +77,7 @@ Kind: TypeAlias = Literal["left", "failed", "missing"]
 class ExitNotes:
     """What the members of a channel write into the store: who left it first, and who waits.
 
-    The first word stays until its writer opens its next channel; the rest goes with the channel.
+    The first note stays until its writer opens its next channel; the rest goes with the channel.
 
     Args:
         name: The channel's name.
@@ -118,23 +89,23 @@ class ExitNotes:
     def __init__(self, name: str, members: Sequence[int], doing: str, stale: list[str]) -> None:
         self.name = name
         self._members, self._doing, self._stale = members, doing, stale
+        self._index = members.index(dist.get_rank())
         self._store: Any = default_store()
         self._first, self._waits = f"ddp_patch/words/{name}", f"ddp_patch/waits/{name}"
         self._is_waiting = False
         while stale:
             self._store.delete_key(stale.pop())
 
-    def leave(self, place: int, kind: Kind, said: str, steps: int = 0) -> None:
+    def leave(self, kind: Kind, why: str, steps: int = 0) -> None:
         """Write why this rank leaves, unless another has written already.
 
         Args:
-            place: This rank's number among the members.
             kind: Whether it asks for no more, cannot continue, or misses others.
-            said: After which batch, why, or the whole error.
+            why: After which batch, why, or the whole error.
             steps: In how many steps it took part.
         """
-        word = json.dumps([place, kind, said, steps])
-        if self._store.compare_set(self._first, "", word).decode() == word:
+        note = json.dumps([self._index, kind, why, steps])
+        if self._store.compare_set(self._first, "", note).decode() == note:
             self._stale.append(self._first)
 
     def require_none(self, step: int | None = None) -> None:
@@ -145,40 +116,38 @@ class ExitNotes:
         """
         if not self._store.check([self._first]):
             return
-        place, kind, said, steps = json.loads(self._store.get(self._first))
-        if kind != "left" or step is None or step >= steps:
-            raise self._error(place, kind, said)
-
-    def _error(self, place: int, kind: Kind, said: str) -> DDPPatchError:
-        who = ranks_text([self._members[place]])
+        index, kind, why, steps = json.loads(self._store.get(self._first))
+        if kind == "left" and step is not None and step < steps:
+            return
+        who = ranks_text([self._members[index]])
         if kind == "missing":
-            return MissingRanksError(said)
+            raise MissingRanksError(why)
         if kind == "failed":
-            return RankMismatchError(
-                f"{self._doing}: {who} could not continue.\n  {who}: {said}\n"
+            raise RankMismatchError(
+                f"{self._doing}: {who} could not continue.\n  {who}: {why}\n"
                 "Correct the error above and start all ranks again."
             )
-        return RankMismatchError(
-            f"{self._doing}: {who} left this pass after {said}, and others ask for more. The ranks communicate in "
+        raise RankMismatchError(
+            f"{self._doing}: {who} left this pass after {why}, and others ask for more. The ranks communicate in "
             "each step, so every pass needs all of them. Let every rank take equally many batches: break after the "
             "same one on all, or iterate to the end."
         )
 
-    def wait(self, place: int, step: int) -> None:
+    def wait(self, step: int) -> None:
         """Write that this rank waits for a step."""
-        self._store.set(f"{self._waits}/{place}", f"{step}")
+        self._store.set(f"{self._waits}/{self._index}", f"{step}")
         self._is_waiting = True
 
     def not_waiting(self, step: int) -> list[int]:
         """Return the numbers of the members that do not wait for a step."""
-        keys = [f"{self._waits}/{place}" for place in range(len(self._members))]
-        said = [int(self._store.get(key)) if self._store.check([key]) else -1 for key in keys]
-        return [place for place, waits_for in enumerate(said) if waits_for != step]
+        indices = range(len(self._members))
+        waiting = already_in(self._store, {index: f"{self._waits}/{index}" for index in indices})
+        return [index for index in indices if int(waiting.get(index, -1)) != step]
 
-    def tidy(self, place: int) -> None:
+    def tidy(self) -> None:
         """Delete what this rank wrote about waiting."""
         if self._is_waiting:
-            self._store.delete_key(f"{self._waits}/{place}")
+            self._store.delete_key(f"{self._waits}/{self._index}")
 
 
 # After so long, a rank that waits looks whether another has left, and says that it waits.
@@ -206,11 +175,16 @@ def opened(
         RankMismatchError: The facts differ, or a rank refused.
         MissingRanksError: A rank did not arrive in time.
     """
-    name: str = exchange(members, doing, dict(facts), partial(_named, doing), timeout)
-    let_go()
+
+    def named(records: Mapping[int, Mapping[str, object]]) -> dict[int, str]:
+        require_same(doing, records)
+        return dict.fromkeys(records, uuid4().hex)
+
+    name: str = exchange(members, doing, dict(facts), named, timeout)
+    _lingering[:] = [(work, cut) for work, cut in _lingering if not work.is_completed()]
     with store_reached(doing):
-        words = ExitNotes(name, members, doing, stale)
-    channel = Channel(members, doing, words, timeout)
+        notes = ExitNotes(name, members, doing, stale)
+    channel = Channel(members, doing, notes, timeout)
     try:
         yield channel
     except GeneratorExit:
@@ -223,60 +197,59 @@ def opened(
         channel.close()
 
 
-def _named(doing: str, records: Mapping[int, Mapping[str, object]]) -> dict[int, str]:
-    require_same(doing, records)
-    return dict.fromkeys(records, uuid4().hex)
-
-
 class Channel:
     """See ``opened``. Members are numbered from 0.
 
     Args:
         members: The global ranks that take part.
         doing: What they are doing, for errors.
-        words: What a member leaves in the store when it goes.
+        notes: What a member leaves in the store when it goes.
         timeout: How many seconds they wait for each other.
 
     Attributes:
-        place: This rank's number among the members.
+        index: This rank's number among the members.
         given: How many batches this rank has given, for errors.
     """
 
-    def __init__(self, members: Sequence[int], doing: str, words: ExitNotes, timeout: float) -> None:
-        self.place: int = members.index(dist.get_rank())
+    def __init__(self, members: Sequence[int], doing: str, notes: ExitNotes, timeout: float) -> None:
+        self.index: int = members.index(dist.get_rank())
         self.given: int = 0
-        self._said = self._heard = 0  # how often
-        self._members, self._doing, self._words, self._timeout = members, doing, words, timeout
+        self._begun = self._gathered = 0  # how many steps' rows
+        self._members, self._doing, self._notes, self._timeout = members, doing, notes, timeout
         self._work: Any = None
         self._rows = torch.empty(0)
         self._sends: list[tuple[int, Any]] = []
         try:
-            self._group: Any = gloo_between(words.name, self.place, len(members), timeout)
+            self._group: Any = gloo_between(notes.name, self.index, len(members), timeout)
         except RuntimeError as error:  # what gloo and stores raise
             raise self._lost(error, []) from error
 
-    def say(self, row: Sequence[int]) -> None:
+    def count_batch(self) -> None:
+        """Count a batch that this rank has given."""
+        self.given += 1
+
+    def begin_gather(self, row: Sequence[int]) -> None:
         """Begin to send a row of numbers to all members, in the background; equally many on each."""
-        self._said += 1
+        self._begun += 1
         self._rows = torch.empty(len(self._members), len(row), dtype=torch.int64)
         self._work = gather_in_background(self._group, torch.tensor(row), self._rows, _BACKGROUND)
 
-    def heard(self) -> list[list[int]]:
-        """Return what each member said, as soon as all have.
+    def gathered(self) -> list[list[int]]:
+        """Return each member's row, as soon as all have sent theirs.
 
         Raises:
             RankMismatchError: A rank has left or failed.
-            MissingRanksError: A rank has ended, or said nothing in time.
+            MissingRanksError: A rank has ended, or sent nothing in time.
         """
         until, wait_s = monotonic() + self._timeout, min(_SLICE_S, self._timeout / 4)
         while not self._has_come(wait_s):
             with store_reached(self._doing):
-                self._words.wait(self.place, self._heard)
-                self._words.require_none(self._heard)
+                self._notes.wait(self._gathered)
+                self._notes.require_none(self._gathered)
                 if monotonic() > until:
-                    missing = self._words.not_waiting(self._heard)
+                    missing = self._notes.not_waiting(self._gathered)
                     raise self._missing(f"did not ask for the next batch within {self._timeout:g} s", missing)
-        self._heard += 1
+        self._gathered += 1
         rows: list[list[int]] = self._rows.tolist()
         return rows
 
@@ -322,41 +295,41 @@ class Channel:
         return into
 
     def fail(self, error: BaseException) -> None:
-        """Write why this rank cannot continue, before it says so."""
+        """Write why this rank cannot continue, before its row tells the others."""
         with store_reached(self._doing):
-            self._words.leave(self.place, "failed", f"{type(error).__name__}: {message_of(error)}")
+            self._notes.leave("failed", f"{type(error).__name__}: {message_of(error)}")
 
     def require_no_failure(self) -> None:
         """Raise RankMismatchError if a member has written that it failed."""
         with store_reached(self._doing):
-            self._words.require_none()
+            self._notes.require_none()
 
-    def leave(self, kind: Kind, said: str) -> None:
+    def leave(self, kind: Kind, why: str) -> None:
         """Leave before the end, and write why."""
         with suppress(RuntimeError):  # the store may be gone
-            self._words.leave(self.place, kind, said, self._said)
-        # The others may need what this rank has said, and who breaks off on all ranks waits for no more than that.
+            self._notes.leave(kind, why, self._begun)
+        # The others may need what this rank has sent, and who breaks off on all ranks waits for no more than that.
         with suppress(DDPPatchError):
             if self._work is not None and not self._has_come(_SLICE_S):
-                linger(self._group, self._work, len(self._members), self.place)
+                _lingering.append((self._work, partial(_cut, self._group, len(self._members), self.index)))
         self.close()
 
     def close(self) -> None:
         """Remove this rank's end of the channel."""
         if self._sends:  # which broke off
-            cut(self._group, len(self._members), self.place)
+            _cut(self._group, len(self._members), self.index)
         self._group = self._work = None
         self._sends.clear()
         with suppress(RuntimeError):  # as above
-            self._words.tidy(self.place)
+            self._notes.tidy()
 
     def _closed(self) -> list[int]:
         """Return the numbers of the members whose connections are closed."""
         closed = []
         for other in range(len(self._members)):
-            if other != self.place:
+            if other != self.index:
                 try:
-                    self._group.send([torch.empty(1)], other, NO_TAG)
+                    self._group.send([torch.empty(1)], other, _NO_TAG)
                 except RuntimeError:  # known at once, without waiting
                     closed.append(other)
         return closed
@@ -373,24 +346,19 @@ class Channel:
     def _lost(self, error: RuntimeError, suspects: Sequence[int]) -> DDPPatchError:
         """Return the error of a lost connection: what a member wrote, or else who is gone."""
         with store_reached(self._doing):
-            self._words.require_none()
+            self._notes.require_none()
         return self._missing(f"ended, or cannot be reached ({error})", suspects)
 
-    def _missing(self, what: str, places: Sequence[int]) -> MissingRanksError:
-        missing = [self._members[place] for place in places]
+    def _missing(self, what: str, indices: Sequence[int]) -> MissingRanksError:
+        missing = [self._members[index] for index in indices]
         text = (
             f"{self._doing}: {ranks_text(missing) if missing else 'another rank'} of {list(self._members)} {what}. "
             "Look for the error of that rank, or for what it does instead. If it still works, pass a longer timeout=, "
             "and name the network interface by which the ranks reach each other in GLOO_SOCKET_IFNAME."
         )
         with suppress(RuntimeError):  # the store may be gone
-            self._words.leave(self.place, "missing", text)
+            self._notes.leave("missing", text)
         return MissingRanksError(text)
-
-
-class _Sum(NamedTuple):
-    value: float
-    is_over: bool  # whether no rank has a step any more
 
 
 class StepSums:
@@ -406,20 +374,22 @@ class StepSums:
             RankMismatchError: A rank broke off or failed.
             MissingRanksError: A rank did not come to this step in time.
         """
-        return self._next(value, has_step=True).value
+        total, _ = self._next(value, has_step=True)
+        self._channel.count_batch()
+        return total
 
     def finish(self) -> None:
         """Take part in the other ranks' steps until no rank has one."""
-        while not self._next(0.0, has_step=False).is_over:
+        while self._next(0.0, has_step=False)[1]:
             pass
 
-    def _next(self, value: float, *, has_step: bool) -> _Sum:
+    def _next(self, value: float, *, has_step: bool) -> tuple[float, bool]:
+        """Return the sum of all ranks' values, and whether a rank still had a step."""
         (bits,) = struct.unpack("q", struct.pack("d", value))
-        self._channel.say([bits, has_step])
-        said = self._channel.heard()
-        values = struct.unpack(f"{len(said)}d", struct.pack(f"{len(said)}q", *(row[0] for row in said)))
-        self._channel.given += has_step
-        return _Sum(sum(values), not any(row[1] for row in said))
+        self._channel.begin_gather([bits, has_step])
+        rows = self._channel.gathered()
+        values = struct.unpack(f"{len(rows)}d", struct.pack(f"{len(rows)}q", *(row[0] for row in rows)))
+        return sum(values), any(row[1] for row in rows)
 
 
 @contextmanager

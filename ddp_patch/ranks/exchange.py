@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,8 +21,10 @@ from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
 
 __all__ = [
+    "already_in",
     "by_value",
     "bytes_of",
+    "digest",
     "exchange",
     "from_parts",
     "in_parts",
@@ -132,6 +134,16 @@ def _tensor(data: Any, dtype: torch.dtype, shape: Sequence[int], device: str) ->
     return torch.from_numpy(data).view(dtype).reshape(shape).to(device)
 
 
+def digest(value: object) -> str:
+    """Return a short name for a value, the same on every rank."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
+def already_in(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
+    """Return what a store has under some keys now: asked for what is missing, it would wait."""
+    return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
+
+
 # The first member waits for all; the others wait this much longer for its answer.
 MARGIN_S = 5.0
 
@@ -167,15 +179,15 @@ def exchange(
     meeting = _Meeting(members, doing, timeout)
     with store_reached(doing):
         meeting.bring(record)
-        outcome, content = meeting.judged(judge) if meeting.leads else meeting.answered()
-    meeting.end(outcome)
-    if outcome == "raise":
-        # A traceback that held the error itself would keep the caller's loader, and its workers, for long.
-        try:
-            raise content.with_traceback(None)
-        finally:
-            del content
-    return content  # type: ignore[no-any-return]  # what the first member's judge returned
+        is_raised, content = meeting.judged(judge) if meeting.leads else meeting.answered()
+    if not is_raised:
+        meeting.end()
+        return content  # type: ignore[no-any-return]  # what the first member's judge returned
+    # A traceback that held the error itself would keep the caller's loader, and its workers, for long.
+    try:
+        raise content.with_traceback(None)
+    finally:
+        del content
 
 
 def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
@@ -188,7 +200,7 @@ def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
     with suppress(MissingRanksError), store_reached(doing):  # the refusal itself says more
         meeting.bring(refused)
         if meeting.leads:
-            meeting.announce(dict.fromkeys(meeting.members, ("raise", meeting.refusal({meeting.rank: refused}))))
+            meeting.announce(dict.fromkeys(meeting.members, (True, meeting.refusal({meeting.rank: refused}))))
 
 
 @contextmanager
@@ -211,7 +223,7 @@ class _Refused(str):
     __slots__ = ()
 
 
-_Answer = tuple[Literal["return", "raise"], Any]
+_Answer = tuple[bool, Any]  # whether to raise it, and what
 
 
 class _Meeting:
@@ -222,9 +234,8 @@ class _Meeting:
         self.rank = dist.get_rank()
         self.leads = self.rank == self.members[0]
         self.store = default_store()
-        self.base = "ddp_patch/" + hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
+        self.base = f"ddp_patch/{digest(self.members)}"
         self.unread = _unread.setdefault(self.base, {})
-        self.elsewhere: dict[int, str] = {}  # what other ranks do here, where it is something else
 
     def bring(self, record: Any) -> None:
         # Count in the store, so that a new process group starts from zero.
@@ -236,30 +247,36 @@ class _Meeting:
     def judged(self, judge: Callable[[Mapping[int, Any]], Mapping[int, Any]]) -> _Answer:
         """Answer all members, on the first of them; return its own answer."""
         answers: Mapping[int, _Answer]
+        elsewhere: dict[int, str] = {}  # what other ranks do here, where it is something else
         try:
-            records = self._records()
+            keys = {rank: self._key("record", rank) for rank in self.members}
+            if not self._wait(list(keys.values()), self.timeout):
+                raise self._missing(self.timeout)
+            came = {rank: self._take(key) for rank, key in keys.items()}
+            self._clear_earlier()
+            elsewhere = {rank: doing for rank, (doing, _) in came.items() if doing != self.doing}
+            records = {rank: record for rank, (_, record) in came.items()}
             if refused := {rank: record for rank, record in records.items() if isinstance(record, _Refused)}:
                 raise self.refusal(refused)  # caught below, and sent to all
-            answers = {rank: ("return", answer) for rank, answer in judge(records).items()}
+            answers = {rank: (False, answer) for rank, answer in judge(records).items()}
             if self._decide("judged") != "judged":
-                raise self._too_late()
+                raise MissingRanksError(
+                    f"{self.doing}: rank {self.rank} arrived or answered too late: another of the ranks "
+                    f"{self.members} had already stopped waiting for it. Look for what delayed it, or pass a longer "
+                    "timeout=."
+                )
         except DDPPatchError as error:
-            answers = dict.fromkeys(self.members, ("raise", error))
+            answers = dict.fromkeys(self.members, (True, error))
         except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever happens here
-            why = self._said_elsewhere() or f"comparing the ranks raised {error!r}."
-            failure = RankMismatchError(f"{self.doing}: {why}")
-            answers = dict.fromkeys(self.members, ("raise", failure))
+            why = f"comparing the ranks raised {error!r}."
+            if elsewhere:
+                why = (
+                    f"{_who_is_where(elsewhere)}. Every rank must get here, at the same point of the script. Look for "
+                    "what these ranks do instead (an error that was caught, an if rank == 0)."
+                )
+            answers = dict.fromkeys(self.members, (True, RankMismatchError(f"{self.doing}: {why}")))
         self.announce(answers)
         return answers[self.rank]
-
-    def _records(self) -> dict[int, Any]:
-        keys = {rank: self._key("record", rank) for rank in self.members}
-        if not self._wait(list(keys.values()), self.timeout):
-            raise self._missing(self.timeout)
-        came = {rank: self._take(key) for rank, key in keys.items()}
-        self._clear_earlier()
-        self.elsewhere = {rank: doing for rank, (doing, _) in came.items() if doing != self.doing}
-        return {rank: record for rank, (_, record) in came.items()}
 
     def announce(self, answers: Mapping[int, _Answer]) -> None:
         for rank in self.members[1:]:
@@ -277,10 +294,9 @@ class _Meeting:
         self._clear_earlier()
         return answer
 
-    def end(self, outcome: str) -> None:
-        """Note that all that this rank left is read, if nobody refused: all but the decision."""
-        if outcome == "return":
-            self.unread[self.number][self.leads :] = []
+    def end(self) -> None:
+        """Note that all that this rank left is read: all but the decision."""
+        self.unread[self.number][self.leads :] = []
 
     def _clear_earlier(self) -> None:
         """Delete what nobody read in earlier meetings: every member has left them."""
@@ -305,13 +321,13 @@ class _Meeting:
     def _put(self, key: str, value: Any) -> None:
         data = packed(value)
         slices = [data[start : start + _LARGEST_VALUE] for start in range(0, len(data), _LARGEST_VALUE)]
-        for place, part in enumerate(slices):
-            self.store.set(f"{key}/{place}", part)  # type: ignore[arg-type]  # bytes are taken; the stubs say str
+        for number, part in enumerate(slices):
+            self.store.set(f"{key}/{number}", part)  # type: ignore[arg-type]  # bytes are taken; the stubs say str
         self.store.set(key, str(len(slices)))  # last, so that the slices are there when it is
-        self.unread[self.number] += [key, *(f"{key}/{place}" for place in range(len(slices)))]
+        self.unread[self.number] += [key, *(f"{key}/{number}" for number in range(len(slices)))]
 
     def _take(self, key: str) -> Any:
-        slices = [f"{key}/{place}" for place in range(int(self.store.get(key)))]
+        slices = [f"{key}/{number}" for number in range(int(self.store.get(key)))]
         value = unpacked(b"".join(self.store.get(part) for part in slices))
         for used in (*slices, key):
             self.store.delete_key(used)
@@ -326,38 +342,22 @@ class _Meeting:
         return True
 
     def _missing(self, seconds: float) -> MissingRanksError:
-        came = [rank for rank in self.members if self._has_come(rank)]
+        came = [rank for rank in self.members if self.store.add(f"{self.base}/count/{rank}", 0) >= self.number]
         missing = [rank for rank in self.members if rank not in came]
         if not missing:
             return MissingRanksError(
                 f"{self.doing}: all ranks arrived, but rank {self.members[0]}, which compares them, did not answer "
                 f"within {seconds:g} s. It is gone or stuck: look for its error and start all ranks again."
             )
+        seen = already_in(self.store, {rank: f"{self.base}/at/{rank}" for rank in missing})
+        last_seen = _who_is_where({rank: doing.decode() for rank, doing in seen.items()})
         return MissingRanksError(
             f"{self.doing}: {ranks_text(missing)} of {len(self.members)} did not arrive within {seconds:g} s; "
-            f"{ranks_text(came)} did. {self._last_seen(missing)}Every rank must get here, at the same point of the "
-            "script. Look for what the missing ranks do instead (an error, an if rank == 0, slow preparation), or pass "
-            "a longer timeout=."
+            f"{ranks_text(came)} did. {f'Last seen: {last_seen}. ' if seen else ''}Every rank must get here, at the "
+            "same point of the script. Look for what the missing ranks do instead (an error, an if rank == 0, slow "
+            "preparation), or pass a longer timeout=."
         )
 
-    def _said_elsewhere(self) -> str:
-        listed = "; ".join(f"{ranks_text(ranks)} at {doing!r}" for doing, ranks in by_value(self.elsewhere).items())
-        return listed and (
-            f"{listed}. Every rank must get here, at the same point of the script. Look for what these ranks do "
-            "instead (an error that was caught, an if rank == 0)."
-        )
 
-    def _too_late(self) -> MissingRanksError:
-        return MissingRanksError(
-            f"{self.doing}: rank {self.rank} arrived or answered too late: another of the ranks {self.members} had "
-            "already stopped waiting for it. Look for what delayed it, or pass a longer timeout=."
-        )
-
-    def _last_seen(self, missing: Sequence[int]) -> str:
-        keys = {rank: f"{self.base}/at/{rank}" for rank in missing}
-        seen = {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
-        listed = "; ".join(f"{ranks_text(ranks)} at {doing!r}" for doing, ranks in by_value(seen).items())
-        return f"Last seen: {listed}. " if listed else ""
-
-    def _has_come(self, rank: int) -> bool:
-        return self.store.add(f"{self.base}/count/{rank}", 0) >= self.number
+def _who_is_where(doing: Mapping[int, str]) -> str:
+    return "; ".join(f"{ranks_text(ranks)} at {what!r}" for what, ranks in by_value(doing).items())

@@ -1,15 +1,25 @@
 """The passes that a rank made over its loader, and how to find contradictions between two ranks. Without a store."""
 
 import json
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-__all__ = ["Contradiction", "History", "PassProgress", "PassRecord", "PassState", "ReadAhead", "Run", "contradiction"]
+__all__ = [
+    "Contradiction",
+    "History",
+    "NotesReport",
+    "PassEntry",
+    "PassProgress",
+    "PassRecord",
+    "PassState",
+    "ReadAhead",
+    "contradiction",
+]
 
-# A record holds at most this many runs, and a history at most this many passes that may still continue.
-_MOST_RUNS = 32
+# A history holds so many passes, as ``PassMonitor`` keeps notes of: those over the latest epochs.
+_MOST_PASSES = 16
 # Of so many attempts it says how far they came.
 _MOST_LEFT = 4
 
@@ -25,7 +35,7 @@ class PassState(IntEnum):
     WHOLE = 5  # withdrawn, but it had come to its end, so it was no look
 
 
-_WITHDRAWN = frozenset({PassState.WITHDRAWN, PassState.WHOLE})
+_STATES = tuple(PassState)
 
 
 class PassProgress(NamedTuple):
@@ -35,41 +45,64 @@ class PassProgress(NamedTuple):
     state: PassState
 
 
-class Run(NamedTuple):
-    """Passes over consecutive epochs that went alike: a training of a thousand epochs is one run.
+class PassEntry(NamedTuple):
+    """A pass, as other ranks are told of it.
 
     Attributes:
-        epoch: The first pass's epoch.
-        passes: How many passes there are.
-        items: How many items each took.
-        state: What is known of each.
-        chosen: Whether ``set_epoch`` chose each pass's epoch.
+        epoch: The epoch that it is over.
+        items: How many items of its share it took.
+        state: What is known of it.
+        chosen: Whether ``set_epoch`` chose its epoch.
         attempt: How often the rank had started again before, at an epoch that it had already trained.
     """
 
     epoch: int
-    passes: int
     items: int
     state: PassState
     chosen: bool
     attempt: int
 
     @property
-    def last(self) -> int:
-        """The last pass's epoch."""
-        return self.epoch + self.passes - 1
+    def is_withdrawn(self) -> bool:
+        """Whether it counts no longer against ranks that chose an epoch, too."""
+        return self.state >= PassState.WITHDRAWN
 
     def is_more_than(self, look: int) -> bool:
-        """Return whether these are more than looks that take so many items."""
-        return self.items > look and self.state not in _WITHDRAWN
+        """Return whether this is more than a look that takes so many items."""
+        return self.items > look and not self.is_withdrawn
 
     def is_longer_than(self, long_look: int) -> bool:
-        """Return whether these are surely no long looks: they are whole, or take more than so many items."""
+        """Return whether this is surely no long look: it is whole, or takes more than so many items."""
         return self.items > long_look or (self.items > 0 and self.state is PassState.ENDED)
 
-    def followed_by(self, run: "Run") -> bool:
-        """Return whether another run continues where this one ends, alike in all else."""
-        return run.epoch == self.last + 1 and run[2:] == self[2:]
+    def withdrawn(self) -> "PassEntry":
+        """Return it as it counts once another epoch was chosen."""
+        if self.state is PassState.UNKNOWN:
+            return self._replace(items=0)
+        is_whole = self.state in {PassState.ENDED, PassState.WHOLE}
+        return self._replace(state=PassState.WHOLE if is_whole else PassState.WITHDRAWN)
+
+
+class NotesReport(NamedTuple):
+    """What a rank reports of its notes of a pass; see ``PassNotes``.
+
+    Attributes:
+        epoch: The epoch.
+        begins_at: Where in the epoch it begins.
+        attempt: How often the rank had gone back to an epoch that was whole.
+        is_more: Whether it is more than a look. Nobody compares that: the epoch may begin again.
+        first: The number of the first mark that is left.
+        marks: After how many items the fingerprint of what was drawn had which value.
+        rows: What each look at the dataset after the first showed for the first time, as a ``Row``, by its name.
+    """
+
+    epoch: int
+    begins_at: str
+    attempt: int
+    is_more: bool
+    first: int
+    marks: Sequence[Sequence[int]]
+    rows: Sequence[Mapping[str, Sequence[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,79 +110,82 @@ class PassRecord:
     """What a rank reports to the others about its passes.
 
     Attributes:
-        runs: Its passes, by epoch.
+        passes: Its latest passes, by epoch, in order.
         since: The epoch from which on all of them are here.
         share: Which share it takes, if the user gave it by rank= and num_replicas=.
-        notes: What it noted of its latest passes, encoded; see ``PassNotes``.
+        notes: What it noted of its latest passes.
         left: Its latest attempts that are over, with the last epoch of which each took more than a long look.
     """
 
-    runs: Sequence[Run] = ()
+    passes: Mapping[int, PassEntry] = field(default_factory=dict)
     since: int = 0
     share: int | None = None
-    notes: Sequence[Sequence[Any]] = ()
+    notes: Sequence[NotesReport] = ()
     left: Sequence[tuple[int, int]] = ()
 
     def encoded(self) -> str:
         """Return it as a short text."""
-        return json.dumps([self.since, self.share, self.runs, self.notes, self.left], separators=(",", ":"))
+        content = [self.since, self.share, list(self.passes.values()), self.notes, self.left]
+        return json.dumps(content, separators=(",", ":"))
 
     @classmethod
     def decoded(cls, text: str | bytes) -> "PassRecord":
         """Return what ``encoded`` made a text of."""
-        since, share, runs, notes, left = json.loads(text)
-        decoded = [Run(*run)._replace(state=PassState(run[3])) for run in runs]
-        return cls(decoded, since, share, notes or (), tuple((attempt, top) for attempt, top in left))
+        since, share, passes, notes, left = json.loads(text)
+        decoded = {
+            epoch: PassEntry(epoch, items, _STATES[state], chosen, attempt)
+            for epoch, items, state, chosen, attempt in passes
+        }
+        return cls(
+            decoded,
+            since,
+            share,
+            tuple(NotesReport(*noted) for noted in notes),
+            tuple((attempt, top) for attempt, top in left),
+        )
 
     def top(self, look: int, attempt: int | None = None) -> int:
         """Return the latest epoch of which more than a look was taken, in one attempt or in any; -1 if none."""
-        tops = (run.last for run in self.runs if run.is_more_than(look) and attempt in {None, run.attempt})
-        return max(tops, default=-1)
+        made = (entry for entry in self.passes.values() if attempt in {None, entry.attempt})
+        return max((entry.epoch for entry in made if entry.is_more_than(look)), default=-1)
 
     def top_of_long(self, long_look: int) -> int:
         """Return the latest epoch of which more than a long look was taken; -1 if none."""
-        return max((run.last for run in self.runs if run.is_longer_than(long_look)), default=-1)
+        return max((epoch for epoch, entry in self.passes.items() if entry.is_longer_than(long_look)), default=-1)
 
     def after(self, epoch: int) -> int:
         """Return the epoch of the first pass after one over ``epoch``."""
-        return min(max(run.epoch, epoch + 1) for run in self.runs if run.last > epoch)
+        return min(later for later in self.passes if later > epoch)
 
     def chosen_before(self, epoch: int) -> int:
         """Return the latest epoch that ``set_epoch`` chose, up to this one; -1 if there is none."""
-        return max((min(run.last, epoch) for run in self.runs if run.chosen and run.epoch <= epoch), default=-1)
+        return max((entry.epoch for entry in self.passes.values() if entry.chosen and entry.epoch <= epoch), default=-1)
 
     def seen_by(self, other: "PassRecord") -> "PassRecord":
         """Return it with passes that were withdrawn as left, if another rank did not choose what came after them.
 
         They count, too, where one rank went through the epoch and the other through a part of it: the one trained.
         """
-        runs: list[Run] = []
-        choice = None
-        for run in reversed(self.runs):
-            if run.state in _WITHDRAWN:
+        if not any(entry.is_withdrawn for entry in self.passes.values()):
+            return self
+        passes, choice = dict(self.passes), None
+        for epoch in reversed(list(self.passes)):
+            entry = self.passes[epoch]
+            if entry.is_withdrawn:
                 is_common = choice is None or other.has_chosen(choice)
-                counts = not is_common or other.withdrew(run.last, _WITHDRAWN - {run.state})
-                state = PassState.ENDED if is_common and run.state is PassState.WHOLE else PassState.LEFT
-                run = run._replace(state=state) if counts else run._replace(items=0, state=PassState.UNKNOWN)
-            choice = run.epoch if run.chosen else choice
-            runs.append(run)
-        return replace(self, runs=runs[::-1])
+                theirs = other.passes.get(epoch)
+                is_other = theirs is not None and theirs.is_withdrawn and theirs.state is not entry.state
+                if is_common and not is_other:
+                    passes[epoch] = entry._replace(items=0, state=PassState.UNKNOWN)
+                else:
+                    is_whole = is_common and entry.state is PassState.WHOLE
+                    passes[epoch] = entry._replace(state=PassState.ENDED if is_whole else PassState.LEFT)
+            choice = epoch if entry.chosen else choice
+        return replace(self, passes=passes)
 
     def has_chosen(self, epoch: int) -> bool:
         """Return whether ``set_epoch`` chose an epoch, as far as that is known."""
-        return epoch < self.since or any(run.chosen and run.epoch <= epoch <= run.last for run in self.runs)
-
-    def withdrew(self, epoch: int, states: Collection[PassState]) -> bool:
-        """Return whether a pass over an epoch was withdrawn, in one of these states."""
-        return any(run.state in states and run.epoch <= epoch <= run.last for run in self.runs)
-
-    def first_lacking(self, epochs: Run) -> int:
-        """Return the first epoch of a run that has no pass here; one past its last if all have."""
-        epoch = max(epochs.epoch, self.since)
-        for run in self.runs:
-            if run.epoch <= epoch <= run.last:
-                epoch = run.last + 1
-        return min(epoch, epochs.last + 1)
+        return epoch < self.since or (epoch in self.passes and self.passes[epoch].chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,46 +211,46 @@ class ReadAhead:
 
 
 class _Pass:
-    """A pass that may still continue."""
+    """A pass of this rank, which may continue."""
 
-    def __init__(self, epoch: int, progress: Callable[[], PassProgress], chosen: bool, attempt: int) -> None:
-        self.epoch, self.chosen, self.attempt = epoch, chosen, attempt
-        self.is_doubtful = False
-        self._progress: Callable[[], PassProgress] | PassProgress = progress
+    def __init__(self, entry: PassEntry, progress: Callable[[], PassProgress]) -> None:
+        self.epoch, self.chosen = entry.epoch, entry.chosen
+        self._entry = entry
+        self._progress: Callable[[], PassProgress] | None = progress
+        self._is_doubtful = False
         self._at_next: int | None = None
 
     @property
-    def progress(self) -> PassProgress:
-        """How far it has come."""
-        told = self._progress() if callable(self._progress) else self._progress
-        return told._replace(state=PassState.UNKNOWN) if self.is_doubtful else told
+    def entry(self) -> PassEntry:
+        """What is known of it now."""
+        if self._progress is None:
+            return self._entry
+        items, state = self._progress()
+        return self._entry._replace(items=items, state=PassState.UNKNOWN if self._is_doubtful else state)
 
-    @property
-    def run(self) -> Run:
-        """The pass as a run of one."""
-        return Run(self.epoch, 1, *self.progress, self.chosen, self.attempt)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it may continue."""
-        return self.progress.state is PassState.OPEN
+    def doubt(self) -> None:
+        """Record that it is not known how far it came."""
+        self._is_doubtful = True
 
     def settle(self, next_state: PassState | None) -> None:
         """Record that another pass begins now; keep no more than the numbers of one that is over.
 
         So is one whose iterator lives, but which stood still while the whole next pass was made.
         """
-        told = self.progress
-        if told.state is not PassState.OPEN:
-            self._progress = told
+        entry = self.entry
+        if entry.state is not PassState.OPEN:
+            self._keep(entry)
         elif self._at_next is None:
-            self._at_next = told.items
-        elif next_state is PassState.ENDED and told.items == self._at_next:
-            self._progress = told._replace(state=PassState.LEFT)
+            self._at_next = entry.items
+        elif next_state is PassState.ENDED and entry.items == self._at_next:
+            self._keep(entry._replace(state=PassState.LEFT))
 
     def withdraw(self) -> None:
         """Let it no longer count against ranks that choose the same epoch."""
-        self._progress = _withdrawn(self.progress)
+        self._keep(self.entry.withdrawn())
+
+    def _keep(self, entry: PassEntry) -> None:
+        self._entry, self._progress = entry, None
 
 
 class History:
@@ -229,10 +265,9 @@ class History:
     """
 
     def __init__(self, look: int = 1) -> None:
-        self.look: int = look
+        self._look = look
         self._left: list[tuple[int, int]] = []
-        self._settled: list[Run] = []
-        self._open: list[_Pass] = []
+        self._passes: list[_Pass] = []  # by epoch
         self._since = self._attempt = 0
         self._furthest = -1  # the latest epoch of this attempt of which more than a look was taken
         self._is_chosen = False
@@ -241,6 +276,10 @@ class History:
     def attempt(self) -> int:
         """How often this rank has started again at an epoch that it had trained."""
         return self._attempt
+
+    def set_look(self, look: int) -> None:
+        """Set how many items a mere look takes at most, before the first pass."""
+        self._look = look
 
     def choose(self) -> None:
         """Record that the user chose the epoch that comes next."""
@@ -258,78 +297,44 @@ class History:
                 chose. Default: as many as a look.
         """
         chosen, self._is_chosen = self._is_chosen, False
-        self._settle()
+        states = [before.entry.state for before in self._passes]
+        for before, next_state in zip(self._passes, [*states[1:], None], strict=False):
+            before.settle(next_state)
         self._go_back_to(epoch, long_look)
-        if chosen:
-            self._withdraw()
-        self._open.append(_Pass(epoch, progress, chosen, self._attempt))
+        for before in reversed(self._passes) if chosen else ():
+            if before.chosen:
+                break
+            before.withdraw()
+        entry = PassEntry(epoch, 0, PassState.OPEN, chosen, self._attempt)
+        self._passes.append(_Pass(entry, progress))
+        if len(self._passes) > _MOST_PASSES:
+            del self._passes[0]
+            self._since = self._passes[0].epoch
 
     def doubt(self, epoch: int) -> None:
         """Record that it is not known how far the pass over an epoch came."""
-        for one in self._open:
-            one.is_doubtful |= one.epoch == epoch
+        for known in self._passes:
+            if known.epoch == epoch:
+                known.doubt()
 
-    def record(self, share: int | None = None, notes: Sequence[Sequence[Any]] = ()) -> PassRecord:
+    def record(self, share: int | None = None, notes: Sequence[NotesReport] = ()) -> PassRecord:
         """Return this rank's history, to be compared, with what it noted of its latest passes."""
-        runs = _joined([*self._settled, *(one.run for one in self._open)])
-        return PassRecord(runs, self._since, share, notes, tuple(self._left))
-
-    def _settle(self) -> None:
-        states = [one.progress.state for one in self._open]
-        for one, next_state in zip(self._open, [*states[1:], None], strict=False):
-            one.settle(next_state)
-        while self._open and (not self._open[0].is_open or len(self._open) > _MOST_RUNS):
-            one = self._open.pop(0)
-            one.is_doubtful |= one.is_open
-            self._settled.append(one.run)
-        self._settled = _joined(self._settled)
-        if len(self._settled) > _MOST_RUNS:
-            del self._settled[:-_MOST_RUNS]
-            self._since = self._settled[0].epoch
+        passes = {known.epoch: known.entry for known in self._passes}
+        return PassRecord(passes, self._since, share, notes, tuple(self._left))
 
     def _go_back_to(self, epoch: int, long_look: Callable[[], int] | None) -> None:
         """Drop the passes from an epoch on; if they were more than looks, this is another attempt."""
-        made = [run for run in self.record().runs if run.is_more_than(self.look) and run.last > self._furthest]
+        entries = [known.entry for known in self._passes if known.epoch > self._furthest]
+        made = [entry for entry in entries if entry.is_more_than(self._look)]
         # What nobody chose may have been a look.
-        most = long_look() if long_look and any(not run.chosen for run in made) else self.look
-        self._furthest = max(
-            (run.last for run in made if run.chosen or run.is_longer_than(most)), default=self._furthest
-        )
+        most = long_look() if long_look and any(not entry.chosen for entry in made) else self._look
+        trained = [entry.epoch for entry in made if entry.chosen or entry.is_longer_than(most)]
+        self._furthest = max(trained, default=self._furthest)
         if self._furthest >= epoch:
             self._left = [*self._left, (self._attempt, self._furthest)][-_MOST_LEFT:]
             self._attempt, self._furthest = self._attempt + 1, epoch - 1
-        kept = [run._replace(passes=min(run.passes, epoch - run.epoch)) for run in self._settled]
-        self._settled = [run for run in kept if run.passes > 0]
-        self._open = [one for one in self._open if one.epoch < epoch]
+        self._passes = [known for known in self._passes if known.epoch < epoch]
         self._since = min(self._since, epoch)
-
-    def _withdraw(self) -> None:
-        """Let the passes no longer count that were made since an epoch was chosen for the last time."""
-        for one in reversed(self._open):
-            if one.chosen:
-                return
-            one.withdraw()
-        first = max((place for place, run in enumerate(self._settled, 1) if run.chosen), default=0)
-        self._settled[first:] = [run._replace(**_withdrawn(run)._asdict()) for run in self._settled[first:]]
-
-
-def _withdrawn(progress: PassProgress | Run) -> PassProgress:
-    if progress.state is PassState.UNKNOWN:
-        return PassProgress(0, PassState.UNKNOWN)
-    return PassProgress(
-        progress.items, PassState.WHOLE if progress.state in {PassState.ENDED, PassState.WHOLE} else PassState.WITHDRAWN
-    )
-
-
-def _joined(runs: Sequence[Run]) -> list[Run]:
-    """Join runs that follow each other."""
-    joined: list[Run] = []
-    for run in runs:
-        if joined and joined[-1].followed_by(run):
-            joined[-1] = joined[-1]._replace(passes=joined[-1].passes + run.passes)
-        else:
-            joined.append(run)
-    return joined
 
 
 class Contradiction(NamedTuple):
@@ -365,10 +370,10 @@ def contradiction(
     found = []
     mine, theirs = mine.seen_by(theirs), theirs.seen_by(mine)
     for is_mine, behind, further in ((True, mine, theirs), (False, theirs, mine)):
-        for run in further.runs:
-            if run.items > look:
-                left = _broken_off(behind, further, run, look, slack, at_most)
-                left = left or _skipped(behind, further, run, look, at_most) or _gone_back(behind, run, at_most)
+        for entry in further.passes.values():
+            # Most passes went alike on both.
+            if entry.items > look and behind.passes.get(entry.epoch) != entry:
+                left = _went_on(behind, further, entry, look, slack, at_most) or _gone_back(behind, entry, at_most)
                 found += [] if left is None else [Contradiction(*left, is_mine)]
     return min(found, default=None)
 
@@ -378,43 +383,31 @@ def contradiction(
 # unless it was more than a long look.
 
 
-def _broken_off(
-    behind: PassRecord, other: PassRecord, further: Run, look: int, slack: int, long_look: Callable[[], int]
+def _went_on(
+    behind: PassRecord, other: PassRecord, further: PassEntry, look: int, slack: int, long_look: Callable[[], int]
 ) -> tuple[int, int, int] | None:
-    """Return the first epoch of a run that a rank broke off earlier."""
-    top = behind.top(look)
-    for run in behind.runs:
-        epoch = max(run.epoch, further.epoch)
-        is_left = (
-            run.state is PassState.LEFT and further.state is not PassState.UNKNOWN and run.attempt == further.attempt
-        )
-        if is_left and further.items > run.items + slack and epoch <= min(run.last, further.last, top - 1):
-            following, chosen = behind.after(epoch), other.chosen_before(epoch)
-            goes_on = further.chosen or behind.chosen_before(following) == chosen or further.is_longer_than(long_look())
-            has_left = behind.chosen_before(epoch) == chosen or epoch < behind.top_of_long(long_look())
-            if goes_on and has_left:
-                return epoch, run.items, following
-    return None
-
-
-def _skipped(
-    behind: PassRecord, other: PassRecord, further: Run, look: int, long_look: Callable[[], int]
-) -> tuple[int, int, int] | None:
-    """Return the first epoch of a run that a rank left out."""
-    epoch = behind.first_lacking(further)
-    if epoch > further.last or epoch >= behind.top(look, further.attempt):
+    """Return where a rank broke off or left out an epoch of which another took more."""
+    epoch, own = further.epoch, behind.passes.get(further.epoch)
+    if own is None:
+        is_less, top = epoch >= behind.since, behind.top(look, further.attempt)
+    else:
+        is_known = own.state is PassState.LEFT and further.state is not PassState.UNKNOWN
+        is_less = is_known and own.attempt == further.attempt and further.items > own.items + slack
+        top = behind.top(look)
+    if not is_less or epoch >= top:
         return None
-    following = behind.after(epoch)
-    is_alike = further.chosen or behind.chosen_before(following) == other.chosen_before(epoch)
-    return (epoch, 0, following) if is_alike or further.is_longer_than(long_look()) else None
+    following, chosen = behind.after(epoch), other.chosen_before(epoch)
+    goes_on = further.chosen or behind.chosen_before(following) == chosen or further.is_longer_than(long_look())
+    has_left = own is None or behind.chosen_before(epoch) == chosen or epoch < behind.top_of_long(long_look())
+    return (epoch, 0 if own is None else own.items, following) if goes_on and has_left else None
 
 
-def _gone_back(behind: PassRecord, further: Run, long_look: Callable[[], int]) -> tuple[int, int, int] | None:
-    """Return the first epoch of a run before which a rank started again."""
+def _gone_back(behind: PassRecord, further: PassEntry, long_look: Callable[[], int]) -> tuple[int, int, int] | None:
+    """Return where a rank started again before it came to an epoch of which another took more."""
     top = dict(behind.left).get(further.attempt)
-    if top is None or further.last <= top or further.state is PassState.UNKNOWN:
+    if top is None or further.epoch <= top or further.state is PassState.UNKNOWN:
         return None
     if not further.chosen and not further.is_longer_than(long_look()):
         return None
-    again = min((run.epoch for run in behind.runs if run.attempt > further.attempt), default=top)
-    return max(further.epoch, top + 1), 0, again
+    again = min((entry.epoch for entry in behind.passes.values() if entry.attempt > further.attempt), default=top)
+    return further.epoch, 0, again

@@ -1,24 +1,24 @@
 """What ranks leave in the store for each other without waiting: records, and counts of steps."""
 
-import hashlib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from time import perf_counter, sleep
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch.distributed as dist
 
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError, WorldError
-from ddp_patch.ranks.exchange import ranks_text
+from ddp_patch.ranks.exchange import digest, ranks_text
 from ddp_patch.ranks.histories import PassRecord
 
-__all__ = ["Mailbox", "Notices", "Peers", "StepCounts", "agreed_peers", "given_peers", "unwatched"]
+__all__ = ["Mailbox", "Peers", "StepCounts", "agreed_peers", "given_peers", "unwatched"]
 
+V = TypeVar("V")
 
 # A rank reads the records of at most this many others. A rank that differs from all others notices that by itself.
 _MOST_READ = 32
@@ -33,8 +33,12 @@ _STORE_ERRORS = (RuntimeError, ValueError)
 _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
 
 # What ranks leave each other: which passes they make, how they read, and how far they have come.
-_Subject = Literal["", "orders", "marks", "steps"]
-_SUBJECTS: tuple[_Subject, ...] = ("", "orders", "marks", "steps")
+_Subject = Literal["passes", "orders", "marks", "steps"]
+
+
+# The loaders that are gone on this rank, of which the store was not told yet: the store in which ranks compare each,
+# its key there, and all ranks that may have it.
+_gone: deque[tuple[ref[Any], str, Sequence[int]]] = deque()
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -80,9 +84,7 @@ class Peers:
 
 def agreed_peers(members: Sequence[int], number: int) -> Peers:
     """Return who made an agreement with this rank."""
-    rank = dist.get_rank()
-    key = f"ddp_patch/passes/{_digest(members)}/{number}"
-    return _cleared_later(Peers(key, number, rank, _read_by(rank, list(members))), list(members))
+    return _peers_among(members, f"ddp_patch/passes/{digest(members)}/{number}", number)
 
 
 def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) -> Peers | None:
@@ -115,12 +117,28 @@ def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) 
     except RuntimeError:  # the store is gone
         return None
     group, counts = _given[store]
-    base = f"ddp_patch/given/{group}/{num_replicas}/{_digest(sorted(described.items()))}"
+    base = f"ddp_patch/given/{group}/{num_replicas}/{digest(sorted(described.items()))}"
     counts[base] += 1
-    number, others = counts[base], _read_by(rank, list(range(ranks)))
-    peers = Peers(f"{base}/{number}", number, rank, others, (share, num_replicas), ranks // num_replicas)
-    _cleared_later(peers, list(range(ranks)))
-    peers.require_fair_shares(Notices(peers).exchange(PassRecord(share=share)))
+    number = counts[base]
+    takes = (share, num_replicas), ranks // num_replicas
+    peers = _peers_among(range(ranks), f"{base}/{number}", number, *takes)
+    records = Mailbox(peers, "passes", PassRecord.decoded).exchange(PassRecord(share=share).encoded())
+    peers.require_fair_shares(records)
+    return peers
+
+
+def _peers_among(
+    ranks: Sequence[int], key: str, number: int, share: tuple[int, int] | None = None, most: int = 0
+) -> Peers:
+    """Return whom this rank reads: all of few ranks, of many those that lie evenly behind it."""
+    rank = dist.get_rank()
+    index = ranks.index(rank)
+    others = [*ranks[index + 1 :], *ranks[:index]]
+    peers = Peers(key, number, rank, others[:: -(-len(others) // _MOST_READ) or 1], share, most)
+    # What they leave is deleted once the loader is gone on all ranks: until then a slower one may read it. Noted here,
+    # and told with the next loader: this may run in the middle of anything, such as an import. A script's last loaders
+    # may also outlive the store, and torch logs that.
+    finalize(peers, _gone.append, (ref(default_store()), key, ranks)).atexit = False
     return peers
 
 
@@ -134,24 +152,27 @@ def unwatched() -> Iterator[None]:
         _IS_WATCHED.reset(token)
 
 
-class Mailbox:
+class Mailbox(Generic[V]):
     """What the ranks leave each other about one loader, in the store of the process group in which it was patched.
 
     Args:
         peers: Who they are.
-        subject: What it is about, if it is not which passes they make.
+        subject: What it is about.
+        decode: Reads a text that a rank left.
     """
 
-    def __init__(self, peers: Peers, subject: _Subject = "") -> None:
+    def __init__(self, peers: Peers, subject: _Subject, decode: Callable[[bytes], V]) -> None:
         _tell_gone()
         self._peers = peers  # as long as they are here, what was left stays
-        self._own_key = _letter(peers.key, subject, peers.rank)
+        self._decode = decode
+        self._own_key = _key(peers.key, subject, peers.rank)
         # No more than a reference: a store that is kept keeps its port, too.
         self._store: ref[Any] | None = ref(default_store())
-        self._unseen = {rank: _letter(peers.key, subject, rank) for rank in peers.others}
+        self._unseen = {rank: _key(peers.key, subject, rank) for rank in peers.others}
         self._seen: dict[int, str] = {}
+        self._latest: dict[int, tuple[bytes, V]] = {}
 
-    def exchange(self, text: str | None) -> dict[int, bytes]:
+    def exchange(self, text: str | None) -> dict[int, V]:
         """Leave a text, unless it is None, and return what others left. Wait for none.
 
         Once the process group is gone, or its store, there is nobody to compare with.
@@ -162,10 +183,14 @@ class Mailbox:
         try:
             if text is not None:
                 store.set(self._own_key, text)
-            return self._read(store)
+            came = self._read(store)
         except _STORE_ERRORS:
             self._store = None
             return {}
+        for rank, left in came.items():
+            if rank not in self._latest or self._latest[rank][0] != left:
+                self._latest[rank] = left, self._decode(left)
+        return {rank: self._latest[rank][1] for rank in came}
 
     def leave_at_once(self, text: str) -> None:
         """Leave a text in the least time: neither the store nor the process group is asked anything."""
@@ -177,14 +202,14 @@ class Mailbox:
             self._store = None
 
     @property
-    def are_open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether somebody may still leave or read some."""
         return self._open_store() is not None
 
     def drop(self, rank: int) -> None:
         """Read no more of what a rank leaves."""
-        self._unseen.pop(rank, None)
-        self._seen.pop(rank, None)
+        for known in (self._unseen, self._seen, self._latest):
+            known.pop(rank, None)
 
     def _open_store(self) -> Any:
         """Return the store, or None if it is gone."""
@@ -203,31 +228,6 @@ class Mailbox:
         return dict(zip(self._seen, store.multi_get(list(self._seen.values())), strict=True))
 
 
-class _Gone(NamedTuple):
-    """A loader that is gone on this rank, of which the store was not told yet.
-
-    Attributes:
-        store: The store in which ranks compare it.
-        key: Names the loader there.
-        ranks: All that may have it.
-    """
-
-    store: ref[Any]
-    key: str
-    ranks: Sequence[int]
-
-
-_gone: deque[_Gone] = deque()
-
-
-def _cleared_later(peers: Peers, ranks: Sequence[int]) -> Peers:
-    """Have what was left deleted once the loader is gone on all ranks: until then a slower one may read them."""
-    # Noted here, and told with the next loader: this may run in the middle of anything, such as an import. A script's
-    # last loaders may also outlive the store, and torch logs that.
-    finalize(peers, _gone.append, _Gone(ref(default_store()), peers.key, ranks)).atexit = False
-    return peers
-
-
 def _tell_gone() -> None:
     """Tell the store which loaders are gone on this rank; delete what was left about those that are gone on all."""
     if not dist.is_initialized():
@@ -237,39 +237,13 @@ def _tell_gone() -> None:
         while True:
             store, key, ranks = _gone.popleft()
             if store() is current and current.add(f"{key}/gone", 1) == len(ranks):
-                for letter in (_letter(key, subject, rank) for subject in _SUBJECTS for rank in ranks):
-                    current.delete_key(letter)
+                for left in (_key(key, subject, rank) for subject in get_args(_Subject) for rank in ranks):
+                    current.delete_key(left)
                 current.delete_key(f"{key}/gone")
 
 
-def _letter(key: str, subject: _Subject, rank: int) -> str:
-    return f"{key}/{subject or 'passes'}/{rank}"
-
-
-class Notices:
-    """The records of one loader's passes."""
-
-    def __init__(self, peers: Peers) -> None:
-        self._mailbox = Mailbox(peers)
-        self._known: dict[int, tuple[bytes, PassRecord]] = {}
-
-    def exchange(self, record: PassRecord) -> dict[int, PassRecord]:
-        """Leave this rank's record, and return those that others left; see ``Mailbox``."""
-        for rank, text in (came := self._mailbox.exchange(record.encoded())).items():
-            if rank not in self._known or self._known[rank][0] != text:
-                self._known[rank] = text, PassRecord.decoded(text)
-        return {rank: self._known[rank][1] for rank in came}
-
-
-def _read_by(rank: int, ranks: list[int]) -> list[int]:
-    """Return which other ranks' records a rank reads: all of few, of many those that lie evenly behind it."""
-    place = ranks.index(rank)
-    others = ranks[place + 1 :] + ranks[:place]
-    return others[:: -(-len(others) // _MOST_READ) or 1]
-
-
-def _digest(value: object) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+def _key(key: str, subject: _Subject, rank: int) -> str:
+    return f"{key}/{subject}/{rank}"
 
 
 # Who comes to the end waits at most so long for ranks that may be given more, or for so many steps if these take
@@ -317,7 +291,7 @@ class StepCounts:
 
     def __init__(self, peers: Peers, slack: int = 0) -> None:
         self._others, self._slack = peers.others, slack
-        self._mailbox = Mailbox(peers, "steps")
+        self._mailbox = Mailbox(peers, "steps", _Count.decoded)
         self._epoch, self._which = -1, ""
         self._left, self._left_s, self._cost_s = 0, 0.0, 0.0
         self._first_s = perf_counter()
@@ -354,10 +328,10 @@ class StepCounts:
         until_s = now_s + (min(max(_MOMENT_S, _STEPS * step_s), _MOST_S) if batches > 1 else _MOMENT_S)
         self._mailbox.leave_at_once(f"{self._epoch}|{self._which}|{batches}|1")
         while True:
-            counts = {rank: _Count.decoded(text) for rank, text in self._mailbox.exchange(None).items()}
+            counts = self._mailbox.exchange(None)
             alike = {rank: count.batches for rank, count in counts.items() if count[:2] == mine[:2]}
             found = {rank: given for rank, given in alike.items() if given > batches + self._slack}
             is_open = len(counts) < len(self._others) or any(count.may_grow_to(mine) for count in counts.values())
-            if found or not is_open or not self._mailbox.are_open or perf_counter() > until_s:
+            if found or not is_open or not self._mailbox.is_open or perf_counter() > until_s:
                 return found
             sleep(_AGAIN_S)

@@ -1,26 +1,32 @@
 """Compare the ranks' passes over a loader: always on, and without waiting."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from time import perf_counter
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 from weakref import WeakMethod
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.contents import Row, RowsSeen
 from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.ranks.exchange import ranks_text
-from ddp_patch.ranks.histories import Contradiction, History, PassProgress, PassState, ReadAhead, contradiction
-from ddp_patch.ranks.notices import Notices, Peers, StepCounts
+from ddp_patch.ranks.histories import (
+    Contradiction,
+    History,
+    NotesReport,
+    PassProgress,
+    PassRecord,
+    PassState,
+    ReadAhead,
+    contradiction,
+)
+from ddp_patch.ranks.notices import Mailbox, Peers, StepCounts
 from ddp_patch.ranks.order_guard import ONE_STREAM
 
 __all__ = ["Difference", "PassMonitor", "PassNotes", "difference"]
 
-
-logger: logging.Logger = logging.getLogger("ddp_patch")
 
 # The rows of a dataset are looked at when a pass begins, and after its first two batches: some are made by the first
 # ``__getitem__``. Once more at its end shows what reading changes.
@@ -36,7 +42,7 @@ class PassNotes:
     """The notes of one pass of this rank.
 
     Args:
-        what: The class of the sampler.
+        sampler: The class of the sampler.
         epoch: The epoch.
         begins_at: Where in the epoch it begins.
         skip: How many items of the share were taken before.
@@ -47,7 +53,7 @@ class PassNotes:
 
     def __init__(
         self,
-        what: str,
+        sampler: str,
         epoch: int,
         begins_at: str,
         skip: int,
@@ -55,15 +61,19 @@ class PassNotes:
         rows: RowsSeen | None,
         progress: Callable[[], PassProgress],
     ) -> None:
-        self.what: str = what
+        self.sampler: str = sampler
         self.epoch: int = epoch
         self._begins_at, self._skip = begins_at, skip
         self._fingerprint, self._dataset, self._progress = fingerprint, rows, progress
         self._rows: list[Rows] = []  # what is new at each look after the first
         self._seen: Rows | None = None  # the latest look
         self._is_seen_whole = False
-        self._old: list[Any] | None = None  # as it was left, once nothing changes it
+        self._old: NotesReport | None = None  # as it was left, once nothing changes it
         self.attempt: int = 0
+
+    def begin(self, attempt: int) -> None:
+        """Record how often this rank had gone back to an epoch that was whole when the pass began."""
+        self.attempt = attempt
 
     @property
     def is_whole(self) -> bool:
@@ -72,9 +82,9 @@ class PassNotes:
 
     def settle(self) -> None:
         """Keep no more of a pass that is over than what was noted."""
-        told = self._progress()
-        if told.state is not PassState.OPEN:
-            self._progress = partial(PassProgress, *told)
+        progress = self._progress()
+        if progress.state is not PassState.OPEN:
+            self._progress = partial(PassProgress, *progress)
 
     def look(self, look: int) -> None:
         """Look at the dataset, where that is due in the latest pass: the user may change it before the next.
@@ -94,8 +104,8 @@ class PassNotes:
             steady = self._dataset.steady(before, self._seen)
             self._rows.append({name: row for name, row in steady.items() if name not in known})
 
-    def encoded(self, look: int, *, is_old: bool = False) -> list[Any]:
-        """Return them as plain values.
+    def encoded(self, look: int, *, is_old: bool = False) -> NotesReport:
+        """Return what to report of them.
 
         Args:
             look: How many items a mere look takes at most. Nobody compares it: the epoch may begin again.
@@ -104,12 +114,10 @@ class PassNotes:
         if is_old and self._old is not None:
             return self._old
         items, state = self._progress()
-        taken = items - self._skip
-        is_more = taken > look or state is PassState.ENDED
-        marks = [[count, value % 2**_BITS] for count, value in self._fingerprint.marks]
+        is_more = items - self._skip > look or state is PassState.ENDED
+        marks = [(count, value % 2**_BITS) for count, value in self._fingerprint.marks]
         first = max(0, len(marks) - 1) if is_old else 0
-        rows = [{name: list(row) for name, row in seen.items()} for seen in self._rows]
-        notes = [self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], rows]
+        notes = NotesReport(self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], list(self._rows))
         if is_old and state is not PassState.OPEN:
             self._old = notes
         return notes
@@ -130,38 +138,29 @@ class Difference:
     attributes: tuple[str, ...] = ()
 
 
-def difference(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> Difference | None:
+def difference(mine: Sequence[NotesReport], theirs: Sequence[NotesReport]) -> Difference | None:
     """Return where the passes of two ranks differ, as far as both have come; None if they do not.
 
     Args:
-        mine: This rank's notes, encoded.
+        mine: This rank's notes.
         theirs: Another rank's.
     """
-    known = {tuple(notes[:3]): notes for notes in theirs if notes[3]}
-    for notes in mine:
-        epoch, begins_at, attempt, is_more, _, _, rows = notes
-        other = known.get((epoch, begins_at, attempt))
-        if not is_more or other is None:
+    known = {notes[:3]: notes for notes in theirs if notes.is_more}
+    for ours in mine:
+        other = known.get(ours[:3])
+        if not ours.is_more or other is None:
             continue
-        looks = min(len(rows), len(other[-1]))
-        if names := _differing(_together(rows[:looks]), _together(other[-1][:looks])):
-            return Difference(epoch, attributes=names)
-        if (count := _differs_within(notes, other)) is not None:
-            return Difference(epoch, count)
+        looks = min(len(ours.rows), len(other.rows))
+        seen, theirs_seen = (
+            {name: Row(*row) for look in rows[:looks] for name, row in look.items()} for rows in (ours.rows, other.rows)
+        )
+        if names := _differing(seen, theirs_seen):
+            return Difference(ours.epoch, attributes=names)
+        first = max(ours.first, other.first)  # as far as both have come
+        for mark, their_mark in zip(ours.marks[first - ours.first :], other.marks[first - other.first :], strict=False):
+            if tuple(mark) != tuple(their_mark):
+                return Difference(ours.epoch, min(mark[0], their_mark[0]))
     return None
-
-
-def _differs_within(mine: Sequence[Any], theirs: Sequence[Any]) -> int | None:
-    """Return within how many items the orders of two passes differ; None if they do not, as far as both have come."""
-    first = max(mine[4], theirs[4])
-    for one, another in zip(mine[5][first - mine[4] :], theirs[5][first - theirs[4] :], strict=False):
-        if list(one) != list(another):
-            return int(min(one[0], another[0]))
-    return None
-
-
-def _together(looks: Sequence[Mapping[str, Sequence[Any]]]) -> Rows:
-    return {name: Row(*row) for look in looks for name, row in look.items()}
 
 
 def _differing(mine: Rows, theirs: Rows) -> tuple[str, ...]:
@@ -202,22 +201,19 @@ class PassMonitor:
 
     Attributes:
         read_ahead: How the loader takes items.
-        orders: Compare the orders in which they read, where that is for the readers to say; none elsewhere.
-        epochs_differ: Whether an epoch's order may differ from another's. Where it does not, passes over different
-            epochs are alike, and no sample is lost by them.
     """
 
     def __init__(self, peers: Peers | None = None, name: str = "", *, keeps: bool = False) -> None:
         self._peers = peers
-        self._notices = None if peers is None else Notices(peers)
+        self._mailbox = None if peers is None else Mailbox(peers, "passes", PassRecord.decoded)
         self._steps: StepCounts | None = None  # for streams whose end nobody knows before
         self._history = History()
         self._noted: list[PassNotes] = []
         self._attempt, self._furthest = 0, -1  # the latest epoch that was gone through to its end in this attempt
         self._thread = get_ident()
         self._keeps = keeps
-        self.orders: list[Callable[[], None]] = []
-        self.epochs_differ: bool = True
+        self._compare_order: Callable[[], None] = lambda: None
+        self._epochs_differ = True
         self._name, self._units = name, ("item", "items")
         self.read_ahead: ReadAhead = ReadAhead()
         self._share: Callable[[], Callable[[], int | None] | None] = lambda: None
@@ -235,7 +231,15 @@ class PassMonitor:
         self._name, self._units = name, ("batch", "batches")
         self.read_ahead = read_ahead
         self._share = WeakMethod(share)  # the loader goes when nobody refers to it but this
-        self._history.look = read_ahead.size
+        self._history.set_look(read_ahead.size)
+
+    def ignore_epochs(self) -> None:
+        """Let passes over different epochs count as alike: all have one order, so no sample is lost by them."""
+        self._epochs_differ = False
+
+    def also_compare(self, compare_order: Callable[[], None]) -> None:
+        """Compare, whenever passes are, the orders in which readers read: that is for them to say."""
+        self._compare_order = compare_order
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
         return PassMonitor, ()  # a copy makes passes of its own, which other ranks need not know about
@@ -243,7 +247,7 @@ class PassMonitor:
     @property
     def is_on(self) -> bool:
         """Whether there is anybody to compare with."""
-        return self._notices is not None
+        return self._mailbox is not None
 
     def choose(self) -> None:
         """Record that the user chose the epoch that comes next."""
@@ -261,7 +265,7 @@ class PassMonitor:
             RankMismatchError: As ``compare``.
         """
         if self.is_on:
-            if self.epochs_differ:
+            if self._epochs_differ:
                 self._history.begin(epoch, progress, self._long_look)
             if notes is not None:
                 self._note(notes)
@@ -278,7 +282,7 @@ class PassMonitor:
         self._furthest = max([self._furthest, *(before.epoch for before in self._noted if before.is_whole)])
         if notes.epoch <= self._furthest:
             self._attempt, self._furthest = self._attempt + 1, notes.epoch - 1
-        notes.attempt = self._attempt
+        notes.begin(self._attempt)
         # A look at an epoch that begins anew, or at a later one, is no pass of this attempt.
         kept = [before for before in self._noted if before.attempt < notes.attempt or before.epoch < notes.epoch]
         for before in kept:
@@ -296,19 +300,15 @@ class PassMonitor:
             RankMismatchError: A rank left an epoch of which another took more, and continued with a later one; or too
                 many ranks take the same share; or they drew or read in different orders, or from different rows.
         """
-        if self._peers is None or self._is_too_soon(_TIMES_AT_AN_END if at_end else _TIMES_THEIR_COST):
+        times = _TIMES_AT_AN_END if at_end else _TIMES_THEIR_COST
+        if not self.is_on or (self._made >= _FREE and perf_counter() - self._ended_s < times * self._cost_s):
             return
         if get_ident() != self._thread:
             # Something reads ahead in a thread of its own, by as much as there was time for.
             self._history.doubt(epoch)
         began_s = perf_counter()
-        found, differing = self._exchange()
-        if differing:
-            raise self._other_pass(self._peers, differing)
-        if found:
-            raise self._error(self._peers, found)
-        for compare in self.orders:
-            compare()
+        self._exchange()
+        self._compare_order()
         self._ended_s = perf_counter()
         self._made, self._cost_s = self._made + 1, self._ended_s - began_s
 
@@ -329,41 +329,41 @@ class PassMonitor:
             peers = cast(Peers, self._peers)
             ranks, most = ranks_text(sorted(found)), max(found.values())
             raise RankMismatchError(
-                f"Iterating the {self._name} that was patched as number {peers.number}: rank {peers.rank} and {ranks} "
-                f"read different streams. Epoch {epoch} ended after {batches} {self._units[batches != 1]} on rank "
-                f"{peers.rank}, and {ranks} had {most} by then. Each rank keeps its shard of what should be one "
-                f"stream, so samples would be lost and steps would not be equal. {ONE_STREAM}"
+                f"{self._began(peers)}: rank {peers.rank} and {ranks} read different streams. Epoch {epoch} ended "
+                f"after {self._counted(batches)} on rank {peers.rank}, and {ranks} had {most} by then. Each rank keeps "
+                "its shard of what should be one stream, so samples would be lost and steps would not be equal. "
+                f"{ONE_STREAM}"
             )
 
-    def _is_too_soon(self, times: int) -> bool:
-        return self._made >= _FREE and perf_counter() - self._ended_s < times * self._cost_s
-
-    def _exchange(self) -> tuple[dict[int, Contradiction], dict[int, Difference]]:
-        """Return which ranks contradict this one, and which made another pass, and where."""
-        if self._peers is None or self._notices is None:
-            return {}, {}
-        share, old = self._peers.share, len(self._noted) - _IN_FULL
+    def _exchange(self) -> None:
+        """Leave this rank's record, and compare it with what the others have left by now."""
+        if self._peers is None or self._mailbox is None:
+            return
+        size, old = self.read_ahead.size, len(self._noted) - _IN_FULL
         if self._noted:
-            self._noted[-1].look(self.read_ahead.size)
-        notes = [noted.encoded(self.read_ahead.size, is_old=place < old) for place, noted in enumerate(self._noted)]
-        mine = self._history.record(None if share is None else share[0], notes)
-        others = self._notices.exchange(mine)
+            self._noted[-1].look(size)
+        notes = [noted.encoded(size, is_old=number < old) for number, noted in enumerate(self._noted)]
+        mine = self._history.record(None if self._peers.share is None else self._peers.share[0], notes)
+        others = self._mailbox.exchange(mine.encoded())
         self._peers.require_fair_shares(others)
-        slack = self.read_ahead.size * self.read_ahead.readers if self._keeps else 0
-        compared = {
-            rank: contradiction(mine, record, self.read_ahead.size, slack, self._long_look)
-            for rank, record in others.items()
-        }
         differing = {rank: difference(notes, record.notes) for rank, record in others.items()} if notes else {}
-        return (
-            {rank: where for rank, where in compared.items() if where is not None},
-            {rank: where for rank, where in differing.items() if where is not None},
-        )
+        if other_passes := {rank: where for rank, where in differing.items() if where is not None}:
+            raise self._other_pass(self._peers, other_passes)
+        slack = size * self.read_ahead.readers if self._keeps else 0
+        compared = {rank: contradiction(mine, their, size, slack, self._long_look) for rank, their in others.items()}
+        if found := {rank: where for rank, where in compared.items() if where is not None}:
+            raise self._error(self._peers, found)
+
+    def _began(self, peers: Peers) -> str:
+        return f"Iterating the {self._name} that was patched as number {peers.number}"
+
+    def _counted(self, batches: int) -> str:
+        return f"{batches} {self._units[batches != 1]}"
 
     def _other_pass(self, peers: Peers, found: Mapping[int, Difference]) -> RankMismatchError:
         first = min(found.values(), key=lambda where: where.epoch)
         ranks = ranks_text([rank for rank, where in found.items() if where == first])
-        began = f"Iterating the {self._name} that was patched as number {peers.number}"
+        began = self._began(peers)
         if first.count is None:
             return RankMismatchError(
                 f"{began}: in epoch {first.epoch}, the datasets of rank {peers.rank} and {ranks} have different "
@@ -373,7 +373,7 @@ class PassMonitor:
                 "the content differs, agreement='seeded' does not compare it."
             )
         return RankMismatchError(
-            f"{began}: in epoch {first.epoch}, {self._noted[-1].what} gave rank {peers.rank} and {ranks} different "
+            f"{began}: in epoch {first.epoch}, {self._noted[-1].sampler} gave rank {peers.rank} and {ranks} different "
             f"orders: they differ within the first {first.count} items. Each rank keeps its shard of what should be "
             "one order, so samples would be lost. Make the order the same on every rank: if the sampler learns from "
             "its rank's losses, let every rank learn from all ranks' (see \"Samplers that learn\" in "
@@ -385,15 +385,12 @@ class PassMonitor:
         first = min(found.values())
         ranks = sorted(rank for rank, where in found.items() if where == first)
         behind, further = ([peers.rank], ranks) if first.is_mine else (ranks, [peers.rank])
+        took = self._counted(-(-first.items // self.read_ahead.size))
         return RankMismatchError(
-            f"Iterating the {self._name} that was patched as number {peers.number}: the ranks make different passes, "
-            f"so samples would be lost. {ranks_text(behind).capitalize()} took {self._told(first.items)} of epoch "
-            f"{first.epoch} and then began epoch {first.following}; {ranks_text(further)} took more of epoch "
-            f"{first.epoch}. Only one rank has iterated the loader, as 'if rank == 0: next(iter(loader))' does, or has "
-            "set another epoch. Look at a batch on every rank, or iterate the unpatched loader, or call "
-            "loader.set_epoch(N) with the same N on every rank before the epoch."
+            f"{self._began(peers)}: the ranks make different passes, so samples would be lost. "
+            f"{ranks_text(behind).capitalize()} took {took} of epoch {first.epoch} and then began epoch "
+            f"{first.following}; {ranks_text(further)} took more of epoch {first.epoch}. Only one rank has iterated "
+            "the loader, as 'if rank == 0: next(iter(loader))' does, or has set another epoch. Look at a batch on "
+            "every rank, or iterate the unpatched loader, or call loader.set_epoch(N) with the same N on every rank "
+            "before the epoch."
         )
-
-    def _told(self, items: int) -> str:
-        number = -(-items // self.read_ahead.size)
-        return f"{number} {self._units[number != 1]}"

@@ -67,7 +67,8 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         self._wrapped_sampler: Iterable[T] = stream.source
         self._shuffles = shuffle
         self._batching, self._balancer = batching, balancer
-        self.monitor.epochs_differ = shuffle or balancer is not None or not is_always_alike(self._wrapped_sampler)
+        if not shuffle and balancer is None and is_always_alike(self._wrapped_sampler):
+            self.monitor.ignore_epochs()
         self._is_one_shot = stream.is_one_shot
         self._rows = stream.rows
         self._is_torchs = has_order(self._wrapped_sampler) and not has_computed_order(self._wrapped_sampler)

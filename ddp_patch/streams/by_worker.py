@@ -136,18 +136,18 @@ class _OwnBatches:
         if self.failure is not None:
             channel.fail(self.failure)
         state = _FAILED if self.failure is not None else _RAN_OUT if self._ran_out else _READS
-        channel.say([len(self._held), state, *ends])
+        channel.begin_gather([len(self._held), state, *ends])
 
     def take(self, step: Round, channel: Channel) -> list[Any]:
         """Hand to others what the round says; return the batch that this rank gets, if it gets one."""
-        for place, target in step.handed_by(channel.place):
+        for place, target in step.handed_by(channel.index):
             channel.send(target, self._held[place])
         got = []
-        if (source := step.gets[channel.place]) is not None:
-            is_own = source.rank == channel.place
+        if (source := step.gets[channel.index]) is not None:
+            is_own = source.rank == channel.index
             got.append(self._held[source.place] if is_own else pinned_by(self._wrapped, channel.receive(source.rank)))
         channel.all_sent()
-        for _ in range(step.taken[channel.place]):
+        for _ in range(step.taken[channel.index]):
             self._held.popleft()
         return got
 
@@ -172,7 +172,7 @@ def _handed_out(own: _OwnBatches, config: EvenIterators) -> Generator[Any]:
             own.read_up_to(ahead_of_next(ranks, taken))
             own.report(channel, current.batches_made)
             if got:
-                channel.given += 1
+                channel.count_batch()
                 rounds.give()
                 yield got.pop()
         rounds.end()
@@ -182,7 +182,7 @@ def _handed_out(own: _OwnBatches, config: EvenIterators) -> Generator[Any]:
 
 def _heard(channel: Channel, own: _OwnBatches, rounds: BalancedRounds) -> list[Holding]:
     """Return what each rank holds; raise if one failed."""
-    rows = channel.heard()
+    rows = channel.gathered()
     own.raise_failure()
     if any(state == _FAILED for _, state, *_ in rows):
         channel.require_no_failure()

@@ -2,14 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from enum import IntEnum
 from time import thread_time
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from ddp_patch.orders.fingerprint import COMPARED, ItemHashes, hashes_if_any
-from ddp_patch.ranks.order_guard import Notes, PartMarks, following
+from ddp_patch.orders.fingerprint import COMPARED, hashes_if_any
+from ddp_patch.ranks.order_verdicts import PartMarks, following
 from ddp_patch.streams.shared_state import shared_arrays
 
 __all__ = ["FirstItems", "MarksInMemory"]
@@ -27,15 +26,6 @@ _FEWEST = 16
 _MOST_S = 1.0
 
 
-class _Status(IntEnum):
-    """How far the notes of a part came in a pass."""
-
-    UNTOUCHED = -1
-    NOTING = 0
-    FULL = 1
-    ENDED = 2
-
-
 class FirstItems:
     """Notes of the first items that the reader of each part read, in the first passes over a loader.
 
@@ -48,16 +38,16 @@ class FirstItems:
         >>> list(first.watching(0, 1, iter("ab")))
         ['a', 'b']
         >>> (notes,) = first.passes()["epoch 0 (1)"]
-        >>> len(notes.items), notes.is_all
-        (2, True)
+        >>> notes.count, notes.end
+        (2, 2)
     """
 
     def __init__(self, parts: int) -> None:
         self.parts: int = parts
         self._most = min(COMPARED, max(_FEWEST, _OF_ALL_PARTS // parts))
         of_each = (_PASSES, parts)
-        self._hashes, self._counts, self._statuses, self._asked, self._is_settled = shared_arrays(
-            (*of_each, self._most, 3), of_each, of_each, of_each, (1,)
+        self._hashes, self._counts, self._ends, self._finals, self._asked, self._is_settled = shared_arrays(
+            (*of_each, self._most, 3), of_each, of_each, of_each, of_each, (1,)
         )
         self._names: list[str] = []
 
@@ -84,45 +74,40 @@ class FirstItems:
         """
         is_noted = 1 <= number <= _PASSES and part < self.parts and self._is_settled[0] < 0
         # Another iterator's worker may be about the same part of the same pass.
-        if is_noted and self._statuses[number - 1, part] == _Status.UNTOUCHED:
+        if is_noted and self._counts[number - 1, part] < 0:
             return self._noting(part, number, items, asked_rank)
         return items
 
     def _noting(self, part: int, number: int, items: Iterator[T], asked_rank: Callable[[], bool]) -> Iterator[T]:
-        statuses, spent_s = self._statuses[number - 1], 0.0
-        statuses[part] = _Status.NOTING
+        hashes, counts, asked = self._hashes[number - 1, part], self._counts[number - 1], self._asked[number - 1]
+        counts[part] = count = 0
+        spent_s = 0.0
         for item in items:
             began_s = thread_time()
-            self._asked[number - 1, part] = asked_rank()
-            is_full = self.note(part, number, item)
+            asked[part] = asked_rank()
+            hashes[count] = torch.tensor(hashes_if_any(item))
+            counts[part] = count = count + 1
             spent_s += thread_time() - began_s
-            if is_full or spent_s > _MOST_S:
-                statuses[part] = _Status.FULL
+            if count == self._most or spent_s > _MOST_S:
+                self._finals[number - 1, part] = 1
                 yield item
                 break
             yield item
         else:
-            statuses[part] = _Status.ENDED
+            self._ends[number - 1, part] = count
+            self._finals[number - 1, part] = 1
         yield from items
 
-    def note(self, part: int, number: int, item: Any) -> bool:
-        """Record the next item of a part; return whether there is no room for another."""
-        count = self._count(part, number)
-        self._hashes[number - 1, part, count] = torch.tensor(hashes_if_any(item))
-        self._counts[number - 1, part] = count + 1
-        return count + 1 == self._most
-
-    def _count(self, part: int, number: int) -> int:
-        return max(0, int(self._counts[number - 1, part]))
-
-    def of(self, part: int, number: int) -> Notes:
+    def of(self, part: int, number: int) -> PartMarks:
         """Return what was recorded of a part in a pass."""
-        status = self._statuses[number - 1, part]  # read first: what is final stays so
-        is_final, is_all = bool(status >= _Status.FULL), bool(status == _Status.ENDED)
-        hashes = self._hashes[number - 1, part, : self._count(part, number)].tolist()
-        return Notes([ItemHashes(*item) for item in hashes], is_final, is_all, bool(self._asked[number - 1, part] > 0))
+        # What is final is read first, and written last: then the rest is as it stays.
+        final, end, count, asked = (
+            int(noted[number - 1, part]) for noted in (self._finals, self._ends, self._counts, self._asked)
+        )
+        hashes = self._hashes[number - 1, part, : max(0, count)].numpy()
+        return PartMarks.of(hashes, None if end < 0 else end, is_final=final > 0, asked_rank=asked > 0)
 
-    def passes(self) -> dict[str, Sequence[Notes]]:
+    def passes(self) -> dict[str, Sequence[PartMarks]]:
         """Return what was recorded of each pass, part by part, by what the ranks call the pass."""
         numbered = enumerate(self._names, 1)
         return {name: [self.of(part, number) for part in range(self.parts)] for number, name in numbered}
@@ -133,7 +118,6 @@ class FirstItems:
 _KEPT, _COMPARED, _EARLIER = 4, 2, 16
 # How many marks a part has at most: enough for 2**16 times the items that are all marked.
 _MOST = 576
-# Taking hashes may cost a reader this many seconds of a pass: items may be large.
 
 
 class MarksInMemory:
@@ -148,7 +132,7 @@ class MarksInMemory:
         >>> list(marks.watching(0, 1, iter("ab")))
         ['a', 'b']
         >>> (part,) = marks.passes()["epoch 0 (0)"]
-        >>> len(part.items), part.end
+        >>> part.count, part.end
         (2, 2)
     """
 
@@ -159,7 +143,7 @@ class MarksInMemory:
             (*of_each, _MOST, 3), of_each, of_each, (_KEPT,)
         )
         self._names: dict[int, str] = {}
-        self._earlier: dict[str, list[PartMarks]] = {}
+        self._earlier: dict[str, Sequence[PartMarks]] = {}
         self._whole: Counter[str] = Counter()  # how often a pass of that name came to its end
 
     def begin(self, number: int, name: str) -> None:
@@ -213,6 +197,6 @@ class MarksInMemory:
             for part in range(self._parts)
         ]
 
-    def passes(self) -> dict[str, Any]:
+    def passes(self) -> dict[str, Sequence[PartMarks]]:
         """Return the marks of the latest passes, part by part, by what the ranks call the pass."""
         return {**self._earlier, **{name: self._of(number) for number, name in self._names.items()}}

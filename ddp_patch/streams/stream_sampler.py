@@ -13,7 +13,7 @@ from ddp_patch.loaders.contents import held_by
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.samples import DatasetEpoch
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.order_guard import EndGuard, OrderGuard
+from ddp_patch.ranks.order_guard import OrderGuard
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.held import SamplerStates
 from ddp_patch.sharding.position import Position
@@ -60,8 +60,16 @@ class StreamSampler(EpochSampler[None]):
         first_items, marks = None, None
         if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
             first_items, marks = FirstItems(shared.readers), MarksInMemory(shared.readers)
-            first = OrderGuard(peers, given.dataset, first_items, shared.is_one_stream, held_by(given.dataset))
-            self.monitor.orders = [first.compare, EndGuard(peers, given.dataset, marks).compare]
+            guard = OrderGuard(
+                peers,
+                given.dataset,
+                first_items.passes,
+                marks.passes,
+                first_items.settle,
+                shared.is_one_stream,
+                held_by(given.dataset),
+            )
+            self.monitor.also_compare(guard.compare)
         self.worker: StreamWorker[Any] = StreamWorker(
             given.dataset,
             self.plan,

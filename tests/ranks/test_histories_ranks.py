@@ -312,7 +312,7 @@ def counted(rank: int, world_size: int) -> tuple[int, int]:
     """How often a pass of 1000 steps comes to the store."""
     train = patch_dataloader_to_ddp(DataLoader(Indices(2000), batch_size=None))
     whole(train)
-    mailbox: Any = train.sampler.monitor._notices._mailbox  # type: ignore[attr-defined]
+    mailbox: Any = train.sampler.monitor._mailbox  # type: ignore[attr-defined]
     calls: list[str] = []
 
     class Counting:

@@ -10,14 +10,14 @@ from zoo import Source, as_it_is
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.orders.fingerprint import COMPARED, hashes_of
-from ddp_patch.ranks.order_guard import Notes
+from ddp_patch.ranks.order_verdicts import PartMarks
 from ddp_patch.streams import marks
 from ddp_patch.streams.marks import FirstItems
 
 
 def noted(first: FirstItems, number: int = 1, part: int = 0) -> tuple[int, bool, bool]:
     notes = first.of(part, number)
-    return len(notes.items), notes.is_final, notes.is_all
+    return len(notes.items), notes.is_final, notes.end is not None
 
 
 def read(first: FirstItems, n: int, number: int = 1, part: int = 0) -> None:
@@ -28,14 +28,14 @@ def read(first: FirstItems, n: int, number: int = 1, part: int = 0) -> None:
 def test_a_short_stream_is_noted_whole(n: int) -> None:
     first = FirstItems(1)
     read(first, n)
-    assert first.of(0, 1) == Notes([hashes_of(item) for item in range(n)], is_final=True, is_all=True)
+    assert first.of(0, 1) == PartMarks.of([hashes_of(item) for item in range(n)], end=n, is_final=True)
 
 
 @pytest.mark.parametrize("n", [COMPARED, COMPARED + 1, 3 * COMPARED])
 def test_of_a_long_stream_the_first_items_are_noted(n: int) -> None:
     first = FirstItems(1)
     read(first, n)
-    assert first.of(0, 1) == Notes([hashes_of(item) for item in range(COMPARED)], is_final=True, is_all=False)
+    assert first.of(0, 1) == PartMarks.of([hashes_of(item) for item in range(COMPARED)], is_final=True)
 
 
 def test_what_was_read_so_far_is_noted_and_no_item_is_read_ahead() -> None:
@@ -96,7 +96,7 @@ class Locked(dict[Any, Any]):
 def test_an_item_that_cannot_be_looked_into_counts_as_any_other_such() -> None:
     first, locked = FirstItems(1), Locked(a=1)
     assert list(first.watching(0, 1, iter([locked, 1]))) == [locked, 1]
-    assert first.of(0, 1).items == [(0, 0, 0), hashes_of(1)]
+    assert first.of(0, 1) == PartMarks.of([(0, 0, 0), hashes_of(1)], end=2, is_final=True)
 
 
 def test_large_items_are_noted_only_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,5 +117,5 @@ def test_workers_note_in_memory_that_the_main_process_sees(start: str) -> None:
     patched.sampler.worker.first_items = first = FirstItems(2)
     for _ in patched:
         pass
-    expected = Notes([hashes_of(item) for item in range(30)], is_final=True, is_all=True)
+    expected = PartMarks.of([hashes_of(item) for item in range(30)], end=30, is_final=True)
     assert [first.of(part, 1) for part in range(2)] == [expected] * 2

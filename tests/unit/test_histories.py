@@ -1,6 +1,7 @@
 """What two ranks' records tell: commented cases, without ranks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,6 @@ from ddp_patch.ranks.histories import (
     PassRecord,
     PassState,
     ReadAhead,
-    Run,
     contradiction,
 )
 from ddp_patch.ranks.notices import Peers
@@ -96,10 +96,20 @@ def test_unequal_shares_may_differ_by_a_batch() -> None:
     assert contradiction(mine, theirs, SIZE, slack=SIZE) is None
 
 
-def test_a_thousand_epochs_are_one_run() -> None:
+def test_of_a_thousand_epochs_the_latest_are_told() -> None:
     told = record(*((SET, epoch, 12, ENDED) for epoch in range(1000)))
-    assert told.runs == [Run(0, 1000, 12, ENDED, True, 0)]
+    assert list(told.passes) == [*range(984, 1000)]
+    assert told.since == 984
     assert PassRecord.decoded(told.encoded()) == told
+    assert len(told.encoded()) < 512
+
+
+def test_epochs_that_are_no_longer_told_contradict_nothing() -> None:
+    """And what a rank broke off long ago is found as long as both tell of it."""
+    whole = [(AUTO, epoch, 12, ENDED) for epoch in range(60)]
+    broken = [*whole[:50], (AUTO, 50, 8, LEFT), *whole[51:]]
+    assert contradiction(record(*whole[:20]), record(*whole), SIZE, 0, half) is None
+    assert contradiction(record(*broken), record(*whole), SIZE, 0, half) == (50, 8, 51, True)
 
 
 def test_what_was_surely_taken() -> None:
@@ -114,15 +124,15 @@ def test_comparisons_take_no_more_than_a_small_part_of_the_time(monkeypatch: pyt
     made: list[float] = []
 
     class Counted:
-        def __init__(self, _: Peers) -> None: ...
+        def __init__(self, *_: Any) -> None: ...
 
-        def exchange(self, _: PassRecord) -> dict[int, PassRecord]:
+        def exchange(self, _: str) -> dict[int, PassRecord]:
             nonlocal now
             now += cost
             made.append(now)
             return {}
 
-    monkeypatch.setattr(pass_monitor, "Notices", Counted)
+    monkeypatch.setattr(pass_monitor, "Mailbox", Counted)
     monkeypatch.setattr(pass_monitor, "perf_counter", lambda: now)
     watch = pass_monitor.PassMonitor(Peers("loader", 1, 0, [1]))
     for due in range(10_000):

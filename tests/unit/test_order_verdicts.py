@@ -15,13 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_patch.orders.fingerprint import ItemHashes, hashes_of
-from ddp_patch.ranks.order_guard import Notes, OrderVerdict, compare, compare_parts, compare_workers, decoded, encoded
+from ddp_patch.ranks.order_verdicts import (
+    OrderVerdict,
+    PartMarks,
+    compare,
+    compare_parts,
+    compare_workers,
+    decoded,
+    encoded,
+)
 
 ALIKE, OTHER_ORDER, UNKNOWN = OrderVerdict.ALIKE, OrderVerdict.OTHER_ORDER, OrderVerdict.UNKNOWN
 
 
-def notes(items: Sequence[Any], *, is_all: bool = False) -> Notes:
-    return Notes([hashes_of(item) for item in items], is_final=True, is_all=is_all)
+def notes(items: Sequence[Any], *, is_all: bool = False) -> PartMarks:
+    return PartMarks.of([hashes_of(item) for item in items], len(items) if is_all else None, is_final=True)
 
 
 def augmented(*kept: Any) -> list[Any]:
@@ -154,7 +162,7 @@ hashes = st.integers(0, 2**62)
 
 @given(st.lists(st.builds(ItemHashes, hashes, hashes, hashes)))
 def test_notes_are_sent_whole(items: list[ItemHashes]) -> None:
-    sent = {"epoch 0": [Notes(items, is_final=True), Notes(items[:1], is_all=True), Notes([])]}
+    sent = {"epoch 0": [PartMarks.of(items, is_final=True), PartMarks.of(items[:1], end=1), PartMarks()]}
     assert decoded(encoded(sent)) == sent
 
 
@@ -167,7 +175,7 @@ def test_the_first_part_that_differs_is_named_and_another_order_before_what_cann
     assert moved.items[: found.item] == same.items[: found.item]
     assert compare_parts([same, same], [same, unsure]).part == 1
     assert compare_parts([same], [same, moved]).verdict is ALIKE  # what only one has is not compared
-    assert not compare_parts([same], [Notes()]).is_final
+    assert not compare_parts([same], [PartMarks()]).is_final
 
 
 def test_items_in_another_part_have_another_order() -> None:

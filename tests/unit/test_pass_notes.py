@@ -17,7 +17,7 @@ from ddp_patch.loaders.contents import Row, RowsSeen, rows_of
 from ddp_patch.orders.chunks import begun, draw
 from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.orders.orders import order_of
-from ddp_patch.ranks.histories import PassProgress, PassState
+from ddp_patch.ranks.histories import NotesReport, PassProgress, PassState
 from ddp_patch.ranks.pass_monitor import PassNotes, difference
 
 KINDS: dict[str, Callable[[int], Any]] = {
@@ -126,7 +126,7 @@ def notes_of(
     rows: Any = None,
     epoch: int = 0,
     is_old: bool = False,
-) -> list[Any]:
+) -> NotesReport:
     """Return what a rank left of a pass, of which it took some items."""
     noted = PassNotes("S", epoch, "0", 0, drawn(items), Holds(rows or {}), lambda: PassProgress(taken, state))
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_a_look_is_not_compared_and_neither_is_another_epoch() -> None:
 
 def test_a_rank_that_is_epochs_ahead_left_its_last_mark() -> None:
     items = [*range(99)]
-    assert len(notes_of(items, is_old=True)[5]) == 1
+    assert len(notes_of(items, is_old=True).marks) == 1
     assert difference([notes_of(items)], [notes_of(items, is_old=True)]) is None
     assert difference([notes_of(items)], [notes_of(items[::-1], is_old=True)]) is not None
 

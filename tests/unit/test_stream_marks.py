@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_patch.orders.fingerprint import hashes_if_any
-from ddp_patch.ranks.order_guard import PartMarks, decoded_marks, divergence, encoded_marks, following, kept, position
+from ddp_patch.ranks.order_verdicts import (
+    PartMarks,
+    alike_marks,
+    decoded,
+    divergence,
+    encoded,
+    following,
+    position,
+)
 from ddp_patch.streams.marks import MarksInMemory
 
 
@@ -22,7 +30,7 @@ def marked(items: Iterable[Any], *, upto: int | None = None) -> PartMarks:
         if place == wanted:
             marks.append(hashes_if_any(item))
             wanted = following(place)
-    (parts,) = decoded_marks(encoded_marks({"": [PartMarks.of(marks, len(listed) if upto is None else None)]})).values()
+    (parts,) = decoded(encoded({"": [PartMarks.of(marks, len(listed) if upto is None else None)]})).values()
     return parts[0]
 
 
@@ -127,7 +135,7 @@ def test_an_order_over_a_large_range_shows_after_a_pass_that_was_alike(kind: str
         numbers = range(100_000) if seed is None else random.Random(seed).sample(range(100_000), 900)
         return [marked(map(KEPT[kind], numbers[:900]))]
 
-    before = kept(read(None), read(None))
+    before = alike_marks(read(None), read(None))
     assert divergence(read(1), read(2)) is None
     found = divergence(read(1), read(2), before)
     assert found is not None
@@ -139,7 +147,7 @@ def test_what_was_augmented_in_a_pass_shows_nothing_in_the_next() -> None:
     def read() -> list[PartMarks]:
         return [marked(random.sample(range(10**9), 900))]
 
-    assert divergence(read(), read(), kept(read(), read())) is None
+    assert divergence(read(), read(), alike_marks(read(), read())) is None
 
 
 def test_an_order_that_differs_from_the_beginning_shows() -> None:
