@@ -513,17 +513,12 @@ def _iterators_of(
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
     """Return the sampler that begins a sharded iterable dataset's epochs, and the attributes that hold both."""
     # Imported here, because most loaders do not need it.
-    from ddp_patch.streams.dataset import IterableWorkerInit, ShardedIterable
-    from ddp_patch.streams.sampler import StreamSampler
+    from ddp_patch.streams.dataset import IterableWorkerInit
+    from ddp_patch.streams.stream_sampler import StreamSampler
 
-    plan = agreed.plan(agreed.world.rank)
-    readers, ahead = max(1, facts.num_workers), getattr(facts.loader, "prefetch_factor", None) or 2
-    ahead += copies_ahead(facts, agreed.options)
-    dataset = ShardedIterable(
-        facts.dataset, plan, agreed.options, agreed.seed, facts.batching, readers, division=agreed.division
-    )
-    sampler = StreamSampler(dataset, facts, agreed, ahead)
-    new: dict[str, Any] = {"dataset": dataset, "sampler": sampler}
+    ahead = (getattr(facts.loader, "prefetch_factor", None) or 2) + copies_ahead(facts, agreed.options)
+    sampler = StreamSampler(facts, agreed, ahead)
+    new: dict[str, Any] = {"dataset": sampler.dataset, "sampler": sampler}
     if facts.num_workers > 0:
         new["worker_init_fn"] = IterableWorkerInit(facts.loader.worker_init_fn, sampler.epochs)
     if facts.batch_size is not None:

@@ -275,7 +275,6 @@ class PrivateRNG:
     Args:
         seed: The seed in force.
         epoch: The epoch.
-        reader: Which worker reads a part of it, if one does.
 
     Examples:
         >>> with PrivateRNG(seed=7, epoch=0):
@@ -286,14 +285,15 @@ class PrivateRNG:
         True
     """
 
-    def __init__(self, seed: int, epoch: int, reader: int | None = None) -> None:
-        self._key = seed, epoch, reader
+    def __init__(self, seed: int, epoch: int) -> None:
+        self._seed = seed
+        self._key: tuple[int, ...] = _ORDER, epoch
         self._private = self._at_first()
         self._first: _GlobalState | None = None
+        self._is_entered = self._was_moved = False
 
     def _at_first(self) -> _GlobalState:
-        seed, epoch, reader = self._key
-        sequence = _derive(seed, _ORDER, epoch) if reader is None else _derive(seed, _PART, epoch, reader)
+        sequence = _derive(self._seed, *self._key)
         return _GlobalState(
             torch.Generator().manual_seed(torch_seed(sequence)).get_state(),
             np.random.MT19937(sequence),
@@ -306,30 +306,41 @@ class PrivateRNG:
         """Whether nothing was drawn from the private stream."""
         if self._first is None:
             self._first = self._at_first()
-        return self._private.is_same(self._first)
+        return not self._was_moved and self._private.is_same(self._first)
+
+    def go_on_as(self, reader: int) -> None:
+        """Go on with the private stream of a worker that reads a part of the epoch: at once, if it is entered."""
+        if self._is_entered:
+            self._private = _GlobalState.capture()
+        self._was_moved = not self.is_unmoved
+        self._key, self._first = (_PART, self._key[1], reader), None
+        self._private = self._at_first()
+        if self._is_entered:
+            self._private.install()
 
     def __enter__(self) -> None:
         self._lock = _swapping
         self._lock.acquire()
         self._ambient = _GlobalState.capture()
         self._private.install()
+        self._is_entered = True
 
     def __exit__(self, *exc: object) -> None:
+        self._is_entered = False
         self._private = _GlobalState.capture()
         self._ambient.install()
         self._lock.release()
 
 
-def epoch_states(options: Options, seed: Seed, epoch: int, reader: int | None = None) -> AbstractContextManager[None]:
+def epoch_states(options: Options, seed: Seed, epoch: int) -> AbstractContextManager[None]:
     """Return what to enter while an epoch is drawn: its private states, or nothing with ``agreement="ambient"``.
 
     Args:
         options: What the user chose.
         seed: The seed in force.
         epoch: The epoch.
-        reader: Which worker reads a part of it, if that has states of its own.
     """
-    return nullcontext() if options.agreement == "ambient" else PrivateRNG(seed.value, epoch, reader)
+    return nullcontext() if options.agreement == "ambient" else PrivateRNG(seed.value, epoch)
 
 
 class Entered(AbstractContextManager[None]):

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from enum import Enum
 from heapq import heapify, heapreplace
 from itertools import cycle
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ddp_patch.options import Uneven
 from ddp_patch.schedule import made_in_turn, turn_after
 
-__all__ = ["Balance", "BatchSource", "Consumed", "Holding", "NextMove", "Round", "ahead_of_next", "next_round"]
+__all__ = ["BalancedRounds", "BatchSource", "Holding", "NextMove", "Round", "ahead_of_next", "next_round"]
 
 
 class Holding(NamedTuple):
@@ -123,30 +123,49 @@ def ahead_of_next(ranks: Sequence[Holding], taken: Sequence[int]) -> int:
     return -(-len(ranks) // max(1, reading))
 
 
-_Run: TypeAlias = tuple[tuple[int, ...], int]
+class BalancedRounds:
+    """The rounds of a pass: what they took, by which it can be resumed, and where the ranks' workers end.
 
-
-class Consumed:
-    """How many of each rank's own batches the rounds of a pass took: kept as runs, since most rounds are alike."""
+    Attributes:
+        count: How many rounds there were.
+        given: How many batches this rank was given in them.
+        ends: Each rank's workers, in order: how many batches each made in all; -1 where that is not known yet.
+        is_over: Whether all ranks came to the end.
+    """
 
     def __init__(self) -> None:
-        self.rounds: int = 0
-        self._runs: list[_Run] = []
+        self.count: int = 0
+        self.given: int = 0
+        self.ends: Sequence[Sequence[int]] = ()
+        self.is_over: bool = False
+        self._runs: list[tuple[tuple[int, ...], int]] = []  # what a round took, and how often: most are alike
+
+    def hear(self, ends: Sequence[Sequence[int]]) -> None:
+        """Record what the ranks reported of their workers' ends."""
+        self.ends = ends
 
     def add(self, taken: tuple[int, ...]) -> None:
-        """Record another round."""
-        self.rounds += 1
+        """Record another round, which took so many of each rank's own batches."""
+        self.count += 1
         before = self._runs.pop() if self._runs and self._runs[-1][0] == taken else (taken, 0)
         self._runs.append((taken, before[1] + 1))
 
-    def by(self, rounds: int) -> tuple[int, ...]:
-        """Return how many batches of each rank were taken by the first rounds.
+    def give(self) -> None:
+        """Record that this rank is given a batch."""
+        self.given += 1
+
+    def end(self) -> None:
+        """Record that all ranks came to the end."""
+        self.is_over = True
+
+    def taken(self, rounds: int) -> tuple[int, ...]:
+        """Return how many of each rank's own batches the first rounds took.
 
         Examples:
-            >>> consumed = Consumed()
+            >>> rounds = BalancedRounds()
             >>> for taken in [(1, 1), (1, 1), (2, 0)]:
-            ...     consumed.add(taken)
-            >>> consumed.by(2), consumed.by(3)
+            ...     rounds.add(taken)
+            >>> rounds.taken(2), rounds.taken(3)
             ((2, 2), (4, 2))
         """
         total: tuple[int, ...] = ()
@@ -156,40 +175,22 @@ class Consumed:
             rounds -= counted
         return total
 
-
-class Balance:
-    """What a pass has given, by which it can be resumed.
-
-    Attributes:
-        consumed: How many of each rank's own batches the rounds took.
-        ends: Each rank's workers, in order: how many batches each made in all; -1 where that is not known yet.
-        given: How many batches this rank was given.
-        is_over: Whether all ranks came to the end.
-    """
-
-    def __init__(self) -> None:
-        self.consumed: Consumed = Consumed()
-        self.ends: Sequence[Sequence[int]] = ()
-        self.given: int = 0
-        self.is_over: bool = False
-
     def made(self, rounds: int, before: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return how many batches of each rank's workers were taken in all, after some rounds.
+        """Return how many batches of each rank's workers were taken in all, after the first rounds.
 
         Args:
             rounds: How many rounds.
             before: How many were taken of each before the pass began.
 
         Examples:
-            >>> balance = Balance()
-            >>> balance.ends = [(1, -1), (2, 0)]
+            >>> rounds = BalancedRounds()
+            >>> rounds.hear([(1, -1), (2, 0)])
             >>> for taken in [(1, 1), (2, 1)]:
-            ...     balance.consumed.add(taken)
-            >>> balance.made(2, [(0, 0), (0, 0)])
+            ...     rounds.add(taken)
+            >>> rounds.made(2, [(0, 0), (0, 0)])
             [[1, 2], [2, 0]]
         """
-        taken = self.consumed.by(rounds)
-        return [_made(*of_rank) for of_rank in zip(before, self.ends, taken, strict=True)]
+        return [_made(*of_rank) for of_rank in zip(before, self.ends, self.taken(rounds), strict=True)]
 
 
 def _made(before: Sequence[int], ends: Sequence[int], taken: int) -> list[int]:

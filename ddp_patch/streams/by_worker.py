@@ -1,7 +1,7 @@
 """Equal steps if a dataset splits itself: ranks with batches left give some to those that have none."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -14,9 +14,9 @@ from ddp_patch.errors import NoStepsError, WorldError
 from ddp_patch.options import Uneven
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
-from ddp_patch.streams.balanced_parts import Balance, Holding, NextMove, Round, ahead_of_next, next_round
-from ddp_patch.streams.passes import WorkersPass
-from ddp_patch.streams.sampler import StreamSampler
+from ddp_patch.streams.balanced_parts import BalancedRounds, Holding, NextMove, Round, ahead_of_next, next_round
+from ddp_patch.streams.stream_sampler import StreamSampler
+from ddp_patch.streams.workers_pass import WorkersPass
 
 __all__ = ["EvenIterators"]
 
@@ -24,54 +24,9 @@ __all__ = ["EvenIterators"]
 _READS, _RAN_OUT, _FAILED = range(3)
 
 
-class EvenIterators:
-    """Makes the iterators of a patched loader.
-
-    Args:
-        sampler: What begins its epochs.
-        workers: How many workers it has.
-        name: What errors call the loader.
-    """
-
-    def __init__(self, sampler: StreamSampler, workers: int, name: str) -> None:
-        self._config = _Terms(sampler, workers, name)
-
-    def __call__(self, loader: DataLoader[Any]) -> "EvenSteps":
-        """Return the iterator of a pass."""
-        return EvenSteps(loader, self._begin)
-
-    def _begin(self, wrapped: Iterator[Any]) -> Generator[Any]:
-        return _handed_out(_Own(wrapped, self._config), self._config)
-
-
-class EvenSteps(WrappedIterator, Iterator[Any]):
-    """Stands around the iterator that a loader's class makes, and makes a pass of all ranks of it.
-
-    Args:
-        loader: The loader.
-        begin: Begins such a pass. What it returns must not hold this: it ends when this is dropped.
-    """
-
-    def __init__(self, loader: DataLoader[Any], begin: Callable[[Iterator[Any]], Generator[Any]]) -> None:
-        super().__init__(loader)
-        self._begin = begin
-        self._pass: Generator[Any] | None = None
-
-    def drop_pass(self) -> None:
-        """Leave the running pass; the next batch is a new one's first."""
-        if self._pass is not None:
-            self._pass.close()
-        self._pass = None
-
-    def __next__(self) -> Any:
-        if self._pass is None:
-            self._pass = self._begin(self.wrapped)
-        return next(self._pass)
-
-
 @dataclass(frozen=True)
-class _Terms:
-    """What the ranks agree on for each pass.
+class EvenIterators:
+    """Makes the iterators of a patched loader, and knows what the ranks agree on for each pass.
 
     Attributes:
         sampler: What begins the loader's epochs.
@@ -85,21 +40,16 @@ class _Terms:
     name: str
     stale: list[str] = field(default_factory=list)
 
+    def __call__(self, loader: DataLoader[Any]) -> "EvenSteps":
+        """Return the iterator of a pass."""
+        return EvenSteps(loader, self)
+
     @property
     def uneven(self) -> Uneven:
         """What becomes of an incomplete round."""
         return self.sampler.agreed.options.uneven
 
-    @property
-    def ends(self) -> list[int]:
-        """How many batches this rank's workers made in all; -1 for those that may make more."""
-        return self.sampler.dataset.ends.of(self.sampler.epochs.passes)
-
-    def begun_pass(self) -> WorkersPass:
-        """Return the pass that the first batch has begun."""
-        return cast(WorkersPass, self.sampler.latest)
-
-    def opened(self, own: "_Own") -> AbstractContextManager[Channel]:
+    def opened(self, own: "_OwnBatches") -> AbstractContextManager[Channel]:
         """Synchronise with the other ranks when a pass begins; raise this rank's failure, and report it to them."""
         agreed, epoch = self.sampler.agreed, self.sampler.epochs.current
         doing = f"Iterating the {self.name} over epoch {epoch}"
@@ -120,19 +70,44 @@ class _Terms:
         return {**vars(self), "stale": []}
 
 
-class _Own:
+class EvenSteps(WrappedIterator, Iterator[Any]):
+    """Stands around the iterator that a loader's class makes, and makes a pass of all ranks of it.
+
+    Args:
+        loader: The loader.
+        config: What the ranks agree on.
+    """
+
+    def __init__(self, loader: DataLoader[Any], config: EvenIterators) -> None:
+        super().__init__(loader)
+        self._config = config
+        self._pass: Generator[Any] | None = None
+
+    def drop_pass(self) -> None:
+        """Leave the running pass; the next batch is a new one's first."""
+        if self._pass is not None:
+            self._pass.close()
+        self._pass = None
+
+    def __next__(self) -> Any:
+        if self._pass is None:
+            # It must not hold this: it ends when this is dropped.
+            self._pass = _handed_out(_OwnBatches(self.wrapped), self._config)
+        return next(self._pass)
+
+
+class _OwnBatches:
     """The batches that this rank's own workers make, read ahead.
 
     Args:
         wrapped: The loader's own iterator.
-        config: What the ranks agree on.
 
     Attributes:
         failure: What reading them raised.
     """
 
-    def __init__(self, wrapped: Iterator[Any], config: _Terms) -> None:
-        self._wrapped, self._config = wrapped, config
+    def __init__(self, wrapped: Iterator[Any]) -> None:
+        self._wrapped = wrapped
         self._held: deque[Any] = deque()
         self._ran_out = False
         self.failure: Exception | None = None
@@ -156,12 +131,12 @@ class _Own:
         finally:
             del failure  # or it would hold its own traceback, and that the loader with its workers
 
-    def say(self, channel: Channel) -> None:
-        """Begin to report to the other ranks what this one holds."""
+    def report(self, channel: Channel, ends: Sequence[int]) -> None:
+        """Begin to report to the other ranks what this one holds, and where its workers end."""
         if self.failure is not None:
             channel.fail(self.failure)
         state = _FAILED if self.failure is not None else _RAN_OUT if self._ran_out else _READS
-        channel.begin_gather([len(self._held), state, *self._config.ends])
+        channel.begin_gather([len(self._held), state, *ends])
 
     def take(self, step: Round, channel: Channel) -> list[Any]:
         """Hand to others what the round says; return the batch that this rank gets, if it gets one."""
@@ -177,49 +152,49 @@ class _Own:
         return got
 
 
-def _handed_out(own: _Own, config: _Terms) -> Generator[Any]:
+def _handed_out(own: _OwnBatches, config: EvenIterators) -> Generator[Any]:
     """Yield a rank's batches of one pass, in rounds of all ranks.
 
     It reports what it holds before it gives a batch, in the background of the step, and receives the reports of others
     when the next batch is asked for.
     """
     own.read_up_to(1)  # which begins the pass
-    balance = config.begun_pass().give_balanced()
+    current = cast(WorkersPass, config.sampler.latest)
+    rounds = current.in_rounds()
     with config.opened(own) as channel:
-        own.say(channel)
-        while (step := next_round(ranks := _heard(channel, own, balance), config.uneven)) is not NextMove.END:
+        own.report(channel, current.batches_made)
+        while (step := next_round(ranks := _heard(channel, own, rounds), config.uneven)) is not NextMove.END:
             taken: Sequence[int] = [0] * len(ranks)
             got: list[Any] = []
             if isinstance(step, Round):
                 taken, got = step.taken, own.take(step, channel)
-                balance.consumed.add(step.taken)
+                rounds.add(step.taken)
             own.read_up_to(ahead_of_next(ranks, taken))
-            own.say(channel)
+            own.report(channel, current.batches_made)
             if got:
                 channel.count_batch()
-                balance.given += 1
+                rounds.give()
                 yield got.pop()
-        balance.is_over = True
-        _require_steps(config, balance, ranks)
+        rounds.end()
+        if current.start.is_whole:  # the rest of an epoch may well have no step
+            _require_steps(rounds, ranks, config.uneven)
 
 
-def _heard(channel: Channel, own: _Own, balance: Balance) -> list[Holding]:
+def _heard(channel: Channel, own: _OwnBatches, rounds: BalancedRounds) -> list[Holding]:
     """Return what each rank holds; raise if one failed."""
     rows = channel.gathered()
     own.raise_failure()
     if any(state == _FAILED for _, state, *_ in rows):
         channel.require_no_failure()
-    balance.ends = [row[2:] for row in rows]
+    rounds.hear([row[2:] for row in rows])
     return [Holding(held, state == _READS) for held, state, *_ in rows]
 
 
-def _require_steps(config: _Terms, balance: Balance, ranks: Sequence[Holding]) -> None:
-    """Refuse to leave out all that there was; the rest of an epoch may well have no step."""
-    if not config.begun_pass().start.is_whole:
-        return
-    if (left := sum(rank.held for rank in ranks)) and not balance.consumed.rounds:
+def _require_steps(rounds: BalancedRounds, ranks: Sequence[Holding], uneven: Uneven) -> None:
+    """Refuse to leave out all that there was."""
+    if (left := sum(rank.held for rank in ranks)) and not rounds.count:
         raise NoStepsError(
             f"A rank would make no step in an epoch: a step needs a batch for each of {len(ranks)} ranks, all workers "
-            f"together made {left}, and uneven={config.uneven!r} leaves out an incomplete step. Use one of "
+            f"together made {left}, and uneven={uneven!r} leaves out an incomplete step. Use one of "
             f"these: uneven='pad', uneven='keep', a number of ranks of at most {left}."
         )

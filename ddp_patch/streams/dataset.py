@@ -6,8 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
-from weakref import proxy
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -19,16 +18,18 @@ from ddp_patch.orders.random_states import EpochCounter, Seed
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.schedule import made_in_turn, turn_after
 from ddp_patch.sharding.held import Transparent
-from ddp_patch.sharding.position import Position, StreamSnapshot, split
-from ddp_patch.streams.marks import FirstItems, MarksInMemory, can_snapshot
-from ddp_patch.streams.reading import Reader, WorkerCheckpoint, WorkerIterator, WorkerPosition, this_worker
-from ddp_patch.streams.shared_state import Ends, SharedWorkerState
-from ddp_patch.streams.worker_pass import LatestGiver, NotingCollate, WorkerConfig, WorkerPass
+from ddp_patch.sharding.position import BatchNote, NotedBatch, Position, StreamSnapshot, split
+from ddp_patch.streams.marks import FirstItems, MarksInMemory
+from ddp_patch.streams.reading import Reader, can_snapshot, this_worker
+from ddp_patch.streams.shared_state import SharedWorkerState
+from ddp_patch.streams.worker_pass import WorkerPass, WorkerPosition
 
-__all__ = ["IterableWorkerInit", "ShardedIterable", "random_holder"]
+__all__ = ["IterableWorkerInit", "ShardedIterable", "StreamWorker", "WorkerIterator", "random_holder"]
 
 
 T = TypeVar("T")
+
+_KEY = "ddp_patch"
 
 
 class ShardedIterable(Transparent, IterableDataset[T]):
@@ -43,54 +44,20 @@ class ShardedIterable(Transparent, IterableDataset[T]):
     splits itself.
 
     Args:
-        dataset: The dataset that the user gave.
-        plan: The rank's share.
-        options: What the user chose.
-        seed: The seed in force.
-        batching: How workers make batches.
-        readers: How many workers read it; 1 where the main process does.
-        division: The rank's share of each batch, where batches are divided; the plan then takes all of the stream.
+        worker: What reads it.
 
     Attributes:
         shared: What the main process and the workers report to each other.
-        ends: How many batches the workers made, with ``iterable_sharding="by_worker"``.
-        chosen_epoch: The epoch that the user has chosen by this object's ``set_epoch``, until a pass begins.
-        first_items: Where readers record what they read first, for the ranks to compare; None if nobody does.
-        marks: Where they mark what they read to the end, as above.
     """
 
     _inner, _kept_as = "dataset", "_dataset"
     # A position in the whole stream is none in this share, so the dataset's state is not this one's.
     _hidden = frozenset({"state_dict", "load_state_dict"})
 
-    def __init__(
-        self,
-        dataset: IterableDataset[T],
-        plan: Plan,
-        options: Options,
-        seed: Seed,
-        batching: Batching,
-        readers: int = 1,
-        *,
-        division: Plan | None = None,
-    ) -> None:
-        self._dataset = dataset
-        self.shared: SharedWorkerState = SharedWorkerState(readers)
-        self.ends: Ends = Ends(readers)
-        self.first_items: FirstItems | None = None
-        self.marks: MarksInMemory | None = None
-        self.loaded_at_end: int | None = None  # the epoch of which nothing is left in an iterator that was loaded here
-        self._plan, self._division = plan, division
-        self._options, self._seed = options, seed
-        self._batching = batching
-        self._reader, self._latest = Reader(), LatestGiver()
-        self._was_read = False  # in this process, or in the one from which it was copied
-        self._first_pass: int | None = None  # that a worker was started for
-        self._made_for: int | None = None  # for which worker a worker_init_fn prepared the dataset
-        self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where
-        self._tells_rest = True
-        self._loads: int = self.shared.loads  # how many loaded states this copy knows of
-        self.chosen_epoch: int | None = None
+    def __init__(self, worker: "StreamWorker[T]") -> None:
+        self._dataset, self._worker = worker.dataset, worker
+        self.shared: SharedWorkerState = worker.shared
+        self._chosen_epoch: int | None = None
         self._seal()
 
     @property
@@ -105,15 +72,12 @@ class ShardedIterable(Transparent, IterableDataset[T]):
     def _choose_epoch(self, tell: Callable[[int], object], epoch: int) -> None:
         """Tell the user's dataset its epoch, whatever it does with it; the next pass is over that epoch."""
         tell(epoch)
-        self.chosen_epoch = epoch
+        self._chosen_epoch = epoch
 
-    def __len__(self) -> int:
-        before: Consumed = ()
-        skip = 0
-        # Persistent workers keep a pass that has come to its end.
-        if self._tells_rest and self._resumed is not None and set(self.shared.lengths(self._resumed[0])) == {None}:
-            before, skip = self._resumed[1].split(self._plan.num_replicas)
-        return max(0, len(self._plan.share(len(self._plan.rest(self.stream_length(), before)))) - skip)
+    def take_chosen_epoch(self) -> int | None:
+        """Return the epoch that the user has chosen by ``set_epoch`` since this was last called; None if none."""
+        chosen, self._chosen_epoch = self._chosen_epoch, None
+        return chosen
 
     def require_no_generator(self) -> None:
         """Refuse to save a state where persistent workers draw from generators that the user's dataset holds."""
@@ -123,13 +87,134 @@ class ShardedIterable(Transparent, IterableDataset[T]):
                 "persistent workers advance copies of it. Use persistent_workers=False."
             )
 
-    def stream_length(self) -> int:
-        """Return the length of the user's dataset; TypeError where it has none."""
-        return len(cast(Any, self._dataset))
-
     def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a ``collate_fn`` with whose batches travels what workers note of them."""
-        return NotingCollate(collate_fn, self._latest)
+        return partial(_collate_noted, self._worker, collate_fn) if self._worker.is_exact else collate_fn
+
+    def __len__(self) -> int:
+        return self._worker.share_length()
+
+    def __iter__(self) -> Iterator[T]:
+        return WorkerIterator(self._worker)
+
+    def begin_worker(self, number: int, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
+        """Prepare this worker's copy for pass ``number``; call the user's function for the dataset that it knows."""
+        self._worker.prepare(number, epoch, worker_init_fn)
+
+
+class WorkerIterator(Iterator[T]):
+    """A worker's items in one pass. Nothing is read before the first is asked for.
+
+    torchdata's loader saves and resumes it in the worker by its ``state_dict``, where it would else count items from
+    the pass's beginning, and lose some at the second stop.
+
+    Args:
+        worker: What reads them.
+    """
+
+    def __init__(self, worker: "StreamWorker[T]") -> None:
+        self._worker = worker
+        self._items: Iterator[T] | None = None
+        self._loaded: WorkerPosition | None = None
+        self._position: Callable[[], WorkerPosition] = worker.position_unbegun
+
+    def __next__(self) -> T:
+        if self._items is None:
+            self._items, self._position = self._worker.begin(self._loaded)
+        return next(self._items)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its position, as the only value."""
+        loaded = self._loaded if self._items is None else None
+        return {_KEY: (loaded or self._position()).plain()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make it begin where ``state_dict`` was called.
+
+        Raises:
+            StateError: It is no such state, or one of another version of this package.
+        """
+        if _KEY not in state_dict:
+            raise StateError(
+                f"The state of a worker's iterator has no {_KEY!r}, so it was taken from an unpatched loader. Restore "
+                "it with that loader, or take one from the patched loader."
+            )
+        self._loaded = WorkerPosition.of(state_dict[_KEY])
+        self._worker.note_loaded(self._loaded)
+
+
+class StreamWorker(Generic[T]):
+    """Reads a rank's share of an iterable dataset: in the main process, or as a copy in each of the loader's workers.
+
+    Args:
+        dataset: The dataset that the user gave.
+        plan: The rank's share.
+        options: What the user chose.
+        seed: The seed in force.
+        batching: How workers make batches.
+        shared: What the main process and the workers report to each other.
+        division: The rank's share of each batch, where batches are divided; the plan then takes all of the stream.
+        first_items: Where to record what is read first, for the ranks to compare; None if nobody does.
+        marks: Where to mark what is read to the end, as above.
+
+    Attributes:
+        reader: Tells the dataset which worker it is in.
+        loaded_at_end: The epoch of which nothing is left in an iterator that was loaded in this process.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[T],
+        plan: Plan,
+        options: Options,
+        seed: Seed,
+        batching: Batching,
+        shared: SharedWorkerState,
+        *,
+        division: Plan | None = None,
+        first_items: FirstItems | None = None,
+        marks: MarksInMemory | None = None,
+    ) -> None:
+        self.dataset, self.plan, self.options, self.seed = dataset, plan, options, seed
+        self.batching, self.shared, self.division = batching, shared, division
+        self.first_items, self.marks = first_items, marks
+        self.reader: Reader = Reader()
+        self.loaded_at_end: int | None = None
+        self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where
+        self._tells_rest = True
+        self._loads: int = shared.loads  # how many loaded states this copy knows of
+        self._was_read = False  # in this process, or in the one from which it was copied
+        self._first_pass: int | None = None  # that a worker was started for
+        self._made_for: int | None = None  # for which worker a worker_init_fn prepared the dataset
+        self._giving: WorkerPass[T] | None = None  # which pass gave an item last: the next batch has its items
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_giving": None}  # no pass goes on in a copy
+
+    @property
+    def name(self) -> str:
+        """What errors call the dataset."""
+        return type(self.dataset).__name__
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each rank keeps its share of what it reads; else the dataset splits itself over all workers."""
+        return self.options.iterable_sharding == "exact"
+
+    def stream_length(self) -> int:
+        """Return the length of the user's dataset; TypeError where it has none."""
+        return len(cast(Any, self.dataset))
+
+    # ---- in the main process ----
+
+    def share_length(self) -> int:
+        """Return how many items this rank takes of the upcoming epoch; TypeError where the dataset has no length."""
+        before: Consumed = ()
+        skip = 0
+        # Persistent workers keep a pass that has come to its end.
+        if self._tells_rest and self._resumed is not None and set(self.shared.lengths(self._resumed[0])) == {None}:
+            before, skip = self._resumed[1].split(self.plan.num_replicas)
+        return max(0, len(self.plan.share(len(self.plan.rest(self.stream_length(), before)))) - skip)
 
     def resume(self, number: int, position: Position, *, tells_rest: bool) -> None:
         """Let pass ``number`` begin at a position, in workers that are started from now on.
@@ -147,150 +232,172 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         if self._resumed is not None and number in {None, self._resumed[0]}:
             self._resumed = None
 
-    def _start(self, number: int, epoch: int) -> WorkerPosition:
-        """Return where this worker's pass begins."""
-        worker, workers = this_worker()
-        if self._resumed is None or self._resumed[0] != number:
-            return WorkerPosition(number, epoch, worker if self._made_for is None else self._made_for)
-        position = self._resumed[1]
-        done, skip = position.split(self._plan.num_replicas)
-        if self._options.iterable_sharding == "by_worker":
-            batches = self._batches_done(position, workers)
-            # Batches continue with the one whose turn it was.
-            role = (worker + turn_after(batches)) % workers
-            return WorkerPosition(number, epoch, role, skip=batches[role] * self._batching.size)
-        if position.parts is None:
-            mark = position.marks[0] if position.marks else StreamSnapshot()
-            return WorkerPosition(
-                number, epoch, worker, done, skip, "nothing" if position.is_whole else "stream", mark=mark
-            )
-        role = (worker + position.parts.first) % workers
-        mark = position.marks[role] if position.marks else StreamSnapshot()
-        done, skip = split(position.parts.done[role], self._plan.num_replicas)
-        return WorkerPosition(number, epoch, role, done, skip, "parts", mark=mark)
+    # ---- in a worker ----
 
-    def _batches_done(self, position: Position, workers: int) -> Sequence[int]:
-        """Return how many batches each of this rank's workers has made where the dataset splits itself."""
-        if position.parts is None:  # in an explicit world ranks cannot report which workers have ended
-            return made_in_turn([None] * workers, position.split(self._plan.num_replicas)[1] // self._batching.size)
-        own = position.parts.done[self._plan.rank * workers :][:workers]
-        return [sum(items for _, items in done) // self._batching.size for done in own]
+    def prepare(self, number: int, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
+        """Prepare this worker for pass ``number``; call the user's function for the dataset that it knows."""
+        self._first_pass = number
+        if worker_init_fn is None:
+            return
+        upcoming = WorkerPass(self, self._start(number, epoch))
+        with worker_info_told(upcoming.info):
+            self.reader.prepare(self.dataset, worker_init_fn, upcoming.worker_id)
+        if self.reader.has_asked:
+            self._made_for = upcoming.start.role
 
-    def __iter__(self) -> Iterator[T]:
-        return WorkerIterator(self._items, self._unbegun, self._note_loaded)
+    def begin(self, loaded: WorkerPosition | None) -> tuple[Iterator[T], Callable[[], WorkerPosition]]:
+        """Begin a pass when its first item is asked for. By then the main process has begun the epoch.
 
-    def _unbegun(self) -> WorkerCheckpoint:
-        number = self.shared.latest_pass + 1 if self._first_pass is None else self._first_pass
-        generators = generator_states([random_holder(self._dataset)])
-        start = self._start(number, epoch=-1)
-        if start.is_whole:
-            start = replace(start, mark=replace(start.mark, before=self.unread_state()))
-        return WorkerCheckpoint(start, self._seed.value, generators, is_over=False)
+        Args:
+            loaded: Where another package's loader resumes it, if it does.
 
-    def unread_state(self) -> Sequence[Any]:
-        """Return the dataset's own state, as the only element, if nobody has read it yet and it has one."""
-        if self._was_read or not can_snapshot(self._dataset, self._options):
-            return ()
-        with suppress(Exception):  # the user's code; without a state its stream is read again
-            return (copy.deepcopy(cast(Any, self._dataset).state_dict()),)
-        return ()
-
-    def _note_loaded(self, loaded: WorkerCheckpoint) -> None:
-        self.loaded_at_end = loaded.start.epoch if loaded.is_over else None
-        if self._first_pass is not None:  # a worker's first batch may come long after another's
-            self.shared.note_offset(self._first_pass, this_worker()[0], loaded.start.offset)
-
-    def _items(self, items: WorkerIterator[T]) -> Iterator[T]:
-        # This begins when the first item is asked for. By then the main process has begun the epoch. A worker's
-        # first pass is the one that it was started for, although others may have begun since.
-        number = self._first_pass
-        loaded = items.loaded
+        Returns:
+            The items, and what tells how far they are.
+        """
+        # A worker's first pass is the one that it was started for, although others may have begun since.
+        number, self._first_pass = self._first_pass, None
         if loaded is not None:
             # What the main process loaded, this worker was given by its iterator's state.
             self._loads = self.shared.loads
-            self._seed.adopt(loaded.seed)
+            if loaded.seed is not None:
+                self.seed.adopt(loaded.seed)
         if number is None:
             number = self.shared.latest_pass
             self._require_all_loads()
-        self._first_pass = None
+        epoch = self._epoch_of(number)
+        self._reinstate_generators(number, epoch)
+        start = self._start(number, epoch) if loaded is None else self._start_of(loaded, number, epoch)
+        start = self._with_unread(replace(start, generators=generator_states([random_holder(self.dataset)])))
+        self._was_read = True
+        begun = WorkerPass(self, start)
+        with worker_info_told(begun.info):
+            # Told after that, because it may seed these generators.
+            if callable(tell := getattr(self.dataset, "set_epoch", None)):
+                tell(epoch)
+        if not self.is_exact:
+            return begun.by_worker(), self.position_unbegun
+        if start.ended:
+            return iter(()), self.position_unbegun
+        self.loaded_at_end = None
+        return begun.exact(), begun.position
+
+    def _epoch_of(self, number: int) -> int:
+        """Return which epoch a pass is over; refuse a loader whose epochs nobody begins."""
         epoch = self.shared.epoch_of(number)
         if epoch is None or this_worker()[1] != self.shared.readers:
             raise UnsupportedLoaderError(
-                f"{type(self._dataset).__name__} cannot be sharded here: the patched loader was rebuilt without its "
+                f"{self.name} cannot be sharded here: the patched loader was rebuilt without its "
                 "sampler, which begins each epoch, or with another number of workers. Lightning's predict and "
                 "overfit_batches and accelerate's skip_first_batches do this. Iterate the one that "
                 "patch_dataloader_to_ddp() returned; restore_loader() resumes it mid-epoch."
             )
-        if self._resumed is not None and self._resumed[1].epoch != epoch:
-            self.forget(number)
-        if self._resumed is not None and self._resumed[0] == number and self._resumed[1].is_begun:
-            # In workers too: a loader may have drawn its workers' seed from these generators since.
-            set_generator_states([random_holder(self._dataset)], self._resumed[1].held.generators)
-        start = self._start(number, epoch) if loaded is None else self._start_of(loaded, number, epoch)
-        generators = generator_states([random_holder(self._dataset)])
-        one = self._pass(start, self.unread_state())
-        self._was_read = True
-        with worker_info_told(one.info):
-            # Told after that, because it may seed these generators.
-            if callable(tell := getattr(self._dataset, "set_epoch", None)):
-                tell(epoch)
-        if self._options.iterable_sharding == "by_worker":
-            return one.split(self.ends)
-        if loaded is not None and loaded.is_over:
-            return iter(())
-        self.loaded_at_end = None
-        # They hold what reads the dataset. A cycle would keep that open after a pass was left, until it is collected.
-        return one.shared(proxy(items), generators, self.first_items, self.marks)
-
-    def _pass(self, start: WorkerPosition, before: Sequence[Any] = ()) -> WorkerPass[T]:
-        return WorkerPass(
-            WorkerConfig(
-                self._dataset,
-                self._plan,
-                self._division,
-                self._options,
-                self._seed,
-                self._batching,
-                self.shared,
-                self._reader,
-                self._latest,
-            ),
-            start,
-            before,
-        )
-
-    def _start_of(self, loaded: WorkerCheckpoint, number: int, epoch: int) -> WorkerPosition:
-        """Return where a pass begins that another package's loader resumes."""
-        start = replace(loaded.start, number=number, epoch=epoch)
-        if loaded.start.epoch not in {-1, epoch} or self._made_for not in {None, start.role}:
-            raise StateError(
-                f"{type(self._dataset).__name__} cannot resume from the state of its iterator, which is that of worker "
-                f"{start.role} in epoch {loaded.start.epoch}: this is worker {this_worker()[0]} in epoch {epoch}. Load "
-                "the state of the whole loader, and do not set another epoch before it resumes."
-            )
-        self.shared.note_offset(number, this_worker()[0], start.offset)
-        set_generator_states([random_holder(self._dataset)], loaded.generators)
-        return start
+        return epoch
 
     def _require_all_loads(self) -> None:
         """Refuse to continue in a worker that was started before a state was loaded: it lacks position and seed."""
         if self._loads != self.shared.loads:
             raise StateError(
-                f"{type(self._dataset).__name__} cannot resume from the state: it was loaded by load_state_dict() "
+                f"{self.name} cannot resume from the state: it was loaded by load_state_dict() "
                 "while the loader's persistent workers ran, and they did not get it. Call restore_loader(loader, "
                 "state), which starts new workers, or load the state before the first pass."
             )
 
-    def begin_worker(self, number: int, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
-        """Prepare this worker's copy for pass ``number``; call the user's function for the dataset that it knows."""
-        self._first_pass = number
-        if worker_init_fn is None:
+    def _resumed_at(self, number: int) -> Position | None:
+        """Return where a pass continues; None if it begins an epoch."""
+        return None if self._resumed is None or self._resumed[0] != number else self._resumed[1]
+
+    def _reinstate_generators(self, number: int, epoch: int) -> None:
+        """Put back the dataset's generators where a pass continues; forget a position in another epoch."""
+        if (position := self._resumed_at(number)) is None:
             return
-        one = self._pass(self._start(number, epoch))
-        with worker_info_told(one.info):
-            self._reader.prepare(self._dataset, worker_init_fn, one.reader)
-        if self._reader.has_asked:
-            self._made_for = one.start.role
+        if position.epoch != epoch:
+            self.forget(number)
+        elif position.is_begun:
+            # In workers too: a loader may have drawn its workers' seed from these generators since.
+            set_generator_states([random_holder(self.dataset)], position.held.generators)
+
+    def _start(self, number: int, epoch: int) -> WorkerPosition:
+        """Return where this worker's pass begins."""
+        worker, workers = this_worker()
+        if (position := self._resumed_at(number)) is None:
+            return WorkerPosition(number, epoch, worker if self._made_for is None else self._made_for)
+        if not self.is_exact:
+            batches = self._batches_done(position, workers)
+            # Batches continue with the one whose turn it was.
+            role = (worker + turn_after(batches)) % workers
+            return WorkerPosition(number, epoch, role, skip=batches[role] * self.batching.size)
+        parts = position.parts
+        role = worker if parts is None else (worker + parts.first) % workers
+        before, skip = split(position.done if parts is None else parts.done[role], self.plan.num_replicas)
+        counts: Literal["stream", "parts", "nothing"]
+        counts = "parts" if parts is not None else "nothing" if position.is_whole else "stream"
+        known = position.marks[0 if parts is None else role] if position.marks else StreamSnapshot()
+        return WorkerPosition(number, epoch, role, before, skip, counts, snapshot=known)
+
+    def _batches_done(self, position: Position, workers: int) -> Sequence[int]:
+        """Return how many batches each of this rank's workers has made where the dataset splits itself."""
+        if position.parts is None:  # in an explicit world ranks cannot report which workers have ended
+            return made_in_turn([None] * workers, position.split(self.plan.num_replicas)[1] // self.batching.size)
+        own = position.parts.done[self.plan.rank * workers :][:workers]
+        return [sum(items for _, items in done) // self.batching.size for done in own]
+
+    def _with_unread(self, start: WorkerPosition) -> WorkerPosition:
+        """Return a position with the dataset's own state, if it has one and nobody has read the dataset yet."""
+        is_known = self._was_read or not start.is_whole or bool(start.snapshot.before)
+        if is_known or not can_snapshot(self.dataset, self.options):
+            return start
+        with suppress(Exception):  # the user's code; without a state its stream is read again
+            before = (copy.deepcopy(cast(Any, self.dataset).state_dict()),)
+            return replace(start, snapshot=replace(start.snapshot, before=before))
+        return start
+
+    # ---- another package's loader, and what travels with batches ----
+
+    def position_unbegun(self) -> WorkerPosition:
+        """Return where the next pass begins."""
+        number = self.shared.latest_pass + 1 if self._first_pass is None else self._first_pass
+        generators = generator_states([random_holder(self.dataset)])
+        start = replace(self._start(number, epoch=-1), generators=generators, seed=self.seed.value)
+        return self._with_unread(start)
+
+    def note_loaded(self, loaded: WorkerPosition) -> None:
+        """Record where another package's loader resumes, before it begins there."""
+        self.loaded_at_end = loaded.epoch if loaded.ended else None
+        if self._first_pass is not None:  # a worker's first batch may come long after another's
+            self.shared.note_offset(self._first_pass, this_worker()[0], loaded.offset)
+
+    def _start_of(self, loaded: WorkerPosition, number: int, epoch: int) -> WorkerPosition:
+        """Return where a pass begins that another package's loader resumes."""
+        if loaded.epoch not in {-1, epoch} or self._made_for not in {None, loaded.role}:
+            raise StateError(
+                f"{self.name} cannot resume from the state of its iterator, which is that of worker {loaded.role} in "
+                f"epoch {loaded.epoch}: this is worker {this_worker()[0]} in epoch {epoch}. Load the state of the "
+                "whole loader, and do not set another epoch before it resumes."
+            )
+        self.shared.note_offset(number, this_worker()[0], loaded.offset)
+        set_generator_states([random_holder(self.dataset)], loaded.generators)
+        return replace(loaded, number=number, epoch=epoch)
+
+    def give(self, giving: WorkerPass[T]) -> None:
+        """Record that a pass gives an item."""
+        self._giving = giving
+
+    def note(self) -> BatchNote | None:
+        """Return what travels with the batch that is made now; None if there is nothing to note."""
+        return None if self._giving is None else self._giving.note()
+
+
+def _collate_noted(worker: StreamWorker[Any], collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+    """Return a batch, in a ``NotedBatch`` if the worker that read its samples noted something.
+
+    Args:
+        worker: What read them.
+        collate_fn: The loader's.
+        samples: The batch's samples.
+    """
+    note = worker.note()  # before the user's function may read on
+    batch = collate_fn(samples)
+    return batch if note is None else NotedBatch(note, batch)
 
 
 def random_holder(dataset: object) -> SimpleNamespace:

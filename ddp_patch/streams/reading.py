@@ -1,157 +1,27 @@
-"""Where workers begin, and how they read a dataset."""
+"""How a worker reads a dataset: what the dataset asks, how its stream begins, and its own state."""
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Literal, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary, ref
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
+from ddp_patch.compat.packages import forget_loaded_state, loses_items_when_loaded
 from ddp_patch.compat.private_torch import WorkerInfo, noted_worker_info, rank_noted, worker_info_told
 from ddp_patch.errors import StateError
+from ddp_patch.options import Options
+from ddp_patch.orders.fingerprint import ItemHashes, fingerprint, hashes_if_any
+from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG
-from ddp_patch.plan import Consumed
-from ddp_patch.sharding.position import StreamSnapshot
+from ddp_patch.sharding.position import StreamSnapshot, StreamStart
 
-__all__ = ["Reader", "Switching", "WorkerCheckpoint", "WorkerIterator", "WorkerPosition", "this_worker"]
+__all__ = ["Reader", "SnapshotWriter", "can_snapshot", "this_worker"]
 
 
 T = TypeVar("T")
-
-_KEY, _VERSION = "ddp_patch", 1
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPosition:
-    """Where a worker's pass begins, and which worker the dataset thinks it is in.
-
-    Attributes:
-        number: The pass.
-        epoch: Which epoch it is over; -1 before that is known.
-        role: Which worker of this rank's loader it replaces; another than it is where a pass resumes.
-        before: What other numbers of ranks took.
-        skip: How many items of this rank's share were done when the pass began.
-        counts: What the state that is resumed counts: one stream, parts, or nothing.
-        offset: How many items this worker has gone through since: another package's loader resumes within the pass.
-        mark: What is known of the stream there.
-    """
-
-    number: int
-    epoch: int
-    role: int
-    before: Consumed = ()
-    skip: int = 0
-    counts: Literal["stream", "parts", "nothing"] = "nothing"
-    offset: int = 0
-    mark: StreamSnapshot = field(default_factory=StreamSnapshot)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing was taken."""
-        return not self.done and not any(taken for _, taken in self.before)
-
-    @property
-    def done(self) -> int:
-        """How many items of this rank's share are done."""
-        return self.skip + self.offset
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerCheckpoint:
-    """What the iterator of a worker said of itself, and shall resume from.
-
-    Attributes:
-        start: Where its pass begins now; its number is that of the pass in which it was said.
-        seed: The seed then in force.
-        generators: The states of the dataset's random generators when the pass began.
-        is_over: Whether nothing was left.
-    """
-
-    start: WorkerPosition
-    seed: int
-    generators: Sequence[Any]
-    is_over: bool
-
-
-class WorkerIterator(Iterator[T]):
-    """A worker's items in one pass. Nothing is read before the first is asked for.
-
-    torchdata's loader saves and resumes it in the worker by its ``state_dict``, where it would else count items from
-    the pass's beginning, and lose some at the second stop.
-
-    Args:
-        begin: Called with the iterator when its first item is asked for. Returns the items.
-        progress: Tells where it will begin.
-        note: Called with what was loaded.
-
-    Attributes:
-        loaded: What was loaded, if anything was.
-        progress: Returns its position.
-    """
-
-    def __init__(
-        self,
-        begin: Callable[["WorkerIterator[T]"], Iterator[T]],
-        progress: Callable[[], WorkerCheckpoint],
-        note: Callable[[WorkerCheckpoint], object],
-    ) -> None:
-        self._begin, self._note = begin, note
-        self._items: Iterator[T] | None = None
-        self.loaded: WorkerCheckpoint | None = None
-        self.progress: Callable[[], WorkerCheckpoint] = progress
-
-    def __next__(self) -> T:
-        if self._items is None:
-            self._items = self._begin(self)
-        return next(self._items)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return its position, as the only value."""
-        loaded = self.loaded if self._items is None and self.loaded is not None else self.progress()
-        start = loaded.start
-        fields = {
-            "version": _VERSION,
-            "epoch": start.epoch,
-            "role": start.role,
-            "before": [list(stint) for stint in start.before],
-            "skip": start.skip,
-            "counts": start.counts,
-            "offset": start.offset,
-            "mark": start.mark.plain(),
-            "state before": list(start.mark.before),
-            "seed": loaded.seed,
-            "generators": list(loaded.generators),
-            "is_over": loaded.is_over,
-        }
-        return {_KEY: [[name, value] for name, value in fields.items()]}  # pairs: torchdata takes dicts apart
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make it begin where ``state_dict`` was called.
-
-        Raises:
-            StateError: It is no such state, or one of another version of this package.
-        """
-        if _KEY not in state_dict:
-            raise StateError(
-                f"The state of a worker's iterator has no {_KEY!r}, so it was taken from an unpatched loader. Restore "
-                "it with that loader, or take one from the patched loader."
-            )
-        kept = state_dict[_KEY]
-        fields: dict[str, Any] = (
-            dict(kept) if all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in kept) else {}
-        )
-        if fields.pop("version", None) != _VERSION:
-            raise StateError(
-                "The state of a worker's iterator was written by another version of ddp_patch, which this one does not "
-                "read. Restore it with that version."
-            )
-        seed, generators, is_over = (fields.pop(name) for name in ("seed", "generators", "is_over"))
-        fields["before"] = tuple((ranks, taken) for ranks, taken in fields["before"])
-        fields["mark"] = StreamSnapshot.of(fields["mark"], fields.pop("state before"))
-        self.loaded = WorkerCheckpoint(WorkerPosition(number=-1, **fields), seed, generators, is_over)
-        self._note(self.loaded)
-
 
 # What a dataset asks of the worker info that differs between workers.
 _TELLING = frozenset({"id", "num_workers", "seed"})
@@ -190,11 +60,11 @@ class Reader:
 
         That it asked for its number, or for its rank, says nothing: most functions do so to seed a worker.
         """
-        before, asked, asked_rank = dict(_attributes(dataset)), self.has_asked, self.has_asked_rank
+        before, asked, asked_rank = dict(getattr(dataset, "__dict__", {})), self.has_asked, self.has_asked_rank
         self._has_dataset = False
         with rank_noted(self._note_rank):
             worker_init_fn(worker)
-        after = _attributes(dataset)
+        after = getattr(dataset, "__dict__", {})
         is_changed = before.keys() != after.keys() or any(after[name] is not value for name, value in before.items())
         is_made = self._has_dataset or is_changed
         self.has_asked = asked or is_made
@@ -215,6 +85,14 @@ class Reader:
             self.has_split |= self.has_asked
             yield item
 
+    @contextmanager
+    def unnoted(self, info: WorkerInfo | None) -> Iterator[None]:
+        """While entered, ``get_worker_info()`` returns ``info``, and that the dataset asks does not count."""
+        asked = self.has_asked
+        with worker_info_told(info):
+            yield
+        self.has_asked = asked
+
     def _note_rank(self) -> None:
         self.has_asked_rank = True
 
@@ -223,41 +101,158 @@ class Reader:
         self._has_dataset |= name == "dataset"
 
 
-def _attributes(dataset: object) -> dict[str, Any]:
-    return getattr(dataset, "__dict__", {})
+# By how many of its first items a stream is recognised.
+_FIRST = 8
+
+# The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
+_LATEST: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
 
 
-class Switching(AbstractContextManager[None]):
-    """Random states that may be replaced by others between two uses.
+def can_snapshot(dataset: object, options: Options) -> bool:
+    """Return whether a dataset's own state is the position of a stream that is sharded in this way."""
+    return (
+        options.iterable_sharding == "exact"
+        and not options.needs_length  # otherwise every rank is elsewhere
+        and options.agreement != "ambient"
+        and is_stateful(dataset)
+        and not loses_items_when_loaded(dataset)
+    )
+
+
+class SnapshotWriter:
+    """Records how a worker's stream begins, and takes the dataset's own state.
 
     Args:
-        states: What to enter at first.
+        dataset: The dataset that the user gave.
+        states: The random states that the dataset draws from, if its own state may be taken; otherwise None.
+        begins: What is known of the stream where it begins, or of that which is to be continued.
+
+    Attributes:
+        start: The hashes of the first items that were read; None if the stream was not read from its beginning.
     """
 
-    def __init__(self, states: AbstractContextManager[Any]) -> None:
-        self._states = states
-        self._is_entered = self._moved = False
+    def __init__(self, dataset: IterableDataset[Any], states: PrivateRNG | None, begins: StreamSnapshot) -> None:
+        self.start: StreamStart | None = None
+        self._dataset, self._states, self._begins = dataset, states, begins
+        self._generators = generator_states([dataset]) if states is not None else ()
+        self._is_over = self._is_drawn = False
 
-    def replace(self, states: AbstractContextManager[Any]) -> None:
-        """Use others from now on, at once where the ones before are entered."""
-        if was_entered := self._is_entered:
-            self.__exit__(None, None, None)
-        self._moved = not self.are_unmoved
-        self._states = states
-        if was_entered:
-            self.__enter__()
+    def begin(self) -> Iterator[Any]:
+        """Begin to iterate the dataset; take no states of it if its iterator has one, which is the position then."""
+        dataset = cast(Any, self._dataset)
+        for state in self._begins.before:
+            if not self._stands_at(state):  # it was read since
+                dataset.load_state_dict(state)
+        iterator: Iterator[Any] = iter(dataset)
+        self._is_drawn = iterator is dataset or _is_again(dataset, iterator)
+        if iterator is not dataset and is_stateful(iterator):
+            self._states = None
+        return iterator
 
-    @property
-    def are_unmoved(self) -> bool:
-        """Whether nothing was drawn from any of them."""
-        return not self._moved and (not isinstance(self._states, PrivateRNG) or self._states.is_unmoved)
+    def begin_at_state(self) -> Iterator[Any]:
+        """Begin to iterate the dataset where its ``state_dict()`` was taken that is to be continued.
 
-    def __enter__(self) -> None:
-        self._states.__enter__()
-        self._is_entered = True
+        One that is its own iterator may take a state before ``iter()`` or after it, as torchdata's loader gives it.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        self._is_entered = False
-        return self._states.__exit__(kind, error, trace)
+        Raises:
+            StateError: It took it neither time.
+        """
+        dataset, (state,) = cast(Any, self._dataset), self._begins.state
+        dataset.load_state_dict(state)
+        iterator: Any = iter(dataset)
+        if iterator is dataset and not self._stands_at(state):
+            dataset.load_state_dict(state)
+            if not self._stands_at(state):
+                raise StateError(
+                    f"{type(dataset).__name__} cannot resume from the state: after load_state_dict() and iter(), its "
+                    "state_dict() differs from the loaded one. Correct these methods, or leave them out: then its "
+                    "stream is read again."
+                )
+        return cast(Iterator[Any], iterator)
+
+    def _stands_at(self, state: Any) -> bool:
+        return fingerprint([cast(Any, self._dataset).state_dict()]) == fingerprint([state])
+
+    def watch(self, items: Iterator[T]) -> Iterator[T]:
+        """Pass the items of a stream on that is read from its beginning.
+
+        Raises:
+            StateError: It does not begin as it did when a state was taken.
+        """
+        seen: list[ItemHashes] = []
+        for item in items:
+            seen.append(hashes_if_any(item))
+            first = self.start = _first(seen)
+            known = self._begins.first
+            if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
+                raise self._other_stream()
+            yield item
+            if len(seen) == _FIRST:
+                break
+        yield from self.follow(items)
+
+    def first(self, items: Iterator[T], count: int) -> list[T]:
+        """Return this many of the first items of a stream; as ``watch``, raise StateError if it begins otherwise."""
+        first = list(islice(self.watch(items), count))
+        if len(first) < count:
+            raise self._other_stream()
+        return first
+
+    def _other_stream(self) -> StateError:
+        count = self._begins.first.seen if self._begins.first else 0
+        return StateError(
+            f"{type(self._dataset).__name__} cannot resume from the state: its first {count} items differ from those "
+            "when the state was taken, so the finished ones cannot be skipped. Restore the state with the same "
+            "samples in the same order; rebuild a dataset that is its own iterator."
+        )
+
+    def follow(self, items: Iterator[T]) -> Iterator[T]:
+        """Pass the items of a stream on that is not read from its beginning, or no longer."""
+        for item in items:
+            forget_loaded_state(self._dataset)
+            yield item
+            break
+        yield from items
+        self._is_over = True
+
+    def start_after(self, items: int) -> StreamStart | None:
+        """Return the hashes of the first items, as many of these as count; None if not just so many were read."""
+        start = self.start
+        return start if start is not None and start.seen == min(_FIRST, items) else None
+
+    def snapshot(self) -> bytes | None:
+        """Return the dataset's own state, pickled; None if that does not contain the stream's position.
+
+        A dataset that drew from random states may have to draw the same again when it begins, or to continue with what
+        comes next: its own state does not say which, so its stream is read again. At the end many start again.
+        """
+        if self._states is None or self._is_over or not self._states.is_unmoved:
+            return None
+        try:
+            if generator_states([self._dataset]) != self._generators:
+                return None
+            return pickle.dumps(cast(Any, self._dataset).state_dict())
+        except Exception:  # noqa: BLE001 - the user's code, without which the stream is read again
+            return None
+
+
+def _is_again(dataset: Any, iterator: Any) -> bool:
+    """Return whether a dataset gave the same iterator before; remember it, without keeping it alive if possible."""
+    try:
+        before = _LATEST.get(dataset)
+        try:
+            _LATEST[dataset] = ref(iterator)
+        except TypeError:  # as some written in C
+            _LATEST[dataset] = lambda: iterator
+    except TypeError:  # the dataset cannot be hashed
+        return False
+    return before is not None and before() is iterator
+
+
+def _first(seen: list[ItemHashes]) -> StreamStart:
+    wholes, names, numbers = zip(*seen, strict=True)
+    return StreamStart(len(seen), _digest(wholes), _digest(names), _digest(numbers), len(set(wholes)))
+
+
+def _digest(hashes: Sequence[int]) -> int:
+    return int(fingerprint(hashes)[:15], 16) if all(hashes) else 0

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
 from ddp_patch.orders.fingerprint import fingerprint
 
-__all__ = ["Ends", "SharedWorkerState", "shared_arrays"]
+__all__ = ["SharedWorkerState", "shared_arrays"]
 
 
 # Remember the epochs of this many passes: iterators may live side by side.
@@ -20,17 +20,18 @@ class SharedWorkerState:
     """What the main process and its workers report to each other, in shared memory.
 
     The main process writes which epoch each of the latest passes is over, and how many states were loaded. A worker
-    writes whose part of the dataset it reads, and at the end how many items that had, and their fingerprint.
+    writes whose part of the dataset it reads, and at the end how many items that had, and their fingerprint; where the
+    dataset splits itself over all ranks' workers, how many batches it made.
 
     Args:
         readers: How many workers read the dataset; 1 where the main process does.
     """
 
-    def __init__(self, readers: int = 1) -> None:
+    def __init__(self, readers: int) -> None:
         self.readers: int = readers
         of_each = (_LATEST, readers)
-        self._ends, self._offsets, self._roles, self._epochs, self._latest, self._loads = shared_arrays(
-            (*of_each, 2), (*of_each, 2), of_each, (_LATEST,), (1,), (1,)
+        self._ends, self._offsets, self._roles, self._made, self._epochs, self._latest, self._loads = shared_arrays(
+            (*of_each, 2), (*of_each, 2), of_each, of_each, (_LATEST,), (1,), (1,)
         )
 
     @property
@@ -51,7 +52,7 @@ class SharedWorkerState:
     def begin(self, number: int, epoch: int) -> None:
         """Write which epoch pass ``number`` is over."""
         self._epochs[number % _LATEST] = epoch
-        for noted in (self._roles, self._ends):
+        for noted in (self._roles, self._ends, self._made):
             noted[number % _LATEST] = -1
         self._latest[0] = number
 
@@ -68,6 +69,14 @@ class SharedWorkerState:
         """Return how the readers of pass ``number`` read, as far as they wrote it: all one stream, or each a part."""
         roles = self._roles[number % _LATEST].tolist()
         return {"stream" if role == _ONE_STREAM else "parts" for role in roles if role != _UNKNOWN}
+
+    def is_one_stream(self, number: int) -> bool:
+        """Return whether all readers of pass ``number`` read one stream; False while that is unknown."""
+        return self.ways(number) == {"stream"}
+
+    def is_in_parts(self, number: int) -> bool:
+        """Return whether each reader of pass ``number`` reads a part; False while that is unknown."""
+        return self.ways(number) == {"parts"}
 
     def first_role(self, number: int) -> int:
         """Return whose part the first reader of pass ``number`` reads; each next one reads the next."""
@@ -90,6 +99,14 @@ class SharedWorkerState:
         digits = -1 if order is None else int(order[:15], 16)
         self._ends[number % _LATEST, role] = torch.tensor([length, digits])
 
+    def end_batches(self, number: int, role: int, batches: int) -> None:
+        """Write how many batches the reader of a role made in pass ``number`` of a dataset that splits itself."""
+        self._made[number % _LATEST, role] = batches
+
+    def batches_made(self, number: int) -> Sequence[int]:
+        """Return how many batches the reader of each role made in pass ``number``; -1 before it came to the end."""
+        return cast("list[int]", self._made[number % _LATEST].tolist())
+
     def lengths(self, number: int) -> Sequence[int | None]:
         """Return how many items the reader of each role found in pass ``number``; None before it came to the end."""
         return [length if length >= 0 else None for length in self._ends[number % _LATEST, :, 0].tolist()]
@@ -100,28 +117,9 @@ class SharedWorkerState:
         if min(orders) < 0:
             return {}
         # Readers of one stream have all drawn it.
-        is_split = self.ways(number) == {"parts"}
+        is_split = self.is_in_parts(number)
         order = fingerprint(orders) if is_split else orders[0]
         return {"drawn in the epoch before": sum(drawn) if is_split else drawn[0], "order of the epoch before": order}
-
-
-class Ends:
-    """How many batches each worker made in its latest pass, in memory that the main process and its workers share.
-
-    Args:
-        readers: How many workers there are; 1 where the main process reads.
-    """
-
-    def __init__(self, readers: int) -> None:
-        (self._ends,) = shared_arrays((readers, 2))
-
-    def write(self, worker: int, number: int, batches: int) -> None:
-        """Write that a worker made this many batches in pass ``number``."""
-        self._ends[worker] = torch.tensor([number, batches])
-
-    def of(self, number: int) -> list[int]:
-        """Return how many each worker made in pass ``number``; -1 for those that have not come to its end."""
-        return [batches if passed == number else -1 for passed, batches in self._ends.tolist()]
 
 
 def shared_arrays(*shapes: tuple[int, ...]) -> list[torch.Tensor]:

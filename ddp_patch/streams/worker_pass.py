@@ -3,86 +3,106 @@
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, repeat
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
-from torch.utils.data import IterableDataset
-
-from ddp_patch.compat.private_torch import worker_info_told
 from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
-from ddp_patch.options import Options
 from ddp_patch.orders.chunks import Chunk, draw
 from ddp_patch.orders.fingerprint import Fingerprint
-from ddp_patch.orders.random_states import Seed, epoch_states, reader_seed
-from ddp_patch.plan import Batching, Plan
+from ddp_patch.orders.random_states import PrivateRNG, epoch_states, reader_seed
+from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.drawing import require_sure_length, share
-from ddp_patch.sharding.position import BatchNote, NotedBatch, StreamSnapshot, StreamStart
-from ddp_patch.streams.marks import FirstItems, MarksInMemory, SnapshotWriter, can_snapshot
-from ddp_patch.streams.reading import Reader, Switching, WorkerCheckpoint, WorkerIterator, WorkerPosition, this_worker
-from ddp_patch.streams.shared_state import Ends, SharedWorkerState
+from ddp_patch.sharding.position import BatchNote, StreamSnapshot, StreamStart
+from ddp_patch.streams.reading import SnapshotWriter, can_snapshot, this_worker
 
-__all__ = ["LatestGiver", "NotingCollate", "WorkerConfig", "WorkerPass", "require_one_way", "require_same_ends"]
+if TYPE_CHECKING:
+    from ddp_patch.streams.dataset import StreamWorker
+
+__all__ = ["WorkerPass", "WorkerPosition"]
 
 T = TypeVar("T")
 
+_VERSION = 1
 
-def require_one_way(name: str, shared: SharedWorkerState, start: WorkerPosition, plan: Plan) -> None:
-    """Refuse a dataset that can be sharded neither as one stream nor in parts.
 
-    Args:
-        name: What errors call the dataset.
-        shared: Where workers wrote how they read.
-        start: Where the pass of this one begins.
-        plan: The rank's share.
+@dataclass(frozen=True, slots=True)
+class WorkerPosition:
+    """Where a worker's pass begins, or how far it is, and which worker the dataset thinks it is in.
 
-    Raises:
-        UnsupportedLoaderError: Some workers read a part, others the whole stream.
-        InvalidOptionError: The length of a part would have to be known.
-        StateError: The state counts something else.
+    Attributes:
+        number: The pass.
+        epoch: Which epoch it is over; -1 before that is known.
+        role: Which worker of this rank's loader it replaces; another than it is where a pass resumes.
+        before: What other numbers of ranks took.
+        skip: How many items of this rank's share were done when the pass began.
+        counts: What the state that is resumed counts: one stream, parts, or nothing.
+        offset: How many items this worker has gone through since: another package's loader resumes within the pass.
+        snapshot: What is known of the stream there.
+        generators: The states of the dataset's random generators when the pass began.
+        seed: The seed then in force; None for the present one.
+        ended: Whether nothing is left.
     """
-    if shared.readers == 1:
-        return
-    if len(ways := shared.ways(start.number)) > 1:
-        raise UnsupportedLoaderError(
-            f"{name} cannot be sharded with {shared.readers} workers: it called get_worker_info() in some workers and "
-            "not in others, so it is neither one stream nor split into parts. Call it in every worker, first in "
-            "__iter__, or use num_workers=0."
-        )
-    if ways == {"parts"} and plan.needs_length:
-        raise InvalidOptionError(
-            f"layout='contiguous' does not work with {name} and num_workers={shared.readers}: it splits itself over "
-            "its workers, and the length of each part is known only at its end. Use layout='interleaved', or "
-            "num_workers=0 or 1."
-        )
-    if start.counts != "nothing" and {start.counts} != ways:
-        counts = {"stream": "one stream, as 0 or 1 workers read it", "parts": f"the parts of {shared.readers} workers"}
-        raise StateError(
-            f"{name} cannot resume from the state, which counts items of {counts[start.counts]}: with "
-            f"num_workers={shared.readers} it is read as {counts[next(iter(ways))]}. Use the num_workers that the "
-            "state was taken with."
-        )
 
+    number: int
+    epoch: int
+    role: int
+    before: Consumed = ()
+    skip: int = 0
+    counts: Literal["stream", "parts", "nothing"] = "nothing"
+    offset: int = 0
+    snapshot: StreamSnapshot = field(default_factory=StreamSnapshot)
+    generators: Sequence[Any] = ()
+    seed: int | None = None
+    ended: bool = False
 
-def require_same_ends(name: str, shared: SharedWorkerState, number: int) -> Sequence[int | None]:
-    """Return how many items the one stream has, or each part, as far as workers came to its end.
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was taken."""
+        return not self.done and not any(taken for _, taken in self.before)
 
-    Raises:
-        UnsupportedLoaderError: Workers that read one stream found different ends.
-    """
-    lengths = shared.lengths(number)
-    if shared.ways(number) != {"stream"}:
-        return lengths
-    found = list({length for length in lengths if length is not None})
-    if len(found) > 1:
-        raise UnsupportedLoaderError(
-            f"{name} cannot be sharded with {shared.readers} workers: it never called get_worker_info(), but gave "
-            f"{' and '.join(map(str, found))} items in two of them. Split it by get_worker_info() in __iter__, or use "
-            "num_workers=0."
-        )
-    return found
+    @property
+    def done(self) -> int:
+        """How many items of this rank's share are done."""
+        return self.skip + self.offset
+
+    def plain(self) -> list[list[Any]]:
+        """Return it as plain values: pairs, because torchdata takes dicts apart."""
+        fields = {
+            "version": _VERSION,
+            "epoch": self.epoch,
+            "role": self.role,
+            "before": [list(stint) for stint in self.before],
+            "skip": self.skip,
+            "counts": self.counts,
+            "offset": self.offset,
+            "mark": self.snapshot.plain(),
+            "state before": list(self.snapshot.before),
+            "seed": self.seed,
+            "generators": list(self.generators),
+            "is_over": self.ended,
+        }
+        return [[name, value] for name, value in fields.items()]
+
+    @classmethod
+    def of(cls, plain: Any) -> "WorkerPosition":
+        """Return what ``plain`` made plain values of; it is of no pass yet.
+
+        Raises:
+            StateError: Another version of this package did.
+        """
+        is_paired = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in plain)
+        fields: dict[str, Any] = dict(plain) if is_paired else {}
+        if fields.pop("version", None) != _VERSION:
+            raise StateError(
+                "The state of a worker's iterator was written by another version of ddp_patch, which this one does not "
+                "read. Restore it with that version."
+            )
+        fields["before"] = tuple((ranks, taken) for ranks, taken in fields["before"])
+        fields["snapshot"] = StreamSnapshot.of(fields.pop("mark"), fields.pop("state before"))
+        return cls(number=-1, ended=fields.pop("is_over"), **fields)
 
 
 _NOTHING: Any = object()
@@ -91,209 +111,136 @@ _NOTHING: Any = object()
 _LARGEST = 64 * 1024
 
 
-class LatestGiver:
-    """Which pass gave an item last: the batch that is made next has its items.
-
-    A copy, or one in a new worker, knows of none: no pass goes on there.
-    """
-
-    def __init__(self) -> None:
-        self._pass: WorkerPass[Any] | None = None
-
-    def give(self, one: "WorkerPass[Any]") -> None:
-        """Record that a pass gives an item."""
-        self._pass = one
-
-    def note(self) -> BatchNote | None:
-        """Return what travels with the batch that is made now."""
-        return None if self._pass is None else self._pass.note()
-
-    def __reduce__(self) -> tuple[type["LatestGiver"], tuple[()]]:
-        return LatestGiver, ()
-
-
-@dataclass(frozen=True, slots=True)
-class NotingCollate:
-    """A ``collate_fn`` that lets what the worker notes travel with the batch, where there is anything to note."""
-
-    collate_fn: Callable[[Any], Any]
-    latest: LatestGiver
-
-    def __call__(self, samples: Any) -> Any:
-        """Return the batch, in a ``NotedBatch`` if something was noted."""
-        note = self.latest.note()  # before the user's function may read on
-        batch = self.collate_fn(samples)
-        return batch if note is None else NotedBatch(note, batch)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerConfig(Generic[T]):
-    """What all passes of a worker have in common; ``ShardedIterable`` describes it.
-
-    Attributes:
-        division: The rank's share of each batch, where batches are divided; otherwise None.
-        reader: Tells the dataset which worker it is in.
-        latest: Is told which pass gives an item.
-    """
-
-    dataset: IterableDataset[T]
-    plan: Plan
-    division: Plan | None
-    options: Options
-    seed: Seed
-    batching: Batching
-    shared: SharedWorkerState
-    reader: Reader
-    latest: "LatestGiver"
-
-    @property
-    def name(self) -> str:
-        """What errors call the dataset."""
-        return type(self.dataset).__name__
-
-
 class WorkerPass(Generic[T]):
     """One worker's pass over an epoch, or over what is left of one.
 
     Args:
-        config: What all its passes have in common.
+        worker: What all its passes have in common.
         start: Where this one begins.
-        before: The dataset's own state, as the only element, if nobody has read it before.
 
     Attributes:
         start: As given.
-        reader: Which worker the dataset thinks it is in.
-        readers: How many workers it thinks there are.
+        worker_id: Which worker the dataset thinks it is in.
+        num_workers: How many it thinks there are.
         info: What ``get_worker_info()`` returns to it.
     """
 
-    def __init__(self, config: WorkerConfig[T], start: WorkerPosition, before: Sequence[Any] = ()) -> None:
+    def __init__(self, worker: "StreamWorker[T]", start: WorkerPosition) -> None:
         self.start: WorkerPosition = start
-        self._config = config
-        self._worker, self._workers = this_worker()
-        self.reader: int = start.role
-        self.readers: int = self._workers
-        if config.options.iterable_sharding == "by_worker":
-            self.reader += config.plan.rank * self._workers
-            self.readers *= config.plan.num_replicas
-        seed = reader_seed(config.seed.value, start.epoch) + self.reader
-        self.info: Any = config.reader.info(self.reader, self.readers, seed, config.dataset)
-        self._states = Switching(epoch_states(config.options, config.seed, start.epoch))
-        snapshots = can_snapshot(config.dataset, config.options)
-        before = start.mark.before or (before if snapshots and start.is_whole else ())
-        self._marker = SnapshotWriter(config.dataset, self._states if snapshots else None, before)
-        self._has_noted_before = not before or bool(start.mark.before)
-        self._takes_snapshots = snapshots
-        self._has_own_states = False
+        self._worker = worker
+        self._own_id, self._own_workers = this_worker()
+        self.worker_id: int = start.role
+        self.num_workers: int = self._own_workers
+        if not worker.is_exact:
+            self.worker_id += worker.plan.rank * self._own_workers
+            self.num_workers *= worker.plan.num_replicas
+        seed = reader_seed(worker.seed.value, start.epoch) + self.worker_id
+        self.info: Any = worker.reader.info(self.worker_id, self.num_workers, seed, worker.dataset)
+        self._states = states = epoch_states(worker.options, worker.seed, start.epoch)
+        private = states if isinstance(states, PrivateRNG) and can_snapshot(worker.dataset, worker.options) else None
+        self._writer = SnapshotWriter(worker.dataset, private, start.snapshot)
+        self._takes_snapshots = private is not None
+        self._has_own_states = self._is_over = False
+        # What was noted: how the stream began, and the dataset's own state then.
         self._noted: StreamStart | None = None
+        self._has_noted_before = not start.snapshot.before
         self._place = start.offset  # how many items of the rank's share this worker has gone through
 
-    def split(self, ends: Ends) -> Iterator[T]:
+    def by_worker(self) -> Iterator[T]:
         """Yield the items that the dataset gives this one of all ranks' workers, and write how many batches they make.
 
         Raises:
             StateError: There are fewer than were done.
         """
-        config, size, start = self._config, self._config.batching.size, self.start
-        chunks = self._drawn(self._decided(self._read(partial(iter, config.dataset))), Plan(0, 1), 0, start.skip)
+        worker, batching, start = self._worker, self._worker.batching, self.start
+        chunks = self._drawn(self._decided(self._read(partial(iter, worker.dataset))), Plan(0, 1), 0, start.skip)
         items = (item for chunk in chunks for item in chunk.items)
         skipped = sum(1 for _ in islice(items, start.skip))
-        if skipped < start.skip if config.batching.drop_last else skipped <= start.skip - size:
+        if skipped < start.skip if batching.drop_last else skipped <= start.skip - batching.size:
             raise StateError(
-                f"{config.name} cannot resume from the state: worker {start.role} of {self._workers} had only "
+                f"{worker.name} cannot resume from the state: worker {start.role} of {self._own_workers} had only "
                 f"{skipped} items before its end, so the workers no longer took turns, and nobody knows which batches "
                 "were done. Begin the epoch again, or use iterable_sharding='exact'."
             )
         made = skipped
         for made, item in enumerate(items, skipped + 1):  # noqa: B007 - told after the loop
             yield item
-        ends.write(start.role, start.number, config.batching.count(made))
+        worker.shared.end_batches(start.number, start.role, batching.count(made))
 
-    def shared(
-        self,
-        items: WorkerIterator[T],
-        generators: Sequence[Any],
-        first_items: FirstItems | None,
-        marks: MarksInMemory | None = None,
-    ) -> Iterator[T]:
-        """Yield this rank's items of the stream, or of this worker's part of it.
-
-        Args:
-            items: The iterator over them, which has a position.
-            generators: The states of the dataset's random generators when the pass began.
-            first_items: Where to record what is read first; None if nobody compares it.
-            marks: Where to mark what is read to the end; None as above.
-        """
-        config, start, plan = self._config, self.start, self._config.plan
-        rest = plan.rest_of_stream(lambda: len(cast(Any, config.dataset)), start.before)
+    def exact(self) -> Iterator[T]:
+        """Yield this rank's items of the stream, or of this worker's part of it."""
+        worker, start, plan = self._worker, self.start, self._worker.plan
+        rest = plan.rest_of_stream(worker.stream_length, start.before)
         before = self._before()
         if before is None:
             skip = start.skip
-            read = self._marker.watch(self._read(self._marker.begin), start.mark)
-            if first_items is not None:
-                read = first_items.watching(start.role, start.number, read, lambda: config.reader.has_asked_rank)
-            if marks is not None:
-                read = marks.watching(start.role, start.number, read)
-            stream = rest.select(self._decided(read))
+            stream = rest.select(self._decided(self._compared(self._writer.watch(self._read(self._writer.begin)))))
         else:
             skip = 0
-            read = self._read(partial(self._marker.begin_at, start.mark.state[0]))
+            read = self._read(self._writer.begin_at_state)
             if start.counts == "parts":
                 self._use_own_states()  # the first item, after which all workers do, was read before
-            stream = self._decided(self._marker.follow(read))
+            stream = self._decided(self._writer.follow(read))
         chunks = self._drawn(stream, plan, len(rest), skip)
         running = Fingerprint()
-        if is_verified := config.options.verify and before is None:
+        if is_verified := worker.options.verify and before is None:
             chunks = running.watching(chunks)
 
         def at_end(drawn: int) -> None:
-            config.shared.end(start.number, start.role, drawn, running.hexdigest() if is_verified else None)
+            worker.shared.end(start.number, start.role, drawn, running.hexdigest() if is_verified else None)
             self._require_ends(drawn, len(rest))
 
         of_rank = (item for (part,) in share([plan], chunks, len(rest), at_end, before) for item in part)
-        items.progress = partial(self._progress, generators, is_over=False)
         mine = self._of_worker(islice(of_rank, start.done if before is None else 0, None))
-        yield from mine if config.division is None else _divided(mine, config.division, config.batching)
-        items.progress = partial(self._progress, generators, is_over=True)
+        yield from mine if worker.division is None else _divided(mine, worker.division, worker.batching)
+        self._is_over = True
+
+    def _compared(self, read: Iterator[T]) -> Iterator[T]:
+        """Pass on what is read from the stream's beginning, noting what the ranks compare."""
+        worker, start = self._worker, self.start
+        if worker.first_items is not None:
+            read = worker.first_items.watching(start.role, start.number, read, lambda: worker.reader.has_asked_rank)
+        return read if worker.marks is None else worker.marks.watching(start.role, start.number, read)
 
     def _of_worker(self, of_rank: Iterator[T]) -> Iterator[T]:
         """Yield those of the rank's items that this worker gives."""
-        config, size = self._config, self._config.batching.size
+        worker, size = self._worker, self._worker.batching.size
         for item in of_rank:
             # Readers of one stream take turns.
-            is_mine = config.reader.has_split or self._place // size % self._workers == self._worker
+            is_mine = worker.reader.has_split or self._place // size % self._own_workers == self._own_id
             self._place += 1
             if is_mine:
-                config.latest.give(self)
+                worker.give(self)
                 yield item
 
     def note(self) -> BatchNote | None:
         """Return what travels with the batch of which the last item was just given; None if there is nothing new."""
-        size, start = self._config.batching.size, self._start_at(self._place)
+        size, start = self._worker.batching.size, self._start_at(self._place)
         news = None if start == self._noted else start
         state = self._snapshot() if self._takes_snapshots and self._place % size == 0 else None
-        before = None if self._has_noted_before else _pickled(self._marker.before[0])
+        before = None if self._has_noted_before else _pickled(self.start.snapshot.before[0])
         if state is not None and len(state) > _LARGEST:
             self._takes_snapshots, state = False, None
         self._noted, self._has_noted_before = start or self._noted, True
         is_new = news is not None or state is not None or before is not None
-        return BatchNote(self._worker, -(-self._place // size), news, state, before) if is_new else None
+        return BatchNote(self._own_id, -(-self._place // size), news, state, before) if is_new else None
 
     def _start_at(self, place: int) -> StreamStart | None:
         """Return how the stream began, after this many items of this rank's share."""
         before = sum(ranks * each for ranks, each in self.start.before)
-        return self._marker.start_after(before + self._config.plan.num_replicas * (self.start.skip + place))
+        return self._writer.start_after(before + self._worker.plan.num_replicas * (self.start.skip + place))
 
-    def _progress(self, generators: Sequence[Any], *, is_over: bool) -> WorkerCheckpoint:
-        start = self.start
-        is_begun = self._place != start.offset
-        mark = self._mark(self._place) if is_begun else replace(start.mark, before=self._marker.before)
-        return WorkerCheckpoint(
-            replace(start, offset=self._place, mark=mark), self._config.seed.value, generators, is_over
-        )
+    def position(self) -> WorkerPosition:
+        """Return how far it is."""
+        start, snapshot = self.start, self.start.snapshot
+        if self._place != start.offset:
+            state = self._snapshot()
+            states = () if state is None else (pickle.loads(state),)  # noqa: S301 - ours
+            snapshot = StreamSnapshot(self._start_at(self._place) or snapshot.first, states, snapshot.before)
+        return replace(start, offset=self._place, snapshot=snapshot, seed=self._worker.seed.value, ended=self._is_over)
 
     def _read(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
-        return self._config.reader.read(begin, self.info)
+        return self._worker.reader.read(begin, self.info)
 
     def _decided(self, read: Iterator[T]) -> Iterator[T]:
         """Yield what is read. The first item shows whether the dataset asks which worker it is in.
@@ -301,37 +248,67 @@ class WorkerPass(Generic[T]):
         Up to then all workers draw from the same random states, so that a dataset may shuffle its files and then take
         its own. After it, one that asked draws from states of its worker's own, as in torch.
         """
-        reader, start = self._config.reader, self.start
+        worker, reader, start = self._worker, self._worker.reader, self.start
         first = next(read, _NOTHING)
-        asked = self.readers > 1 and (reader.has_asked if first is _NOTHING else reader.has_split)
+        asked = self.num_workers > 1 and (reader.has_asked if first is _NOTHING else reader.has_split)
         if asked and not self._has_own_states:
             self._use_own_states()
-        self._config.shared.note_role(start.number, self._worker, start.role if asked else None)
-        if self._config.options.iterable_sharding == "exact":
-            require_one_way(self._config.name, self._config.shared, start, self._config.plan)
+        worker.shared.note_role(start.number, self._own_id, start.role if asked else None)
+        if worker.is_exact and worker.shared.readers > 1:
+            self._require_one_way()
         if first is _NOTHING:
             return
         yield first
         for item in read:
-            if reader.has_split and not asked and self.readers > 1:
+            if reader.has_split and not asked and self.num_workers > 1:
                 raise UnsupportedLoaderError(
-                    f"{self._config.name} cannot be sharded with {self._workers} workers: it asked get_worker_info() "
+                    f"{worker.name} cannot be sharded with {self._own_workers} workers: it asked get_worker_info() "
                     "which worker it is in only after its first items, so these came from every worker and later ones "
                     "from one. Call get_worker_info() first in __iter__, or use num_workers=0."
                 )
             yield item
 
+    def _require_one_way(self) -> None:
+        """Refuse a dataset that can be sharded neither as one stream nor in parts.
+
+        Raises:
+            UnsupportedLoaderError: Some workers read a part, others the whole stream.
+            InvalidOptionError: The length of a part would have to be known.
+            StateError: The state counts something else.
+        """
+        name, start, readers = self._worker.name, self.start, self._worker.shared.readers
+        if len(ways := self._worker.shared.ways(start.number)) > 1:
+            raise UnsupportedLoaderError(
+                f"{name} cannot be sharded with {readers} workers: it called get_worker_info() in some workers and "
+                "not in others, so it is neither one stream nor split into parts. Call it in every worker, first in "
+                "__iter__, or use num_workers=0."
+            )
+        if ways == {"parts"} and self._worker.plan.needs_length:
+            raise InvalidOptionError(
+                f"layout='contiguous' does not work with {name} and num_workers={readers}: it splits itself over "
+                "its workers, and the length of each part is known only at its end. Use layout='interleaved', or "
+                "num_workers=0 or 1."
+            )
+        if start.counts != "nothing" and {start.counts} != ways:
+            counts = {"stream": "one stream, as 0 or 1 workers read it", "parts": f"the parts of {readers} workers"}
+            raise StateError(
+                f"{name} cannot resume from the state, which counts items of {counts[start.counts]}: with "
+                f"num_workers={readers} it is read as {counts[next(iter(ways))]}. Use the num_workers that the "
+                "state was taken with."
+            )
+
     def _use_own_states(self) -> None:
-        config, self._has_own_states = self._config, True
-        self._states.replace(epoch_states(config.options, config.seed, self.start.epoch, self.reader))
+        self._has_own_states = True
+        if isinstance(self._states, PrivateRNG):
+            self._states.go_on_as(self.worker_id)
 
     def _drawn(self, stream: Iterator[T], plan: Plan, length: int, skip: int) -> Iterator[Chunk[T]]:
         """Yield the stream in whole batches: no batch can come without, and states are taken between two."""
-        size = self._config.batching.size
+        size = self._worker.batching.size
 
         def kept(at: int, items: int) -> slice:
             # The first round is for padding.
-            return slice(None) if self._config.options.verify or not at else plan.part(at, items, length)
+            return slice(None) if self._worker.options.verify or not at else plan.part(at, items, length)
 
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
         # No copies: these are samples, not indices.
@@ -342,42 +319,39 @@ class WorkerPass(Generic[T]):
 
         Padding repeats items of the first round, so these are read where there may be padding.
         """
-        plan, start = self._config.plan, self.start
+        plan, start, known = self._worker.plan, self.start, self.start.snapshot.first
         repeats = plan.num_replicas - 1 if plan.uneven == "pad" and start.done else 0
-        if not (self._takes_snapshots and start.mark.state) or (repeats and start.before):
+        if not (self._takes_snapshots and start.snapshot.state) or (repeats and start.before):
             return None
         first: list[T] = []
         if repeats:
-            looked_at = max(repeats, 0 if start.mark.first is None else start.mark.first.seen)
-            with epoch_states(self._config.options, self._config.seed, start.epoch):
-                first = self._marker.first(self._read(self._marker.begin), start.mark, looked_at)
+            looked_at = max(repeats, 0 if known is None else known.seen)
+            with epoch_states(self._worker.options, self._worker.seed, start.epoch):
+                first = self._writer.first(self._read(self._writer.begin), looked_at)
         return Chunk(start.done * plan.num_replicas, first)
 
-    def _mark(self, place: int) -> StreamSnapshot:
-        """Return what is known about the stream after this many items of this rank's share."""
-        start = self.start
-        state = self._snapshot()
-        states = () if state is None else (pickle.loads(state),)  # noqa: S301 - ours
-        return StreamSnapshot(self._start_at(place) or start.mark.first, states, self._marker.before)
-
     def _snapshot(self) -> bytes | None:
-        reader = self._config.reader
-        asked = reader.has_asked
-        with worker_info_told(self.info):
-            state = self._marker.snapshot()
-        reader.has_asked = asked
-        return state
+        with self._worker.reader.unnoted(self.info):
+            return self._writer.snapshot()
 
     def _require_ends(self, drawn: int, assumed: int) -> None:
         """Refuse an end that contradicts the other workers', a state or a length, and an epoch without steps."""
-        config, start = self._config, self.start
-        lengths = require_same_ends(config.name, config.shared, start.number)
+        worker, start, shared = self._worker, self.start, self._worker.shared
+        lengths = shared.lengths(start.number)
+        if shared.is_one_stream(start.number):
+            lengths = list({length for length in lengths if length is not None})
+            if len(lengths) > 1:
+                raise UnsupportedLoaderError(
+                    f"{worker.name} cannot be sharded with {shared.readers} workers: it never called "
+                    f"get_worker_info(), but gave {' and '.join(map(str, lengths))} items in two of them. Split it by "
+                    "get_worker_info() in __iter__, or use num_workers=0."
+                )
         if start.is_whole and None not in lengths:
-            require_steps(config.plan, config.batching, config.name, cast("list[int]", lengths), in_batches=False)
-        require_sure_length(config.plan, config.name, "dataset", drawn, assumed)
-        if start.done > config.plan.rounds(drawn):
+            require_steps(worker.plan, worker.batching, worker.name, cast("list[int]", lengths), in_batches=False)
+        require_sure_length(worker.plan, worker.name, "dataset", drawn, assumed)
+        if start.done > worker.plan.rounds(drawn):
             raise StateError(
-                f"{config.name} cannot resume from the state: {start.done} items of each rank's share were done in it, "
+                f"{worker.name} cannot resume from the state: {start.done} items of each rank's share were done in it, "
                 f"and the stream ended after {drawn} items of all ranks. Restore it with the dataset that it was taken "
                 "of; one that is its own iterator must be rebuilt."
             )

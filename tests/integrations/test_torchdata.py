@@ -35,8 +35,9 @@ from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import Options
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.refusals import require_shareable
-from ddp_patch.streams.dataset import ShardedIterable
-from ddp_patch.streams.reading import WorkerIterator, this_worker
+from ddp_patch.streams.dataset import StreamWorker
+from ddp_patch.streams.reading import this_worker
+from ddp_patch.streams.worker_pass import WorkerPosition
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 
@@ -392,14 +393,14 @@ def test_batches_are_not_counted_in_a_pass_that_it_resumed(num_workers: int) -> 
 
 
 def test_batches_are_not_counted_while_the_worker_that_resumed_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = ShardedIterable._items
+    begin = StreamWorker.begin
 
-    def late(dataset: ShardedIterable[int], items: WorkerIterator[int]) -> Iterator[int]:
+    def late(worker: StreamWorker[int], loaded: WorkerPosition | None) -> Any:
         if this_worker()[0] == 0:
             time.sleep(1)  # the other worker's batch comes first
-        return begun(dataset, items)
+        return begin(worker, loaded)
 
-    monkeypatch.setattr(ShardedIterable, "_items", late)
+    monkeypatch.setattr(StreamWorker, "begin", late)
     test_batches_are_not_counted_in_a_pass_that_it_resumed(2)
 
 
@@ -419,10 +420,9 @@ def test_resumed_by_both_ways_in_turn(num_workers: int) -> None:
 def test_a_state_of_a_loader_that_was_not_patched_is_refused() -> None:
     given = StatefulDataLoader(Stood(), 3, collate_fn=as_it_is)
     list(islice(given, 1))
+    patched: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=2)
     with raises(StateError, "ddp_patch", "loader"):
-        WorkerIterator(lambda _: iter(()), lambda: pytest.fail("not begun"), lambda _: None).load_state_dict(
-            given.dataset.state_dict()
-        )
+        iter(patched.dataset).load_state_dict(given.dataset.state_dict())
 
 
 def on_rank(rank: int, world_size: int) -> Any:

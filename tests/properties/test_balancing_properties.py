@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from ddp_patch.options import Uneven
-from ddp_patch.streams.balanced_parts import Consumed, Holding, NextMove, Round, ahead_of_next, next_round
+from ddp_patch.streams.balanced_parts import BalancedRounds, Holding, NextMove, Round, ahead_of_next, next_round
 
 unevens: st.SearchStrategy[Uneven] = st.sampled_from(["pad", "drop", "keep"])
 # How many batches each rank's workers make: none on some or on all, and one rank may have far more than the others.
@@ -33,11 +33,11 @@ class Rank:
 
 def made(
     counts: Sequence[int], uneven: Uneven
-) -> tuple[list[list[tuple[int, int]]], list[list[tuple[int, int]]], Consumed]:
+) -> tuple[list[list[tuple[int, int]]], list[list[tuple[int, int]]], BalancedRounds]:
     """Run a pass as the ranks do; return each rank's batches, what of each was left over, and what rounds took."""
     ranks = [Rank(rank, count) for rank, count in enumerate(counts)]
     got: list[list[tuple[int, int]]] = [[] for _ in counts]
-    consumed, more = Consumed(), 0
+    rounds, more = BalancedRounds(), 0
     for rank in ranks:
         rank.read_up_to(1)
     while (step := next_round(said := [Holding(len(r.held), r.reads) for r in ranks], uneven)) is not NextMove.END:
@@ -46,11 +46,11 @@ def made(
         assert more <= len(ranks) + 1, "each time that more is asked for, one runs out or there is enough"
         if isinstance(step, Round):
             taken = step.taken
-            consumed.add(step.taken)
+            rounds.add(step.taken)
             hand_over(step, ranks, got)
         for rank in ranks:
             rank.read_up_to(ahead_of_next(said, taken))
-    return got, [rank.held for rank in ranks], consumed
+    return got, [rank.held for rank in ranks], rounds
 
 
 def hand_over(step: Round, ranks: Sequence[Rank], got: Sequence[list[tuple[int, int]]]) -> None:
@@ -85,12 +85,12 @@ def test_each_batch_comes_once_and_steps_are_equal(counts: list[int], uneven: Un
 
 @given(reads, unevens, st.data())
 def test_what_was_consumed_is_known_for_every_round(counts: list[int], uneven: Uneven, data: st.DataObject) -> None:
-    got, _, consumed = made(counts, uneven)
-    rounds = data.draw(st.integers(0, consumed.rounds))
+    got, _, all_rounds = made(counts, uneven)
+    rounds = data.draw(st.integers(0, all_rounds.count))
     given_then = {batch for batches in got for batch in batches[:rounds]}
     by_rank = Counter(rank for rank, _ in given_then)
     if rounds:
-        assert consumed.by(rounds) == tuple(by_rank[rank] for rank in range(len(counts)))
+        assert all_rounds.taken(rounds) == tuple(by_rank[rank] for rank in range(len(counts)))
     for rank, count in by_rank.items():  # a rank's batches go in its own order, so the count tells which
         assert {number for owner, number in given_then if owner == rank} == set(range(count))
 

@@ -130,8 +130,8 @@ def two_epochs_of_each(rank: int, world_size: int) -> dict[str, Said]:
 def two_epochs(case: Case) -> Said:
     loader = made(case)
     epochs = [[numbers(batch, epoch) for batch in loader] for epoch in range(2)]
-    latest = loader.sampler.latest.balance
-    return Said(epochs, [latest.consumed.by(n) for n in range(latest.consumed.rounds + 1)], latest.ends)
+    rounds = loader.sampler.latest.rounds
+    return Said(epochs, [rounds.taken(n) for n in range(rounds.count + 1)], rounds.ends)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

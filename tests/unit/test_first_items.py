@@ -113,8 +113,8 @@ def test_workers_note_in_memory_that_the_main_process_sees(start: str) -> None:
         Source(30), batch_size=2, num_workers=2, multiprocessing_context=start, collate_fn=as_it_is
     )
     patched: Any = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
-    assert patched.dataset.first_items is None  # there is nobody to compare with
-    patched.dataset.first_items = first = FirstItems(2)
+    assert patched.sampler.worker.first_items is None  # there is nobody to compare with
+    patched.sampler.worker.first_items = first = FirstItems(2)
     for _ in patched:
         pass
     expected = PartMarks.of([hashes_of(item) for item in range(30)], end=30, is_final=True)

@@ -29,7 +29,8 @@ from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.random_states import Seed
 from ddp_patch.plan import Batching, Plan
-from ddp_patch.streams.dataset import ShardedIterable
+from ddp_patch.streams.dataset import ShardedIterable, StreamWorker
+from ddp_patch.streams.shared_state import SharedWorkerState
 
 
 def batches(dataset: IterableDataset[Any], rank: int, workers: int, **options: Any) -> list[Any]:
@@ -314,9 +315,8 @@ def test_an_iterator_keeps_its_epoch_when_another_one_begins() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_leave_word_of_all_that_a_pass_has_drawn(workers: int) -> None:
     seed = Seed(1, is_chosen=True)
-    sharded = ShardedIterable(
-        Source(), Plan(1, 2), Options(verify=True), seed, Batching(3, drop_last=False), max(1, workers)
-    )
+    plan, batching, shared = Plan(1, 2), Batching(3, drop_last=False), SharedWorkerState(max(1, workers))
+    sharded = ShardedIterable(StreamWorker(Source(), plan, Options(verify=True), seed, batching, shared))
     loader: DataLoader[Any] = DataLoader(sharded, batch_size=3, num_workers=workers, collate_fn=as_it_is)
     for number in (1, 2):
         sharded.shared.begin(number, epoch=0)

@@ -7,14 +7,15 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from time import monotonic, sleep
+from typing import Any
 
 from ddp_patch.errors import StateError
 from ddp_patch.plan import Consumed
 from ddp_patch.schedule import Part, Schedule
 from ddp_patch.sharding.passes import Pass, Sharing
 from ddp_patch.sharding.position import BatchNote, PartsDone, Position, StreamSnapshot, split
-from ddp_patch.streams.balanced_parts import Balance
-from ddp_patch.streams.shared_state import SharedWorkerState
+from ddp_patch.streams.balanced_parts import BalancedRounds
+from ddp_patch.streams.dataset import StreamWorker
 
 __all__ = ["WorkersPass"]
 
@@ -29,35 +30,29 @@ class WorkersPass(Pass[None]):
     """A pass over an iterable dataset: an index for every item, None, forever. Workers find the end, if there is one.
 
     Args:
-        start: As in ``Pass``, and so is ``sharing``.
-        sharing: As above.
-        name: What errors call the dataset.
-        shared: Where workers write how they read.
+        start: Where it begins.
+        sharing: What all passes over the loader have in common.
+        worker: What reads the stream, as the main process has it.
         number: Which pass of the loader it is.
         ahead: How many batches each worker may be ahead of the training loop.
-        splits_itself: Whether the dataset splits itself over all ranks' workers, which then read unequally much.
 
     Attributes:
-        balance: What it has given, if ranks send each other batches.
+        rounds: What it has given, if ranks send each other batches.
     """
 
     def __init__(
         self,
         start: Position,
         sharing: Sharing,
-        name: str,
-        shared: SharedWorkerState,
+        worker: StreamWorker[Any],
         number: int,
         ahead: int,
-        *,
-        splits_itself: bool,
     ) -> None:
         super().__init__(start, sharing)
-        self.balance: Balance | None = None
-        self._name, self._shared, self._number, self._splits_itself = name, shared, number, splits_itself
-        # By reader: how its stream began, after how many batches, and the latest states of the dataset.
+        self.rounds: BalancedRounds | None = None
+        self._worker, self._name, self._shared, self._number = worker, worker.name, worker.shared, number
+        # By reader: the notes of how its stream began, and the latest ones of the dataset's states.
         self._starts: dict[int, list[BatchNote]] = defaultdict(list)
-        self._befores: dict[int, bytes] = {}
         self._states: dict[int, deque[BatchNote]] = defaultdict(partial(deque, maxlen=ahead + 2))
 
     def deliver(self, note: BatchNote | None = None, *, is_next: bool = True) -> None:
@@ -65,12 +60,10 @@ class WorkersPass(Pass[None]):
         super().deliver(note, is_next=is_next)
         if note is None:
             return
-        if note.first is not None:
+        if note.first is not None or note.before is not None:
             self._starts[note.reader].append(note)
         if note.state is not None:
             self._states[note.reader].append(note)
-        if note.before is not None:
-            self._befores[note.reader] = note.before
 
     @property
     def length(self) -> int | None:
@@ -80,7 +73,7 @@ class WorkersPass(Pass[None]):
     @property
     def is_counted(self) -> bool:
         """Whether ranks take equally much; they do where each reads the whole dataset."""
-        return not self._splits_itself
+        return self._worker.is_exact
 
     @property
     def likely_length(self) -> int | None:
@@ -92,12 +85,17 @@ class WorkersPass(Pass[None]):
     @property
     def batches(self) -> int:
         """How many batches it has given, counted high; see ``Pass``."""
-        return super().batches if self.balance is None else self.balance.given
+        return super().batches if self.rounds is None else self.rounds.given
 
-    def give_balanced(self) -> Balance:
-        """Return what records that ranks send each other batches."""
-        self.balance = Balance()
-        return self.balance
+    def in_rounds(self) -> BalancedRounds:
+        """Return what records the rounds in which ranks send each other batches."""
+        self.rounds = BalancedRounds()
+        return self.rounds
+
+    @property
+    def batches_made(self) -> Sequence[int]:
+        """How many batches each worker of a dataset that splits itself made in all; -1 for those that may make more."""
+        return self._shared.batches_made(self._number)
 
     def _parts(self) -> Iterator[list[None]]:
         while True:
@@ -114,7 +112,7 @@ class WorkersPass(Pass[None]):
     @property
     def is_in_parts(self) -> bool:
         """Whether several workers read a part each; False while that is unknown."""
-        return self.is_counted and self._shared.readers > 1 and self._shared.ways(self._number) == {"parts"}
+        return self.is_counted and self._shared.readers > 1 and self._shared.is_in_parts(self._number)
 
     @property
     def left_out(self) -> int:
@@ -147,8 +145,8 @@ class WorkersPass(Pass[None]):
 
     def most_batches(self) -> int | None:
         """Return how many batches the largest share has in it, where every rank knows that; otherwise None."""
-        if self.balance is not None:
-            return self.balance.given if self.balance.is_over else None
+        if self.rounds is not None:
+            return self.rounds.given if self.rounds.is_over else None
         if not self.is_in_parts:
             return super().most_batches()
         return self.schedule().most if self.is_over else None
@@ -156,7 +154,7 @@ class WorkersPass(Pass[None]):
     def most_found(self, batches: int) -> int | None:
         """Return how many batches the largest share has in it, as far as this rank knows; see ``Pass``."""
         most = self.most_batches()
-        if most is not None or self.balance is not None:
+        if most is not None or self.rounds is not None:
             return most
         by_length = super().most_batches()
         may_end = by_length is not None and batches >= by_length
@@ -181,13 +179,17 @@ class WorkersPass(Pass[None]):
         if not batches:
             return replace(position, parts=self.start.parts, marks=self.start.marks)
         if not self.is_counted:
-            return position if self.balance is None else self._position_of_all(position, self.balance, batches)
+            return position if self.rounds is None else self._position_of_all(position, self.rounds, batches)
         self._require_own_start()
-        schedule, readers = self.schedule(), self._shared.readers
-        marks = self.start.marks or [StreamSnapshot()] * len(schedule.parts)
-        if not self.is_in_parts:
-            position = self.position(schedule.taken(batches)[0])
-            return replace(position, marks=[self._mark((batches - 1) % readers, batches, marks[0])])
+        if self.is_in_parts:
+            return self._position_in_parts(position, batches)
+        position = self.position(self.schedule().taken(batches)[0])
+        before = self.start.marks[0] if self.start.marks else StreamSnapshot()
+        return replace(position, marks=[self._snapshot_after((batches - 1) % self._shared.readers, batches, before)])
+
+    def _position_in_parts(self, position: Position, batches: int) -> Position:
+        """Return the position after some batches where workers read a part each."""
+        schedule, readers, ranks = self.schedule(), self._shared.readers, self._plan.num_replicas
         if not schedule.are_alike(batches):
             raise StateError(
                 f"The state of {self._name} cannot be saved after {batches} batches: with uneven='keep' a worker has "
@@ -195,11 +197,11 @@ class WorkersPass(Pass[None]):
                 "Use uneven='pad' or 'drop', or take the state earlier, or at the epoch's end."
             )
         first, taken, made = self._shared.first_role(self._number), schedule.taken(batches), schedule.made(batches)
-        done, known = [], []
+        marks, done, known = self.start.marks or [StreamSnapshot()] * readers, [], []
         for role, before in enumerate(self._parts_before()):
             reader = (role - first) % readers
-            done.append((*split(before, self._plan.num_replicas)[0], (self._plan.num_replicas, taken[reader])))
-            known.append(self._mark(reader, made[reader], marks[role]))
+            done.append((*split(before, ranks)[0], (ranks, taken[reader])))
+            known.append(self._snapshot_after(reader, made[reader], marks[role]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
         upcoming = (first + schedule.record(batches - 1).part + 1) % readers
         return replace(position, parts=PartsDone(upcoming, done), marks=known)
@@ -213,34 +215,30 @@ class WorkersPass(Pass[None]):
                 "state_dict(), or resume by restore_loader()."
             )
 
-    def _mark(self, reader: int, batches: int, before: StreamSnapshot) -> StreamSnapshot:
+    def _snapshot_after(self, reader: int, batches: int, before: StreamSnapshot) -> StreamSnapshot:
         """Return what is known of a reader's stream after some batches of it; ``before``, when the pass began."""
         if not batches:
             return before
-        first = before.first
+        first, at_first = before.first, before.before
         for note in self._starts[reader]:
-            first = note.first if note.batches <= batches else first
+            first = note.first if note.first is not None and note.batches <= batches else first
+            at_first = at_first if note.before is None else (pickle.loads(note.before),)  # noqa: S301 - our worker's
         states = [note.state for note in self._states[reader] if note.batches == batches and note.state]
-        begun = [self._befores[reader]] if reader in self._befores else []
-        state, at_first = (tuple(pickle.loads(kept) for kept in of) for of in (states, begun))  # noqa: S301 - our worker's
-        return StreamSnapshot(first, state, at_first or before.before)
+        return StreamSnapshot(first, tuple(map(pickle.loads, states)), at_first)
 
-    def _position_of_all(self, position: Position, balance: Balance, batches: int) -> Position:
+    def _position_of_all(self, position: Position, rounds: BalancedRounds, batches: int) -> Position:
         """Return the position of all ranks' workers, if ranks send each other batches."""
         size, readers, ranks = self._batching.size, self._shared.readers, self._plan.num_replicas
         done = [()] * (readers * ranks) if self.start.parts is None else self.start.parts.done
         before = [sum(items for _, items in of_reader) // size for of_reader in done]
         of_ranks = [before[at : at + readers] for at in range(0, len(before), readers)]
-        made = chain.from_iterable(balance.made(batches, of_ranks))
+        made = chain.from_iterable(rounds.made(batches, of_ranks))
         return replace(position, parts=PartsDone(0, [((1, count * size),) for count in made]))
 
-    def is_done_without_workers(self, loaded_at_end: int | None) -> bool:
-        """Return whether a loader without workers has found the end of it: it asked for more than there is.
-
-        Args:
-            loaded_at_end: The epoch of which nothing is left in an iterator that another package's loader loaded.
-        """
-        if loaded_at_end == self.epoch:
+    @property
+    def is_done_without_workers(self) -> bool:
+        """Whether a loader without workers has found the end of it: it asked for more than there is."""
+        if self._worker.loaded_at_end == self.epoch:
             return self.taken > self.skip
         end = self.schedule().count
         asked = self._batches_asked() + self._batching.count(self.left_out)

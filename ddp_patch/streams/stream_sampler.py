@@ -17,9 +17,10 @@ from ddp_patch.ranks.order_guard import OrderGuard
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.held import SamplerStates
 from ddp_patch.sharding.position import Position
-from ddp_patch.streams.dataset import ShardedIterable, random_holder
+from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, random_holder
 from ddp_patch.streams.marks import FirstItems, MarksInMemory
-from ddp_patch.streams.passes import WorkersPass
+from ddp_patch.streams.shared_state import SharedWorkerState
+from ddp_patch.streams.workers_pass import WorkersPass
 
 __all__ = ["StreamSampler"]
 
@@ -31,16 +32,18 @@ class StreamSampler(EpochSampler[None]):
     its first batch, and has the ``set_epoch`` that training loops and frameworks call.
 
     Args:
-        dataset: The sharded dataset.
         given: The loader that the user gave.
         agreed: What the ranks agreed on.
         ahead: How many batches each worker may be ahead of the training loop.
+
+    Attributes:
+        worker: What reads the stream; the loader's workers have copies of it.
+        dataset: The sharded dataset.
     """
 
     latest: WorkersPass | None
-    position: Position | None
 
-    def __init__(self, dataset: ShardedIterable[Any], given: LoaderFacts[Any], agreed: Agreed, ahead: int = 2) -> None:
+    def __init__(self, given: LoaderFacts[Any], agreed: Agreed, ahead: int = 2) -> None:
         facts: dict[str, object] = {
             **{name: given.described[name] for name in ("dataset", "dataset length")},
             "iterable_sharding": agreed.options.iterable_sharding,
@@ -53,39 +56,44 @@ class StreamSampler(EpochSampler[None]):
                 "batch_size": given.batch_size or 1,
             }
         super().__init__(agreed, SamplerStates([random_holder(given.dataset)], is_private=False), facts)
-        self.dataset: ShardedIterable[Any] = dataset
-        self._name = type(given.dataset).__name__
-        self._workers, self._batching, self._ahead = given.num_workers, given.batching, ahead
-        peers = agreed.peers
+        peers, shared = agreed.peers, SharedWorkerState(max(1, given.num_workers))
+        first_items, marks = None, None
         if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
-            first = dataset.first_items = FirstItems(dataset.shared.readers)
-            marks = dataset.marks = MarksInMemory(dataset.shared.readers)
+            first_items, marks = FirstItems(shared.readers), MarksInMemory(shared.readers)
             guard = OrderGuard(
                 peers,
                 given.dataset,
-                first.passes,
+                first_items.passes,
                 marks.passes,
-                first.settle,
-                self._read_one_stream,
+                first_items.settle,
+                shared.is_one_stream,
                 held_by(given.dataset),
             )
             self.monitor.also_compare(guard.compare)
+        self.worker: StreamWorker[Any] = StreamWorker(
+            given.dataset,
+            self.plan,
+            agreed.options,
+            agreed.seed,
+            given.batching,
+            shared,
+            division=agreed.division,
+            first_items=first_items,
+            marks=marks,
+        )
+        self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
+        self._workers, self._batching, self._ahead = given.num_workers, given.batching, ahead
         self._dataset_epoch = DatasetEpoch(given.dataset)
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def _stream_length(self, epoch: int) -> int:
-        if self.agreed.options.iterable_sharding == "by_worker":
+        if not self.worker.is_exact:
             raise TypeError("the dataset decides how many items each worker reads")
-        return self.dataset.stream_length()
-
-    def _read_one_stream(self, number: int) -> bool:
-        """Return whether all workers read the same stream in a pass; False while that is unknown."""
-        return self.dataset.shared.ways(number) == {"stream"}
+        return self.worker.stream_length()
 
     def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a ``collate_fn`` with whose batches travels what their workers note; see ``EpochSampler``."""
-        is_exact = self.agreed.options.iterable_sharding == "exact"
-        return self.dataset.noting(collate_fn) if is_exact else collate_fn
+        return self.dataset.noting(collate_fn)
 
     def beginning(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
         """Return what to enter while a loader makes an iterator; its workers are started for the upcoming epoch."""
@@ -94,7 +102,7 @@ class StreamSampler(EpochSampler[None]):
 
     def _follow_dataset(self) -> None:
         """Let an epoch that somebody has set on the dataset be the next one."""
-        chosen, self.dataset.chosen_epoch = self.dataset.chosen_epoch, None
+        chosen = self.dataset.take_chosen_epoch()
         epoch = self._dataset_epoch.set_by_user() if chosen is None else chosen
         if epoch is not None and epoch != self.epochs.upcoming:
             self.set_epoch(epoch)
@@ -124,25 +132,17 @@ class StreamSampler(EpochSampler[None]):
         epoch = self._iterated = self.epochs.upcoming
         number = self.epochs.passes + 1
         start = self.position or Position(epoch, held=self.held())
-        current = WorkersPass(
-            start,
-            self._sharing(self._batching),
-            self._name,
-            self.dataset.shared,
-            number,
-            self._ahead,
-            splits_itself=self.agreed.options.iterable_sharding == "by_worker",
-        )
+        current = WorkersPass(start, self._sharing(self._batching), self.worker, number, self._ahead)
         if start.is_begun:
             self._holders.reinstate_generators(start.held.generators)  # a loader may have drawn from them since
         # Workers cannot communicate. What they drew is compared here, in the main process, when the next pass begins.
-        self._begin(epoch, {"position": current.begins_at}, self.dataset.shared.facts(self.epochs.passes))
-        self.dataset.shared.begin(number, epoch)
-        for noted in (self.dataset.first_items, self.dataset.marks):
+        self._begin(epoch, {"position": current.begins_at}, self.worker.shared.facts(self.epochs.passes))
+        self.worker.shared.begin(number, epoch)
+        for noted in (self.worker.first_items, self.worker.marks):
             if noted is not None:
                 noted.begin(number, f"epoch {epoch} from {current.begins_at}")
         if self.position is None:
-            self.dataset.forget()
+            self.worker.forget()
         self.latest, self.position = current, None
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
@@ -150,7 +150,7 @@ class StreamSampler(EpochSampler[None]):
         try:
             yield from chain.from_iterable(current.runs())
         finally:
-            self.dataset.forget(number)
+            self.worker.forget(number)
 
     def __len__(self) -> int:
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
@@ -158,24 +158,23 @@ class StreamSampler(EpochSampler[None]):
     def go_to(self, position: Position, *, tells_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``tells_rest``."""
         super().go_to(position, tells_rest=tells_rest)
-        self.dataset.resume(self.epochs.passes + 1, position, tells_rest=tells_rest)
+        self.worker.resume(self.epochs.passes + 1, position, tells_rest=tells_rest)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be drawn; see ``EpochSampler``."""
         super().set_epoch(epoch)
         if self.position is None:
-            self.dataset.forget()
+            self.worker.forget()
 
     def read(self, state: Any) -> Position:
         """Return the position that a state describes; raise StateError unless this loader has it."""
-        position, readers = super().read(state), self.dataset.shared.readers
-        if self.agreed.options.iterable_sharding == "by_worker":
-            return position
-        if position.parts is not None and len(position.parts.done) != readers:
+        position = super().read(state)
+        parts = () if position.parts is None or not self.worker.is_exact else position.parts.done
+        if parts and len(parts) != self.worker.shared.readers:
             raise StateError(
-                f"{self._name} cannot resume from the state, which counts the items of "
-                f"{len(position.parts.done)} workers that each read a part: this loader has num_workers={self._workers}"
-                f". Use num_workers={len(position.parts.done)}; the number of ranks may change."
+                f"{self.worker.name} cannot resume from the state, which counts the items of {len(parts)} workers that "
+                f"each read a part: this loader has num_workers={self._workers}. Use num_workers={len(parts)}; the "
+                "number of ranks may change."
             )
         return position
 
@@ -186,6 +185,6 @@ class StreamSampler(EpochSampler[None]):
         current = self.latest
         if current is None or current.epoch != self._iterated:
             return Position(self._iterated, held=self.held())
-        if not self._workers and current.is_done_without_workers(self.dataset.loaded_at_end):
+        if not self._workers and current.is_done_without_workers:
             return Position(current.epoch + 1, held=self.held())
         return replace(current.position(current.skip), parts=current.start.parts, marks=current.start.marks)
