@@ -129,7 +129,7 @@ class Tally:
     def end(self) -> None:
         """Record that the loop has seen the end."""
         self._find_pass()
-        if self._pass is not None and not self._has_failed:
+        if self._pass is not None and self._counts and not self._has_failed:
             self._pass.note_exhausted()
 
     def _find_pass(self) -> None:

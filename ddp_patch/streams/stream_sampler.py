@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import chain, compress, cycle
 from typing import Any
 
@@ -59,15 +60,17 @@ class StreamSampler(EpochSampler[None]):
         peers, shared = agreed.peers, SharedWorkerState(max(1, given.num_workers))
         first_items, marks = None, None
         if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
-            first_items, marks = FirstItems(shared.readers), MarksInMemory(shared.readers)
+            first_items = FirstItems(shared.readers)
+            # With verify=True all is compared at the end, where every rank raises.
+            marks = None if agreed.options.verify else MarksInMemory(shared.readers)
             guard = OrderGuard(
                 peers,
                 given.dataset,
                 first_items.passes,
-                marks.passes,
+                dict if marks is None else marks.passes,
                 first_items.settle,
                 shared.is_one_stream,
-                held_by(given.dataset),
+                "" if marks is None else held_by(given.dataset),
             )
             self.monitor.also_compare(guard.compare)
         self.worker: StreamWorker[Any] = StreamWorker(
@@ -132,10 +135,11 @@ class StreamSampler(EpochSampler[None]):
         epoch = self._iterated = self.epochs.upcoming
         number = self.epochs.passes + 1
         start = self.position or Position(epoch, held=self.held())
-        current = WorkersPass(start, self._sharing(self._batching), self.worker, number, self._ahead)
+        at_end = partial(self._compare_end, epoch, number)
+        current = WorkersPass(start, self._sharing(self._batching), self.worker, number, self._ahead, at_end)
         if start.is_begun:
             self._holders.reinstate_generators(start.held.generators)  # a loader may have drawn from them since
-        # Workers cannot communicate. What they drew is compared here, in the main process, when the next pass begins.
+        # Workers cannot communicate, so what they drew is compared here. A loop that takes len() batches sees no end.
         self._begin(epoch, {"position": current.begins_at}, self.worker.shared.facts(self.epochs.passes))
         self.worker.shared.begin(number, epoch)
         for noted in (self.worker.first_items, self.worker.marks):
@@ -151,6 +155,11 @@ class StreamSampler(EpochSampler[None]):
             yield from chain.from_iterable(current.runs())
         finally:
             self.worker.forget(number)
+
+    def _compare_end(self, epoch: int, number: int) -> None:
+        """With ``verify=True``, compare what workers drew, when the loops of all ranks see the end at the same step."""
+        if self.plan.uneven != "keep":
+            self.agreed.check("Ending an epoch", {"epoch": epoch}, self.worker.shared.facts(number))
 
     def __len__(self) -> int:
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none

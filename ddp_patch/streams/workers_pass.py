@@ -2,7 +2,7 @@
 
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
@@ -35,6 +35,7 @@ class WorkersPass(Pass[None]):
         worker: What reads the stream, as the main process has it.
         number: Which pass of the loader it is.
         ahead: How many batches each worker may be ahead of the training loop.
+        at_end: Called when the loop has seen the end.
 
     Attributes:
         rounds: What it has given, if ranks send each other batches.
@@ -47,8 +48,10 @@ class WorkersPass(Pass[None]):
         worker: StreamWorker[Any],
         number: int,
         ahead: int,
+        at_end: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(start, sharing)
+        self._at_end = at_end
         self.rounds: BalancedRounds | None = None
         self._worker, self._name, self._shared, self._number = worker, worker.name, worker.shared, number
         # By reader: the notes of how its stream began, and the latest ones of the dataset's states.
@@ -64,6 +67,11 @@ class WorkersPass(Pass[None]):
             self._starts[note.reader].append(note)
         if note.state is not None:
             self._states[note.reader].append(note)
+
+    def note_exhausted(self) -> None:
+        """Record that the training loop has seen the end; see ``Pass``."""
+        super().note_exhausted()
+        self._at_end()
 
     @property
     def length(self) -> int | None:
