@@ -88,6 +88,7 @@ class Indexed(Source[T]):
     is_drawn_at_once: bool = True
     length: int | None
     sizes: Sizes | None
+    origins: Origins | None
 
     def __init__(self, epoch: Epoch[T]) -> None:
         self._epoch = epoch

@@ -175,9 +175,15 @@ class StreamWorker(Generic[T]):
         first_items: FirstItems | None = None,
         marks: MarksInMemory | None = None,
     ) -> None:
-        self.dataset, self.plan, self.options, self.seed = dataset, plan, options, seed
-        self.batching, self.shared, self.division = batching, shared, division
-        self.first_items, self.marks = first_items, marks
+        self.dataset: IterableDataset[T] = dataset
+        self.plan: Plan = plan
+        self.options: Options = options
+        self.seed: Seed = seed
+        self.batching: Batching = batching
+        self.shared: SharedWorkerState = shared
+        self.division: Plan | None = division
+        self.first_items: FirstItems | None = first_items
+        self.marks: MarksInMemory | None = marks
         self.reader: Reader = Reader()
         self.loaded_at_end: int | None = None
         self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where

@@ -43,6 +43,7 @@ class StreamSampler(EpochSampler[None]):
     """
 
     latest: WorkersPass | None
+    position: Position | None
 
     def __init__(self, given: LoaderFacts[Any], agreed: Agreed, ahead: int = 2) -> None:
         facts: dict[str, object] = {
