@@ -37,6 +37,8 @@ ONE_STREAM = (
 )
 
 
+# So many first items of two orders of the same samples have some in common, where any shuffle leaves them near.
+_ENOUGH = 64
 # How many others a rank reads at once while a pass goes on.
 _AT_ONCE = 2
 
@@ -108,8 +110,9 @@ class OrderGuard:
         for rank, (held, theirs) in self._first_mailbox.exchange(self._news(mine), most).items():
             for name in mine.keys() & theirs.keys():
                 found = compare_parts(mine[name], theirs[name])
-                if found.verdict is OrderVerdict.UNKNOWN:  # no items in common, as far as they show
-                    both = mine[name][found.part], theirs[name][found.part]
+                both = mine[name][found.part], theirs[name][found.part]
+                has_enough = found.is_final or min(part.count for part in both) >= _ENOUGH
+                if found.verdict is OrderVerdict.UNKNOWN and has_enough:  # no items in common, as far as they show
                     self._require_unsharded(*both, rank, is_held=held == self._held)
                 self._judge(found, f"part {found.part}", f"rank {self._rank}", ranks_text([rank]))
                 if found.is_final:
