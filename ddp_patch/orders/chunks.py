@@ -42,7 +42,7 @@ MOST_AHEAD = 8192
 MOST_PLAIN, _PART_AHEAD = 65536, 64
 # A few items are noted of each of so many pieces of a chunk, where these have so many items: an order that differs only
 # late in a long chunk shows.
-_PIECES, _LEAST_PIECE = 3, 1024
+_PIECES, _LEAST_PIECE = 2, 1024
 
 _IMMUTABLE = (int, float, str, bytes, np.generic)
 
