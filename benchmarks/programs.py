@@ -36,6 +36,7 @@ from users import SHUFFLERS, SIZE, N
 
 from ddp_patch import loader_state, restore_loader
 from ddp_patch.errors import RanksFailedError
+from ddp_patch.orders.generators import random_generators
 
 PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
 WRITTEN_FROM = 100  # programs
@@ -213,7 +214,8 @@ class Training:
         """The generator that the sampler draws from."""
         holders = (self.raw, self.raw.sampler, self.raw.batch_sampler, getattr(self.raw.batch_sampler, "sampler", None))
         found = (getattr(holder, name, None) for holder in holders for name in ("generator", "rng"))
-        return next((rng for rng in found if rng is not None), None)
+        within = random_generators(holder for holder in holders[1:] if holder is not None)  # in objects and classes
+        return next((rng for rng in (*found, *within) if rng is not None), None)
 
     @property
     def learner(self) -> Any:
@@ -352,6 +354,8 @@ def seed_rng(training: Training, seed: int) -> None:
     match training.rng:
         case torch.Generator() as rng:
             rng.manual_seed(seed)
+        case np.random.Generator() as rng:
+            rng.bit_generator.state = type(rng.bit_generator)(seed).state
         case rng:
             rng.seed(seed)
 
