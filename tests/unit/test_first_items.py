@@ -1,16 +1,21 @@
 """What readers note of the first items of an iterable dataset, in memory that workers share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import count, islice
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.utils.data import DataLoader
 from zoo import Source, as_it_is
 
 from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.errors import RankMismatchError
 from ddp_patch.orders.fingerprint import COMPARED, hashes_of
-from ddp_patch.ranks.order_verdicts import PartMarks
+from ddp_patch.ranks import order_guard
+from ddp_patch.ranks.notices import Peers
+from ddp_patch.ranks.order_verdicts import PartMarks, encoded
 from ddp_patch.streams import marks
 from ddp_patch.streams.marks import FirstItems
 
@@ -119,3 +124,24 @@ def test_workers_note_in_memory_that_the_main_process_sees(start: str) -> None:
         pass
     expected = PartMarks.of([hashes_of(item) for item in range(30)], end=30, is_final=True)
     assert [first.of(part, 1) for part in range(2)] == [expected] * 2
+
+
+@pytest.mark.parametrize(("items", "is_sharded"), [(16, False), (64, True)])
+def test_a_stream_is_sharded_already_only_where_enough_items_have_nothing_in_common(
+    items: int, is_sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two shuffles over the same samples may have none in common among their first few."""
+    own, other = FirstItems(1), FirstItems(1)
+    for first, start in ((own, 0), (other, 10_000)):
+        first.begin(1, "epoch 0")
+        list(islice(first.watching(0, 1, iter(range(start, start + 1000)), lambda: True), items))
+
+    def left(peers: object, subject: str, decode: Callable[[bytes], Any]) -> mock.Mock:
+        texts = {1: decode(b"|" + encoded(other.passes()).encode())} if subject == "orders" else {}
+        return mock.Mock(exchange=mock.Mock(return_value=texts))
+
+    monkeypatch.setattr(order_guard, "Mailbox", left)
+    peers = Peers("loader", 1, 0, [1])
+    guard = order_guard.OrderGuard(peers, range(1), own.passes, dict, own.settle, lambda number: True, "")
+    with pytest.raises(RankMismatchError, match="sharded already") if is_sharded else nullcontext():
+        guard.compare(at_end=False)
