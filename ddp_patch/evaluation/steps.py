@@ -102,7 +102,7 @@ def steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
     # Count samples before they are collated: a collated batch may have any type.
     record, device = _unshared(0), device_of(loader)
     mover = None if device is None else Mover(device)
-    for samples, batch in without_device(loader, collate_fn=_Counted(loader.collate_fn)):
+    for samples, batch in without_device(loader, collate_fn=_WithNumber(loader.collate_fn)):
         if samples != record.samples:
             record = _unshared(samples)
         yield batch if mover is None else mover.moved(batch), record
@@ -114,7 +114,7 @@ def _unshared(samples: int) -> BatchRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class _Counted:
+class _WithNumber:
     """A ``collate_fn`` that returns the number of samples, then what the user's ``collate_fn`` returns."""
 
     collate_fn: Callable[[Any], Any]

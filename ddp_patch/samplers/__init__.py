@@ -6,8 +6,7 @@ torch's global generator, and its order follows from that number.
 """
 
 from ddp_patch.samplers.grouped import GroupedBatchSampler, aspect_ratio_groups
-from ddp_patch.samplers.iterations import IterationBatchSampler
-from ddp_patch.samplers.keyed import ScalableRandomSampler
+from ddp_patch.samplers.keyed import IterationBatchSampler, ScalableRandomSampler
 from ddp_patch.samplers.lengths import LengthBucketBatchSampler
 from ddp_patch.samplers.pk import PKBatchSampler
 from ddp_patch.samplers.weighted import WeightedClassSampler

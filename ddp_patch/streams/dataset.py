@@ -19,9 +19,8 @@ from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.schedule import made_in_turn, turn_after
 from ddp_patch.sharding.held import Transparent
 from ddp_patch.sharding.position import BatchNote, NotedBatch, Position, StreamSnapshot, split
-from ddp_patch.streams.marks import FirstItems, MarksInMemory
 from ddp_patch.streams.reading import Reader, can_snapshot, this_worker
-from ddp_patch.streams.shared_state import SharedWorkerState
+from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
 from ddp_patch.streams.worker_pass import WorkerPass, WorkerPosition
 
 __all__ = ["IterableWorkerInit", "ShardedIterable", "StreamWorker", "WorkerIterator", "random_holder"]

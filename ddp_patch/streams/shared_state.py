@@ -1,14 +1,19 @@
-"""What the main process and its workers share in memory."""
+"""What the main process and its workers share in memory: ends, and what ranks compare of what was read."""
 
 import math
-from collections.abc import Sequence
-from typing import Literal, cast
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from time import thread_time
+from typing import Literal, TypeVar, cast
 
 import torch
 
-from ddp_patch.orders.fingerprint import fingerprint
+from ddp_patch.orders.fingerprint import COMPARED, fingerprint, hashes_if_any
+from ddp_patch.ranks.order_verdicts import PartMarks, following
 
-__all__ = ["SharedWorkerState", "shared_arrays"]
+__all__ = ["FirstItems", "MarksInMemory", "SharedWorkerState", "shared_arrays"]
+
+T = TypeVar("T")
 
 
 # Remember the epochs of this many passes: iterators may live side by side.
@@ -128,3 +133,189 @@ def shared_arrays(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     together = torch.full((sum(sizes),), -1, dtype=torch.int64, device="cpu")
     together.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return [part.view(shape) for part, shape in zip(torch.split(together, sizes), shapes, strict=True)]
+
+
+# The first pass may be a mere look at a batch, so some more are recorded. Which ones depends on their numbers, not on
+# how far workers have read ahead, so that it is the same on all ranks.
+_PASSES = 3
+# All parts together have this many notes of a pass, if that leaves each enough: ranks send them to each other.
+_OF_ALL_PARTS = 2048
+_FEWEST = 16
+# Taking hashes may cost a reader this many seconds of a pass, and what one more item takes: items may be large.
+_MOST_S = 1.0
+
+
+class FirstItems:
+    """Notes of the first items that the reader of each part read, in the first passes over a loader.
+
+    Args:
+        parts: How many parts there are.
+
+    Examples:
+        >>> first = FirstItems(parts=1)
+        >>> first.begin(1, "epoch 0")
+        >>> list(first.watching(0, 1, iter("ab")))
+        ['a', 'b']
+        >>> (notes,) = first.passes()["epoch 0 (1)"]
+        >>> notes.count, notes.end
+        (2, 2)
+    """
+
+    def __init__(self, parts: int) -> None:
+        self.parts: int = parts
+        self._most = min(COMPARED, max(_FEWEST, _OF_ALL_PARTS // parts))
+        of_each = (_PASSES, parts)
+        self._hashes, self._counts, self._ends, self._finals, self._asked, self._is_settled = shared_arrays(
+            (*of_each, self._most, 3), of_each, of_each, of_each, of_each, (1,)
+        )
+        self._names: list[str] = []
+
+    def begin(self, number: int, name: str) -> None:
+        """Note, in the main process, that pass ``number`` begins: from 1, and named alike on all ranks."""
+        if number == len(self._names) + 1 <= _PASSES:
+            again = sum(known.startswith(f"{name} (") for known in self._names)
+            self._names.append(f"{name} ({again + 1})")
+
+    def settle(self) -> None:
+        """Record that no more is needed."""
+        self._is_settled[0] = 1
+
+    def watching(
+        self, part: int, number: int, items: Iterator[T], asked_rank: Callable[[], bool] = lambda: False
+    ) -> Iterator[T]:
+        """Return a part's items; the first ones are recorded as they are read.
+
+        Args:
+            part: The part.
+            number: The pass.
+            items: What the reader of the part reads.
+            asked_rank: Tells whether the dataset has asked which rank it is on.
+        """
+        is_noted = 1 <= number <= _PASSES and part < self.parts and self._is_settled[0] < 0
+        # Another iterator's worker may be about the same part of the same pass.
+        if is_noted and self._counts[number - 1, part] < 0:
+            return self._noting(part, number, items, asked_rank)
+        return items
+
+    def _noting(self, part: int, number: int, items: Iterator[T], asked_rank: Callable[[], bool]) -> Iterator[T]:
+        hashes, counts, asked = self._hashes[number - 1, part], self._counts[number - 1], self._asked[number - 1]
+        counts[part] = count = 0
+        spent_s = 0.0
+        for item in items:
+            began_s = thread_time()
+            asked[part] = asked_rank()
+            hashes[count] = torch.tensor(hashes_if_any(item))
+            counts[part] = count = count + 1
+            spent_s += thread_time() - began_s
+            if count == self._most or spent_s > _MOST_S:
+                self._finals[number - 1, part] = 1
+                yield item
+                break
+            yield item
+        else:
+            self._ends[number - 1, part] = count
+            self._finals[number - 1, part] = 1
+        yield from items
+
+    def of(self, part: int, number: int) -> PartMarks:
+        """Return what was recorded of a part in a pass."""
+        # What is final is read first, and written last: then the rest is as it stays.
+        final, end, count, asked = (
+            int(noted[number - 1, part]) for noted in (self._finals, self._ends, self._counts, self._asked)
+        )
+        hashes = self._hashes[number - 1, part, : max(0, count)].numpy()
+        return PartMarks.of(hashes, None if end < 0 else end, is_final=final > 0, asked_rank=asked > 0)
+
+    def passes(self) -> dict[str, Sequence[PartMarks]]:
+        """Return what was recorded of each pass, part by part, by what the ranks call the pass."""
+        numbered = enumerate(self._names, 1)
+        return {name: [self.of(part, number) for part in range(self.parts)] for number, name in numbered}
+
+
+# Marks of this many passes are kept: iterators may live side by side. The latest two are compared; of so many earlier
+# ones only their ends, with ranks that are epochs behind.
+_KEPT, _COMPARED, _EARLIER = 4, 2, 16
+# How many marks a part has at most: enough for 2**16 times the items that are all marked.
+_MOST = 576
+
+
+class MarksInMemory:
+    """The marks of the latest passes over a loader.
+
+    Args:
+        parts: How many parts there are.
+
+    Examples:
+        >>> marks = MarksInMemory(parts=1)
+        >>> marks.begin(1, "epoch 0")
+        >>> list(marks.watching(0, 1, iter("ab")))
+        ['a', 'b']
+        >>> (part,) = marks.passes()["epoch 0 (0)"]
+        >>> part.count, part.end
+        (2, 2)
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._parts = parts
+        of_each = (_KEPT, parts)
+        self._hashes, self._counts, self._ends, self._numbers = shared_arrays(
+            (*of_each, _MOST, 3), of_each, of_each, (_KEPT,)
+        )
+        self._names: dict[int, str] = {}
+        self._earlier: dict[str, Sequence[PartMarks]] = {}
+        self._whole: Counter[str] = Counter()  # how often a pass of that name came to its end
+
+    def begin(self, number: int, name: str) -> None:
+        """Note, in the main process, that pass ``number`` begins, and its name, which is alike on all ranks."""
+        for known, before in self._names.items():
+            if before.startswith(f"{name} (") and None not in {part.end for part in self._of(known)}:
+                self._whole[name] = max(self._whole[name], int(before.removeprefix(f"{name} (")[:-1]) + 1)
+        slot = number % _KEPT
+        for noted in (self._counts, self._ends):
+            noted[slot] = -1
+        self._numbers[slot] = number
+        self._names[number] = f"{name} ({self._whole[name]})"
+        for known in sorted(self._names)[:-_COMPARED]:
+            self._earlier[self._names.pop(known)] = [PartMarks(end=part.end) for part in self._of(known)]
+        self._earlier = dict(list(self._earlier.items())[-_EARLIER:])
+
+    def watching(self, part: int, number: int, items: Iterator[T]) -> Iterator[T]:
+        """Return a part's items, of which some are marked as they are read.
+
+        Args:
+            part: The part.
+            number: The pass.
+            items: What the reader of the part reads, from its first item on.
+        """
+        slot = number % _KEPT
+        # Another iterator's worker may be about the same part of the same pass.
+        is_mine = part < self._parts and self._numbers[slot] == number and self._counts[slot, part] < 0
+        return self._marking(slot, part, items) if is_mine else items
+
+    def _marking(self, slot: int, part: int, items: Iterator[T]) -> Iterator[T]:
+        hashes, counts, spent_s = self._hashes[slot, part], self._counts[slot], 0.0
+        counts[part] = made = place = wanted = 0
+        for item in items:
+            if place == wanted and made < _MOST and spent_s < _MOST_S:
+                began_s = thread_time()
+                hashes[made] = torch.tensor(hashes_if_any(item))
+                made, wanted = made + 1, following(place)
+                counts[part] = made
+                spent_s += thread_time() - began_s
+            place += 1
+            yield item
+        self._ends[slot, part] = place
+
+    def _of(self, number: int) -> list[PartMarks]:
+        slot = number % _KEPT
+        ends, counts = self._ends[slot].tolist(), self._counts[slot].tolist()  # read first: marks are made before
+        return [
+            PartMarks.of(
+                self._hashes[slot, part, : max(0, counts[part])].numpy(), None if ends[part] < 0 else ends[part]
+            )
+            for part in range(self._parts)
+        ]
+
+    def passes(self) -> dict[str, Sequence[PartMarks]]:
+        """Return the marks of the latest passes, part by part, by what the ranks call the pass."""
+        return {**self._earlier, **{name: self._of(number) for number, name in self._names.items()}}

@@ -19,8 +19,7 @@ from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.held import SamplerStates
 from ddp_patch.sharding.position import Position
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, random_holder
-from ddp_patch.streams.marks import FirstItems, MarksInMemory
-from ddp_patch.streams.shared_state import SharedWorkerState
+from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
 from ddp_patch.streams.workers_pass import WorkersPass
 
 __all__ = ["StreamSampler"]

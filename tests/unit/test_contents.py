@@ -15,7 +15,7 @@ from zoo import Indices
 
 from ddp_patch import RankMismatchError
 from ddp_patch.loaders.contents import chosen_samples
-from ddp_patch.ranks.verdicts import require_same_samples
+from ddp_patch.ranks.agreement import require_same_samples
 
 N = 40
 

@@ -16,8 +16,8 @@ from ddp_patch.orders.fingerprint import COMPARED, hashes_of
 from ddp_patch.ranks import order_guard
 from ddp_patch.ranks.notices import Peers
 from ddp_patch.ranks.order_verdicts import PartMarks, encoded
-from ddp_patch.streams import marks
-from ddp_patch.streams.marks import FirstItems
+from ddp_patch.streams import shared_state
+from ddp_patch.streams.shared_state import FirstItems
 
 
 def noted(first: FirstItems, number: int = 1, part: int = 0) -> tuple[int, bool, bool]:
@@ -106,7 +106,7 @@ def test_an_item_that_cannot_be_looked_into_counts_as_any_other_such() -> None:
 
 def test_large_items_are_noted_only_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count(0, 0.3)  # so many seconds from one look at it to the next
-    monkeypatch.setattr(marks, "thread_time", lambda: next(clock))
+    monkeypatch.setattr(shared_state, "thread_time", lambda: next(clock))
     first = FirstItems(1)
     read(first, 300)
     assert noted(first) == (4, True, False)

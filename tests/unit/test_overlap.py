@@ -14,7 +14,7 @@ from zoo import Indices, Own
 from ddp_patch import RankMismatchError
 from ddp_patch.loaders import contents
 from ddp_patch.loaders.contents import first_samples, relation_of
-from ddp_patch.ranks.verdicts import require_all_shares, why_orders_differ
+from ddp_patch.ranks.agreement import require_all_shares, why_orders_differ
 
 
 class Drawing:

@@ -19,7 +19,7 @@ from ddp_patch.ranks.order_verdicts import (
     following,
     position,
 )
-from ddp_patch.streams.marks import MarksInMemory
+from ddp_patch.streams.shared_state import MarksInMemory
 
 
 def marked(items: Iterable[Any], *, upto: int | None = None) -> PartMarks:
