@@ -33,6 +33,7 @@ __all__ = [
     "RunningLoader",
     "WorkerInfo",
     "WrappedIterator",
+    "backward_in_progress",
     "count_batches",
     "default_store",
     "forget_iterator",
@@ -111,6 +112,16 @@ def default_store() -> "Store":
     name = "torch.distributed.distributed_c10d._get_default_store"
     store: Store = private(name, "The ranks' agreement", "Or give the world by rank= and num_replicas=.")()
     return store
+
+
+def backward_in_progress() -> Callable[[], bool]:
+    """Return what tells whether it is called by a function of autograd's, which a ``backward()`` runs.
+
+    Raises:
+        TorchVersionError: This torch does not tell.
+    """
+    number: Callable[[], int] = private("torch._C._current_graph_task_id", "Averaging gradients where backward() ends")
+    return lambda: number() != -1
 
 
 def imported_fsdp() -> Any:

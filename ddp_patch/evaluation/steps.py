@@ -56,8 +56,14 @@ def require_one_stream(operation: str, loader: DataLoader[Any]) -> Batches:
 Steps = Iterator[tuple[Any, BatchRecord]]
 
 
-def steps_of(operation: str, loader: DataLoader[Any], batches: Batches) -> Steps:
+def steps_of(operation: str, loader: DataLoader[Any], batches: Batches, iterator: Iterator[Any] | None = None) -> Steps:
     """Yield each batch of a pass over a patched loader.
+
+    Args:
+        operation: What the user called, for errors.
+        loader: The loader.
+        batches: How it makes batches.
+        iterator: The loader's iterator of the pass; None to make one.
 
     Raises:
         UnsupportedLoaderError: The loader would continue a pass that has begun.
@@ -71,7 +77,7 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches) -> Steps
         )
     until = 0
     with sampler.keeping_sizes() if batches.level is Level.BATCH else nullcontext():
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(loader if iterator is None else iterator):
             if number == 0:
                 current = cast("Pass[Any]", sampler.latest)
                 if current.left_out:

@@ -17,7 +17,17 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.walks import walk
 
-__all__ = ["OURS", "Made", "Use", "about_to_use", "called_before", "made", "places_recorded", "told_of_uses"]
+__all__ = [
+    "OURS",
+    "Made",
+    "Use",
+    "about_to_use",
+    "called_before",
+    "made",
+    "places_recorded",
+    "script_line",
+    "told_of_uses",
+]
 
 
 class Use(Enum):
@@ -98,7 +108,8 @@ def called_before(name: str, call: Callable[[DataLoader[Any]], object]) -> Itera
 
     Args:
         name: The method.
-        call: What runs. Whatever it raises, the method's caller gets.
+        call: What runs. Whatever it raises, the method's caller gets; whatever else than None it returns, too, and the
+            method is not called.
     """
     with ExitStack() as stack:
 
@@ -127,18 +138,31 @@ def _wrapped(kind: type[DataLoader[Any]], name: str, call: Callable[[DataLoader[
     @functools.wraps(method)
     def calling_first(self: DataLoader[Any], *args: Any, **options: Any) -> Any:
         if next(base for base in type(self).__mro__ if name in vars(base)) is kind:
-            call(self)
+            instead = call(self)
+            if instead is not None:
+                return instead
         return method(self, *args, **options)
 
     return calling_first
 
 
+def script_line(frame: FrameType | None) -> str:
+    """Return the innermost line of a call stack that is outside torch and this package, from the current folder."""
+    file, _, line = _line(_outside(frame)).rpartition(":")
+    here = Path.cwd()
+    return f"{Path(file).relative_to(here) if Path(file).is_relative_to(here) else file}:{line}"
+
+
 def _place_and_caller() -> tuple[str, str]:
     """Return the first two lines of the call stack that are outside torch and this package."""
-    frame: FrameType | None = sys._getframe(1)
+    frame = _outside(sys._getframe(1))
+    return _line(frame), _line(frame and frame.f_back)
+
+
+def _outside(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
-    return _line(frame), _line(frame and frame.f_back)
+    return frame
 
 
 def _line(frame: FrameType | None) -> str:

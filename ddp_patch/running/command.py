@@ -4,24 +4,29 @@ import argparse
 import dataclasses
 import logging
 import os
-import random
 import runpy
+import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from zlib import crc32
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.options import Options
-from ddp_patch.running.context import HEADINGS, Summary, autopatch
+from ddp_patch.patching import PatchOptions
+from ddp_patch.running.context import HEADINGS, Summary, running
+from ddp_patch.running.launch import HANDED_ON, is_rank, started, take_slurm
+from ddp_patch.running.one_process import Loss, Mode, OneProcessOptions, seed_all
+from ddp_patch.running.records import Patterns
 from ddp_patch.running.session import logger
+from ddp_patch.running.voice import Voice, errors_reported
 
 __all__ = ["DESCRIPTION", "process_group", "run"]
 
@@ -72,33 +77,49 @@ def process_group(backend: str) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-DESCRIPTION = "Run a script while every DataLoader is patched when it is first used."
-_EPILOG = "Start it on every rank: torchrun --nproc-per-node 8 -m ddp_patch run train.py --epochs 3"
+DESCRIPTION = "Run a script on several ranks, unedited: as one process trains, or each loader patched at its first use."
+_EPILOG = "ddp-patch run -n 8 train.py --epochs 3 starts 8 ranks on this machine."
 
 
 def run(arguments: Sequence[str]) -> None:
     """Run ``ddp-patch run`` with these arguments.
 
-    It exits with 2 if an option is not valid; what the script raises is raised here.
+    It exits with 2 if an option is not valid; what the script raises is raised here. With ``-n``, where no launcher has
+    started this process, it starts the ranks, and exits with the code of the one that failed first.
     """
     parser = _parser()
     given = parser.parse_args(arguments)
     if not given.is_module and not Path(given.target).exists():
         parser.error(f"there is no {given.target}. Pass the path of a script, or -m and the name of a module.")
     options = {name: getattr(given, name) for name, _ in _switches() if getattr(given, name) is not None}
-    with ExitStack() as stack:
+    try:
+        take_slurm()
+        Options(**options)  # before ranks are started
+    except (InvalidOptionError, WorldError) as error:
+        parser.error(str(error))
+    handed_on = [f"--{name}={value}" for name in HANDED_ON if (value := getattr(given, name.replace("-", "_")))]
+    if given.ranks is not None and not is_rank():
+        os.environ.setdefault(_SEED, str(secrets.randbelow(2**31)))
+        sys.exit(started(given.ranks, handed_on, arguments))
+    if handed_on:
+        parser.error(f"{', '.join(handed_on)}: a launcher's options need -n, and that no launcher has started this.")
+    one_process, voice = None, None
+    if _may_be_one_process(given):
+        voice = Voice(int(os.environ.get("RANK", "0")), given.log_dir)
+        one_process = _one_process(given, voice)
+    with errors_reported(voice), ExitStack() as stack:
         try:
             if given.backend is not None:
                 stack.enter_context(process_group(given.backend))
-            patching = autopatch(only=given.only, excepted=given.excepted, dry_run=given.dry_run, **options)
+            stack.enter_context(_told_on_stderr())
+            seed = _drawn_seed() if one_process is not None and given.manual_seed is None else given.manual_seed
+            if seed is not None:
+                seed_all(seed)
+            patterns = Patterns(given.only, given.excepted)
+            patching = running(patterns, cast("PatchOptions", options), one_process, dry_run=given.dry_run)
             summary = stack.enter_context(patching)
         except (InvalidOptionError, WorldError) as error:
             parser.error(str(error))
-        stack.enter_context(_told_on_stderr())
-        if given.manual_seed is not None:
-            random.seed(given.manual_seed)
-            np.random.seed(given.manual_seed)
-            torch.manual_seed(given.manual_seed)
         try:
             names = _run_target(given.target, given.arguments, given.is_module)
         finally:
@@ -106,8 +127,54 @@ def run(arguments: Sequence[str]) -> None:
         del names
 
 
+# The environment's name of the seed that was drawn for all ranks of a run.
+_SEED = "DDP_PATCH_SEED"
+
+
+def _drawn_seed() -> int:
+    """Return a seed that is the same on every rank of this run."""
+    named = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+    return int(os.environ.get(_SEED, crc32(":".join(named).encode())))
+
+
+def _may_be_one_process(given: argparse.Namespace) -> bool:
+    """Return whether the ranks may train as one process."""
+    is_started = given.ranks is not None or is_rank()
+    return (
+        not given.dry_run and given.backend is None and (given.mode == "one" or (given.mode == "auto" and is_started))
+    )
+
+
+def _one_process(given: argparse.Namespace, voice: Voice) -> OneProcessOptions:
+    def decided(mode: Mode) -> None:
+        if mode is Mode.ONE_PROCESS:
+            voice.silence()
+            return
+        voice.release()
+        logger.info("The script has made a process group: each rank trains on its shard of each loader.")
+        if given.manual_seed is None and torch.initial_seed() == _drawn_seed():
+            seed_all(None)
+
+    return OneProcessOptions(
+        mode=Mode.ONE_PROCESS if given.mode == "one" else Mode.UNDECIDED,
+        loss=given.loss,
+        shard_evaluation=given.shard_evaluation,
+        whole=Patterns(given.whole),
+        sync_batchnorm=given.sync_batchnorm,
+        all_ranks_write=given.all_ranks_write,
+        on_decision=decided,
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ddp-patch run", description=DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+    parser.add_argument(
+        "-n",
+        "--nproc-per-node",
+        dest="ranks",
+        metavar="N",
+        help="Start so many ranks on this machine (as torchrun takes it), where no launcher has started some.",
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="TARGET is a module, as python -m has it.")
     parser.add_argument("--dry-run", action="store_true", help="Patch nothing; only report what would be done.")
     place: dict[str, Any] = {"action": "append", "default": [], "metavar": "FILE[:LINE]"}
@@ -117,14 +184,31 @@ def _parser() -> argparse.ArgumentParser:
         "--init-process-group",
         dest="backend",
         choices=["gloo", "nccl"],
-        help="Make a process group, for a script that makes none.",
+        help="Make a process group for a script that makes none, and let each rank train on its shard.",
     )
     parser.add_argument(
         "--manual-seed",
         type=int,
         metavar="INT",
-        help="Seed Python, numpy and torch alike on every rank first, for a script that splits its data at random.",
+        help="Seed Python, numpy and torch alike on every rank first. With -n, a seed is drawn if none is given.",
     )
+    one = parser.add_argument_group("as one process", "Of a script that makes no process group.")
+    one.add_argument(
+        "--mode",
+        choices=["auto", "one", "ranks"],
+        default="auto",
+        help="Train as one process (one), or each rank on its shard (ranks). Default: by whether the script has made a "
+        "process group when it first uses a loader or makes an optimizer.",
+    )
+    one.add_argument("--loss", choices=get_args(Loss), default="mean", help="What the loss is of a batch's samples.")
+    one.add_argument("--whole", **place, help="Never divide loaders that are made there; may be repeated.")
+    one.add_argument("--shard-evaluation", action="store_true", help="Divide loaders under no_grad, too.")
+    one.add_argument("--sync-batchnorm", action="store_true", help="Put SyncBatchNorm in the place of BatchNorm.")
+    one.add_argument("--all-ranks-write", action="store_true", help="Let torch.save write files on every rank.")
+    one.add_argument("--log-dir", type=Path, metavar="FOLDER", help="Keep there what ranks other than 0 print.")
+    several = parser.add_argument_group("several machines", "Options of torchrun, which -n hands on to it.")
+    for name in HANDED_ON:
+        several.add_argument(f"--{name}", metavar="...")
     group = parser.add_argument_group("how to share", "The options of patch_dataloader_to_ddp(), for all loaders.")
     for name, how in _switches():
         group.add_argument(f"--{name.replace('_', '-')}", default=None, **how)

@@ -17,11 +17,12 @@ from ddp_patch.loaders.facts import Level, look_at
 from ddp_patch.loaders.hooks import Use, about_to_use, called_before, places_recorded, told_of_uses
 from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions
+from ddp_patch.running.one_process import Mode, OneProcess, OneProcessOptions
 from ddp_patch.running.records import Patterns, UsedLoader, is_off
 from ddp_patch.running.session import Session
 from ddp_patch.wrappers import split_options
 
-__all__ = ["HEADINGS", "Frameworks", "Summary", "autopatch"]
+__all__ = ["HEADINGS", "Frameworks", "Summary", "autopatch", "running"]
 
 
 class Frameworks:
@@ -33,11 +34,12 @@ class Frameworks:
 
     Args:
         session: Decides on the loaders.
+        used: Called with a loader that is about to be used, and how.
         stack: Closes when it sees no more.
     """
 
-    def __init__(self, session: Session, stack: ExitStack) -> None:
-        self._session, self._stack = session, stack
+    def __init__(self, session: Session, used: Callable[[DataLoader[Any], Use], object], stack: ExitStack) -> None:
+        self._session, self._used, self._stack = session, used, stack
         self._missing: dict[tuple[str, str, str], Callable[[Any], Any]] = {
             **dict.fromkeys(TAKE_LOADERS, self._patching_first),
             ACCELERATE_TAKES_LOADERS: self._for_accelerate,
@@ -58,7 +60,7 @@ class Frameworks:
         def taking(*args: Any, **options: Any) -> Any:
             for given in (*args, *options.values()):
                 if isinstance(given, DataLoader):
-                    self._session.used(given, Use.HANDED)
+                    self._used(given, Use.HANDED)
             return take(*args, **options)
 
         return taking
@@ -70,7 +72,7 @@ class Frameworks:
                 facts = look_at(data_loader)
                 # accelerate would split a batch sampler's batches, or lose some.
                 if facts.sharded_by is None and facts.level is Level.BATCH:
-                    self._session.used(data_loader, Use.HANDED)
+                    self._used(data_loader, Use.HANDED)
                 if self._session.has_patched(data_loader):
                     from ddp_patch.integrations.accelerate import prepare_patched
 
@@ -84,10 +86,12 @@ class Models:
     """Sees whether a ``DistributedDataParallel`` or an FSDP model is made.
 
     Args:
+        about_to_make: Called with the name of its class before one is made.
         stack: Closes when it sees no more.
     """
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, about_to_make: Callable[[str], object], stack: ExitStack) -> None:
+        self._about_to_make = about_to_make
         self._made = False
         self._stack = stack
         self._knows_fsdp = False
@@ -113,6 +117,7 @@ class Models:
         begin = kind.__init__
 
         def init(model: Any, *args: Any, **options: Any) -> None:
+            self._about_to_make(kind.__name__)
             self._made = True
             begin(model, *args, **options)
 
@@ -128,31 +133,34 @@ class Summary:
     Args:
         session: What decided on them.
         models: What saw the models.
+        one: What runs the script as one process, if it is run so.
     """
 
-    def __init__(self, session: Session, models: Models) -> None:
-        self._session, self._models = session, models
+    def __init__(self, session: Session, models: Models, one: OneProcess | None) -> None:
+        self._session, self._models, self._one = session, models, one
 
     @property
     def records(self) -> Sequence[UsedLoader]:
-        """The loaders that were used when there were several ranks, in that order."""
-        return tuple(self._session.records)
+        """The loaders that were used when there were several ranks, or one process of several; in that order."""
+        return tuple(self._session.records if self._one is None else [*self._one.records, *self._session.records])
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
         """A row of the table for each."""
-        for record in self._session.records:
+        for record in self.records:
             record.note_pass()
-        return [record.row for record in self._session.records]
+        return [record.row for record in self.records]
 
     @property
     def notes(self) -> list[str]:
         """What else was noticed."""
         session = self._session
+        if self._one is not None and self._one.mode is Mode.ONE_PROCESS:
+            return self._one.notes
         if not session.had_world:
             return [
                 "No loader was used in a process group of several ranks, so none was patched. A script for one process "
-                "makes no group: start it with torchrun, and pass --init-process-group gloo (or nccl)."
+                "makes no group: start it with ddp-patch run -n 8, which trains on 8 ranks as one process."
             ]
         found = [
             f"The loader made at {place} was iterated when there was no group yet: each rank took all of it."
@@ -180,6 +188,7 @@ def autopatch(
     only: str | Sequence[str] = (),
     excepted: str | Sequence[str] = (),
     dry_run: bool = False,
+    as_one_process: bool = False,
     **options: Unpack[PatchOptions],
 ) -> Iterator[Summary]:
     """Patch every loader when the script first uses it: a context manager and decorator.
@@ -189,10 +198,17 @@ def autopatch(
     stays so. All ranks have to use it, at the same point of the script. Nothing is printed; on rank 0, the logger
     ``ddp_patch.autopatch`` reports each loader at INFO.
 
+    With ``as_one_process=True``, the ranks train the model that one process trains, as ``ddp-patch run -n`` does: each
+    batch is divided over the ranks, gradients are averaged where ``backward()`` ends, and a loader that is iterated
+    under ``torch.no_grad()`` is whole on every rank. Make models and optimizers inside, with the same random seeds on
+    every rank.
+
     Args:
         only: Patch only loaders that were made at lines that match, such as ``"train.py:41"`` or ``"data/*.py"``.
         excepted: Do not patch loaders that were made at lines that match.
         dry_run: Patch none; only report what would be done.
+        as_one_process: Whether the ranks train as one process. There need not be a process group: one is made of the
+            ranks that a launcher has started.
         options: The keywords of ``patch_dataloader_to_ddp``, for all loaders.
 
     Yields:
@@ -200,7 +216,9 @@ def autopatch(
 
     Raises:
         InvalidOptionError: An option has a value that it does not take.
-        MissingRanksError: From the use of a loader: some ranks did not use it.
+        MissingRanksError: From the use of a loader: some ranks did not use it. As one process: also from
+            ``backward()``.
+        RankMismatchError: As one process: the ranks no longer do the same, or no longer train the same model.
         DDPPatchError: From the use of a loader: whatever ``patch_dataloader_to_ddp`` raises.
 
     Examples:
@@ -210,15 +228,38 @@ def autopatch(
         ...     [batch.tolist() for batch in loader]
         [[1, 3], [5, 7], [9]]
     """
+    one = OneProcessOptions(Mode.ONE_PROCESS) if as_one_process else None
+    with running(Patterns(only, excepted), options, one, dry_run=dry_run) as summary:
+        yield summary
+
+
+@contextmanager
+def running(
+    patterns: Patterns, options: PatchOptions, one_process: OneProcessOptions | None, *, dry_run: bool = False
+) -> Iterator[Summary]:
+    """Patch loaders when they are first used, or run as one process; see ``autopatch``.
+
+    Args:
+        patterns: Which loaders.
+        options: The keywords of ``patch_dataloader_to_ddp``.
+        one_process: How to train as one process; None to patch loaders only.
+        dry_run: Patch none.
+    """
     where, chosen = split_options("autopatch", options, PatchOptions)
-    session = Session(where, Options(**chosen), Patterns(only, excepted), dry_run=dry_run)
+    session = Session(where, Options(**chosen), patterns, dry_run=dry_run)
+    one = None if one_process is None else OneProcess(session, Options(**chosen), one_process)
+    used = session.used if one is None else one.used
     with ExitStack() as stack:
-        frameworks, models = Frameworks(session, stack), Models(stack)
+        models = Models(lambda name: None if one is None else one.require_no_wrapper(name), stack)
+        frameworks = Frameworks(session, used, stack)
         stack.enter_context(places_recorded())
         for seer in (frameworks, models):  # imported by now, if the script uses them
             stack.enter_context(called_before("__init__", seer.find))
         stack.enter_context(called_before("__init__", session.made))
-        stack.enter_context(told_of_uses(session.used))
+        stack.enter_context(told_of_uses(used))
         stack.enter_context(called_before("__iter__", partial(about_to_use, use=Use.ITERATED)))
         stack.enter_context(called_before("__len__", partial(about_to_use, use=Use.MEASURED)))
-        yield Summary(session, models)
+        if one is not None:
+            stack.enter_context(called_before("__iter__", one.iterated))
+            stack.enter_context(one.hooked())
+        yield Summary(session, models, one)

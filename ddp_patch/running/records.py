@@ -154,6 +154,13 @@ class Patterns:
             return "--except"
         return "--only" if self.only and not any(chosen) else None
 
+    def matches(self, loader: DataLoader[Any]) -> bool:
+        """Return whether a loader is made at one of the lines of ``only``."""
+        matched = [
+            self._matches(made(loader), pattern) for pattern in self.only
+        ]  # each, so that each is seen to be used
+        return any(matched)
+
     def _matches(self, where: Made | None, pattern: str) -> bool:
         if where is None:
             return False
@@ -176,7 +183,16 @@ def _listed(name: str, patterns: str | Sequence[str]) -> Sequence[str]:
     return listed
 
 
-Fate: TypeAlias = Literal["patched", "would be patched", "would be refused", "left alone", "shards itself"]
+Fate: TypeAlias = Literal[
+    "patched",
+    "would be patched",
+    "would be refused",
+    "left alone",
+    "shards itself",
+    "divided",
+    "whole",
+    "whole and divided",
+]
 
 
 @dataclass
@@ -242,6 +258,12 @@ class UsedLoader:
         if sampler.agreed.leader is not None:
             self.note = "rank 0 draws for all"
 
+    def note_whole(self, fate: Fate, patched: DataLoader[Any], facts: LoaderFacts[Any]) -> None:
+        """Fill in what a rank gets of a loader that is whole on every rank."""
+        self.fate, self.steps = fate, length_of(patched, ())
+        if fate == "whole" and facts.stream.length is not None:
+            self.samples = _counted(facts.stream.length, "batch" if facts.level is Level.BATCH else "sample")
+
     def _note_shares(self, plan: Plan, lengths: Sequence[int], unit: str) -> None:
         """Fill in what a rank gets of streams of these lengths."""
         self.samples = _counted(sum(len(plan.share(n)) for n in lengths), unit)
@@ -253,7 +275,14 @@ class UsedLoader:
         """What the log says."""
         steps = "unknown steps" if self.steps is None else _counted(self.steps, "step")
         share = f"{self.ranks} ranks x {steps}"
-        told = {"patched": share, "would be patched": f"would be {share}"}.get(self.fate, self.fate)
+        own = "unknown steps" if self.steps is None else _counted(self.steps, "step")
+        told = {
+            "patched": share,
+            "would be patched": f"would be {share}",
+            "divided": f"each batch divided over {_counted(self.ranks, 'rank')}, {own}",
+            "whole": f"whole on every rank, {own}",
+            "whole and divided": f"whole under no_grad, else divided over {_counted(self.ranks, 'rank')}, {own}",
+        }.get(self.fate, self.fate)
         return f"{self.place} {self.what}: {told}" + (f" ({self.note})" if self.note else "")
 
 

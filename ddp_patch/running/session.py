@@ -37,7 +37,7 @@ from ddp_patch.running.records import (
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.refusals import unit_shared
 
-__all__ = ["Session", "logger"]
+__all__ = ["Session", "as_it_was_if_refused", "is_too_soon", "logger", "user_of"]
 
 
 logger: logging.Logger = logging.getLogger("ddp_patch.autopatch")
@@ -102,8 +102,8 @@ class Session:
                 if use is Use.ITERATED:
                     self._iterated_alone(loader)
                 return None
-            user = _user_of(loader)
-            if _is_too_soon(loader, user) or (use is Use.MEASURED and accelerate_is_on()):
+            user = user_of(loader)
+            if is_too_soon(loader, user) or (use is Use.MEASURED and accelerate_is_on()):
                 return None
             self.had_world = True
             if user is None:
@@ -127,7 +127,7 @@ class Session:
     def _iterated_alone(self, loader: DataLoader[Any]) -> None:
         """Handle a loader that is iterated when there are no other ranks."""
         self.early.add(shown(loader))
-        if self._options.device is not None and _user_of(loader) is None and not _is_too_soon(loader, None):
+        if self._options.device is not None and user_of(loader) is None and not is_too_soon(loader, None):
             facts = look_at(loader)
             self._moved(UsedLoader(shown(loader), what_it_is(facts), "left alone"), facts, use=Use.ITERATED)
 
@@ -139,14 +139,14 @@ class Session:
             by = facts.sharded_by
             what = "the script has patched it" if isinstance(by, EpochSampler) else f"{type(by).__name__}"
             return replace(record, fate="shards itself", note=what)
-        if (why := self._why_left(facts)) is not None:
+        if (why := self.why_left(facts)) is not None:
             return replace(record, note=why)
         act = self._foreseen if self._dry_run else self._patched
         return act(record, facts, world, use)
 
     def _patched(self, record: UsedLoader, facts: LoaderFacts[Any], world: World, use: Use) -> UsedLoader:
         """Put its share into the loader itself, so that all references to it have the patched one."""
-        with _as_it_was_if_refused(facts.loader, record, use):
+        with as_it_was_if_refused(facts.loader, record, use):
             shared = unit_shared(facts, self._options.share)  # now, because the loader is another one after it
             patched = self._shared(facts.loader, world, self._options, compared(facts.loader), change_loader)
         record.note_patched("patched", shared, patched)
@@ -159,12 +159,12 @@ class Session:
         """
         is_settled = isinstance(facts.sharded_by, EpochSampler)
         is_asked = self._options.device is not None and not self._dry_run
-        if is_asked and not is_settled and self._why_left(facts) is None:
+        if is_asked and not is_settled and self.why_left(facts) is None:
             device = device_here(self._options.device, is_one_of_several=is_one_of_several)
-            with _as_it_was_if_refused(facts.loader, record, use):
+            with as_it_was_if_refused(facts.loader, record, use):
                 only_moved(facts, device, change_loader)
 
-    def _why_left(self, facts: LoaderFacts[Any]) -> str | None:
+    def why_left(self, facts: LoaderFacts[Any]) -> str | None:
         """Return why a loader is left alone; None if it is to be patched."""
         if LEFT_ALONE in vars(facts.loader):
             return "leave_alone() or unpatched()"
@@ -197,7 +197,7 @@ class Session:
 
 
 @contextmanager
-def _as_it_was_if_refused(loader: DataLoader[Any], record: UsedLoader, use: Use) -> Iterator[None]:
+def as_it_was_if_refused(loader: DataLoader[Any], record: UsedLoader, use: Use) -> Iterator[None]:
     """Undo what was changed of a loader if it cannot be patched, and say which one it is."""
     before = dict(vars(loader))
     try:
@@ -210,12 +210,12 @@ def _as_it_was_if_refused(loader: DataLoader[Any], record: UsedLoader, use: Use)
         raise
 
 
-def _is_too_soon(loader: DataLoader[Any], user: object | None) -> bool:
+def is_too_soon(loader: DataLoader[Any], user: object | None) -> bool:
     """Return whether a loader is used in its own constructor, or where a batch of another one is made."""
     return user is loader or isinstance(user, RunningLoader) or get_worker_info() is not None
 
 
-def _user_of(loader: DataLoader[Any]) -> object | None:
+def user_of(loader: DataLoader[Any]) -> object | None:
     """Return what uses a loader for its own purposes, if it is one of these; None if the script does.
 
     The loader's constructor, before it is finished; an iterator that fetches a batch of another loader, which shares

@@ -1,0 +1,273 @@
+"""The gradients of one process on several ranks: each rank's part is weighed, and averaged where backward() ends."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ddp_patch.compat.private_torch import backward_in_progress
+from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError
+from ddp_patch.running.lockstep import Act, Lockstep
+from ddp_patch.running.replicas import average, checksums
+
+__all__ = ["Gradients", "PassWeights", "StepWeight"]
+
+
+@dataclass(eq=False)
+class PassWeights:
+    """The weights of the batches that one pass over a loader gave.
+
+    Attributes:
+        name: What errors call the loader.
+        backwards: How often ``backward()`` was called before it.
+        given: How many batches it gave.
+        fetches_ahead: Whether it gave several before the first call of ``backward()``.
+        is_over: Whether it came to its end.
+        latest: The weights of its latest two batches.
+    """
+
+    name: str
+    backwards: int = 0
+    given: int = 0
+    fetches_ahead: bool = False
+    is_over: bool = False
+    latest: list[float] = field(default_factory=list)
+
+
+class StepWeight:
+    """Knows which weight the gradient of a ``backward()`` has: that of the batch that the script took last.
+
+    A weight is ranks x samples of this rank's part / samples of the whole batch, so that the mean over the ranks is the
+    gradient of the mean over the whole batch.
+
+    Examples:
+        >>> step, train = StepWeight(), PassWeights("train")
+        >>> step.take(train, 0.8)
+        >>> step.of_backward()
+        0.8
+    """
+
+    def __init__(self) -> None:
+        self._weight = 1.0
+        self._last: PassWeights | None = None
+        self._taken: list[tuple[PassWeights, float]] = []  # since the last backward()
+
+    def take(self, of: PassWeights, weight: float) -> None:
+        """Note that the script took a batch of a pass."""
+        of.given += 1
+        of.latest = [*of.latest[-1:], weight]
+        of.fetches_ahead |= of.given == 2 and any(other is of for other, _ in self._taken)
+        self._weight, self._last = weight, of
+        self._taken.append((of, weight))
+
+    def of_backward(self) -> float:
+        """Return the weight of the gradient that ``backward()`` is about to compute.
+
+        Raises:
+            UnsupportedLoaderError: The script took batches since the last one of which this rank's parts differ, so
+                that no weight is right.
+        """
+        taken, self._taken = self._taken, []
+        counted = [(of, weight) for of, weight in taken if of is self._last or of.given > 1]  # not mere looks
+        if len({weight for _, weight in counted}) > 1:
+            names = " and ".join(dict.fromkeys(of.name for of, _ in counted))
+            self._refuse(f"several batches of {names} were taken since the last backward()", counted)
+        last = self._last
+        if last is not None and not taken and last.is_over and last.fetches_ahead and len(set(last.latest)) > 1:
+            self._refuse(
+                f"the batches of {last.name} are fetched ahead of backward()", [(last, each) for each in last.latest]
+            )
+        return self._weight
+
+    def _refuse(self, why: str, taken: Sequence[tuple[PassWeights, float]]) -> None:
+        weights = ", ".join(f"{weight:.4g}" for weight in dict.fromkeys(weight for _, weight in taken))
+        raise UnsupportedLoaderError(
+            f"The gradient cannot be that of one process: {why}, and this rank's parts of them have different weights "
+            f"({weights}), because not all ranks have equally many samples of each. Use batches of a multiple of the "
+            "number of ranks, and drop_last=True; or call backward() for each batch."
+        )
+
+
+class Gradients:
+    """Weighs and averages what ``backward()`` computes, for the parameters of the script's optimizers.
+
+    Args:
+        lockstep: Compares what the ranks do; None for a single rank.
+        tell: Tells the user something, once.
+        on_first_step: Called after the first step of an optimizer.
+
+    Attributes:
+        weight: Knows the weight of a ``backward()``.
+        sent_bytes: How many bytes this rank has sent.
+        averaging_s: How many seconds that took.
+        began_s: When the first ``backward()`` began; None before.
+        backwards: How often ``backward()`` was called.
+        steps: How many steps the optimizers made.
+    """
+
+    def __init__(
+        self, lockstep: Lockstep | None, tell: Callable[[str], object], on_first_step: Callable[[], object]
+    ) -> None:
+        self.weight = StepWeight()
+        self.sent_bytes: int = 0
+        self.averaging_s: float = 0.0
+        self.began_s: float | None = None
+        self.backwards: int = 0
+        self.steps: int = 0
+        self._lockstep, self._tell, self._on_first_step = lockstep, tell, on_first_step
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._was_loaded = False
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Hook ``backward()``, ``torch.autograd.grad`` and the steps of optimizers while entered."""
+        before, grad, is_in_backward = torch.autograd.backward, torch.autograd.grad, backward_in_progress()
+
+        def backward(
+            tensors: Any,
+            grad_tensors: Any = None,
+            retain_graph: bool | None = None,
+            create_graph: bool = False,
+            grad_variables: Any = None,
+            inputs: Any = None,
+        ) -> None:
+            def run(roots: Any, gradients: Any) -> None:
+                before(roots, gradients, retain_graph, create_graph, grad_variables, inputs=inputs)
+
+            if is_in_backward():  # as checkpointing calls it
+                run(tensors, grad_tensors)
+            else:
+                self._backward(run, tensors, grad_tensors, create_graph=create_graph)
+
+        def telling_grad(*args: Any, **options: Any) -> Any:
+            if self._lockstep is not None and not is_in_backward():
+                self._tell(
+                    "torch.autograd.grad() is used: what it returns is of this rank's part of a batch, and is not "
+                    "averaged."
+                )
+            return grad(*args, **options)
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(torch.autograd, "backward", backward))
+            stack.enter_context(patch.object(torch.autograd, "grad", telling_grad))
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            yield
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Note an optimizer, whose parameters' gradients are averaged from now on."""
+        self._optimizers.append(weakref.ref(optimizer))
+        optimizer.register_load_state_dict_post_hook(self._note_loaded)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of all optimizers, in the order in which the script gave them."""
+        alive = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        groups = [group["params"] for optimizer in alive for group in optimizer.param_groups]
+        return list({id(each): each for group in groups for each in group}.values())
+
+    def _note_loaded(self, optimizer: Optimizer) -> None:
+        self._was_loaded = True
+
+    def _backward(self, run: Callable[[Any, Any], None], tensors: Any, gradients: Any, *, create_graph: bool) -> None:
+        self.backwards += 1
+        if self._lockstep is None:
+            run(tensors, gradients)
+            return
+        if self.began_s is None:
+            self.began_s = perf_counter()
+        if create_graph:
+            raise UnsupportedLoaderError(
+                "backward(create_graph=True) cannot be averaged over the ranks: what is computed of these gradients "
+                "later would be of this rank's part alone. Use torch.autograd.grad(..., create_graph=True) for the "
+                "term that needs it, and backward() for their sum."
+            )
+        weight = self.weight.of_backward()
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = [gradients] if gradients is None or isinstance(gradients, torch.Tensor) else list(gradients)
+        given += [None] * (len(roots) - len(given))
+        run(tensors, [_weighed(root, gradient, weight) for root, gradient in zip(roots, given, strict=False)])
+        began_s = perf_counter()
+        self._average(self._lockstep)
+        self.averaging_s += perf_counter() - began_s
+
+    def _average(self, lockstep: Lockstep) -> None:
+        parameters = self.parameters
+        has = tuple(parameter.grad is not None for parameter in parameters)
+        lockstep.backwards = self.backwards
+        if not lockstep.meet(Act.BACKWARD, len(parameters), self._loaded_state(), usual=hash(has) >> 2):
+            has = tuple(lockstep.largest(has))
+        found = []
+        for parameter, is_used in zip(parameters, has, strict=True):
+            if is_used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                found.append(parameter)
+        self.sent_bytes += average([_grad(each) for each in found if not _grad(each).is_sparse], lockstep.ranks)
+        for parameter in found:
+            if _grad(parameter).is_sparse:
+                parameter.grad = self._sparse_mean(lockstep, _grad(parameter))
+
+    def _loaded_state(self) -> int:
+        """Return a checksum of what the optimizers hold if a state was loaded since the last call, otherwise 0."""
+        if not self._was_loaded:
+            return 0
+        self._was_loaded = False
+        alive = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        states = [optimizer.state[each] for optimizer in alive for each in self.parameters if each in optimizer.state]
+        held = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return sum(checksums(held)) >> 2 or 1
+
+    def _sparse_mean(self, lockstep: Lockstep, gradient: torch.Tensor) -> torch.Tensor:
+        own = gradient.coalesce()
+        parts = lockstep.gathered((own.indices().cpu(), own.values().cpu()))
+        indices = torch.cat([part for part, _ in parts], dim=1).to(own.device)
+        values = torch.cat([part for _, part in parts]).to(own.device)
+        self.sent_bytes += own.values().numel() * own.values().element_size()
+        return torch.sparse_coo_tensor(indices, values / lockstep.ranks, own.shape).coalesce()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        if self._lockstep is None:
+            return
+        if not any(ref() is optimizer for ref in self._optimizers):
+            raise UnsupportedLoaderError(
+                f"The {type(optimizer).__name__} was made before its script ran as one process, so nobody has averaged "
+                "its gradients. Make it within autopatch(as_one_process=True)."
+            )
+        if not self.backwards and not (any(callable(each) for each in args) or callable(options.get("closure"))):
+            raise UnsupportedLoaderError(
+                f"The {type(optimizer).__name__} makes a step, and no backward() was called, so its gradients are of "
+                "this rank's part of the data and nobody has averaged them. torch.autograd.grad() and gradients that "
+                "are set by hand cannot be averaged: call backward(), or start the script in one process."
+            )
+
+    def _after_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        self.steps += 1
+        if self._lockstep is not None:
+            self._lockstep.steps = self.steps
+        if self.steps == 1:
+            self._on_first_step()
+
+
+def _grad(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        raise RankMismatchError("A gradient is gone that was there a moment ago: another thread has removed it.")
+    return gradient
+
+
+def _weighed(root: torch.Tensor, gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
+    """Return the gradient of a root of ``backward()``, times a weight."""
+    if weight == 1.0 or not isinstance(root, torch.Tensor):
+        return gradient
+    if gradient is not None:
+        return gradient * weight
+    # torch refuses a root of several elements without a gradient, in its own words.
+    return torch.full_like(root, weight) if root.numel() == 1 else None

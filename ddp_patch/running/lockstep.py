@@ -1,0 +1,173 @@
+"""Keep the ranks of a script in lockstep: what each does next is the same on all, or an error says who does what."""
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from enum import IntEnum
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_patch.compat.private_torch import default_store
+from ddp_patch.errors import MissingRanksError, RankMismatchError
+from ddp_patch.loaders.hooks import script_line
+from ddp_patch.ranks.exchange import already_in, by_value, ranks_text
+
+__all__ = ["Act", "Lockstep"]
+
+
+class Act(IntEnum):
+    """What a script does that all ranks do together."""
+
+    OPTIMIZER = 0
+    BACKWARD = 1
+    EVALUATION = 2
+    END = 3
+
+
+_WORDS = {
+    Act.OPTIMIZER: "makes an optimizer",
+    Act.BACKWARD: "calls backward()",
+    Act.EVALUATION: "begins to iterate a loader that is whole on every rank",
+    Act.END: "has come to its end",
+}
+# Each script that a process runs has keys of its own in the store.
+_numbers = count()
+# How often a rank writes down where its script is, for the others to read if they miss it.
+_PERIOD_S = 2.0
+
+
+class Lockstep:
+    """Compares what the ranks do next, each time before they communicate.
+
+    Args:
+        rank: This rank.
+        ranks: How many there are.
+        timeout: How many seconds a rank waits for the others.
+
+    Attributes:
+        backwards: How often the script called ``backward()``.
+        steps: How many steps its optimizers made.
+    """
+
+    def __init__(self, rank: int, ranks: int, timeout: float) -> None:
+        self.rank: int = rank
+        self.ranks: int = ranks
+        self.backwards: int = 0
+        self.steps: int = 0
+        self._timeout = timeout
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._store: Any = dist.PrefixStore(f"ddp_patch/lockstep/{next(_numbers)}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
+        self._script = threading.get_ident()
+        self._is_over = threading.Event()
+        self._writer = threading.Thread(target=self._write_places, daemon=True, name="ddp_patch.lockstep")
+        self._writer.start()
+
+    def meet(self, act: Act, *facts: int, usual: int = 0) -> bool:
+        """Wait until every rank does the same, and compare it.
+
+        Args:
+            act: What this rank does.
+            facts: At most two numbers that must be the same on every rank.
+            usual: A number that may differ.
+
+        Returns:
+            Whether ``usual`` is the same on every rank.
+
+        Raises:
+            RankMismatchError: Another rank does something else; every rank raises it.
+            MissingRanksError: Another rank did not come within the timeout, or has ended.
+        """
+        own = torch.tensor([act, self.backwards, self.steps, *(*facts, 0, 0)[:2], usual])
+        largest = torch.cat([own, -own])
+        self._together(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, self._group))
+        differs = largest[: len(own)] != -largest[len(own) :]
+        if bool(differs[:-1].any()):
+            self._refuse(act, facts)
+        return not bool(differs[-1])
+
+    def largest(self, flags: Sequence[bool]) -> list[bool]:
+        """Return, for each of some flags, whether it is set on any rank."""
+        found = torch.tensor(flags, dtype=torch.uint8)
+        self._together(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, self._group))
+        return found.bool().tolist()
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return each rank's value."""
+        values: list[Any] = [None] * self.ranks
+        self._together(lambda: dist.all_gather_object(values, value, self._group))
+        return values
+
+    def put(self, name: str, value: bytes) -> None:
+        """Leave a value of this rank for the others, in place of an earlier one of that name."""
+        self._store.set(f"{name}/{self.rank}", value)
+
+    def left(self, name: str) -> dict[int, bytes]:
+        """Return what the ranks have left under a name so far, by rank; it does not wait."""
+        return already_in(self._store, {rank: f"{name}/{rank}" for rank in range(self.ranks)})
+
+    def forget(self, name: str) -> None:
+        """Remove what this rank has left under a name."""
+        with suppress(RuntimeError):  # a store that cannot
+            self._store.delete_key(f"{name}/{self.rank}")
+
+    def leave(self, why: str) -> None:
+        """Tell the others that this rank's script has ended on its own, and why."""
+        self.stop()
+        with suppress(RuntimeError):  # the store may be gone
+            self.put("place", f"has ended: {why}".encode())
+
+    def stop(self) -> None:
+        """Write down no more where the script is."""
+        self._is_over.set()
+        if self._writer is not threading.current_thread():
+            self._writer.join()
+
+    def _together(self, communicate: Callable[[], object]) -> None:
+        try:
+            communicate()
+        except RuntimeError as error:
+            raise self._missing(error) from error
+
+    def _missing(self, error: RuntimeError) -> MissingRanksError:
+        """Return the error that says where the script is on each rank, as far as it was written down."""
+        self._write_place()
+        with suppress(RuntimeError):
+            places = {rank: place.decode() for rank, place in self.left("place").items()}
+            where = "".join(f"\n  rank {rank} {place}" for rank, place in sorted(places.items()))
+            return MissingRanksError(
+                f"The ranks do no longer do the same: at {script_line(sys._getframe(1))} rank {self.rank} waited for "
+                f"the others, at most {self._timeout:g} s, and the connection said: {str(error).splitlines()[0]}."
+                f"{where}\nEvery rank runs the whole script, so each must make the same steps: let what it decides "
+                "follow from whole evaluations, not from the loss of a part of a batch. A rank that is only slow needs "
+                "a longer --timeout."
+            )
+        return MissingRanksError(
+            "The store of the process group is gone, so the rank that kept it has ended. See its output."
+        )
+
+    def _refuse(self, act: Act, facts: Sequence[int]) -> None:
+        doing = f"{_WORDS[act]} at {script_line(sys._getframe(2))}"
+        counts = f"after {self.backwards} calls of backward() and {self.steps} optimizer steps"
+        also = f", with {' and '.join(map(str, facts))}" if facts else ""
+        rows = by_value(dict(enumerate(self.gathered(f"{doing}, {counts}{also}"))))
+        listed = "".join(f"\n  {ranks_text(ranks)} {row}" for row, ranks in rows.items())
+        raise RankMismatchError(
+            f"The ranks do no longer do the same:{listed}\nEvery rank runs the whole script, so each must make the "
+            "same steps: let what it decides follow from whole evaluations, not from the loss of a part of a batch, "
+            "and from no random numbers that are drawn after the first optimizer step."
+        )
+
+    def _write_places(self) -> None:
+        while not self._is_over.wait(_PERIOD_S):
+            self._write_place()
+
+    def _write_place(self) -> None:
+        frame = sys._current_frames().get(self._script)
+        where = f"is at {script_line(frame)}, after {self.backwards} calls of backward() and {self.steps} steps"
+        with suppress(RuntimeError):  # the store may be gone
+            self.put("place", where.encode())

@@ -1,0 +1,497 @@
+"""Run a script of one process on several ranks as one: its batches are divided, its gradients averaged."""
+
+import json
+import os
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from enum import Enum
+from time import perf_counter
+from typing import Any, Literal, TypeAlias
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ddp_patch.errors import RankMismatchError, WorldError
+from ddp_patch.evaluation.steps import Steps, steps_of
+from ddp_patch.loaders.copying import change_loader, copy_loader
+from ddp_patch.loaders.facts import Level, look_at
+from ddp_patch.loaders.hooks import Use
+from ddp_patch.options import Options
+from ddp_patch.orders.random_states import loader_seed
+from ddp_patch.patching import patch_each
+from ddp_patch.ranks.exchange import by_value, digest, ranks_text
+from ddp_patch.ranks.world import World, find_world
+from ddp_patch.running.gradients import Gradients, PassWeights
+from ddp_patch.running.lockstep import Act, Lockstep
+from ddp_patch.running.records import Patterns, UsedLoader, compared, is_off, shown, unpatched, what_it_is
+from ddp_patch.running.replicas import batch_norms, broadcast, checksums, models_of, sync_batch_norms
+from ddp_patch.running.session import Session, as_it_was_if_refused, is_too_soon, logger, user_of
+from ddp_patch.running.voice import saved_once
+from ddp_patch.schedule import BatchRecord
+from ddp_patch.sharding.batches import require_batches
+
+__all__ = ["Loss", "Mode", "OneProcess", "OneProcessOptions", "seed_all"]
+
+
+Loss: TypeAlias = Literal["mean", "sum"]
+
+_TWO_LINES = (
+    "DistributedDataParallel averages while backward() still computes: torch.distributed.init_process_group() at the "
+    "start, and model = torch.nn.parallel.DistributedDataParallel(model)"
+)
+
+
+def seed_all(seed: int | None) -> None:
+    """Seed the global generators of Python, numpy and torch; None for a seed of the system's entropy."""
+    random.seed(seed)
+    np.random.seed(None if seed is None else seed % 2**32)
+    if seed is None:
+        torch.seed()
+    else:
+        torch.manual_seed(seed)
+
+
+class Mode(Enum):
+    """How a script's ranks train."""
+
+    UNDECIDED = "undecided"
+    ONE_PROCESS = "one process"
+    RANKS = "ranks"
+
+
+@dataclass(frozen=True)
+class OneProcessOptions:
+    """How ranks train as one process.
+
+    Attributes:
+        mode: ``Mode.UNDECIDED`` for what the script shows when it first uses a loader or makes an optimizer.
+        loss: What the script's loss is of the samples of a batch.
+        shard_evaluation: Whether loaders are divided under ``no_grad``, too.
+        whole: Loaders that are made there are never divided.
+        sync_batchnorm: Whether batch normalisation sees the whole batch.
+        all_ranks_write: Whether ``torch.save`` writes files on every rank.
+        on_decision: Called with the mode when it is decided.
+    """
+
+    mode: Mode = Mode.UNDECIDED
+    loss: Loss = "mean"
+    shard_evaluation: bool = False
+    whole: Patterns = field(default_factory=Patterns)
+    sync_batchnorm: bool = False
+    all_ranks_write: bool = False
+    on_decision: Callable[[Mode], object] = lambda mode: None
+
+
+@dataclass
+class _Loader:
+    """A loader of the script.
+
+    Attributes:
+        loader: The loader itself. It becomes the divided one when that is first asked for.
+        record: What is reported of it.
+        original: A copy of it as the script made it.
+        is_whole: Whether it is never divided.
+        seed: What its order follows from.
+        whole: A copy that gives every rank all of it.
+        is_divided: Whether the loader itself is divided by now.
+    """
+
+    loader: "weakref.ref[DataLoader[Any]]"
+    record: UsedLoader
+    original: DataLoader[Any]
+    is_whole: bool
+    seed: int
+    whole: DataLoader[Any] | None = None
+    is_divided: bool = False
+
+
+class OneProcess:
+    """Decides how a script is run, when it first uses a loader or makes an optimizer; and runs it as one process.
+
+    Args:
+        session: Patches the loaders of a script that makes a process group itself.
+        options: How to shard.
+        chosen: How to train as one process.
+
+    Attributes:
+        mode: How the script is run.
+        records: What was done with each loader, in the order of their first use.
+    """
+
+    def __init__(self, session: Session, options: Options, chosen: OneProcessOptions) -> None:
+        self.mode: Mode = Mode.UNDECIDED
+        self.records: list[UsedLoader] = []
+        self._session, self._options, self._chosen = session, options, chosen
+        self._known: dict[int, _Loader] = {}
+        self._stack = ExitStack()
+        self._process = os.getpid()
+        self._told: set[str] = set()
+        self._ranks = 1
+        self._world = World(0, 1)
+        self._seed = 0
+        self._lockstep: Lockstep | None = None
+        self._gradients = Gradients(None, self._tell, self._fold_in_rank)
+        self._has_made_group = False
+        self._passes = 0
+        self._models: tuple[tuple[int, ...], list[weakref.ref[nn.Module]]] = ((), [])
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Hook optimizers, ``backward()`` and what makes process groups, while entered."""
+        make = Optimizer.__init__
+
+        def made(optimizer: Any, *args: Any, **options: Any) -> None:
+            make(optimizer, *args, **options)
+            self._note_optimizer(optimizer)
+
+        with self._stack, patch.object(Optimizer, "__init__", made):
+            if self._chosen.mode is not Mode.UNDECIDED:
+                self._decide()
+            try:
+                yield
+            except BaseException as error:
+                self._leave(error)
+                raise
+            self._finish()
+
+    def used(self, loader: DataLoader[Any], use: Use) -> None:
+        """Note that a loader is about to be used."""
+        if self.mode is Mode.UNDECIDED and dist.is_initialized():
+            self._decide()
+        if self.mode is Mode.RANKS:
+            self._session.used(loader, use)
+        elif self.mode is Mode.ONE_PROCESS and use in {Use.ASKED, Use.HANDED} and not is_off():
+            with unpatched():
+                if (known := self._look(loader)) is not None and not known.is_whole:
+                    self._divide(known, loader)
+
+    def iterated(self, loader: DataLoader[Any]) -> Iterator[Any] | None:
+        """Return the iterator of a loader's next pass; None if the loader itself makes it."""
+        if is_off() or os.getpid() != self._process:
+            return None
+        user = user_of(loader)
+        if is_too_soon(loader, user):
+            return None
+        self._decide()
+        if self.mode is Mode.RANKS:
+            return None
+        with unpatched():  # what looking at it and iterating it iterates
+            known = None if user is not None else self._look(loader)
+            if known is None:
+                return None
+            known.record.passes += 1
+            if known.is_whole or not (torch.is_grad_enabled() or self._chosen.shard_evaluation):
+                return self._whole_pass(known)
+            return self._divided_pass(known, loader)
+
+    def require_no_wrapper(self, name: str) -> None:
+        """Refuse a model that averages gradients by itself."""
+        if self.mode is Mode.ONE_PROCESS and self._ranks > 1:
+            raise WorldError(
+                f"The script wraps a model in {name} after {self._ranks} ranks have begun to train as one process, so "
+                "its gradients would be averaged twice, and its loaders are divided already. Leave the wrapper out; or "
+                "let the script make the process group before it uses a loader or an optimizer, or pass --mode ranks: "
+                "then each rank trains on its shard."
+            )
+
+    @property
+    def notes(self) -> list[str]:
+        """What the summary says beside the table."""
+        gradients = self._gradients
+        steps = f"{gradients.steps:,} optimizer step{'' if gradients.steps == 1 else 's'}"
+        if self._ranks == 1:
+            return [f"1 rank trained as one process: {steps}."]
+        found = [f"{self._ranks} ranks trained as one process: {steps}."]
+        if gradients.began_s is not None:
+            share = gradients.averaging_s / max(1e-9, perf_counter() - gradients.began_s)
+            megabytes = gradients.sent_bytes / 1e6 / max(1, gradients.steps)
+            found = [f"{found[0][:-1]}, {megabytes:.3g} MB averaged a step, in {share:.0%} of the time."]
+            if share > 0.2:
+                found.append(f"To spend less of it: {_TWO_LINES}.")
+        unused = sorted(self._chosen.whole.unused)
+        return found + [f"The pattern {pattern!r} of --whole matched no loader that was used." for pattern in unused]
+
+    def _decide(self) -> None:
+        """Decide how the script is run, once: by whether it has made a process group by now."""
+        if self.mode is not Mode.UNDECIDED:
+            return
+        found = Mode.RANKS if dist.is_initialized() else Mode.ONE_PROCESS
+        self.mode = found if self._chosen.mode is Mode.UNDECIDED else self._chosen.mode
+        self._chosen.on_decision(self.mode)
+        if self.mode is Mode.ONE_PROCESS:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        self._seed = torch.initial_seed() % 2**63
+        if self._ranks > 1:
+            self._join()
+        self._stack.enter_context(self._gradients.hooked())
+        if self._is_first:
+            ranks = "1 rank trains" if self._ranks == 1 else f"{self._ranks} ranks train"
+            logger.info("%s as one process; orders and first random numbers follow from seed %d", ranks, self._seed)
+
+    def _join(self) -> None:
+        """Make the process group, if there is none, and what the ranks do in it."""
+        timeout = self._options.timeout
+        if not dist.is_initialized():
+            backend = "gloo"
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+                backend = "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+            self._has_made_group = True
+        self._world = find_world() or World(0, 1)
+        self._lockstep = Lockstep(dist.get_rank(), self._ranks, timeout)
+        self._seed = self._lockstep.gathered(self._seed)[0]
+        self._gradients = Gradients(self._lockstep, self._tell, self._fold_in_rank)
+        self._stack.enter_context(patch.object(dist, "init_process_group", _refused("init_process_group", self._ranks)))
+        for name in ("spawn", "start_processes"):
+            self._stack.enter_context(patch.object(torch.multiprocessing, name, _refused(name, self._ranks)))
+        if not self._chosen.all_ranks_write:
+            self._stack.enter_context(saved_once(self._lockstep, self._tell, timeout))
+
+    @property
+    def _is_first(self) -> bool:
+        return self._world.rank == 0
+
+    def _tell(self, text: str) -> None:
+        """Tell the user something, once, on the first rank."""
+        if self._is_first and text not in self._told:
+            self._told.add(text)
+            logger.warning("%s", text)
+
+    def _look(self, loader: DataLoader[Any]) -> _Loader | None:
+        """Return what is known of a loader; None if it is left as it is."""
+        known = self._known.get(id(loader))
+        if known is not None and known.loader() is loader:
+            return known
+        facts = look_at(loader)
+        record = UsedLoader(shown(loader), what_it_is(facts), "left alone", ranks=self._ranks)
+        why = self._session.why_left(facts)
+        if facts.sharded_by is not None:
+            record.fate, why = "shards itself", type(facts.sharded_by).__name__
+        record.note = why or ""
+        self.records.append(record)
+        if why is not None:
+            return None
+        is_unbatched = facts.level is Level.UNBATCHED or facts.batch_size is None is facts.loader.batch_sampler
+        is_whole = is_unbatched or self._chosen.whole.matches(loader)
+        record.note = "it makes no batches" if is_unbatched else "--whole" if is_whole else ""
+        seed = loader_seed(self._seed, digest(record.what), len(self.records))
+        known = _Loader(weakref.ref(loader), record, copy_loader(loader), is_whole, seed)
+        self._known[id(loader)] = known
+        return known
+
+    def _divide(self, known: _Loader, loader: DataLoader[Any]) -> None:
+        """Put this rank's part of each batch into the loader itself, so that all references to it have that."""
+        if known.is_divided:
+            return
+        options = replace(self._options, share="within_batches", uneven="keep", seed=known.seed)
+        with as_it_was_if_refused(loader, known.record, Use.ITERATED):
+            facts = look_at(loader)
+            patch_each("autopatch", {"": loader}, self._world, lambda: options, compared(loader), change_loader)
+        known.is_divided = True
+        known.record.note_patched("whole and divided" if known.whole else "divided", facts, loader)
+        self._log(known.record)
+
+    def _divided_pass(self, known: _Loader, loader: DataLoader[Any]) -> Iterator[Any]:
+        self._divide(known, loader)
+        if self._lockstep is None:
+            return iter(loader)
+        steps = steps_of("autopatch", loader, require_batches("autopatch", loader), iterator := iter(loader))
+        weights = PassWeights(known.record.place, self._gradients.backwards)
+        return _DividedPass(iterator, steps, weights, self._weight_of, self._note_end)
+
+    def _weight_of(self, weights: PassWeights, record: BatchRecord) -> None:
+        """Note that the script took a batch of a divided pass."""
+        whole = record.total or 1  # a divided batch's is known
+        part = float(record.real_samples > 0) if self._chosen.loss == "sum" else record.real_samples / whole
+        self._gradients.weight.take(weights, self._ranks * part)
+
+    def _note_end(self, weights: PassWeights) -> None:
+        """Note that the script came to the end of a divided pass: compare the parameters, without waiting."""
+        weights.is_over = True
+        if self._gradients.backwards == weights.backwards and weights.given:
+            self._tell(
+                f"The loader made at {weights.name} was divided, and backward() was not called in its pass: each rank "
+                "computed with its own part of the batches. If it evaluates, iterate it under torch.no_grad(), or pass "
+                f"--whole {weights.name}: then every rank gets all of it."
+            )
+        self._passes += 1
+        self._post_checksums(self._passes)
+        self._compare_checksums(self._passes - 1)
+
+    def _whole_pass(self, known: _Loader) -> Iterator[Any]:
+        if known.whole is None:
+            known.whole = known.original
+            options = replace(self._options, seed=known.seed, agreement="auto")
+            with as_it_was_if_refused(known.whole, known.record, Use.ITERATED):
+                facts = look_at(known.whole)
+                patch_each("autopatch", {"": known.whole}, World(0, 1), lambda: options, place_share=change_loader)
+            known.record.note_whole("whole and divided" if known.is_divided else "whole", known.whole, facts)
+            self._log(known.record)
+        if self._lockstep is not None:
+            self._lockstep.meet(Act.EVALUATION)
+            broadcast(self._buffers())
+        return iter(known.whole)
+
+    def _log(self, record: UsedLoader) -> None:
+        if self._is_first:
+            logger.info(record.line)
+
+    def _note_optimizer(self, optimizer: Optimizer) -> None:
+        if os.getpid() != self._process:
+            return
+        self._decide()
+        if self.mode is Mode.RANKS:
+            return
+        self._gradients.add(optimizer)
+        if self._lockstep is None:
+            return
+        parameters = self._gradients.parameters
+        self._lockstep.meet(Act.OPTIMIZER, len(parameters), sum(each.numel() for each in parameters))
+        models = self._models_now()
+        if self._chosen.sync_batchnorm:
+            sync_batch_norms(models)
+        elif names := batch_norms(models):
+            self._tell(
+                f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: batch normalisation sees this "
+                "rank's part of each batch, not all of it. On accelerators, --sync-batchnorm puts torch's "
+                "SyncBatchNorm in its place."
+            )
+        broadcast([*parameters, *self._buffers()])
+
+    def _models_now(self) -> list[nn.Module]:
+        """Return the models that hold the optimizers' parameters."""
+        parameters = self._gradients.parameters
+        numbers = tuple(map(id, parameters))
+        models = [model for ref in self._models[1] if (model := ref()) is not None]
+        if self._models[0] != numbers or len(models) != len(self._models[1]):
+            models = models_of(parameters)
+            self._models = numbers, [weakref.ref(model) for model in models]
+        return models
+
+    def _buffers(self) -> list[torch.Tensor]:
+        found = (buffer for model in self._models_now() for buffer in model.buffers())
+        return list({id(buffer): buffer for buffer in found}.values())
+
+    def _fold_in_rank(self) -> None:
+        """Let random numbers differ between the ranks from now on, as those of the samples of one batch do."""
+        if self._world.rank:
+            seed_all(int(np.random.SeedSequence([self._seed, self._world.rank]).generate_state(1)[0]))
+
+    def _post_checksums(self, number: int) -> None:
+        if self._lockstep is not None:
+            self._lockstep.put(f"sums/{number}", json.dumps(checksums(self._gradients.parameters)).encode())
+            self._lockstep.forget(f"sums/{number - 2}")
+
+    def _compare_checksums(self, number: int) -> None:
+        """Compare what the ranks' parameters were at an end, if all ranks have left that."""
+        lockstep = self._lockstep
+        left = {} if lockstep is None or number < 1 else lockstep.left(f"sums/{number}")
+        if len(left) < self._ranks or len(set(left.values())) < 2:
+            return
+        sums: dict[int, list[int]] = {rank: json.loads(of_rank) for rank, of_rank in left.items()}
+        place = next(
+            (place for place, values in enumerate(zip(*sums.values(), strict=False)) if len(set(values)) > 1), None
+        )
+        which = "their number" if place is None else self._name_of(place)
+        by_sum = by_value({rank: None if place is None else own[place] for rank, own in sums.items()})
+        parties = " and ".join(ranks_text(ranks) for ranks in by_sum.values())
+        raise RankMismatchError(
+            f"The ranks no longer train the same model: the parameters differ first in {which}, between {parties}, "
+            f"after {self._gradients.steps} optimizer steps. Change parameters only by an optimizer's step, or alike "
+            "on every rank: from the first optimizer step on, random numbers differ between the ranks."
+        )
+
+    def _name_of(self, place: int) -> str:
+        parameters = self._gradients.parameters
+        names = {id(each): name for model in self._models_now() for name, each in model.named_parameters()}
+        parameter = parameters[place]
+        return f"{names.get(id(parameter), f'number {place}')}, of shape {tuple(parameter.shape)}"
+
+    def _finish(self) -> None:
+        """End together, and compare the parameters once more."""
+        if self._lockstep is not None:
+            try:
+                self._passes += 1
+                self._post_checksums(self._passes)
+                self._lockstep.meet(Act.END)
+                self._compare_checksums(self._passes)
+            finally:
+                self._lockstep.stop()
+        self._destroy_group()
+
+    def _leave(self, error: BaseException) -> None:
+        """End alone, and tell the others why."""
+        if self._lockstep is not None:
+            why = f"exit code {error.code}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+            self._lockstep.leave(why.splitlines()[0])
+        self._destroy_group()
+
+    def _destroy_group(self) -> None:
+        if self._has_made_group and dist.is_initialized():  # the script may have destroyed it
+            dist.destroy_process_group()
+
+
+class _DividedPass(Iterator[Any]):
+    """An iterator of a divided loader; what it is not itself, it is as the loader's own.
+
+    Args:
+        iterator: The loader's own.
+        steps: The batches that it gives, with their records.
+        weights: Those of its batches.
+        take: Called with them and each batch's record.
+        end: Called with them at the end.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        steps: Steps,
+        weights: PassWeights,
+        take: Callable[[PassWeights, BatchRecord], object],
+        end: Callable[[PassWeights], object],
+    ) -> None:
+        self._iterator, self._steps, self._weights, self._take, self._end = iterator, steps, weights, take, end
+
+    def __next__(self) -> Any:
+        try:
+            batch, record = next(self._steps)
+        except StopIteration:
+            if not self._weights.is_over:
+                self._end(self._weights)
+            raise
+        self._take(self._weights, record)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._iterator)  # type: ignore[arg-type]  # torch's has a length
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+def _refused(name: str, ranks: int) -> Callable[..., Any]:
+    """Return what raises where a script that runs as one process would start others."""
+    if name == "init_process_group":
+        why = "makes a process group after it has used a loader or an optimizer, and"
+        remedy = "Make it before; or pass --mode ranks, which waits for it: then each rank trains on its shard."
+    else:
+        why = "starts processes by torch.multiprocessing, and"
+        remedy = "Let it train in its own process; or start it without this command, and patch its loaders."
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise WorldError(f"The script {why} {ranks} ranks run it as one process already. {remedy}")
+
+    return refuse

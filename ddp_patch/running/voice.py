@@ -1,0 +1,148 @@
+"""One voice: what the script prints and saves on other ranks than the first."""
+
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from time import monotonic, sleep
+from typing import IO, Any
+from unittest.mock import patch
+
+import torch
+
+from ddp_patch.errors import MissingRanksError
+from ddp_patch.ranks.exchange import digest
+from ddp_patch.running.lockstep import Lockstep
+
+__all__ = ["Voice", "errors_reported", "saved_once"]
+
+_PERIOD_S = 0.05
+INTERRUPTED = 130  # as shells say of a program that Ctrl-C ended
+
+
+class Voice:
+    """Lets one rank speak: others hold back what they write to stdout and stderr until it is known that they may.
+
+    The files themselves are changed, so that the workers of loaders and libraries in C are silent, too.
+
+    Args:
+        rank: This rank. The first one speaks as ever.
+        log_dir: The folder for what the others write, ``rank-1.log`` and so on; None to forget it.
+    """
+
+    def __init__(self, rank: int, log_dir: Path | None) -> None:
+        self._rank, self._is_logged = rank, log_dir is not None
+        self._real = [os.dup(number) for number in (1, 2)]
+        self._held: IO[bytes] | None = None
+        if not rank:
+            return
+        if log_dir is None:
+            self._held = TemporaryFile()  # noqa: SIM115 - open as long as the process writes
+        else:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            self._held = (log_dir / f"rank-{rank}.log").open("w+b", buffering=0)
+        _redirect(self._held.fileno(), self._held.fileno())
+
+    def silence(self) -> None:
+        """Write nothing from now on, but to the log if there is one."""
+        if self._held is not None and not self._is_logged:
+            null = os.open(os.devnull, os.O_WRONLY)
+            _redirect(null, null)
+            os.close(null)
+        self._held = None
+
+    def release(self) -> None:
+        """Write what was held back, and all that comes."""
+        if self._held is not None:
+            _redirect(*self._real)
+            self._held.seek(0)
+            os.write(self._real[1], self._held.read())
+        self._held = None
+
+    def report(self, text: str) -> None:
+        """Write a text to stderr, with the rank before each line."""
+        lines = "".join(f"[rank {self._rank}] {line}\n" for line in text.splitlines())
+        os.write(self._real[1], lines.encode(errors="replace"))
+
+
+def _redirect(out: int, err: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # the script may have put anything there
+            stream.flush()
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+
+
+@contextmanager
+def errors_reported(voice: Voice | None) -> Iterator[None]:
+    """Show what ends this rank, with its number, and end it with the exit code that Python would give."""
+    if voice is None:
+        yield
+        return
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            voice.report(ended.code)
+            sys.exit(1)
+        raise
+    except BaseException:  # noqa: BLE001 - whatever the script raises
+        voice.report(traceback.format_exc())
+        sys.exit(1)
+    finally:
+        voice.release()
+
+
+@contextmanager
+def saved_once(lockstep: Lockstep, tell: Callable[[str], object], timeout: float) -> Iterator[None]:
+    """Let the first rank alone save to files by ``torch.save`` while entered; others wait before they load these.
+
+    Args:
+        lockstep: The ranks.
+        tell: Tells the user something, once.
+        timeout: How many seconds a rank waits for the first one to have saved what it loads.
+    """
+    save, load = torch.save, torch.load
+    saved = Counter[str]()
+
+    def saving(obj: Any, f: Any, *args: Any, **options: Any) -> None:
+        path = _path(f)
+        if path is None:
+            save(obj, f, *args, **options)
+            return
+        saved[path] += 1
+        if lockstep.rank == 0:
+            save(obj, f, *args, **options)
+            lockstep.put(f"saved/{digest(path)}", str(saved[path]).encode())
+        tell("torch.save() writes files on rank 0 alone; pass --all-ranks-write to write them on all.")
+
+    def loading(f: Any, *args: Any, **options: Any) -> Any:
+        path = _path(f)
+        if path is not None and saved[path] and lockstep.rank:
+            _wait_for(path, saved[path])
+        return load(f, *args, **options)
+
+    def _wait_for(path: str, times: int) -> None:
+        until = monotonic() + timeout
+        while int(lockstep.left(f"saved/{digest(path)}").get(0, b"0")) < times:
+            if monotonic() > until:
+                raise MissingRanksError(
+                    f"Rank {lockstep.rank} would load {path}, which this script has saved {times} times here, and rank "
+                    f"0 has not done so as often within {timeout:g} s. Let what is saved follow from whole "
+                    "evaluations, so that every rank decides the same."
+                )
+            sleep(_PERIOD_S)
+
+    with patch.object(torch, "save", saving), patch.object(torch, "load", loading):
+        yield
+
+
+def _path(file: Any) -> str | None:
+    """Return the path of a file that is named; None for one that is open."""
+    return os.path.realpath(os.fspath(file)) if isinstance(file, str | os.PathLike) else None

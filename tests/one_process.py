@@ -1,0 +1,242 @@
+"""Scripts of one process, as users write them: what they leave in ``model`` and ``history`` is compared."""
+
+import runpy
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HEAD = """
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+    from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+    from torch.utils.data import get_worker_info, random_split
+
+    torch.manual_seed(7)
+    torch.set_default_dtype(torch.float64)
+    x = torch.randn(119, 6)
+    y = (x @ torch.randn(6, 1)).tanh() + 0.1 * torch.randn(119, 1)
+    data = TensorDataset(x, y)
+    history = []
+
+
+    def net():
+        return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
+"""
+
+SCRIPTS: Mapping[str, str] = {
+    "validation and the best checkpoint": """
+        train_data, val_data = random_split(data, [90, 29])
+        train, val = DataLoader(train_data, 8, shuffle=True), DataLoader(val_data, 8)
+        model, best = net(), float("inf")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for epoch in range(3):
+            for a, b in train:
+                optimizer.zero_grad()
+                F.mse_loss(model(a), b).backward()
+                optimizer.step()
+            with torch.no_grad():
+                loss = sum(F.mse_loss(model(a), b, reduction="sum").item() for a, b in val) / len(val_data)
+            history.append(loss)
+            if loss < best:
+                best = loss
+                torch.save(model.state_dict(), FOLDER + "/best.pt")
+            else:
+                break
+        model.load_state_dict(torch.load(FOLDER + "/best.pt"))
+    """,
+    "accumulation with a remainder, clipping, AdamW, a schedule, workers": """
+        loader = DataLoader(data, 10, shuffle=True, num_workers=2, persistent_workers=True)
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, epochs=2, steps_per_epoch=-(-len(loader) // 5))
+        for epoch in range(2):
+            for number, (a, b) in enumerate(loader):
+                (F.mse_loss(model(a), b) / 5).backward()
+                if number % 5 == 4 or number == len(loader) - 1:
+                    history.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=epoch == 0)
+                    schedule.step()
+    """,
+    "two models, two optimizers, a head that some batches do not reach": """
+        class Two(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.trunk, self.often, self.seldom = nn.Linear(6, 5), nn.Linear(5, 1), nn.Linear(5, 1)
+
+            def forward(self, a):
+                hidden = self.trunk(a).tanh()
+                above = hidden[:, :1] > 0.4
+                if above.any():
+                    return torch.where(above, self.seldom(hidden), self.often(hidden))
+                return self.often(hidden)
+
+        model, other = Two(), net()
+        first = torch.optim.Adam(model.parameters(), lr=0.02)
+        second = torch.optim.RMSprop(other.parameters(), lr=0.01)
+        for epoch in range(2):
+            for a, b in DataLoader(data, 6, shuffle=True):
+                first.zero_grad()
+                F.mse_loss(model(a), b + other(a).detach()).backward()
+                first.step()
+                second.zero_grad()
+                F.l1_loss(other(a), model(a).detach()).backward()
+                second.step()
+        history += [p.sum().item() for p in other.parameters()]
+    """,
+    "LBFGS": """
+        model = net()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=4, tolerance_change=0, tolerance_grad=0)
+        for a, b in DataLoader(data, 40):
+            def closure():
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(a), b)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    """,
+    "a scaler on the CPU": """
+        loader = DataLoader(data, 16, shuffle=True, generator=torch.Generator().manual_seed(3))
+        model = net()
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for epoch in range(2):
+            for number, (a, b) in enumerate(loader):
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(a), b) * (float("inf") if number == 3 else 1.0)
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                history.append(scaler.get_scale())
+    """,
+    "an iterable dataset with two workers": """
+        class Stream(IterableDataset):
+            def __iter__(self):
+                worker = get_worker_info()
+                for number in range(worker.id, 119, worker.num_workers):
+                    yield x[number], y[number]
+
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in range(2):
+            for a, b in DataLoader(Stream(), 7, num_workers=2):
+                optimizer.zero_grad()
+                F.mse_loss(model(a), b).backward()
+                optimizer.step()
+        with torch.no_grad():
+            history += [F.mse_loss(model(a), b).item() for a, b in DataLoader(Stream(), 7, num_workers=2)]
+    """,
+    "a weighted sampler": """
+        sampler = WeightedRandomSampler(torch.rand(119), 100)
+        model = net()
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        for epoch in range(2):
+            for a, b in DataLoader(data, 9, sampler=sampler, drop_last=True):
+                optimizer.zero_grad()
+                F.mse_loss(model(a), b).backward()
+                optimizer.step()
+            history.append(sum(p.sum().item() for p in model.parameters()))
+    """,
+    "unequal batches, some smaller than the number of ranks": """
+        class Unequal(torch.utils.data.Sampler):
+            def __iter__(self):
+                order, at = torch.randperm(119).tolist(), 0
+                for size in (1, 2, 5, 3, 1, 30, 4, 2, 1, 7):
+                    yield order[at : at + size]
+                    at += size
+
+            def __len__(self):
+                return 10
+
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(data, batch_sampler=Unequal())
+        for epoch in range(2):
+            for a, b in loader:
+                optimizer.zero_grad()
+                F.mse_loss(model(a), b).backward()
+                optimizer.step()
+        with torch.no_grad():
+            history += [len(a) for a, b in DataLoader(data, batch_sampler=[[1], [2, 3], [4]])]
+    """,
+    "a look, a sparse embedding, frozen layers, several losses, all data at once": """
+        words = TensorDataset(torch.arange(119) % 13, y)
+        loader = DataLoader(words, 12, shuffle=True)
+        first, _ = next(iter(loader))
+        model = nn.Sequential(nn.Embedding(13, 6, sparse=True), nn.Linear(6, 6), net())
+        model[1].requires_grad_(False)
+        optimizers = [torch.optim.SparseAdam(model[0].parameters()), torch.optim.Adam(model[2].parameters())]
+        for a, b in loader:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            out = model(a)
+            F.mse_loss(out, b).backward(retain_graph=True)
+            torch.autograd.backward([out.abs().mean(), out.pow(4).mean()])
+            for optimizer in optimizers:
+                optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        F.mse_loss(model(words.tensors[0]), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    """,
+    "checkpointed layers, batch normalisation in evaluation, the training set evaluated": """
+        from torch.utils.checkpoint import checkpoint
+
+        model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9).eval(), nn.Linear(9, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        loader = DataLoader(data, 8, shuffle=True)
+        for epoch in range(2):
+            for a, b in loader:
+                optimizer.zero_grad()
+                hidden = checkpoint(model[0], a.requires_grad_(), use_reentrant=epoch == 0)
+                F.mse_loss(model[1:](hidden), b).backward()
+                optimizer.step()
+            with torch.inference_mode():
+                history.append(sum(F.mse_loss(model(a), b, reduction="sum").item() for a, b in loader))
+    """,
+    "a state of the optimizer that is loaded, later parameters, float32": """
+        torch.set_default_dtype(torch.float32)
+        data = TensorDataset(x.float(), y.float())
+        model, head = net(), nn.Linear(1, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for epoch in range(3):
+            for a, b in DataLoader(data, 11, shuffle=True):
+                optimizer.zero_grad()
+                F.mse_loss(head(model(a)), b).backward()
+                optimizer.step()
+            if epoch == 0:
+                state = optimizer.state_dict()
+                optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+                optimizer.load_state_dict(state)
+            if epoch == 1:
+                optimizer.add_param_group({"params": list(head.parameters())})
+        history += [p.item() for p in head.parameters()]
+    """,
+}
+
+
+def run(name: str, own: Path, shared: Path) -> dict[str, Any]:
+    """Run a script, and return its parameters and its history.
+
+    Args:
+        name: Which script.
+        own: This rank's folder, which gets the script.
+        shared: The folder that the script writes to.
+    """
+    file = own / f"{'_'.join(name.split())[:40]}.py"
+    file.write_text(f"FOLDER = {str(shared)!r}\n" + textwrap.dedent(HEAD) + textwrap.dedent(SCRIPTS[name]))
+    try:
+        left = runpy.run_path(str(file), run_name="__main__")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return {
+        "parameters": [each.detach().double().flatten().tolist() for each in left["model"].parameters()],
+        "history": left["history"],
+    }
