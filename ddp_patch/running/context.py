@@ -155,7 +155,7 @@ class Summary:
     def notes(self) -> list[str]:
         """What else was noticed."""
         session = self._session
-        if self._one is not None and self._one.mode is Mode.ONE_PROCESS:
+        if self._one is not None and self._one.mode is not Mode.RANKS:
             return self._one.notes
         if not session.had_world:
             return [

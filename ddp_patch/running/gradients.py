@@ -65,7 +65,8 @@ class StepWeight:
         of.latest = [*of.latest[-1:], weight]
         of.fetches_ahead |= of.given == 2 and any(other is of for other, _ in self._taken)
         self._weight, self._last = weight, of
-        self._taken.append((of, weight))
+        # Of a pass that has ended without a backward(), the script wanted no gradient.
+        self._taken = [*((other, own) for other, own in self._taken if other is of or not other.is_over), (of, weight)]
 
     def of_backward(self) -> float:
         """Return the weight of the gradient that ``backward()`` is about to compute.
@@ -202,7 +203,8 @@ class Gradients:
         parameters = self.parameters
         has = tuple(parameter.grad is not None for parameter in parameters)
         lockstep.backwards = self.backwards
-        if not lockstep.meet(Act.BACKWARD, len(parameters), self._loaded_state(), usual=hash(has) >> 2):
+        facts = {"parameters": len(parameters), "state": self._loaded_state()}
+        if not lockstep.meet(Act.BACKWARD, usual=hash(has) >> 2, **facts):
             has = tuple(lockstep.largest(has))
         found = []
         for parameter, is_used in zip(parameters, has, strict=True):

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
@@ -67,13 +67,13 @@ class Lockstep:
         self._writer = threading.Thread(target=self._write_places, daemon=True, name="ddp_patch.lockstep")
         self._writer.start()
 
-    def meet(self, act: Act, *facts: int, usual: int = 0) -> bool:
+    def meet(self, act: Act, *, usual: int = 0, **facts: int) -> bool:
         """Wait until every rank does the same, and compare it.
 
         Args:
             act: What this rank does.
-            facts: At most two numbers that must be the same on every rank.
             usual: A number that may differ.
+            facts: At most two numbers that must be the same on every rank, by what they are.
 
         Returns:
             Whether ``usual`` is the same on every rank.
@@ -82,7 +82,7 @@ class Lockstep:
             RankMismatchError: Another rank does something else; every rank raises it.
             MissingRanksError: Another rank did not come within the timeout, or has ended.
         """
-        own = torch.tensor([act, self.backwards, self.steps, *(*facts, 0, 0)[:2], usual])
+        own = torch.tensor([act, self.backwards, self.steps, *(*facts.values(), 0, 0)[:2], usual])
         largest = torch.cat([own, -own])
         self._together(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, self._group))
         differs = largest[: len(own)] != -largest[len(own) :]
@@ -140,7 +140,7 @@ class Lockstep:
             places = {rank: place.decode() for rank, place in self.left("place").items()}
             where = "".join(f"\n  rank {rank} {place}" for rank, place in sorted(places.items()))
             return MissingRanksError(
-                f"The ranks do no longer do the same: at {script_line(sys._getframe(1))} rank {self.rank} waited for "
+                f"The ranks no longer do the same: at {script_line(sys._getframe(1))} rank {self.rank} waited for "
                 f"the others, at most {self._timeout:g} s, and the connection said: {str(error).splitlines()[0]}."
                 f"{where}\nEvery rank runs the whole script, so each must make the same steps: let what it decides "
                 "follow from whole evaluations, not from the loss of a part of a batch. A rank that is only slow needs "
@@ -150,14 +150,14 @@ class Lockstep:
             "The store of the process group is gone, so the rank that kept it has ended. See its output."
         )
 
-    def _refuse(self, act: Act, facts: Sequence[int]) -> None:
+    def _refuse(self, act: Act, facts: Mapping[str, int]) -> None:
         doing = f"{_WORDS[act]} at {script_line(sys._getframe(2))}"
         counts = f"after {self.backwards} calls of backward() and {self.steps} optimizer steps"
-        also = f", with {' and '.join(map(str, facts))}" if facts else ""
+        also = f" ({', '.join(f'{name}: {value}' for name, value in facts.items())})" if facts else ""
         rows = by_value(dict(enumerate(self.gathered(f"{doing}, {counts}{also}"))))
         listed = "".join(f"\n  {ranks_text(ranks)} {row}" for row, ranks in rows.items())
         raise RankMismatchError(
-            f"The ranks do no longer do the same:{listed}\nEvery rank runs the whole script, so each must make the "
+            f"The ranks no longer do the same:{listed}\nEvery rank runs the whole script, so each must make the "
             "same steps: let what it decides follow from whole evaluations, not from the loss of a part of a batch, "
             "and from no random numbers that are drawn after the first optimizer step."
         )

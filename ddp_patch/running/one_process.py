@@ -44,6 +44,10 @@ __all__ = ["Loss", "Mode", "OneProcess", "OneProcessOptions", "seed_all"]
 
 Loss: TypeAlias = Literal["mean", "sum"]
 
+_DATA_MADE_ALIKE = (
+    "Random numbers differ between the ranks from the first optimizer step on: make random data before it, or with a "
+    "generator of their own."
+)
 _TWO_LINES = (
     "DistributedDataParallel averages while backward() still computes: torch.distributed.init_process_group() at the "
     "start, and model = torch.nn.parallel.DistributedDataParallel(model)"
@@ -154,6 +158,9 @@ class OneProcess:
             self._note_optimizer(optimizer)
 
         with self._stack, patch.object(Optimizer, "__init__", made):
+            for name in ("spawn", "start_processes"):
+                around = self._refusing(name, getattr(torch.multiprocessing, name))
+                self._stack.enter_context(patch.object(torch.multiprocessing, name, around))
             if self._chosen.mode is not Mode.UNDECIDED:
                 self._decide()
             try:
@@ -203,9 +210,32 @@ class OneProcess:
                 "then each rank trains on its shard."
             )
 
+    def _refusing(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of torch's that raises while several ranks run the script as one process, or may."""
+
+        def refusing(*args: Any, **options: Any) -> Any:
+            ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            if ranks == 1 or self.mode is Mode.RANKS or os.getpid() != self._process:
+                return run(*args, **options)
+            if name == "init_process_group":
+                raise WorldError(
+                    f"The script makes a process group, and {ranks} ranks have begun to train as one process: it had "
+                    "none when it first used a loader or made an optimizer. Make it before; or pass --mode ranks, "
+                    "which waits for it: then each rank trains on its shard."
+                )
+            raise WorldError(
+                f"The script starts processes by torch.multiprocessing.{name}(), and {ranks} ranks run it already. "
+                "Start a script that starts its ranks itself without this command, and patch its loaders there; or let "
+                "it train in its own process."
+            )
+
+        return refusing
+
     @property
     def notes(self) -> list[str]:
         """What the summary says beside the table."""
+        if self.mode is Mode.UNDECIDED:
+            return ["The script has used no loader, and made no optimizer."]
         gradients = self._gradients
         steps = f"{gradients.steps:,} optimizer step{'' if gradients.steps == 1 else 's'}"
         if self._ranks == 1:
@@ -254,9 +284,8 @@ class OneProcess:
         self._lockstep = Lockstep(dist.get_rank(), self._ranks, timeout)
         self._seed = self._lockstep.gathered(self._seed)[0]
         self._gradients = Gradients(self._lockstep, self._tell, self._fold_in_rank)
-        self._stack.enter_context(patch.object(dist, "init_process_group", _refused("init_process_group", self._ranks)))
-        for name in ("spawn", "start_processes"):
-            self._stack.enter_context(patch.object(torch.multiprocessing, name, _refused(name, self._ranks)))
+        name = "init_process_group"
+        self._stack.enter_context(patch.object(dist, name, self._refusing(name, getattr(dist, name))))
         if not self._chosen.all_ranks_write:
             self._stack.enter_context(saved_once(self._lockstep, self._tell, timeout))
 
@@ -297,7 +326,7 @@ class OneProcess:
         if known.is_divided:
             return
         options = replace(self._options, share="within_batches", uneven="keep", seed=known.seed)
-        with as_it_was_if_refused(loader, known.record, Use.ITERATED):
+        with as_it_was_if_refused(loader, known.record, Use.ITERATED, _DATA_MADE_ALIKE):
             facts = look_at(loader)
             patch_each("autopatch", {"": loader}, self._world, lambda: options, compared(loader), change_loader)
         known.is_divided = True
@@ -359,7 +388,8 @@ class OneProcess:
         if self._lockstep is None:
             return
         parameters = self._gradients.parameters
-        self._lockstep.meet(Act.OPTIMIZER, len(parameters), sum(each.numel() for each in parameters))
+        numbers = sum(each.numel() for each in parameters)
+        self._lockstep.meet(Act.OPTIMIZER, parameters=len(parameters), numbers=numbers)
         models = self._models_now()
         if self._chosen.sync_batchnorm:
             sync_batch_norms(models)
@@ -480,18 +510,3 @@ class _DividedPass(Iterator[Any]):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
-
-
-def _refused(name: str, ranks: int) -> Callable[..., Any]:
-    """Return what raises where a script that runs as one process would start others."""
-    if name == "init_process_group":
-        why = "makes a process group after it has used a loader or an optimizer, and"
-        remedy = "Make it before; or pass --mode ranks, which waits for it: then each rank trains on its shard."
-    else:
-        why = "starts processes by torch.multiprocessing, and"
-        remedy = "Let it train in its own process; or start it without this command, and patch its loaders."
-
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise WorldError(f"The script {why} {ranks} ranks run it as one process already. {remedy}")
-
-    return refuse

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from ddp_patch.compat.packages import accelerate_is_on, shards_in_accelerate
 from ddp_patch.compat.private_torch import RunningLoader
 from ddp_patch.devices import device_here
-from ddp_patch.errors import DDPPatchError, message_of
+from ddp_patch.errors import DDPPatchError, RankMismatchError, message_of
 from ddp_patch.loaders.copying import change_loader, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.loaders.hooks import Use
@@ -197,8 +197,17 @@ class Session:
 
 
 @contextmanager
-def as_it_was_if_refused(loader: DataLoader[Any], record: UsedLoader, use: Use) -> Iterator[None]:
-    """Undo what was changed of a loader if it cannot be patched, and say which one it is."""
+def as_it_was_if_refused(
+    loader: DataLoader[Any], record: UsedLoader, use: Use, if_they_differ: str = ""
+) -> Iterator[None]:
+    """Undo what was changed of a loader if it cannot be patched, and say which one it is.
+
+    Args:
+        loader: The loader.
+        record: What is reported of it.
+        use: What the script does with it.
+        if_they_differ: A sentence for an error that says that the ranks' loaders differ.
+    """
     before = dict(vars(loader))
     try:
         yield
@@ -206,7 +215,8 @@ def as_it_was_if_refused(loader: DataLoader[Any], record: UsedLoader, use: Use) 
         vars(loader).clear()
         vars(loader).update(before)
         if isinstance(error, DDPPatchError):
-            error.args = (_told(error, record, use),)
+            more = f" {if_they_differ}" if if_they_differ and isinstance(error, RankMismatchError) else ""
+            error.args = (_told(error, record, use) + more,)
         raise
 
 

@@ -9,12 +9,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import monotonic, sleep
+from types import TracebackType
 from typing import IO, Any
 from unittest.mock import patch
 
 import torch
 
 from ddp_patch.errors import MissingRanksError
+from ddp_patch.loaders.hooks import OURS
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.running.lockstep import Lockstep
 
@@ -92,11 +94,19 @@ def errors_reported(voice: Voice | None) -> Iterator[None]:
             voice.report(ended.code)
             sys.exit(1)
         raise
-    except BaseException:  # noqa: BLE001 - whatever the script raises
-        voice.report(traceback.format_exc())
+    except BaseException as error:  # noqa: BLE001 - whatever the script raises
+        voice.report("".join(traceback.format_exception(type(error), error, _of_script(error.__traceback__))))
         sys.exit(1)
     finally:
         voice.release()
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the first line of the script on, if it has some."""
+    own = trace
+    while own is not None and own.tb_frame.f_code.co_filename.startswith((*OURS, "<frozen runpy>")):
+        own = own.tb_next
+    return own or trace
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from one_process import SCRIPTS, run
 from quick import run_ranks, soaked
+from scripts_of_one import SCRIPTS, run
 
 from ddp_patch import autopatch
 
