@@ -151,7 +151,8 @@ def _one_process(given: argparse.Namespace, voice: Voice) -> OneProcessOptions:
             voice.silence()
             return
         voice.release()
-        logger.info("The script has made a process group: each rank trains on its shard of each loader.")
+        if os.environ.get("RANK", "0") == "0":
+            logger.info("The script has made a process group: each rank trains on its shard of each loader.")
         if given.manual_seed is None and torch.initial_seed() == _drawn_seed():
             seed_all(None)
 

@@ -125,6 +125,7 @@ class Models:
 
 
 HEADINGS = ("made at", "loader", "what became of it", "passes", "each rank gets", "padding")
+_PASSES = HEADINGS.index("passes")
 
 
 class Summary:
@@ -146,10 +147,13 @@ class Summary:
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """A row of the table for each."""
+        """A row of the table for each; one for those that a script makes alike in each epoch."""
+        alike: dict[tuple[str, ...], int] = {}
         for record in self.records:
             record.note_pass()
-        return [record.row for record in self.records]
+            before, after = record.row[:_PASSES], record.row[_PASSES + 1 :]
+            alike[*before, *after] = alike.get((*before, *after), 0) + record.passes
+        return [(*row[:_PASSES], str(passes), *row[_PASSES:]) for row, passes in alike.items()]
 
     @property
     def notes(self) -> list[str]:

@@ -24,13 +24,15 @@ class Act(IntEnum):
     """What a script does that all ranks do together."""
 
     OPTIMIZER = 0
-    BACKWARD = 1
-    EVALUATION = 2
-    END = 3
+    LOADER = 1
+    BACKWARD = 2
+    EVALUATION = 3
+    END = 4
 
 
 _WORDS = {
     Act.OPTIMIZER: "makes an optimizer",
+    Act.LOADER: "iterates a loader for the first time",
     Act.BACKWARD: "calls backward()",
     Act.EVALUATION: "begins to iterate a loader that is whole on every rank",
     Act.END: "has come to its end",
@@ -39,6 +41,7 @@ _WORDS = {
 _numbers = count()
 # How often a rank writes down where its script is, for the others to read if they miss it.
 _PERIOD_S = 2.0
+_ENDED = "has ended"
 
 
 class Lockstep:
@@ -119,7 +122,7 @@ class Lockstep:
         """Tell the others that this rank's script has ended on its own, and why."""
         self.stop()
         with suppress(RuntimeError):  # the store may be gone
-            self.put("place", f"has ended: {why}".encode())
+            self.put("place", f"{_ENDED}: {why}".encode())
 
     def stop(self) -> None:
         """Write down no more where the script is."""
@@ -131,23 +134,22 @@ class Lockstep:
         try:
             communicate()
         except RuntimeError as error:
-            raise self._missing(error) from error
+            raise self._missing(str(error).splitlines()[0]) from None
 
-    def _missing(self, error: RuntimeError) -> MissingRanksError:
+    def _missing(self, why: str) -> MissingRanksError:
         """Return the error that says where the script is on each rank, as far as it was written down."""
-        self._write_place()
-        with suppress(RuntimeError):
-            places = {rank: place.decode() for rank, place in self.left("place").items()}
-            where = "".join(f"\n  rank {rank} {place}" for rank, place in sorted(places.items()))
-            return MissingRanksError(
-                f"The ranks no longer do the same: at {script_line(sys._getframe(1))} rank {self.rank} waited for "
-                f"the others, at most {self._timeout:g} s, and the connection said: {str(error).splitlines()[0]}."
-                f"{where}\nEvery rank runs the whole script, so each must make the same steps: let what it decides "
-                "follow from whole evaluations, not from the loss of a part of a batch. A rank that is only slow needs "
-                "a longer --timeout."
-            )
+        here = f"At {script_line(sys._getframe(1))}, rank {self.rank} waited for the others"
+        try:
+            places = {rank: place.decode() for rank, place in self.left("place").items() if rank != self.rank}
+        except RuntimeError:
+            return MissingRanksError(f"{here}, and the process group's store is gone: the rank that kept it has ended.")
+        where = "".join(f"\n  rank {rank} {place}" for rank, place in sorted(places.items()))
+        if any(place.startswith(_ENDED) for place in places.values()):
+            return MissingRanksError(f"{here}, and not all of them live:{where}\nSee the output of what ended first.")
         return MissingRanksError(
-            "The store of the process group is gone, so the rank that kept it has ended. See its output."
+            f"{here}, at most {self._timeout:g} s, and they did not come ({why}). Last seen:{where}\nEvery rank runs "
+            "the whole script, so each must make the same steps: let what it decides follow from whole evaluations, "
+            "not from the loss of a part of a batch. A rank that is only slow needs a longer --timeout."
         )
 
     def _refuse(self, act: Act, facts: Mapping[str, int]) -> None:

@@ -325,6 +325,8 @@ class OneProcess:
         """Put this rank's part of each batch into the loader itself, so that all references to it have that."""
         if known.is_divided:
             return
+        if self._lockstep is not None:
+            self._lockstep.meet(Act.LOADER)
         options = replace(self._options, share="within_batches", uneven="keep", seed=known.seed)
         with as_it_was_if_refused(loader, known.record, Use.ITERATED, _DATA_MADE_ALIKE):
             facts = look_at(loader)
@@ -375,8 +377,10 @@ class OneProcess:
         return iter(known.whole)
 
     def _log(self, record: UsedLoader) -> None:
-        if self._is_first:
-            logger.info(record.line)
+        """Tell what becomes of a loader, once for those that a script makes alike in each epoch."""
+        if self._is_first and record.line not in self._told:
+            self._told.add(record.line)
+            logger.info("%s", record.line)
 
     def _note_optimizer(self, optimizer: Optimizer) -> None:
         if os.getpid() != self._process:
