@@ -179,6 +179,7 @@ def bench(session: nox.Session) -> None:
     session.run("python", "benchmarks/weights.py")
     session.run("python", "-W", "ignore", "benchmarks/balance.py")
     session.run("python", "-W", "ignore", "benchmarks/balance_training.py")
+    session.run("python", "-W", "ignore", "benchmarks/one_process.py")
 
 
 @nox.session

@@ -25,6 +25,7 @@ from ddp_patch.orders.generators import plain, torch_seed
 __all__ = [
     "Entered",
     "EpochCounter",
+    "GlobalState",
     "PrivateRNG",
     "Seed",
     "WorkerSeeding",
@@ -233,7 +234,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @dataclass(slots=True)
-class _GlobalState:
+class GlobalState:
     """A state of the three global generators."""
 
     torch: torch.Tensor
@@ -242,13 +243,14 @@ class _GlobalState:
     python: tuple[Any, ...]
 
     @classmethod
-    def capture(cls) -> "_GlobalState":
+    def capture(cls) -> "GlobalState":
+        """Return the state now."""
         # numpy keeps a second normal draw beside the bit generator. Swapping bit generators would lose it.
         gauss = np.random.get_state(legacy=False) if may_hold_a_normal() else None
         bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
         return cls(torch.get_rng_state(), bit_generator, gauss, random.getstate())
 
-    def is_same(self, other: "_GlobalState") -> bool:
+    def is_same(self, other: "GlobalState") -> bool:
         """Return whether the same numbers would be drawn from another one."""
         mine, others = self.numpy.state, other.numpy.state
         return (
@@ -260,6 +262,7 @@ class _GlobalState:
         )
 
     def install(self) -> None:
+        """Let the generators go on from it."""
         torch.set_rng_state(self.torch)
         np.random.set_bit_generator(self.numpy)  # type: ignore[attr-defined]  # as get_bit_generator
         if self.numpy_gauss is not None:
@@ -289,12 +292,12 @@ class PrivateRNG:
         self._seed = seed
         self._key: tuple[int, ...] = _ORDER, epoch
         self._private = self._at_first()
-        self._first: _GlobalState | None = None
+        self._first: GlobalState | None = None
         self._is_entered = self._was_moved = False
 
-    def _at_first(self) -> _GlobalState:
+    def _at_first(self) -> GlobalState:
         sequence = _derive(self._seed, *self._key)
-        return _GlobalState(
+        return GlobalState(
             torch.Generator().manual_seed(torch_seed(sequence)).get_state(),
             np.random.MT19937(sequence),
             None,
@@ -311,7 +314,7 @@ class PrivateRNG:
     def go_on_as(self, reader: int) -> None:
         """Go on with the private stream of a worker that reads a part of the epoch: at once, if it is entered."""
         if self._is_entered:
-            self._private = _GlobalState.capture()
+            self._private = GlobalState.capture()
         self._was_moved = not self.is_unmoved
         self._key, self._first = (_PART, self._key[1], reader), None
         self._private = self._at_first()
@@ -321,13 +324,13 @@ class PrivateRNG:
     def __enter__(self) -> None:
         self._lock = _swapping
         self._lock.acquire()
-        self._ambient = _GlobalState.capture()
+        self._ambient = GlobalState.capture()
         self._private.install()
         self._is_entered = True
 
     def __exit__(self, *exc: object) -> None:
         self._is_entered = False
-        self._private = _GlobalState.capture()
+        self._private = GlobalState.capture()
         self._ambient.install()
         self._lock.release()
 
@@ -375,7 +378,7 @@ def epoch_generator(options: Options, seed: Seed, epoch: int) -> torch.Generator
 
 def ambient_state() -> tuple[object, ...]:
     """Return a value that changes whenever somebody draws from one of the global generators."""
-    state = _GlobalState.capture()
+    state = GlobalState.capture()
     numpy = np.random.get_state(legacy=False)
     return state.torch.numpy().tobytes(), repr(plain(numpy)), state.python
 
@@ -384,7 +387,7 @@ def ambient_state() -> tuple[object, ...]:
 def ambient_unmoved() -> Iterator[None]:
     """Put the global generators back into their current states on leaving."""
     with one_at_a_time():
-        state = _GlobalState.capture()
+        state = GlobalState.capture()
         try:
             yield
         finally:

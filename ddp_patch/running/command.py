@@ -23,7 +23,8 @@ from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions
 from ddp_patch.running.context import HEADINGS, Summary, running
 from ddp_patch.running.launch import HANDED_ON, is_rank, started, take_slurm
-from ddp_patch.running.one_process import Loss, Mode, OneProcessOptions, seed_all
+from ddp_patch.running.one_process import Loss, Mode, OneProcessOptions
+from ddp_patch.running.random_numbers import seed_all
 from ddp_patch.running.records import Patterns
 from ddp_patch.running.session import logger
 from ddp_patch.running.voice import Voice, errors_reported

@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ddp_patch.compat.private_torch import backward_in_progress
 from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError
+from ddp_patch.running.averaging import average, checksums
 from ddp_patch.running.lockstep import Act, Lockstep
-from ddp_patch.running.replicas import average, checksums
 
 __all__ = ["Gradients", "PassWeights", "StepWeight"]
 

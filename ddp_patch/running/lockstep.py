@@ -161,7 +161,7 @@ class Lockstep:
         raise RankMismatchError(
             f"The ranks no longer do the same:{listed}\nEvery rank runs the whole script, so each must make the "
             "same steps: let what it decides follow from whole evaluations, not from the loss of a part of a batch, "
-            "and from no random numbers that are drawn after the first optimizer step."
+            "and from no random numbers that are drawn in a loop over a divided loader."
         )
 
     def _write_places(self) -> None:

@@ -1,26 +1,23 @@
 """Run a script of one process on several ranks as one: its batches are divided, its gradients averaged."""
 
-import json
 import os
-import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from time import perf_counter
 from typing import Any, Literal, TypeAlias
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import RankMismatchError, WorldError
+from ddp_patch.errors import WorldError
 from ddp_patch.evaluation.steps import Steps, steps_of
 from ddp_patch.loaders.copying import change_loader, copy_loader
 from ddp_patch.loaders.facts import Level, look_at
@@ -28,40 +25,32 @@ from ddp_patch.loaders.hooks import Use
 from ddp_patch.options import Options
 from ddp_patch.orders.random_states import loader_seed
 from ddp_patch.patching import patch_each
-from ddp_patch.ranks.exchange import by_value, digest, ranks_text
+from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.world import World, find_world
+from ddp_patch.running.averaging import broadcast
 from ddp_patch.running.gradients import Gradients, PassWeights
 from ddp_patch.running.lockstep import Act, Lockstep
+from ddp_patch.running.random_numbers import RandomNumbers
 from ddp_patch.running.records import Patterns, UsedLoader, compared, is_off, shown, unpatched, what_it_is
-from ddp_patch.running.replicas import batch_norms, broadcast, checksums, models_of, sync_batch_norms
+from ddp_patch.running.replicas import Replicas
 from ddp_patch.running.session import Session, as_it_was_if_refused, is_too_soon, logger, user_of
 from ddp_patch.running.voice import saved_once
 from ddp_patch.schedule import BatchRecord
 from ddp_patch.sharding.batches import require_batches
 
-__all__ = ["Loss", "Mode", "OneProcess", "OneProcessOptions", "seed_all"]
+__all__ = ["Loss", "Mode", "OneProcess", "OneProcessOptions"]
 
 
 Loss: TypeAlias = Literal["mean", "sum"]
 
 _DATA_MADE_ALIKE = (
-    "Random numbers differ between the ranks from the first optimizer step on: make random data before it, or with a "
-    "generator of their own."
+    "In a loop over a divided loader, random numbers differ between the ranks from the first optimizer step on: make "
+    "random data outside of such loops, or with a generator of its own."
 )
 _TWO_LINES = (
     "DistributedDataParallel averages while backward() still computes: torch.distributed.init_process_group() at the "
     "start, and model = torch.nn.parallel.DistributedDataParallel(model)"
 )
-
-
-def seed_all(seed: int | None) -> None:
-    """Seed the global generators of Python, numpy and torch; None for a seed of the system's entropy."""
-    random.seed(seed)
-    np.random.seed(None if seed is None else seed % 2**32)
-    if seed is None:
-        torch.seed()
-    else:
-        torch.manual_seed(seed)
 
 
 class Mode(Enum):
@@ -143,10 +132,10 @@ class OneProcess:
         self._world = World(0, 1)
         self._seed = 0
         self._lockstep: Lockstep | None = None
-        self._gradients = Gradients(None, self._tell, self._fold_in_rank)
+        self._numbers = RandomNumbers(0, 0)
+        self._gradients = Gradients(None, self._tell, self._numbers.begin_own)
         self._has_made_group = False
-        self._passes = 0
-        self._models: tuple[tuple[int, ...], list[weakref.ref[nn.Module]]] = ((), [])
+        self._replicas = Replicas(None, self._gradients, self._tell)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -247,6 +236,8 @@ class OneProcess:
             found = [f"{found[0][:-1]}, {megabytes:.3g} MB averaged a step, in {share:.0%} of the time."]
             if share > 0.2:
                 found.append(f"To spend less of it: {_TWO_LINES}.")
+        if gradients.backwards and not any("divided" in record.fate for record in self.records):
+            found.append("No loader was divided: every rank computed all of each batch, and no time was saved.")
         unused = sorted(self._chosen.whole.unused)
         return found + [f"The pattern {pattern!r} of --whole matched no loader that was used." for pattern in unused]
 
@@ -265,10 +256,13 @@ class OneProcess:
         self._seed = torch.initial_seed() % 2**63
         if self._ranks > 1:
             self._join()
+        self._numbers = RandomNumbers(self._seed, self._world.rank)
+        self._gradients = Gradients(self._lockstep, self._tell, self._numbers.begin_own)
+        self._replicas = Replicas(self._lockstep, self._gradients, self._tell)
         self._stack.enter_context(self._gradients.hooked())
         if self._is_first:
             ranks = "1 rank trains" if self._ranks == 1 else f"{self._ranks} ranks train"
-            logger.info("%s as one process; orders and first random numbers follow from seed %d", ranks, self._seed)
+            logger.info("%s as one process; orders and random numbers follow from seed %d", ranks, self._seed)
 
     def _join(self) -> None:
         """Make the process group, if there is none, and what the ranks do in it."""
@@ -283,7 +277,6 @@ class OneProcess:
         self._world = find_world() or World(0, 1)
         self._lockstep = Lockstep(dist.get_rank(), self._ranks, timeout)
         self._seed = self._lockstep.gathered(self._seed)[0]
-        self._gradients = Gradients(self._lockstep, self._tell, self._fold_in_rank)
         name = "init_process_group"
         self._stack.enter_context(patch.object(dist, name, self._refusing(name, getattr(dist, name))))
         if not self._chosen.all_ranks_write:
@@ -337,14 +330,19 @@ class OneProcess:
 
     def _divided_pass(self, known: _Loader, loader: DataLoader[Any]) -> Iterator[Any]:
         self._divide(known, loader)
-        if self._lockstep is None:
-            return iter(loader)
+        key = self._numbers.enter(own=True)
         steps = steps_of("autopatch", loader, require_batches("autopatch", loader), iterator := iter(loader))
         weights = PassWeights(known.record.place, self._gradients.backwards)
-        return _DividedPass(iterator, steps, weights, self._weight_of, self._note_end)
+        return _Pass(iterator, self._weighed(steps, weights), partial(self._numbers.leave, key))
 
-    def _weight_of(self, weights: PassWeights, record: BatchRecord) -> None:
-        """Note that the script took a batch of a divided pass."""
+    def _weighed(self, steps: Steps, weights: PassWeights) -> Iterator[Any]:
+        """Yield the batches of a divided pass, and note the weight of each."""
+        for batch, record in steps:
+            self._take(weights, record)
+            yield batch
+        self._note_end(weights)
+
+    def _take(self, weights: PassWeights, record: BatchRecord) -> None:
         whole = record.total or 1  # a divided batch's is known
         part = float(record.real_samples > 0) if self._chosen.loss == "sum" else record.real_samples / whole
         self._gradients.weight.take(weights, self._ranks * part)
@@ -358,9 +356,7 @@ class OneProcess:
                 "computed with its own part of the batches. If it evaluates, iterate it under torch.no_grad(), or pass "
                 f"--whole {weights.name}: then every rank gets all of it."
             )
-        self._passes += 1
-        self._post_checksums(self._passes)
-        self._compare_checksums(self._passes - 1)
+        self._replicas.compare()
 
     def _whole_pass(self, known: _Loader) -> Iterator[Any]:
         if known.whole is None:
@@ -373,8 +369,10 @@ class OneProcess:
             self._log(known.record)
         if self._lockstep is not None:
             self._lockstep.meet(Act.EVALUATION)
-            broadcast(self._buffers())
-        return iter(known.whole)
+            broadcast(self._replicas.buffers())
+        key = self._numbers.enter(own=False)
+        iterator = iter(known.whole)
+        return _Pass(iterator, iterator, partial(self._numbers.leave, key))
 
     def _log(self, record: UsedLoader) -> None:
         """Tell what becomes of a loader, once for those that a script makes alike in each epoch."""
@@ -394,74 +392,15 @@ class OneProcess:
         parameters = self._gradients.parameters
         numbers = sum(each.numel() for each in parameters)
         self._lockstep.meet(Act.OPTIMIZER, parameters=len(parameters), numbers=numbers)
-        models = self._models_now()
-        if self._chosen.sync_batchnorm:
-            sync_batch_norms(models)
-        elif names := batch_norms(models):
-            self._tell(
-                f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: batch normalisation sees this "
-                "rank's part of each batch, not all of it. On accelerators, --sync-batchnorm puts torch's "
-                "SyncBatchNorm in its place."
-            )
-        broadcast([*parameters, *self._buffers()])
-
-    def _models_now(self) -> list[nn.Module]:
-        """Return the models that hold the optimizers' parameters."""
-        parameters = self._gradients.parameters
-        numbers = tuple(map(id, parameters))
-        models = [model for ref in self._models[1] if (model := ref()) is not None]
-        if self._models[0] != numbers or len(models) != len(self._models[1]):
-            models = models_of(parameters)
-            self._models = numbers, [weakref.ref(model) for model in models]
-        return models
-
-    def _buffers(self) -> list[torch.Tensor]:
-        found = (buffer for model in self._models_now() for buffer in model.buffers())
-        return list({id(buffer): buffer for buffer in found}.values())
-
-    def _fold_in_rank(self) -> None:
-        """Let random numbers differ between the ranks from now on, as those of the samples of one batch do."""
-        if self._world.rank:
-            seed_all(int(np.random.SeedSequence([self._seed, self._world.rank]).generate_state(1)[0]))
-
-    def _post_checksums(self, number: int) -> None:
-        if self._lockstep is not None:
-            self._lockstep.put(f"sums/{number}", json.dumps(checksums(self._gradients.parameters)).encode())
-            self._lockstep.forget(f"sums/{number - 2}")
-
-    def _compare_checksums(self, number: int) -> None:
-        """Compare what the ranks' parameters were at an end, if all ranks have left that."""
-        lockstep = self._lockstep
-        left = {} if lockstep is None or number < 1 else lockstep.left(f"sums/{number}")
-        if len(left) < self._ranks or len(set(left.values())) < 2:
-            return
-        sums: dict[int, list[int]] = {rank: json.loads(of_rank) for rank, of_rank in left.items()}
-        place = next(
-            (place for place, values in enumerate(zip(*sums.values(), strict=False)) if len(set(values)) > 1), None
-        )
-        which = "their number" if place is None else self._name_of(place)
-        by_sum = by_value({rank: None if place is None else own[place] for rank, own in sums.items()})
-        parties = " and ".join(ranks_text(ranks) for ranks in by_sum.values())
-        raise RankMismatchError(
-            f"The ranks no longer train the same model: the parameters differ first in {which}, between {parties}, "
-            f"after {self._gradients.steps} optimizer steps. Change parameters only by an optimizer's step, or alike "
-            "on every rank: from the first optimizer step on, random numbers differ between the ranks."
-        )
-
-    def _name_of(self, place: int) -> str:
-        parameters = self._gradients.parameters
-        names = {id(each): name for model in self._models_now() for name, each in model.named_parameters()}
-        parameter = parameters[place]
-        return f"{names.get(id(parameter), f'number {place}')}, of shape {tuple(parameter.shape)}"
+        self._replicas.make_equal(sync_batchnorm=self._chosen.sync_batchnorm)
 
     def _finish(self) -> None:
         """End together, and compare the parameters once more."""
         if self._lockstep is not None:
             try:
-                self._passes += 1
-                self._post_checksums(self._passes)
+                self._replicas.post()
                 self._lockstep.meet(Act.END)
-                self._compare_checksums(self._passes)
+                self._replicas.compare_posted()
             finally:
                 self._lockstep.stop()
         self._destroy_group()
@@ -478,36 +417,26 @@ class OneProcess:
             dist.destroy_process_group()
 
 
-class _DividedPass(Iterator[Any]):
-    """An iterator of a divided loader; what it is not itself, it is as the loader's own.
+class _Pass(Iterator[Any]):
+    """The iterator of a pass over a loader; what it is not itself, it is as the loader's own.
 
     Args:
         iterator: The loader's own.
-        steps: The batches that it gives, with their records.
-        weights: Those of its batches.
-        take: Called with them and each batch's record.
-        end: Called with them at the end.
+        batches: What it gives.
+        leave: Called once, when it has ended or is dropped.
     """
 
-    def __init__(
-        self,
-        iterator: Iterator[Any],
-        steps: Steps,
-        weights: PassWeights,
-        take: Callable[[PassWeights, BatchRecord], object],
-        end: Callable[[PassWeights], object],
-    ) -> None:
-        self._iterator, self._steps, self._weights, self._take, self._end = iterator, steps, weights, take, end
+    def __init__(self, iterator: Iterator[Any], batches: Iterator[Any], leave: Callable[[], object]) -> None:
+        self._iterator, self._batches = iterator, batches
+        self._leave = weakref.finalize(self, leave)
+        self._leave.atexit = False
 
     def __next__(self) -> Any:
         try:
-            batch, record = next(self._steps)
-        except StopIteration:
-            if not self._weights.is_over:
-                self._end(self._weights)
+            return next(self._batches)
+        except BaseException:
+            self._leave()
             raise
-        self._take(self._weights, record)
-        return batch
 
     def __len__(self) -> int:
         return len(self._iterator)  # type: ignore[arg-type]  # torch's has a length

@@ -1,101 +1,106 @@
-"""What the ranks' copies of a model have in common: tensors that are averaged, sent and compared."""
+"""The models that every rank has a copy of: found, made equal, and compared."""
 
 import gc
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
-from typing import Any
+import json
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddp_patch.errors import UnsupportedLoaderError
+from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError
+from ddp_patch.ranks.exchange import by_value, ranks_text
+from ddp_patch.running.averaging import broadcast, checksums
+from ddp_patch.running.gradients import Gradients
+from ddp_patch.running.lockstep import Lockstep
 
-__all__ = ["average", "batch_norms", "broadcast", "checksums", "models_of", "sync_batch_norms"]
-
-
-# As many bytes are averaged at once, as in DistributedDataParallel.
-_BUCKET = 25 * 2**20
-# So many buckets are under way at once, which bounds the memory that copies take.
-_UNDER_WAY = 2
-_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+__all__ = ["Replicas", "batch_norms", "models_of", "sync_batch_norms"]
 
 
-def average(tensors: Sequence[torch.Tensor], ranks: int) -> int:
-    """Put the mean over all ranks into each of some dense tensors; return how many bytes this rank sent for that.
+class Replicas:
+    """The models that each rank has its own copy of, and that stay equal.
 
-    The tensors have the same shapes, dtypes and order on every rank. What is equal on all ranks stays as it is, but for
-    rounding.
+    Args:
+        lockstep: The ranks; None for a single one.
+        gradients: Knows the parameters of the script's optimizers.
+        tell: Tells the user something, once.
     """
-    return _in_buckets(
-        tensors,
-        flattened=lambda bucket: torch.cat([tensor.reshape(-1) for tensor in bucket]).div_(ranks),
-        sent=lambda flat: dist.all_reduce(flat, async_op=True),
-    )
 
+    def __init__(self, lockstep: Lockstep | None, gradients: Gradients, tell: Callable[[str], object]) -> None:
+        self._lockstep, self._gradients, self._tell = lockstep, gradients, tell
+        self._posted = 0
+        self._names: list[str] = []  # of the parameters whose checksums were left last
+        self._known: tuple[tuple[int, ...], list[weakref.ref[nn.Module]]] = ((), [])
 
-def broadcast(tensors: Sequence[torch.Tensor]) -> None:
-    """Make tensors of any dtypes those of rank 0. They have the same shapes, dtypes and order on every rank."""
-    _in_buckets(
-        tensors,
-        flattened=lambda bucket: torch.cat([tensor.reshape(-1) for tensor in bucket]),
-        sent=lambda flat: dist.broadcast(flat.view(torch.uint8), 0, async_op=True),
-    )
+    def models(self) -> list[nn.Module]:
+        """Return the models that hold the optimizers' parameters."""
+        parameters = self._gradients.parameters
+        numbers, known = tuple(map(id, parameters)), self._known
+        models = [model for ref in known[1] if (model := ref()) is not None]
+        if known[0] != numbers or len(models) != len(known[1]):
+            models = models_of(parameters)
+            self._known = numbers, [weakref.ref(model) for model in models]
+        return models
 
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the models' buffers, each once."""
+        found = (buffer for model in self.models() for buffer in model.buffers())
+        return list({id(buffer): buffer for buffer in found}.values())
 
-def _in_buckets(
-    tensors: Sequence[torch.Tensor],
-    flattened: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-    sent: Callable[[torch.Tensor], Any],
-) -> int:
-    """Communicate tensors in flat buckets, and copy back what comes of it; return how many bytes these had."""
-    under_way: deque[tuple[Any, torch.Tensor, Sequence[torch.Tensor]]] = deque()
-    sent_bytes = 0
+    def make_equal(self, *, sync_batchnorm: bool) -> None:
+        """Make parameters and buffers those of rank 0, and see to batch normalisation.
 
-    def finish() -> None:
-        work, flat, bucket = under_way.popleft()
-        work.wait()
-        for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        Args:
+            sync_batchnorm: Whether to replace its layers by torch's ``SyncBatchNorm``; otherwise the user is told.
+        """
+        models = self.models()
+        if sync_batchnorm:
+            sync_batch_norms(models)
+        elif names := batch_norms(models):
+            self._tell(
+                f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: batch normalisation sees this "
+                "rank's part of each batch, not all of it. On accelerators, --sync-batchnorm puts torch's "
+                "SyncBatchNorm in its place."
+            )
+        broadcast([*self._gradients.parameters, *self.buffers()])
 
-    with torch.no_grad():
-        for bucket in _buckets(tensors):
-            if len(under_way) == _UNDER_WAY:
-                finish()
-            flat = flattened(bucket)
-            sent_bytes += flat.numel() * flat.element_size()
-            under_way.append((sent(flat), flat, bucket))
-        while under_way:
-            finish()
-    return sent_bytes
+    def compare(self) -> None:
+        """Leave checksums of the parameters for the other ranks, and compare those before, without waiting."""
+        before = self._posted
+        self.post()
+        self._compare(before)
 
+    def post(self) -> None:
+        """Leave checksums of the parameters for the other ranks, if the script has some optimizer still."""
+        if self._lockstep is not None and (parameters := self._gradients.parameters):
+            self._posted, self._names = self._posted + 1, self._named(parameters)
+            self._lockstep.put(f"sums/{self._posted}", json.dumps(checksums(parameters)).encode())
+            self._lockstep.forget(f"sums/{self._posted - 2}")
 
-def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield tensors of one device and dtype together, up to a number of bytes."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for alike in kinds.values():
-        ends = np.cumsum([tensor.numel() * tensor.element_size() for tensor in alike])
-        numbered = zip((ends - 1) // _BUCKET, alike, strict=True)
-        for _, bucket in groupby(numbered, key=lambda pair: pair[0]):
-            yield [tensor for _, tensor in bucket]
+    def compare_posted(self) -> None:
+        """Compare the checksums that were left last; all ranks have left theirs."""
+        self._compare(self._posted)
 
+    def _compare(self, number: int) -> None:
+        left = {} if self._lockstep is None or number < 1 else self._lockstep.left(f"sums/{number}")
+        if self._lockstep is None or len(left) < self._lockstep.ranks or len(set(left.values())) < 2:
+            return
+        sums: dict[int, list[int]] = {rank: json.loads(of_rank) for rank, of_rank in left.items()}
+        place = next((at for at, found in enumerate(zip(*sums.values(), strict=False)) if len(set(found)) > 1), None)
+        which = "their number" if place is None else self._names[place]
+        parties = by_value({rank: None if place is None else own[place] for rank, own in sums.items()}).values()
+        raise RankMismatchError(
+            f"The ranks no longer train the same model: the parameters differ first in {which}, between "
+            f"{' and '.join(map(ranks_text, parties))}, after {self._gradients.steps} optimizer steps. Change "
+            "parameters only by an optimizer's step, or alike on every rank: in loops over divided loaders, random "
+            "numbers and losses differ between the ranks."
+        )
 
-def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return a number for each tensor that is the same where all its bits are."""
-    sums = []
-    with torch.no_grad():
-        for tensor in tensors:
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            if real.layout != torch.strided:
-                real = real.to_dense()
-            flat = real.detach().contiguous().reshape(-1)
-            sums.append(flat.view(_WHOLE_NUMBERS[flat.element_size()]).sum(dtype=torch.int64))
-    return [int(value) for value in torch.stack([value.cpu() for value in sums])] if sums else []
+    def _named(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+        names = {id(each): name for model in self.models() for name, each in model.named_parameters()}
+        found = [names.get(id(each), f"parameter {at}") for at, each in enumerate(parameters)]
+        return [f"{name}, of shape {tuple(each.shape)}" for name, each in zip(found, parameters, strict=True)]
 
 
 def models_of(parameters: Sequence[torch.Tensor]) -> list[nn.Module]:

@@ -1,14 +1,22 @@
 """Unedited scripts of one process on several real ranks: every rank ends with the model of one rank."""
 
+import logging
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from quick import run_ranks, soaked
 from scripts_of_one import SCRIPTS, run
+from torch import nn
+from torch.utils.data import DataLoader
+from zoo import seed_ambient
 
-from ddp_patch import autopatch
+from ddp_patch import RankMismatchError, UnsupportedLoaderError, WorldError, autopatch
 
 
 def results(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -36,3 +44,187 @@ def test_every_rank_ends_with_the_model_of_one_rank(world_size: int, tmp_path: P
             for found, wanted in zip(of_rank[name]["parameters"], alone[name]["parameters"], strict=True):
                 np.testing.assert_allclose(found, wanted, rtol=0, atol=near, err_msg=name)
             np.testing.assert_allclose(of_rank[name]["history"], alone[name]["history"], rtol=near, err_msg=name)
+
+
+class Told(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def random_loader(*shape: int, **options: Any) -> DataLoader[Any]:
+    samples: Any = torch.randn(*shape)
+    return DataLoader(samples, **options)
+
+
+def trained(model: Any, loader: Any, steps: int = 100) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, batch in zip(range(steps), loader, strict=False):
+        model(batch).pow(2).mean().backward()
+        optimizer.step()
+    return optimizer
+
+
+def by_autograd_grad(rank: int, loader: Any, model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in loader:
+        (model.weight.grad,) = torch.autograd.grad(model(batch).sum(), [model.weight])
+        optimizer.step()
+
+
+def parts_of_two_batches(rank: int, loader: Any, model: Any) -> None:
+    sum(model(batch).mean() for batch in loader).backward()
+
+
+def fetched_ahead(rank: int, loader: Any, model: Any) -> None:
+    optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.1), iter(loader)
+    batch = next(batches)
+    while batch is not None:
+        ahead = next(batches, None)
+        model(batch).mean().backward()
+        optimizer.step()
+        batch = ahead
+
+
+def other_ways(rank: int, loader: Any, model: Any) -> None:
+    trained(model, loader, 3 + rank)
+    with torch.no_grad():
+        list(loader)
+
+
+def drifting(rank: int, loader: Any, model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for batch in loader:
+            model(batch).mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            model.weight += float(rank)
+
+
+def drifting_states(rank: int, loader: Any, model: Any) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for batch in loader:
+        model(batch).mean().backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"] + rank
+        optimizer.load_state_dict(state)
+
+
+def other_data(rank: int, loader: Any, model: Any) -> None:
+    for _ in loader:
+        trained(model, random_loader(6, 2, batch_size=4))
+
+
+def graphs_of_gradients(rank: int, loader: Any, model: Any) -> None:
+    model(next(iter(loader))).mean().backward(create_graph=True)
+
+
+def parallel(rank: int, loader: Any, model: Any) -> None:
+    trained(model, loader)
+    nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+
+
+def spawning(rank: int, loader: Any, model: Any) -> None:
+    multiprocessing: Any = torch.multiprocessing
+    multiprocessing.spawn(print, nprocs=2)
+
+
+def grouped(rank: int, loader: Any, model: Any) -> None:
+    dist.init_process_group("gloo")
+
+
+WRONG: list[tuple[Callable[..., None], type[Exception], list[str]]] = [
+    (by_autograd_grad, UnsupportedLoaderError, ["no backward() was called", "torch.autograd.grad()"]),
+    (parts_of_two_batches, UnsupportedLoaderError, ["several batches of", "drop_last=True"]),
+    (fetched_ahead, UnsupportedLoaderError, ["fetched ahead of backward()"]),
+    (other_ways, RankMismatchError, ["rank 0 begins to iterate", "rank 1 calls backward()", "after 4 calls"]),
+    (drifting, RankMismatchError, ["no longer train the same model", "weight, of shape (1, 2)", "rank 0 and rank 1"]),
+    (drifting_states, RankMismatchError, ["state:"]),
+    (other_data, RankMismatchError, ["random numbers differ between the ranks", "generator of its own"]),
+    (graphs_of_gradients, UnsupportedLoaderError, ["create_graph=True"]),
+    (parallel, WorldError, ["DistributedDataParallel", "averaged twice", "--mode ranks"]),
+    (spawning, WorldError, ["torch.multiprocessing.spawn()", "2 ranks"]),
+    (grouped, WorldError, ["makes a process group", "--mode ranks"]),
+]
+
+
+def wrong(rank: int, world_size: int) -> list[tuple[type[BaseException] | type[None], str]]:
+    errors: list[tuple[type[BaseException] | type[None], str]] = []
+    for function, _, _ in WRONG:
+        torch.manual_seed(0)
+        loader = random_loader(23, 2, batch_size=5)
+        model: Any = nn.Linear(2, 1)
+        try:
+            with autopatch(as_one_process=True, timeout=30):
+                function(rank, loader, model)
+        except Exception as error:  # noqa: BLE001 - its kind is compared
+            errors.append((type(error), str(error)))
+        else:
+            errors.append((type(None), f"{function.__name__} raised nothing"))
+    return errors
+
+
+def test_what_cannot_be_the_training_of_one_process_is_an_error() -> None:
+    for rank in run_ranks(wrong, 2):
+        for (_, kind, words), (found, text) in zip(WRONG, rank, strict=True):
+            assert found is kind, text
+            for word in words:
+                assert word in text
+
+
+def honest(rank: int, world_size: int) -> dict[str, Any]:
+    seed_ambient(3)
+    told = Told()
+    logger = logging.getLogger("ddp_patch.autopatch")
+    logger.addHandler(told)
+    logger.setLevel(logging.INFO)
+    found: dict[str, Any] = {"drawn": []}
+    with autopatch(as_one_process=True) as summary:
+        loader = random_loader(24, 2, batch_size=5)
+        looked_at = random_loader(8, 2, batch_size=3)
+        found["sizes"] = [len(batch) for batch in looked_at]  # without no_grad
+        items = random_loader(3, 5, 2, batch_size=None)
+        model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in loader:
+            found["drawn"].append(torch.rand(1).item())
+            model(batch).pow(2).mean().backward()
+            optimizer.step()
+        found["buffers before"] = model[1].running_mean.tolist()
+        for batch in items:
+            model(batch).pow(2).mean().backward()
+        found["after"], found["python"] = torch.rand(1).item(), random.random()
+        with torch.no_grad():
+            found["whole"] = [len(batch) for batch in loader]
+            found["buffers"] = model[1].running_mean.tolist()
+    found["told"], found["table"] = told.texts, str(summary)
+    return found
+
+
+def test_what_is_equal_on_every_rank_and_what_is_its_own() -> None:
+    first, other = run_ranks(honest, 2)
+    assert first["drawn"][0] == other["drawn"][0]  # before the first optimizer step
+    assert not set(first["drawn"][1:]) & set(other["drawn"][1:])
+    assert (first["after"], first["python"]) == (other["after"], other["python"])
+    assert first["whole"] == other["whole"] == [5, 5, 5, 5, 4]
+    assert (first["sizes"], other["sizes"]) == ([2, 2, 1], [1, 1, 1])
+    assert first["buffers before"] != other["buffers before"]
+    assert first["buffers"] == other["buffers"]
+    assert not other["told"]
+    words = [
+        "2 ranks train as one process",
+        "was divided, and backward() was not called in its pass",
+        "Sequential.1: batch normalisation sees this rank's part of each batch",
+        "each batch divided over 2 ranks, 5 steps",
+        "whole on every rank, 3 steps",
+        "whole under no_grad, else divided over 2 ranks, 5 steps",
+    ]
+    for word in words:
+        assert sum(word in text for text in first["told"]) == 1, word
+    assert "whole (it makes no batches)" in first["table"]
+    assert "2 ranks trained as one process: 5 optimizer steps" in first["table"]

@@ -1,0 +1,85 @@
+"""Which random numbers a script draws: the same on every rank, or this rank's own while it trains on its part."""
+
+import random
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddp_patch.orders.random_states import GlobalState
+
+__all__ = ["RandomNumbers", "seed_all"]
+
+
+def seed_all(seed: int | None) -> None:
+    """Seed the global generators of Python, numpy and torch; None for a seed of the system's entropy."""
+    random.seed(seed)
+    np.random.seed(None if seed is None else seed % 2**32)
+    if seed is None:
+        torch.seed()
+    else:
+        torch.manual_seed(seed)
+
+
+class RandomNumbers:
+    """Swaps what the global generators draw: numbers that are the same on every rank, and numbers of this rank's own.
+
+    A rank draws its own from the first optimizer step on, in passes over divided loaders: dropout and augmentation
+    differ between the samples of a batch, and so between the ranks. All else that a script draws is the same on every
+    rank: how it splits data, the first weights of its next model, what it draws in an evaluation.
+
+    Args:
+        seed: What this rank's own numbers follow from, with its number.
+        rank: This rank.
+    """
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self._sequence = np.random.SeedSequence([seed, rank])
+        self._passes: dict[int, bool] = {}  # those that run, the innermost last: whether the rank draws its own
+        self._keys = count()
+        self._has_begun = self._draws_own = False
+        self._other: Any = None  # the states that are not drawn from
+
+    def begin_own(self) -> None:
+        """Let passes over divided loaders draw this rank's own numbers from now on."""
+        if self._has_begun:
+            return
+        common = _States()
+        seed_all(int(self._sequence.generate_state(1)[0]))
+        self._other = _States()
+        common.install()
+        self._has_begun = True
+        self._swap()
+
+    def enter(self, *, own: bool) -> int:
+        """Note that a pass begins, and whether it is over a divided loader; return its key."""
+        key = next(self._keys)
+        self._passes[key] = own
+        self._swap()
+        return key
+
+    def leave(self, key: int) -> None:
+        """Note that a pass has ended, or was left."""
+        self._passes.pop(key, None)
+        self._swap()
+
+    def _swap(self) -> None:
+        own = self._has_begun and next(reversed(self._passes.values()), False)
+        if own != self._draws_own:
+            now = _States()
+            self._other.install()
+            self._other, self._draws_own = now, own
+
+
+class _States:
+    """The states of all global generators now, those of CUDA included where it is used."""
+
+    def __init__(self) -> None:
+        self._global = GlobalState.capture()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+
+    def install(self) -> None:
+        self._global.install()
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)

@@ -1,0 +1,200 @@
+"""``ddp-patch run -n``: it starts the ranks, lets one speak, keeps exit codes, and names what goes wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from quick import soaked
+
+TRAINING = """
+    import os, sys
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    rank = os.environ.get("RANK", "0")
+    print("begins")
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    data = torch.randn(30, 2)
+    train, test = DataLoader(data, batch_size=7, shuffle=True), DataLoader(data[:11], batch_size=4)
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def epoch(steps=100):
+        for _, batch in zip(range(steps), train):
+            optimizer.zero_grad()
+            model(batch).pow(2).mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            print(f"loss {sum(model(batch).pow(2).sum().item() for batch in test):.9f}")
+"""
+
+GROUP_OF_ITS_OWN = """
+    import torch.distributed as dist
+    print("early", rank)
+    dist.init_process_group("gloo")
+    nn.parallel.DistributedDataParallel(model)
+    print("read", sum(len(batch) for batch in train))
+    dist.destroy_process_group()
+"""
+
+
+def launch(folder: Path, body: str, *options: str, ranks: int | None = 2) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(textwrap.dedent(TRAINING) + textwrap.dedent(body))
+    count = [] if ranks is None else ["-n", str(ranks)]
+    command = [sys.executable, "-m", "ddp_patch", "run", *count, "--timeout", "60", *options, "train.py"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, check=False)  # noqa: S603 - our own
+
+
+def test_ranks_print_and_save_once_what_one_rank_does(tmp_path: Path) -> None:
+    body = """
+        for number in range(2):
+            epoch()
+        torch.save(model.state_dict(), "model.pt")
+        print("weights", torch.load("model.pt")["weight"].tolist())
+        sys.stderr.write(f"speaks {rank}\\n")
+        sys.exit(3)
+    """
+    alone, several = (launch(tmp_path, body, "--log-dir", f"logs-{ranks}", ranks=ranks) for ranks in (1, 2))
+    assert alone.returncode == several.returncode == 3, several.stderr
+    assert several.stdout.splitlines()[:3] == alone.stdout.splitlines()[:3]
+    assert len(several.stdout.splitlines()) == 4
+    assert [line for line in several.stderr.splitlines() if "speaks" in line] == ["speaks 0"]
+    assert "2 ranks train as one process" in several.stderr
+    assert "train.py:12 DataLoader, shuffled, 30 samples: each batch divided over 2 ranks, 5 steps" in several.stderr
+    assert "train.py:12 DataLoader, in order, 11 samples: whole on every rank, 3 steps" in several.stderr
+    assert "10 optimizer steps" in several.stderr
+    assert "torch.save() writes files on rank 0 alone" in several.stderr
+    logs = sorted(path.name for path in (tmp_path / "logs-2").iterdir())
+    assert logs == ["rank-1.log"]
+    assert "speaks 1" in (tmp_path / "logs-2" / "rank-1.log").read_text()
+
+
+@pytest.mark.soak
+def test_a_script_that_makes_a_group_shards_its_loaders(tmp_path: Path) -> None:
+    # The optimizer is made before the group, so by then the ranks have begun to train as one process.
+    done = launch(tmp_path, GROUP_OF_ITS_OWN)
+    assert done.returncode == 1
+    assert "--mode ranks" in done.stderr
+    done = launch(tmp_path, GROUP_OF_ITS_OWN, "--mode", "ranks")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == sorted(
+        ["begins", "early", "0", "read", "15", "begins", "early", "1", "read", "15"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        soaked(
+            "epoch()\nnn.parallel.DistributedDataParallel(other)",
+            ["WorldError", "DistributedDataParallel", "averaged twice", "--mode ranks"],
+        ),
+        soaked(
+            "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)",
+            ["WorldError", "torch.multiprocessing.spawn()"],
+        ),
+        pytest.param(
+            """
+            epoch(4 if rank == "1" else 100)
+            epoch()
+            """,
+            [
+                "RankMismatchError",
+                "rank 0 calls backward()",
+                "rank 1 begins to iterate a loader that is whole on every rank at train.py",
+                "after 4 calls of backward() and 4 optimizer steps",
+            ],
+            id="ranks that go different ways",
+        ),
+        soaked(
+            """
+            epoch()
+            if rank == "1":
+                raise LookupError("of one rank")
+            epoch()
+            """,
+            ["[rank 1] LookupError: of one rank", "rank 1 has ended: LookupError: of one rank", "rank 1 ended first"],
+        ),
+        soaked(
+            """
+            for batch in test:
+                print(model(batch).shape)
+            epoch()
+            """,
+            ["was divided, and backward() was not called in its pass", "--whole train.py:12"],
+        ),
+    ],
+)
+def test_what_goes_wrong_is_told(tmp_path: Path, body: str, told: list[str]) -> None:
+    done = launch(tmp_path, textwrap.dedent(body))
+    assert (done.returncode == 0) == ("backward() was not called" in told[0]), done.stderr
+    for words in told:
+        assert words in done.stderr
+
+
+@pytest.mark.soak
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    body = """
+        import time
+        epoch()
+        if rank == "1":
+            time.sleep(100)
+        epoch()
+    """
+    done = launch(tmp_path, body, "--timeout", "6")
+    assert done.returncode == 1
+    assert "MissingRanksError" in done.stderr
+    assert "rank 1 is at train.py:27" in done.stderr, done.stderr
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
+    endless = 'open(f"{os.getpid()}.pid", "w").close()\nwhile True:\n    epoch()\n'
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING) + endless)
+    command = [sys.executable, "-m", "ddp_patch", "run", "-n", "2", "train.py"]
+    with subprocess.Popen(  # noqa: S603 - our own script
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as running:
+        assert running.stdout is not None
+        lines = [running.stdout.readline() for _ in range(3)]
+        assert lines[2].startswith("loss")
+        os.killpg(running.pid, signal.SIGINT)
+        assert running.wait(60) == 130
+    ranks = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    assert len(ranks) == 2
+    deadline = time.monotonic() + 10
+    while any(map(lives, ranks)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.soak
+def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING) + "epoch()\n")
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddp_patch", "run"]
+    done = subprocess.run(  # noqa: S603 - our own script
+        [sys.executable, *ranks, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks train as one process" in done.stderr
+    assert len(done.stdout.splitlines()) == 2
