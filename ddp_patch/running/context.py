@@ -164,7 +164,8 @@ class Summary:
         if not session.had_world:
             return [
                 "No loader was used in a process group of several ranks, so none was patched. A script for one process "
-                "makes no group: start it with ddp-patch run -n 8, which trains on 8 ranks as one process."
+                "makes no group: start it with ddp-patch run -n 8, which trains on 8 ranks as one process; or with "
+                "torchrun, and pass --init-process-group gloo (or nccl)."
             ]
         found = [
             f"The loader made at {place} was iterated when there was no group yet: each rank took all of it."
