@@ -102,7 +102,7 @@ def draw(
     Args:
         iterator: What to draw from, as ``begun`` returns it. If it raises an exception, the whole rounds that came
             before are yielded first, and then the exception is raised unchanged.
-        rng: Entered for each chunk.
+        rng: ReentrantContext for each chunk.
         round_size: Items in a round: one for each rank.
         ahead: Whether chunks may grow. The first is one round, so that the first batch comes at once; each has twice
             as many as the one before, up to ``MOST_AHEAD`` samples, or ``MOST_PLAIN`` in a long stream of indices. An

@@ -23,9 +23,9 @@ from ddp_patch.options import Options
 from ddp_patch.orders.generators import plain, torch_seed
 
 __all__ = [
-    "Entered",
     "EpochCounter",
     "PrivateRNG",
+    "ReentrantContext",
     "Seed",
     "WorkerSeeding",
     "ambient_state",
@@ -343,7 +343,7 @@ def epoch_states(options: Options, seed: Seed, epoch: int) -> AbstractContextMan
     return nullcontext() if options.agreement == "ambient" else PrivateRNG(seed.value, epoch)
 
 
-class Entered(AbstractContextManager[None]):
+class ReentrantContext(AbstractContextManager[None]):
     """Several contexts as one that may be entered again and again, each made anew.
 
     Args:

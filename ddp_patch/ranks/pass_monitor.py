@@ -23,7 +23,7 @@ from ddp_patch.ranks.histories import (
     contradiction,
 )
 from ddp_patch.ranks.notices import Mailbox, Peers, StepCounts
-from ddp_patch.ranks.order_guard import ONE_STREAM
+from ddp_patch.ranks.stream_monitor import ONE_STREAM
 
 __all__ = ["Difference", "PassMonitor", "PassNotes", "difference"]
 

@@ -82,7 +82,7 @@ class Epoch(Generic[T]):
         number: The epoch's number.
         plan: Which positions are this rank's.
         before: What other numbers of ranks have taken; the pass is over the rest.
-        rng: Entered while the sampler draws.
+        rng: ReentrantContext while the sampler draws.
         private: What torch's own samplers draw from; None for the global generator.
         draws_ahead: Whether more than a round may be drawn at once, if the sampler can be started again.
         shuffle_seed: Permutes the whole epoch once more, unless None.

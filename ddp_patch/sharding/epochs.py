@@ -13,9 +13,9 @@ from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.sharding.held import SamplerState, SamplerStates
 from ddp_patch.sharding.passes import Pass, Sharing
 from ddp_patch.sharding.position import Position, read_state, write_state
+from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
 
 __all__ = ["EpochSampler"]
 
@@ -144,7 +144,7 @@ class EpochSampler(DistributedSampler[T]):
                     torch.empty((), dtype=torch.int64).random_(generator=self._drawn_from)
         self._has_begun_holders, self._drawn_from = False, None
 
-    def held(self) -> SamplerState:
+    def held(self) -> SamplerSnapshot:
         """Return what the samplers hold now."""
         return self._holders.held()
 

@@ -13,8 +13,8 @@ from ddp_patch.ranks.notices import StepCounts
 from ddp_patch.ranks.pass_monitor import PassMonitor, PassNotes
 from ddp_patch.schedule import Part, Schedule, Sizes, size_of
 from ddp_patch.sharding.balancing import Division
-from ddp_patch.sharding.held import SamplerState, SamplerStates
 from ddp_patch.sharding.position import BatchNote, Position
+from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
 from ddp_patch.sharding.sources import Source
 
 if TYPE_CHECKING:
@@ -357,7 +357,7 @@ class Pass(Progress, Generic[T]):
         """
         return self.position(self.skip + batches * self._batching.size)
 
-    def position_at_end(self, held: SamplerState) -> Position:
+    def position_at_end(self, held: SamplerSnapshot) -> Position:
         """Return the position after everything was taken, when the samplers hold ``held``."""
         return replace(self.position(self.taken), held=held, ended=True)
 
@@ -442,6 +442,6 @@ class SamplerPass(Pass[T]):
         found = super().position(taken)
         return found if self.source.held_before is None else replace(found, held=self.source.held_before)
 
-    def position_at_end(self, held: SamplerState) -> Position:
+    def position_at_end(self, held: SamplerSnapshot) -> Position:
         """Return the position after everything was taken, when the samplers hold ``held``."""
         return super().position_at_end(self.source.held_after or held)

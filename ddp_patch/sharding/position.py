@@ -8,7 +8,7 @@ from ddp_patch.errors import StateError
 from ddp_patch.orders.generators import is_stateful, random_generators, set_generator_state, unmoved
 from ddp_patch.orders.random_states import Seed
 from ddp_patch.plan import Consumed
-from ddp_patch.sharding.held import SamplerState
+from ddp_patch.sharding.sampler_states import SamplerSnapshot
 
 __all__ = [
     "BatchNote",
@@ -133,7 +133,7 @@ class Position:
 
     epoch: int
     done: Consumed = ()
-    held: SamplerState = field(default_factory=SamplerState)
+    held: SamplerSnapshot = field(default_factory=SamplerSnapshot)
     ended: bool = False
     parts: PartsDone | None = None
     marks: Sequence[StreamSnapshot] = ()
@@ -289,7 +289,7 @@ def _is_list(value: object, least: int, most: int) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple) and least <= len(value) <= most
 
 
-def _read_held(state: Mapping[str, Any], holders: Sequence[Any]) -> SamplerState:
+def _read_held(state: Mapping[str, Any], holders: Sequence[Any]) -> SamplerSnapshot:
     """Return what the holders held, after trying each generator's state on its generator."""
     generators = random_generators(holders)
     _require_number("generators", state["generators"], len(generators))
@@ -306,7 +306,7 @@ def _read_held(state: Mapping[str, Any], holders: Sequence[Any]) -> SamplerState
         raise _damaged(f"its field attributes is {state['attributes']!r}, not a list of lists of pairs") from None
     if attributes:
         _require_number("attributes", attributes, len(holders))
-    return SamplerState(state["generators"], state["samplers"], attributes)
+    return SamplerSnapshot(state["generators"], state["samplers"], attributes)
 
 
 def _require_number(name: str, states: Any, here: int) -> None:

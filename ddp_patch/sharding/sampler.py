@@ -26,7 +26,7 @@ from ddp_patch.orders.orders import (
     is_torch_sampler,
     scalable,
 )
-from ddp_patch.orders.random_states import Entered, PrivateRNG, epoch_generator, epoch_states
+from ddp_patch.orders.random_states import PrivateRNG, ReentrantContext, epoch_generator, epoch_states
 from ddp_patch.plan import ITEMS, Batching
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassNotes
@@ -34,9 +34,9 @@ from ddp_patch.schedule import Sizes, require_steps
 from ddp_patch.sharding.balancing import Balancer, Division
 from ddp_patch.sharding.drawing import Epoch, require_sure_length
 from ddp_patch.sharding.epochs import EpochSampler
-from ddp_patch.sharding.held import SamplerState, SamplerStates, Transparent
 from ddp_patch.sharding.passes import Pass, SamplerPass
 from ddp_patch.sharding.position import Position
+from ddp_patch.sharding.sampler_states import AttributeProxy, SamplerSnapshot, SamplerStates
 from ddp_patch.sharding.sources import FromLeader, Indexed, Nothing, Source, Streamed
 
 __all__ = ["ShardedSampler"]
@@ -45,7 +45,7 @@ __all__ = ["ShardedSampler"]
 T = TypeVar("T")
 
 
-class ShardedSampler(Transparent, EpochSampler[T]):
+class ShardedSampler(AttributeProxy, EpochSampler[T]):
     """Gives one rank its share of the items that another sampler yields."""
 
     latest: SamplerPass[T] | None
@@ -187,14 +187,14 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         with self._nested_epochs.told(epoch, otherwise=self.epochs.upcoming):  # epochs may have different lengths
             return self._stream_length(epoch)
 
-    def held(self) -> SamplerState:
+    def held(self) -> SamplerSnapshot:
         """Return what the samplers hold now: generators, states and counters."""
         if self._is_one_shot and self.epochs.passes:
             why = (
                 "the sampler is an iterator, which can be used only once, and nobody knows how many items earlier "
                 "epochs took. Give the loader something that can be iterated again"
             )
-            return SamplerState(unknown=why)
+            return SamplerSnapshot(unknown=why)
         return super().held()
 
     def set_epoch(self, epoch: int) -> None:
@@ -317,7 +317,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             number=start.epoch,
             plan=self.plan,
             before=start.split(self.plan.num_replicas)[0],
-            rng=Entered(entered, self._holders.drawing),
+            rng=ReentrantContext(entered, self._holders.drawing),
             private=private,
             draws_ahead=options.agreement != "ambient",
             shuffle_seed=self.seed if self._shuffles else None,

@@ -16,7 +16,7 @@ from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
 from ddp_patch.schedule import Sizes, size_of
 from ddp_patch.sharding.balancing import balanced
 from ddp_patch.sharding.drawing import Epoch, Origins, Stream
-from ddp_patch.sharding.held import SamplerState
+from ddp_patch.sharding.sampler_states import SamplerSnapshot
 
 __all__ = ["FromLeader", "Indexed", "Nothing", "Source", "Streamed"]
 
@@ -39,8 +39,8 @@ class Source(Generic[T]):
     """
 
     length: int | None = None
-    held_before: SamplerState | None = None
-    held_after: SamplerState | None = None
+    held_before: SamplerSnapshot | None = None
+    held_after: SamplerSnapshot | None = None
     sizes: Sizes | None = None
     origins: Origins | None = None
     # Whether the whole epoch is drawn before the first item is given.
@@ -242,8 +242,8 @@ class FromLeader(Source[T]):
     """
 
     length: int | None
-    held_before: SamplerState | None
-    held_after: SamplerState | None
+    held_before: SamplerSnapshot | None
+    held_after: SamplerSnapshot | None
     origins: Origins | None
 
     def __init__(
@@ -252,8 +252,8 @@ class FromLeader(Source[T]):
         leader: Leader,
         turn: Callable[[], Mapping[str, object]],
         plans: Sequence[Plan],
-        held_before: SamplerState,
-        held_now: Callable[[], SamplerState],
+        held_before: SamplerSnapshot,
+        held_now: Callable[[], SamplerSnapshot],
         *,
         has_length: bool,
     ) -> None:
@@ -293,12 +293,12 @@ class FromLeader(Source[T]):
             origins.add(np.array([place for place, _ in share if place >= 0], np.int64))
             yield [item for _, item in share]
 
-    def _note(self, is_last: bool) -> tuple[SamplerState | None, SamplerState | None, int | None]:
+    def _note(self, is_last: bool) -> tuple[SamplerSnapshot | None, SamplerSnapshot | None, int | None]:
         """Return what the leader sends to the others, so that every rank knows the loader's position."""
         self.held_after = self._held_now() if is_last else None
         return self.held_before, self.held_after, self.length
 
-    def _take_note(self, note: tuple[SamplerState | None, SamplerState | None, int | None]) -> None:
+    def _take_note(self, note: tuple[SamplerSnapshot | None, SamplerSnapshot | None, int | None]) -> None:
         self.held_before, self.held_after, self.length = note
 
     def ends_within(self, items: int) -> bool:

@@ -15,8 +15,8 @@ from ddp_patch.options import Uneven
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
 from ddp_patch.streams.balanced_parts import BalancedRounds, Holding, NextMove, Round, ahead_of_next, next_round
+from ddp_patch.streams.stream_pass import StreamPass
 from ddp_patch.streams.stream_sampler import StreamSampler
-from ddp_patch.streams.workers_pass import WorkersPass
 
 __all__ = ["EvenIterators"]
 
@@ -159,7 +159,7 @@ def _handed_out(own: _OwnBatches, config: EvenIterators) -> Generator[Any]:
     when the next batch is asked for.
     """
     own.read_up_to(1)  # which begins the pass
-    current = cast(WorkersPass, config.sampler.latest)
+    current = cast(StreamPass, config.sampler.latest)
     rounds = current.in_rounds()
     with config.opened(own) as channel:
         own.report(channel, current.batches_made)

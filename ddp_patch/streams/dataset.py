@@ -17,8 +17,8 @@ from ddp_patch.orders.generators import generator_states, random_generators, set
 from ddp_patch.orders.random_states import EpochCounter, Seed
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.schedule import made_in_turn, turn_after
-from ddp_patch.sharding.held import Transparent
 from ddp_patch.sharding.position import BatchNote, NotedBatch, Position, StreamSnapshot, split
+from ddp_patch.sharding.sampler_states import AttributeProxy
 from ddp_patch.streams.reading import Reader, can_snapshot, this_worker
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
 from ddp_patch.streams.worker_pass import WorkerPass, WorkerPosition
@@ -31,7 +31,7 @@ T = TypeVar("T")
 _KEY = "ddp_patch"
 
 
-class ShardedIterable(Transparent, IterableDataset[T]):
+class ShardedIterable(AttributeProxy, IterableDataset[T]):
     """One rank's share of another iterable dataset's stream.
 
     ``iterable_sharding="exact"``: in worker j of every rank, ``get_worker_info()`` returns what it would in worker j of

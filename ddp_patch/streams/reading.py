@@ -18,7 +18,7 @@ from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.sharding.position import StreamSnapshot, StreamStart
 
-__all__ = ["Reader", "SnapshotWriter", "can_snapshot", "this_worker"]
+__all__ = ["DatasetStateTracker", "Reader", "can_snapshot", "this_worker"]
 
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ def can_snapshot(dataset: object, options: Options) -> bool:
     )
 
 
-class SnapshotWriter:
+class DatasetStateTracker:
     """Records how a worker's stream begins, and takes the dataset's own state.
 
     Args:

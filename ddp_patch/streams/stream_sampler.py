@@ -14,13 +14,13 @@ from ddp_patch.loaders.contents import held_by
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.samples import DatasetEpoch
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.order_guard import OrderGuard
+from ddp_patch.ranks.stream_monitor import StreamMonitor
 from ddp_patch.sharding.epochs import EpochSampler
-from ddp_patch.sharding.held import SamplerStates
 from ddp_patch.sharding.position import Position
+from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, random_holder
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
-from ddp_patch.streams.workers_pass import WorkersPass
+from ddp_patch.streams.stream_pass import StreamPass
 
 __all__ = ["StreamSampler"]
 
@@ -41,7 +41,7 @@ class StreamSampler(EpochSampler[None]):
         dataset: The sharded dataset.
     """
 
-    latest: WorkersPass | None
+    latest: StreamPass | None
     position: Position | None
 
     def __init__(self, given: LoaderFacts[Any], agreed: Agreed, ahead: int = 2) -> None:
@@ -63,7 +63,7 @@ class StreamSampler(EpochSampler[None]):
             first_items = FirstItems(shared.readers)
             # With verify=True all is compared at the end, where every rank raises.
             marks = None if agreed.options.verify else MarksInMemory(shared.readers)
-            guard = OrderGuard(
+            guard = StreamMonitor(
                 peers,
                 given.dataset,
                 first_items.passes,
@@ -136,7 +136,7 @@ class StreamSampler(EpochSampler[None]):
         number = self.epochs.passes + 1
         start = self.position or Position(epoch, held=self.held())
         at_end = partial(self._compare_end, epoch, number)
-        current = WorkersPass(start, self._sharing(self._batching), self.worker, number, self._ahead, at_end)
+        current = StreamPass(start, self._sharing(self._batching), self.worker, number, self._ahead, at_end)
         if start.is_begun:
             self._holders.reinstate_generators(start.held.generators)  # a loader may have drawn from them since
         # Workers cannot communicate, so what they drew is compared here. A loop that takes len() batches sees no end.

@@ -16,7 +16,7 @@ from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.drawing import require_sure_length, share
 from ddp_patch.sharding.position import BatchNote, StreamSnapshot, StreamStart
-from ddp_patch.streams.reading import SnapshotWriter, can_snapshot, this_worker
+from ddp_patch.streams.reading import DatasetStateTracker, can_snapshot, this_worker
 
 if TYPE_CHECKING:
     from ddp_patch.streams.dataset import StreamWorker
@@ -138,7 +138,7 @@ class WorkerPass(Generic[T]):
         self.info: Any = worker.reader.info(self.worker_id, self.num_workers, seed, worker.dataset)
         self._states = states = epoch_states(worker.options, worker.seed, start.epoch)
         private = states if isinstance(states, PrivateRNG) and can_snapshot(worker.dataset, worker.options) else None
-        self._writer = SnapshotWriter(worker.dataset, private, start.snapshot)
+        self._writer = DatasetStateTracker(worker.dataset, private, start.snapshot)
         self._takes_snapshots = private is not None
         self._has_own_states = self._is_over = False
         # What was noted: how the stream began, and the dataset's own state then.

@@ -13,7 +13,7 @@ from zoo import Source, as_it_is
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.orders.fingerprint import COMPARED, hashes_of
-from ddp_patch.ranks import order_guard
+from ddp_patch.ranks import stream_monitor
 from ddp_patch.ranks.notices import Peers
 from ddp_patch.ranks.order_verdicts import PartMarks, encoded
 from ddp_patch.streams import shared_state
@@ -140,8 +140,8 @@ def test_a_stream_is_sharded_already_only_where_enough_items_have_nothing_in_com
         texts = {1: decode(b"|" + encoded(other.passes()).encode())} if subject == "orders" else {}
         return mock.Mock(exchange=mock.Mock(return_value=texts))
 
-    monkeypatch.setattr(order_guard, "Mailbox", left)
+    monkeypatch.setattr(stream_monitor, "Mailbox", left)
     peers = Peers("loader", 1, 0, [1])
-    guard = order_guard.OrderGuard(peers, range(1), own.passes, dict, own.settle, lambda number: True, "")
+    guard = stream_monitor.StreamMonitor(peers, range(1), own.passes, dict, own.settle, lambda number: True, "")
     with pytest.raises(RankMismatchError, match="sharded already") if is_sharded else nullcontext():
         guard.compare(at_end=False)

@@ -17,7 +17,7 @@ from ddp_patch.sharding.position import BatchNote, PartsDone, Position, StreamSn
 from ddp_patch.streams.balanced_parts import BalancedRounds
 from ddp_patch.streams.dataset import StreamWorker
 
-__all__ = ["WorkersPass"]
+__all__ = ["StreamPass"]
 
 
 _INDICES = [None] * 1024
@@ -26,7 +26,7 @@ _INDICES = [None] * 1024
 _ENDS_S = 10
 
 
-class WorkersPass(Pass[None]):
+class StreamPass(Pass[None]):
     """A pass over an iterable dataset: an index for every item, None, forever. Workers find the end, if there is one.
 
     Args:

@@ -24,7 +24,7 @@ from ddp_patch.orders.generators import (
 )
 from ddp_patch.orders.random_states import one_at_a_time
 
-__all__ = ["SamplerState", "SamplerStates", "Transparent"]
+__all__ = ["AttributeProxy", "SamplerSnapshot", "SamplerStates"]
 
 
 # How many epochs' beginnings are kept, for who goes back to one.
@@ -32,7 +32,7 @@ _LATEST = 32
 
 
 @dataclass(frozen=True, slots=True)
-class SamplerState:
+class SamplerSnapshot:
     """What the samplers' order follows from, besides (seed, epoch).
 
     Attributes:
@@ -248,7 +248,7 @@ class SamplerStates:
 
     # ---- states ----
 
-    def held(self) -> SamplerState:
+    def held(self) -> SamplerSnapshot:
         """Return what they hold now."""
         attributes = [
             {name: value for name, value in plain_attributes(holder).items() if first.get(name, _UNSET) != value}
@@ -257,17 +257,17 @@ class SamplerStates:
         changed = attributes if any(attributes) else ()
         states = self.generators()
         try:
-            return SamplerState(states, [copy.deepcopy(_told(holder)) for holder in self._stateful()], changed)
+            return SamplerSnapshot(states, [copy.deepcopy(_told(holder)) for holder in self._stateful()], changed)
         except Exception as error:  # noqa: BLE001 - the user's code; it counts when a state is asked for
             why = f"when the epoch began, the state_dict() of a sampler in it raised {error!r}. Correct that method"
-            return SamplerState(states, (), changed, why)
+            return SamplerSnapshot(states, (), changed, why)
 
     def generators(self) -> Sequence[Any]:
         """Return the states of their random generators."""
         with self.drawing():
             return generator_states(self.holders)
 
-    def reinstate(self, held: SamplerState) -> None:
+    def reinstate(self, held: SamplerSnapshot) -> None:
         """Make them hold what they held before."""
         self.reinstate_generators(held.generators)
         for holder, state in zip(self._stateful(), held.samplers, strict=True):
@@ -288,7 +288,7 @@ class SamplerStates:
             for one in self._own:
                 one.own = one.shown = as_read(one.generator)
 
-    def restore(self, epoch: int, held: SamplerState) -> None:
+    def restore(self, epoch: int, held: SamplerSnapshot) -> None:
         """Make them hold what they held before an epoch, because a state is restored."""
         self.reinstate(held)
         self._beginnings = {epoch: self._now()}
@@ -316,7 +316,7 @@ def _told(holder: Any) -> Any:
     return getattr(holder, "state_between_passes", holder.state_dict)()
 
 
-class Transparent:
+class AttributeProxy:
     """Base of a wrapper; its own are the attributes of its class, and those that it has when it is sealed.
 
     Subclasses of the user's may set attributes of their own at any time: these are never sealed.

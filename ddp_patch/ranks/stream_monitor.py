@@ -21,7 +21,7 @@ from ddp_patch.ranks.order_verdicts import (
     encoded,
 )
 
-__all__ = ["ONE_STREAM", "OrderGuard"]
+__all__ = ["ONE_STREAM", "StreamMonitor"]
 
 
 # What to do where no package is known to shuffle.
@@ -45,7 +45,7 @@ _AT_ONCE = 2
 _Passes = Mapping[str, Sequence[PartMarks]]
 
 
-class OrderGuard:
+class StreamMonitor:
     """Compares what this rank's readers read with what the other ranks' read.
 
     Args:
