@@ -8,7 +8,7 @@ from typing import Self, TypeAlias, TypeVar
 
 from ddp_patch.options import Layout, Options, Uneven, check_choice, check_rank
 
-__all__ = ["ITEMS", "Batching", "Consumed", "Plan", "Rest", "blocks"]
+__all__ = ["ONE_PER_STEP", "Batching", "Consumed", "Plan", "Rest", "blocks"]
 
 T = TypeVar("T")
 
@@ -189,7 +189,7 @@ class Batching:
         """Return how many batches a number of items make."""
         return items // self.size if self.drop_last else -(-items // self.size)
 
-    def loses_a_rank(self, plan: Plan, *lengths: int) -> bool:
+    def leaves_rank_without_step(self, plan: Plan, *lengths: int) -> bool:
         """Return whether a rank makes no step in an epoch in which one process makes some.
 
         With ``uneven="keep"`` and no ``drop_last``, such a rank loses nothing: others have all items.
@@ -204,7 +204,7 @@ class Batching:
 
 
 # Each item is a step: it is a whole batch, or nobody is known to make batches of it.
-ITEMS = Batching(1, drop_last=False)
+ONE_PER_STEP = Batching(1, drop_last=False)
 
 
 @dataclass(frozen=True, slots=True)

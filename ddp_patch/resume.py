@@ -155,5 +155,5 @@ def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -
             "held": fingerprint([position.held.generators, position.held.samplers, position.held.attributes]),
         },
     )
-    sampler.go_to(position, tells_rest=tells_rest)
+    sampler.resume_at(position, tells_rest=tells_rest)
     forget_iterator(loader)

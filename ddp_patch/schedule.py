@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar, get_args
 
 from ddp_patch.errors import NoStepsError
 from ddp_patch.options import Uneven
-from ddp_patch.plan import ITEMS, Batching, Plan
+from ddp_patch.plan import ONE_PER_STEP, Batching, Plan
 
 __all__ = ["BatchRecord", "Part", "Schedule", "Sizes", "made_in_turn", "require_steps", "size_of", "turn_after"]
 
@@ -33,7 +33,7 @@ def require_steps(plan: Plan, batching: Batching, name: str, lengths: Sequence[i
     Raises:
         NoStepsError: One process makes at least one step of them.
     """
-    if not batching.loses_a_rank(plan, *lengths):
+    if not batching.leaves_rank_without_step(plan, *lengths):
         return
     why = (
         f", and drop_last=True leaves out a batch of fewer than batch_size={batching.size}"
@@ -53,15 +53,15 @@ def _remedies(plan: Plan, batching: Batching, lengths: Sequence[int], in_batches
     """Yield each change that alone gives every rank a step, or loses nothing."""
     if batching.drop_last and (most := max(map(plan.least, lengths))):
         yield f"a batch_size of at most {most}"
-    if batching.drop_last and not Batching(batching.size, drop_last=False).loses_a_rank(plan, *lengths):
+    if batching.drop_last and not Batching(batching.size, drop_last=False).leaves_rank_without_step(plan, *lengths):
         yield "drop_last=False"
     for uneven in get_args(Uneven):
-        if not batching.loses_a_rank(replace(plan, uneven=uneven), *lengths):
+        if not batching.leaves_rank_without_step(replace(plan, uneven=uneven), *lengths):
             yield f"uneven={uneven!r}"
-    if in_batches and not ITEMS.loses_a_rank(plan, *map(batching.count, lengths)):
+    if in_batches and not ONE_PER_STEP.leaves_rank_without_step(plan, *map(batching.count, lengths)):
         yield "share='batches'"
     fewer = (Plan(0, ranks, plan.uneven) for ranks in range(plan.num_replicas - 1, 0, -1))
-    most = next(some.num_replicas for some in fewer if not batching.loses_a_rank(some, *lengths))
+    most = next(some.num_replicas for some in fewer if not batching.leaves_rank_without_step(some, *lengths))
     yield f"at most {_counted(most, 'rank')}"
 
 

@@ -70,7 +70,7 @@ def expected_of_step(loader: DataLoader[Any], batches: Batches) -> ExpectedRows:
         raise Misfit(f"cannot know the step: {message_of(error)}") from error
     if current is None or number < 0:
         raise Misfit("got no batch of the loader yet")
-    if current.is_exhausted:
+    if current.loop_saw_end:
         raise Misfit(f"called it after the loop: epoch {current.epoch} is over")
     _require_one_pass(current)
     schedule = ends = current.schedule()

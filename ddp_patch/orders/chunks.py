@@ -24,11 +24,11 @@ __all__ = [
     "Chunk",
     "Progress",
     "State",
-    "begun",
+    "copied_items",
+    "copy_item",
     "draw",
-    "own",
-    "owned",
     "returns_itself",
+    "start_iterating",
 ]
 
 
@@ -52,7 +52,7 @@ def returns_itself(iterator: object) -> bool:
     return isinstance(getattr(type(iterator), "__iter__", None), WrapperDescriptorType)
 
 
-def begun(iterable: Iterable[T]) -> Iterator[T]:
+def start_iterating(iterable: Iterable[T]) -> Iterator[T]:
     """Begin an iterable, and return what draws from it by ``next()`` alone.
 
     ``for``, ``islice`` and ``chain`` call ``iter()`` on what they draw from, and a sampler that is its own iterator may
@@ -100,8 +100,8 @@ def draw(
     depend only on the stream, so every rank draws the same ones at the same step.
 
     Args:
-        iterator: What to draw from, as ``begun`` returns it. If it raises an exception, the whole rounds that came
-            before are yielded first, and then the exception is raised unchanged.
+        iterator: What to draw from, as ``start_iterating`` returns it. If it raises an exception, the whole rounds
+            that came before are yielded first, and then the exception is raised unchanged.
         rng: ReentrantContext for each chunk.
         round_size: Items in a round: one for each rank.
         ahead: Whether chunks may grow. The first is one round, so that the first batch comes at once; each has twice
@@ -198,9 +198,9 @@ class _Source:
         items, is_lazy, start = [], False, self.drawn
         for item in islice(self._items, self._round_size):
             is_lazy |= isinstance(item, Iterator)
-            items.append(own(item))
+            items.append(copy_item(item))
         if is_lazy:  # read them all from now on: several may draw from the same source
-            self._items = map(own, self._items)
+            self._items = map(copy_item, self._items)
         kept += items[part]
         if noted is not None:
             noted.add(start, items)
@@ -234,7 +234,7 @@ class _Source:
         if self.is_ended or size <= 0:
             return
         drawn = islice(self._items, size)
-        items = list(map(own, drawn) if self.copies else drawn)
+        items = list(map(copy_item, drawn) if self.copies else drawn)
         kept += items[part(start, size)]
         noted.add(start, items)
         self.is_ended = len(items) < size
@@ -244,19 +244,19 @@ class _Source:
         before = self.drawn
         first, last, step = part.indices(size)
         items = islice(self._items, first, last, step)
-        kept.extend(map(own, items) if self.copies else items)
+        kept.extend(map(copy_item, items) if self.copies else items)
         deque(islice(self._items, size - last), maxlen=0)
         self.is_ended = self.drawn - before < size
 
 
-def owned(stream: Iterator[T]) -> Iterator[T]:
+def copied_items(stream: Iterator[T]) -> Iterator[T]:
     """Yield copies of a stream's items; the items themselves where the first one shows that they are indices."""
     first = list(islice(stream, 1))
-    yield from map(own, first)
-    yield from stream if first and isinstance(first[0], _IMMUTABLE) else map(own, stream)
+    yield from map(copy_item, first)
+    yield from stream if first and isinstance(first[0], _IMMUTABLE) else map(copy_item, stream)
 
 
-def own(item: Any) -> Any:
+def copy_item(item: Any) -> Any:
     """Return a copy of a batch or key, because its sampler may reuse the object for the next one.
 
     Copy containers with their contents, clone tensors, read iterators into lists; return anything else as it is.
@@ -267,13 +267,13 @@ def own(item: Any) -> Any:
         case torch.Tensor():
             return item.clone()
         case Iterator():
-            return [own(part) for part in item]
+            return [copy_item(part) for part in item]
         case list() if type(item) is list:
-            return [own(part) for part in item]
+            return [copy_item(part) for part in item]
         case tuple() if type(item) is tuple:
-            return tuple(map(own, item))
+            return tuple(map(copy_item, item))
         case dict() if type(item) is dict:
-            return {key: own(value) for key, value in item.items()}
+            return {key: copy_item(value) for key, value in item.items()}
         case list() | dict() | set() | bytearray() | deque() | array() | np.ndarray():
             return copy.copy(item)
     return item

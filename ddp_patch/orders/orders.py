@@ -40,7 +40,7 @@ __all__ = [
     "ScalableShuffle",
     "has_computed_order",
     "has_order",
-    "in_turns",
+    "in_blocks",
     "is_always_alike",
     "is_random_access",
     "is_torch_sampler",
@@ -275,11 +275,13 @@ def _random_order(sampler: RandomSampler, private: torch.Generator | None) -> Or
         return (schedule[0] if len(schedule) == 1 else torch.cat(schedule))[:size]
 
     if sampler.replacement:
-        drawn = _Turns(num_samples, _TURN, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator))
+        drawn = _DrawnBlocks(
+            num_samples, _TURN, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator)
+        )
         return Order(num_samples, drawn.at, free=_TURN)
     if num_samples > n:
         turn = n * -(-_TURN // n)
-        return Order(num_samples, _Turns(num_samples, turn, permuted).at, free=turn)
+        return Order(num_samples, _DrawnBlocks(num_samples, turn, permuted).at, free=turn)
     # After n samples torch draws once more and discards the result, which moves the user's generator.
     return _drawn(permuted(num_samples), lambda: permuted(n) if given is not None and num_samples == n else None)
 
@@ -417,7 +419,7 @@ def spread(values: Any) -> list[Any]:
     return [values[position] for position in range(0, len(values), max(1, len(values) // COMPARED))]
 
 
-class _Turns:
+class _DrawnBlocks:
     """An order that is drawn turn by turn, with one turn in memory at a time.
 
     Args:
@@ -434,7 +436,7 @@ class _Turns:
     def at(self, positions: range) -> list[int]:
         """Return the items at some positions, which must increase, also from call to call."""
         items: list[int] = []
-        for number, places in in_turns(positions, self._size):
+        for number, places in in_blocks(positions, self._size):
             while self._number < number:
                 self._number += 1
                 self._turn = self._draw(min(self._size, self._length - self._number * self._size))
@@ -442,11 +444,11 @@ class _Turns:
         return items
 
 
-def in_turns(positions: range, size: int) -> Iterator[tuple[int, range]]:
+def in_blocks(positions: range, size: int) -> Iterator[tuple[int, range]]:
     """Cut positions where turns of a size begin; yield the number of each turn, and the positions within it.
 
     Examples:
-        >>> list(in_turns(range(3, 14, 4), size=10))
+        >>> list(in_blocks(range(3, 14, 4), size=10))
         [(0, range(3, 11, 4)), (1, range(1, 5, 4))]
     """
     while positions:

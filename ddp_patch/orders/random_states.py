@@ -308,7 +308,7 @@ class PrivateRNG:
             self._first = self._at_first()
         return not self._was_moved and self._private.is_same(self._first)
 
-    def go_on_as(self, reader: int) -> None:
+    def switch_to_worker(self, reader: int) -> None:
         """Go on with the private stream of a worker that reads a part of the epoch: at once, if it is entered."""
         if self._is_entered:
             self._private = _GlobalState.capture()

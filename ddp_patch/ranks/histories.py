@@ -7,15 +7,15 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 __all__ = [
-    "Contradiction",
     "History",
     "NotesReport",
     "PassEntry",
+    "PassMismatch",
     "PassProgress",
     "PassRecord",
     "PassState",
     "ReadAhead",
-    "contradiction",
+    "pass_mismatch",
 ]
 
 # A history holds so many passes, as ``PassMonitor`` keeps notes of: those over the latest epochs.
@@ -161,7 +161,7 @@ class PassRecord:
         """Return the latest epoch that ``set_epoch`` chose, up to this one; -1 if there is none."""
         return max((entry.epoch for entry in self.passes.values() if entry.chosen and entry.epoch <= epoch), default=-1)
 
-    def seen_by(self, other: "PassRecord") -> "PassRecord":
+    def as_seen_by(self, other: "PassRecord") -> "PassRecord":
         """Return it with passes that were withdrawn as left, if another rank did not choose what came after them.
 
         They count, too, where one rank went through the epoch and the other through a part of it: the one trained.
@@ -337,7 +337,7 @@ class History:
         self._since = min(self._since, epoch)
 
 
-class Contradiction(NamedTuple):
+class PassMismatch(NamedTuple):
     """One rank left an epoch and continued to a later one; another took more of it.
 
     Attributes:
@@ -353,9 +353,9 @@ class Contradiction(NamedTuple):
     is_mine: bool
 
 
-def contradiction(
+def pass_mismatch(
     mine: PassRecord, theirs: PassRecord, look: int, slack: int = 0, long_look: Callable[[], int] | None = None
-) -> Contradiction | None:
+) -> PassMismatch | None:
     """Return where the passes of two ranks contradict each other; None if one may only be faster than the other.
 
     Args:
@@ -368,13 +368,13 @@ def contradiction(
     """
     at_most = (lambda: look) if long_look is None else long_look
     found = []
-    mine, theirs = mine.seen_by(theirs), theirs.seen_by(mine)
+    mine, theirs = mine.as_seen_by(theirs), theirs.as_seen_by(mine)
     for is_mine, behind, further in ((True, mine, theirs), (False, theirs, mine)):
         for entry in further.passes.values():
             # Most passes went alike on both.
             if entry.items > look and behind.passes.get(entry.epoch) != entry:
                 left = _went_on(behind, further, entry, look, slack, at_most) or _gone_back(behind, entry, at_most)
-                found += [] if left is None else [Contradiction(*left, is_mine)]
+                found += [] if left is None else [PassMismatch(*left, is_mine)]
     return min(found, default=None)
 
 

@@ -197,7 +197,7 @@ class Mailbox(Generic[V]):
                 self._latest[rank] = left, self._decode(left)
         return {rank: self._latest[rank][1] for rank in came}
 
-    def leave_at_once(self, text: str) -> None:
+    def post_at_once(self, text: str) -> None:
         """Leave a text in the least time: neither the store nor the process group is asked anything."""
         store = None if self._store is None else self._store()
         try:
@@ -319,7 +319,7 @@ class StepCounts:
             self._first_s = now_s
         if self._left >= _FREE and now_s - self._left_s < _TIMES_THEIR_COST * self._cost_s:
             return
-        self._mailbox.leave_at_once(f"{self._epoch}|{self._which}|{batches}|0")
+        self._mailbox.post_at_once(f"{self._epoch}|{self._which}|{batches}|0")
         self._left += 1
         self._left_s = perf_counter()
         self._cost_s = self._left_s - now_s
@@ -333,7 +333,7 @@ class StepCounts:
         mine, now_s = _Count(self._epoch, self._which, batches, True), perf_counter()
         step_s = (now_s - self._first_s) / max(1, batches - 1)
         until_s = now_s + (min(max(_MOMENT_S, _STEPS * step_s), _MOST_S) if batches > 1 else _MOMENT_S)
-        self._mailbox.leave_at_once(f"{self._epoch}|{self._which}|{batches}|1")
+        self._mailbox.post_at_once(f"{self._epoch}|{self._which}|{batches}|1")
         while True:
             counts = self._mailbox.exchange(None)
             alike = {rank: count.batches for rank, count in counts.items() if count[:2] == mine[:2]}

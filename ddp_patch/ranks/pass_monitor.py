@@ -13,14 +13,14 @@ from ddp_patch.loaders.contents import Row, RowsSeen
 from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.histories import (
-    Contradiction,
     History,
     NotesReport,
+    PassMismatch,
     PassProgress,
     PassRecord,
     PassState,
     ReadAhead,
-    contradiction,
+    pass_mismatch,
 )
 from ddp_patch.ranks.notices import Mailbox, Peers, StepCounts
 from ddp_patch.ranks.stream_monitor import ONE_STREAM
@@ -354,7 +354,7 @@ class PassMonitor:
         if other_passes := {rank: where for rank, where in differing.items() if where is not None}:
             raise self._other_pass(self._peers, other_passes)
         slack = size * self.read_ahead.readers if self._keeps else 0
-        compared = {rank: contradiction(mine, their, size, slack, self._long_look) for rank, their in others.items()}
+        compared = {rank: pass_mismatch(mine, their, size, slack, self._long_look) for rank, their in others.items()}
         if found := {rank: where for rank, where in compared.items() if where is not None}:
             raise self._error(self._peers, found)
 
@@ -385,7 +385,7 @@ class PassMonitor:
             "generator of its own that is seeded alike; or patch with agreement='leader', and rank 0 draws for all."
         )
 
-    def _error(self, peers: Peers, found: Mapping[int, Contradiction]) -> RankMismatchError:
+    def _error(self, peers: Peers, found: Mapping[int, PassMismatch]) -> RankMismatchError:
         first = min(found.values())
         ranks = sorted(rank for rank, where in found.items() if where == first)
         behind, further = ([peers.rank], ranks) if first.is_mine else (ranks, [peers.rank])

@@ -19,8 +19,8 @@ import torch
 
 from ddp_patch.costs import CostOf, Costs
 from ddp_patch.errors import UnsupportedLoaderError
-from ddp_patch.orders.chunks import owned
-from ddp_patch.orders.orders import Order, in_turns
+from ddp_patch.orders.chunks import copied_items
+from ddp_patch.orders.orders import Order, in_blocks
 from ddp_patch.orders.random_states import Seed, dealing_key
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
@@ -320,7 +320,7 @@ def dealt_stream(
             come.
     """
     *taken, (ranks, _) = worlds = [*(stint for stint in before if stint[1]), (plans[0].num_replicas, 0)]
-    windows = _numbered(owned(stream), balancer.width(worlds[0][0]))
+    windows = _numbered(copied_items(stream), balancer.width(worlds[0][0]))
     for stage, (earlier, each) in enumerate(taken):
         dealt = _dealt(windows, balancer, earlier, epoch, stage)
         windows = _without(dealt, earlier * each, balancer.width(worlds[stage + 1][0]))
@@ -415,20 +415,20 @@ def balanced(
 
     def at(positions: range) -> list[Any]:
         found: list[Any] = []
-        for number, here in in_turns(positions, width):
+        for number, here in in_blocks(positions, width):
             items, places = window(number)
             taken = places[here.start : here.stop : here.step]
             found += items[taken].tolist() if isinstance(items, np.ndarray) else map(items.__getitem__, taken.tolist())
         return found
 
     def in_order_as_it_came(positions: range) -> np.ndarray[Any, Any]:
-        turns = in_turns(positions, width)
+        turns = in_blocks(positions, width)
         found = [number * width + window(number)[1][here.start : here.stop : here.step] for number, here in turns]
         return np.concatenate([np.empty(0, np.int64), *found])
 
     def by_window(positions: range) -> Iterator[range]:
         """Cut positions so that a window is balanced as soon as its first item is asked for, and none before."""
-        for number, here in in_turns(positions, width):
+        for number, here in in_blocks(positions, width):
             yield range(here.start + number * width, here.stop + number * width, here.step)
 
     return Order(order.length, at, cut=by_window, places=in_order_as_it_came)

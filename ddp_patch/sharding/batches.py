@@ -99,7 +99,7 @@ class Tally:
     def begin(self) -> None:
         """Record that a pass begins."""
         if self._pass is not None:
-            self._pass.note_left()
+            self._pass.note_abandoned()
         self._has_failed = self._has_pass = False
         self._pass = None
         if self._begins_ahead:
@@ -130,7 +130,7 @@ class Tally:
         """Record that the loop has seen the end."""
         self._find_pass()
         if self._pass is not None and self._counts and not self._has_failed:
-            self._pass.note_exhausted()
+            self._pass.note_end_seen()
 
     def _find_pass(self) -> None:
         """Remember the pass, once: it is the latest one now, and another iterator may begin another."""
@@ -163,8 +163,8 @@ def batches_given(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> int:
     current = sampler.running
     if current is None or not current.batches:
         return 0
-    if current.handed_out is not None and (sampler.is_repeated or not has_own_iteration(type(loader))):
-        return current.handed_out
+    if current.batches_delivered is not None and (sampler.is_repeated or not has_own_iteration(type(loader))):
+        return current.batches_delivered
     raise StateError(
         f"It is not known how many batches of epoch {sampler.epoch} the {type(loader).__name__} has given: "
         f"{_why_not_counted(loader)}. Pass how many the training loop has finished: batches_done=step + 1 inside "

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
-from ddp_patch.orders.chunks import Chunk, draw, own
+from ddp_patch.orders.chunks import Chunk, copy_item, draw
 from ddp_patch.orders.fingerprint import Fingerprint, PassFingerprint
 from ddp_patch.orders.random_states import distributed_permutation
 from ddp_patch.plan import Consumed, Plan
@@ -87,7 +87,7 @@ class Epoch(Generic[T]):
         draws_ahead: Whether more than a round may be drawn at once, if the sampler can be started again.
         shuffle_seed: Permutes the whole epoch once more, unless None.
         length: Tells how many items the whole stream has, as the sampler says.
-        comes_late: Returns, when the first item is asked for, whether earlier passes drew from the same sampler.
+        has_earlier_pass: Returns, when the first item is asked for, whether earlier passes drew from the same sampler.
         at_end: Called with how many items the whole stream had and how many were assumed.
         verify: Called at the end with how many items were drawn, and their fingerprint; None if nobody compares.
         keeps_sizes: Whether to record how many samples the items have.
@@ -105,7 +105,7 @@ class Epoch(Generic[T]):
     draws_ahead: bool
     shuffle_seed: int | None
     length: Callable[[], int]
-    comes_late: Callable[[], bool]
+    has_earlier_pass: Callable[[], bool]
     at_end: Callable[[int, int], None]
     verify: Callable[[int, str], None] | None
     keeps_sizes: bool
@@ -187,7 +187,7 @@ class Stream(Generic[T]):
 
         chunked = draw(stream, epoch.rng, round_size=plan.num_replicas, ahead=ahead, kept=kept, noted=epoch.noted)
         self._chunks = _ReadAhead(chunked)
-        must_give = epoch.is_one_shot and epoch.comes_late()
+        must_give = epoch.is_one_shot and epoch.has_earlier_pass()
         return _not_empty(self._chunks, epoch.number) if must_give else self._chunks
 
     def ends_within(self, items: int) -> bool:
@@ -284,6 +284,6 @@ def _not_empty(chunks: Iterator[Chunk[T]], epoch: int) -> Iterator[Chunk[T]]:
 
 def _shuffled(stream: Iterator[T], seed: int, epoch: int) -> Iterator[T]:
     """Yield the stream in ``DistributedSampler(shuffle=True)``'s order, which needs all of it."""
-    items = [own(item) for item in stream]
+    items = [copy_item(item) for item in stream]
     for position in distributed_permutation(len(items), seed, epoch).tolist():
         yield items[position]

@@ -122,11 +122,11 @@ class EpochSampler(DistributedSampler[T]):
         if current is not None and current.has_failed and self.position is None and self.monitor.is_on:
             raise StateError(  # no RuntimeError, which a script may catch because of torch's workers
                 f"Iterating the {type(loader).__name__} again: its pass over epoch {current.epoch} ended by an error, "
-                f"raised in place of batch {current.handed_out or 0} (from 0). The script caught it, and a new pass "
-                "would begin on this rank alone: the rest of its shard of that epoch would be lost, and the ranks' "
-                "steps would not match. Correct what raised the error, and let it end the training: all ranks then "
-                "resume from a checkpoint. Or tell the other ranks of it, and call loader.set_epoch(N) with the same N "
-                "on every rank, which leaves out the rest of the epoch."
+                f"raised in place of batch {current.batches_delivered or 0} (from 0). The script caught it, and a "
+                "new pass would begin on this rank alone: the rest of its shard of that epoch would be lost, and "
+                "the ranks' steps would not match. Correct what raised the error, and let it end the training: all "
+                "ranks then resume from a checkpoint. Or tell the other ranks of it, and call loader.set_epoch(N) "
+                "with the same N on every rank, which leaves out the rest of the epoch."
             )
 
     def _begin_holders(self) -> None:
@@ -199,7 +199,7 @@ class EpochSampler(DistributedSampler[T]):
     def batches_within(self) -> int:
         """How many batches of its pass a loader with one iterator for all epochs has given; 0 between two passes."""
         current = self.latest if self.is_repeated else None
-        return 0 if current is None or current.is_exhausted else current.batches
+        return 0 if current is None or current.loop_saw_end else current.batches
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one.
@@ -323,7 +323,7 @@ class EpochSampler(DistributedSampler[T]):
         Raises:
             StateError: The state is damaged, newer than this package, or of another loader. Nothing changes then.
         """
-        self.go_to(self.read(state_dict), tells_rest=False)
+        self.resume_at(self.read(state_dict), tells_rest=False)
 
     def read(self, state: Any) -> Position:
         """Return the position that a state describes; raise StateError unless this loader has it."""
@@ -350,7 +350,7 @@ class EpochSampler(DistributedSampler[T]):
         """Return how many items the stream has, or None if that is not certain."""
         return None
 
-    def go_to(self, position: Position, *, tells_rest: bool) -> None:
+    def resume_at(self, position: Position, *, tells_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``tells_rest``."""
         if position.seed is not None:
             self.agreed.seed.adopt(position.seed)

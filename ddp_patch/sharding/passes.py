@@ -72,9 +72,9 @@ class Pass(Progress, Generic[T]):
     Attributes:
         start: Where it began.
         before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
-        handed_out: How many batches the training loop was given, without those that workers fetched ahead; None if
-            nobody counts them.
-        is_exhausted: Whether the loop has seen the end.
+        batches_delivered: How many batches the training loop was given, without those that workers fetched ahead;
+            None if nobody counts them.
+        loop_saw_end: Whether the loop has seen the end.
         has_failed: Whether the loop was given an error of the loader's instead of a batch, and nothing since.
         is_interleaved: Whether an iterator of an earlier pass gave batches while this was the latest one.
         sizes: How many samples each item had, before division; None if nobody needs that.
@@ -92,8 +92,8 @@ class Pass(Progress, Generic[T]):
         super().__init__(skip)
         self.start: Position = start
         self.before: Consumed = before
-        self.handed_out: int | None = None
-        self.is_exhausted: bool = False
+        self.batches_delivered: int | None = None
+        self.loop_saw_end: bool = False
         self.has_failed: bool = False
         self.is_interleaved: bool = False
         self._plan, self._batching, self._division = sharing.plan, sharing.batching, sharing.division
@@ -111,7 +111,7 @@ class Pass(Progress, Generic[T]):
         raise NotImplementedError
 
     @property
-    def is_counted(self) -> bool:
+    def is_comparable(self) -> bool:
         """Whether how far a rank has come can be compared with other ranks."""
         return True
 
@@ -146,7 +146,7 @@ class Pass(Progress, Generic[T]):
         """How many items it leaves out because another package's loader resumed within it."""
         return 0
 
-    def ends_elsewhere(self) -> bool:
+    def worker_saw_end(self) -> bool:
         """Return whether the end was found elsewhere, so that the number of items given says nothing."""
         return False
 
@@ -160,7 +160,7 @@ class Pass(Progress, Generic[T]):
     @property
     def is_over(self) -> bool:
         """Whether nothing more will be asked for; persistent workers keep a pass that the loop has seen the end of."""
-        return self.is_exhausted or super().is_over
+        return self.loop_saw_end or super().is_over
 
     @property
     def begins_at(self) -> str:
@@ -178,7 +178,7 @@ class Pass(Progress, Generic[T]):
     @property
     def batches(self) -> int:
         """How many batches it has given; if nobody counts them, with those that workers fetched ahead."""
-        return self._batches_asked() if self.handed_out is None else self.handed_out
+        return self._batches_asked() if self.batches_delivered is None else self.batches_delivered
 
     def _batches_asked(self) -> int:
         return self._batching.count(self.taken - self.skip)
@@ -218,37 +218,44 @@ class Pass(Progress, Generic[T]):
         """Return how many items of the share were surely taken, and what is known of the pass."""
         read_ahead, known = self._monitor.read_ahead, _KNOWN[self.state]
         asked = self.taken + self._awaited - self.skip
-        taken = self.skip + read_ahead.taken(asked, is_over=self.is_exhausted and self.is_ended)
-        if known is PassState.ENDED and read_ahead.ahead and self.handed_out is not None and not self.is_exhausted:
+        taken = self.skip + read_ahead.taken(asked, is_over=self.loop_saw_end and self.is_ended)
+        if (
+            known is PassState.ENDED
+            and read_ahead.ahead
+            and self.batches_delivered is not None
+            and not self.loop_saw_end
+        ):
             # Workers were asked for all, and the loop may not have taken it.
             taken = self._in_batches()
             if taken < self.taken:
                 known = PassState.OPEN if self._counter is not None and self._counter() is not None else PassState.LEFT
         if self.has_failed:  # other ranks may have been given the batch that the loop asked for here
             taken = max(taken, self._in_batches())
-        if not self.is_counted:
+        if not self.is_comparable:
             return PassProgress(taken, PassState.UNKNOWN)
-        if not self.ends_elsewhere():
+        if not self.worker_saw_end():
             self._surely_taken = taken
-        elif self.handed_out is not None:
+        elif self.batches_delivered is not None:
             # When a worker finds the end depends on chance, and then more is asked for. Only the batches count.
             self._surely_taken = max(self._surely_taken, self._in_batches())
-            known = PassState.ENDED if self.is_exhausted else known
+            known = PassState.ENDED if self.loop_saw_end else known
         else:
             known = PassState.ENDED
         return PassProgress(self._surely_taken, known)
 
     def _in_batches(self) -> int:
         """Return how many items are in the batches that the loop was given, and in one that failed."""
-        return min(self.taken, self.skip + ((self.handed_out or 0) + self.has_failed) * self._monitor.read_ahead.size)
+        return min(
+            self.taken, self.skip + ((self.batches_delivered or 0) + self.has_failed) * self._monitor.read_ahead.size
+        )
 
     # ---- what the training loop was given ----
 
     def note_loop(self, counter: object) -> None:
         """Record that a loop begins to take batches, and what counts them: it is gone when the iterator is."""
-        self._counter, self.handed_out, self.has_failed = ref(counter), 0, False
+        self._counter, self.batches_delivered, self.has_failed = ref(counter), 0, False
 
-    def note_left(self) -> None:
+    def note_abandoned(self) -> None:
         """Record that the loop asks for no more batches, though its iterator lives."""
         self._counter = None
 
@@ -259,23 +266,23 @@ class Pass(Progress, Generic[T]):
             note: What the worker that made it noted of it.
             is_next: Whether it is the one after the latest; where the loader went on after an error, nobody knows.
         """
-        self.handed_out = self.handed_out + 1 if is_next and self.handed_out is not None else None
+        self.batches_delivered = self.batches_delivered + 1 if is_next and self.batches_delivered is not None else None
         self.has_failed = False
         # Another rank's stream may be longer, and no rank know it before the end.
-        if self.handed_out and self._is_unsure:
+        if self.batches_delivered and self._is_unsure:
             if self._step_counts is None:
                 self._step_counts = self._monitor.steps(self.epoch, self.begins_at)
-            self._step_counts.leave(self.handed_out)
+            self._step_counts.leave(self.batches_delivered)
 
     @property
     def _is_unsure(self) -> bool:
-        return self._monitor.is_on and self.is_counted and not self.is_drawn_at_once
+        return self._monitor.is_on and self.is_comparable and not self.is_drawn_at_once
 
     def note_failed(self) -> None:
         """Record that the training loop was given an error of the loader's instead of a batch."""
         self.has_failed = True
 
-    def note_exhausted(self) -> None:
+    def note_end_seen(self) -> None:
         """Record that the training loop has seen the end, and compare if nothing before told that.
 
         What workers fetched ahead is taken now; and where only they find an end, no index tells of it.
@@ -283,11 +290,11 @@ class Pass(Progress, Generic[T]):
         Raises:
             RankMismatchError: As ``PassMonitor.compare``.
         """
-        self.is_exhausted = True
-        if self._monitor.read_ahead.ahead or self.ends_elsewhere():
+        self.loop_saw_end = True
+        if self._monitor.read_ahead.ahead or self.worker_saw_end():
             self._monitor.compare(self.epoch, at_end=True)
-        if self._is_unsure and self.handed_out is not None:
-            self._monitor.compare_ends(self.epoch, self.begins_at, self.handed_out)
+        if self._is_unsure and self.batches_delivered is not None:
+            self._monitor.compare_ends(self.epoch, self.begins_at, self.batches_delivered)
 
     def note_interleaved(self) -> None:
         """Record that an iterator of an earlier pass gave a batch."""
@@ -333,7 +340,7 @@ class Pass(Progress, Generic[T]):
         Raises:
             StateError: As ``most_found``.
         """
-        is_over = self.is_exhausted and batches == self.batches  # only a rank with fewer batches than others can know
+        is_over = self.loop_saw_end and batches == self.batches  # only a rank with fewer batches than others can know
         if not is_over and batches != (self.most_found(batches) if as_found else self.most_batches()):
             return False
         # If more were given, the length is wrong.

@@ -18,7 +18,7 @@ from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
 from ddp_patch.loaders.recognition import line_for_inner, nested_datasets
 from ddp_patch.options import Options, Share
 from ddp_patch.orders.orders import order_parameters, why_not_scalable
-from ddp_patch.plan import ITEMS, Batching, Plan
+from ddp_patch.plan import ONE_PER_STEP, Batching, Plan
 from ddp_patch.ranks.world import World
 from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.epochs import EpochSampler
@@ -308,7 +308,7 @@ def require_length(options: Options, world: World, stream: StreamFacts) -> None:
 
 
 def require_steps_known(
-    options: Options, world: World, stream: StreamFacts, batching: Batching = ITEMS, *, in_batches: bool = False
+    options: Options, world: World, stream: StreamFacts, batching: Batching = ONE_PER_STEP, *, in_batches: bool = False
 ) -> None:
     """Refuse an epoch without steps, if its length is known now; otherwise the pass refuses it at its end."""
     if (n := stream.length) is not None:

@@ -27,7 +27,7 @@ from ddp_patch.orders.orders import (
     scalable,
 )
 from ddp_patch.orders.random_states import PrivateRNG, ReentrantContext, epoch_generator, epoch_states
-from ddp_patch.plan import ITEMS, Batching
+from ddp_patch.plan import ONE_PER_STEP, Batching
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassNotes
 from ddp_patch.schedule import Sizes, require_steps
@@ -53,7 +53,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     _gives_batches: bool = False
     _inner, _kept_as = "sampler", "_wrapped_sampler"
 
-    def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ITEMS) -> None:
+    def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ONE_PER_STEP) -> None:
         if agreed.options.scalable_shuffle:
             stream = StreamFacts.of(scalable(stream.source, agreed.seed))
         balancer = Balancer.of(agreed, batching, are_batches=self._gives_batches)
@@ -71,8 +71,8 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             self.monitor.ignore_epochs()
         self._is_one_shot = stream.is_one_shot
         self._rows = stream.rows
-        self._is_torchs = has_order(self._wrapped_sampler) and not has_computed_order(self._wrapped_sampler)
-        self._counts_quietly = False  # whether its length is known to be counted without drawing
+        self._order_is_drawn = has_order(self._wrapped_sampler) and not has_computed_order(self._wrapped_sampler)
+        self._len_draws_nothing = False  # whether its length is known to be counted without drawing
         self._nested_epochs = NestedEpochs(self._wrapped_sampler)
         self._torchs_generators = self._generators_of_torchs()
         self._warned_of_length = False
@@ -92,7 +92,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         return self._holders.changed_by_user() if self._holders.has_counters else None
 
     @classmethod
-    def of(cls, stream: StreamFacts, agreed: Agreed, batching: Batching = ITEMS) -> Self:
+    def of(cls, stream: StreamFacts, agreed: Agreed, batching: Batching = ONE_PER_STEP) -> Self:
         """Wrap a sampler that the ranks have agreed on already, and that a loader makes batches from."""
         wrapper = cls.__new__(cls)
         ShardedSampler.__init__(wrapper, stream, shuffle=False, agreed=agreed, batching=batching)
@@ -161,13 +161,15 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     @contextmanager
     def _counting(self, epoch: int) -> Iterator[None]:
         """While entered, let torch's samplers count their data, which may draw; they have generators of their own."""
-        states = nullcontext() if self._counts_quietly else epoch_states(self.agreed.options, self.agreed.seed, epoch)
+        states = (
+            nullcontext() if self._len_draws_nothing else epoch_states(self.agreed.options, self.agreed.seed, epoch)
+        )
         with states:
             yield
-        self._counts_quietly |= isinstance(states, PrivateRNG) and states.is_unmoved
+        self._len_draws_nothing |= isinstance(states, PrivateRNG) and states.is_unmoved
 
     def _identity(self, latest: Pass[T] | None) -> Mapping[str, object]:
-        if not self._is_torchs:
+        if not self._order_is_drawn:
             return self._facts
         # Rows may have been added since the patch. A pass that has begun has those that were there then.
         if latest is None or latest.is_ended:
@@ -176,10 +178,10 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             length = self._restored_length if latest.start.is_begun else latest.length
         return {**self._facts, "stream length": self._stream_length(self.epochs.upcoming) if length is None else length}
 
-    def go_to(self, position: Position, *, tells_rest: bool) -> None:
+    def resume_at(self, position: Position, *, tells_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``tells_rest``."""
-        super().go_to(position, tells_rest=tells_rest)
-        self._restored_length = self._stream_length(position.epoch) if self._is_torchs else None
+        super().resume_at(position, tells_rest=tells_rest)
+        self._restored_length = self._stream_length(position.epoch) if self._order_is_drawn else None
 
     def _sure_length(self, epoch: int) -> int | None:
         if not (self._is_looked_up() or self.plan.needs_length):
@@ -214,7 +216,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     def _runs(self, current: SamplerPass[T], choices: int) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
         is_other = current.epoch != self.epochs.upcoming or choices != self._choices
-        if not current.is_ended and (is_other or self._was_given_a_generator()):
+        if not current.is_ended and (is_other or self._note_new_generators()):
             # Another iterator began this epoch since, or set_epoch() chose one: take the one that is next now. A
             # sampler of torch's looks at its generator now.
             current = self._take_up_pass()
@@ -235,13 +237,13 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         self._nested_epochs.tell(number)
         start = self.position
         if start is not None and start.is_begun:
-            self._holders.reinstate(start.held)  # others may have drawn from the generators since it was loaded
+            self._holders.restore_states(start.held)  # others may have drawn from the generators since it was loaded
         else:
             self._begin_holders()
             start = Position(number, held=self.held())
-        is_spent, options = self._is_spent(start), self.agreed.options
+        is_empty, options = self._is_empty(start), self.agreed.options
         noted = PassFingerprint() if self.monitor.is_on else None
-        source: Source[T] = Nothing() if is_spent else self._chosen_source(start, noted)
+        source: Source[T] = Nothing() if is_empty else self._chosen_source(start, noted)
         self.latest = current = SamplerPass(
             start,
             self._sharing(self._batching),
@@ -251,7 +253,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             at_end=partial(self._require_steps, start),
             note=None if noted is None else partial(self._notes, noted),
         )
-        if is_spent:
+        if is_empty:
             current.end()
             self.epochs.begin(number)
             self.position = None
@@ -266,7 +268,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     def _generators_of_torchs(self) -> list[torch.Generator]:
         return torch_generators(holder for holder in self._holders.holders if is_torch_sampler(holder))
 
-    def _was_given_a_generator(self) -> bool:
+    def _note_new_generators(self) -> bool:
         """Return whether a torch sampler has another generator than before; refuse that if ranks have agreed on it.
 
         Other samplers may make their own generators at any time, alike on every rank.
@@ -283,7 +285,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         self._torchs_generators = now
         return True
 
-    def _is_spent(self, start: Position) -> bool:
+    def _is_empty(self, start: Position) -> bool:
         """Return whether nothing is left of the epoch."""
         if start.ended or not (self.agreed.options.verify and self.plan.uneven == "keep"):
             return start.ended
@@ -310,7 +312,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         options, leader = self.agreed.options, self.agreed.leader
         private = epoch_generator(options, self.agreed.seed, start.epoch)
         states = epoch_states(options, self.agreed.seed, start.epoch)
-        entered = partial(self._counting, start.epoch) if self._is_torchs else lambda: states
+        entered = partial(self._counting, start.epoch) if self._order_is_drawn else lambda: states
         epoch = Epoch(
             sampler=self._wrapped_sampler,
             is_one_shot=self._is_one_shot,
@@ -323,7 +325,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             shuffle_seed=self.seed if self._shuffles else None,
             length=partial(self._stream_length, start.epoch),
             at_end=partial(self._compare_length, start.epoch),
-            comes_late=lambda: self.epochs.passes > 1,  # this pass counts by then
+            has_earlier_pass=lambda: self.epochs.passes > 1,  # this pass counts by then
             # The leader alone draws, so there is nothing to compare.
             verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
             keeps_sizes=self._keeps_sizes and self._division is None,
@@ -333,7 +335,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         )
         is_looked_up = self._is_looked_up()
         has_rest = epoch.balancer is not None and any(taken for _, taken in epoch.before)
-        if has_rest if is_looked_up else self._is_torchs and not self._holders.has_generators:
+        if has_rest if is_looked_up else self._order_is_drawn and not self._holders.has_generators:
             # Drawn, as a whole, from what nobody else draws from.
             epoch = replace(epoch, sampler=InOrder(self._wrapped_sampler, start.epoch, private))
         if leader is not None:

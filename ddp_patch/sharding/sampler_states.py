@@ -11,15 +11,15 @@ from typing import Any, ClassVar
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.orders.generators import (
     RandomGenerator,
-    as_read,
     generator_states,
     is_stateful,
+    native_state,
     plain_attributes,
     random_generators,
     same_state,
     seeded_anew,
-    set_as_read,
     set_generator_states,
+    set_native_state,
     was_seeded,
 )
 from ddp_patch.orders.random_states import one_at_a_time
@@ -65,27 +65,27 @@ class _Generator:
     @property
     def is_seeded(self) -> bool:
         """Whether somebody else has seeded it since a pass drew from it."""
-        if self.shown is None or same_state(as_read(self.generator), self.shown):
+        if self.shown is None or same_state(native_state(self.generator), self.shown):
             return False
         return was_seeded(self.generator, self.shown)
 
     def enter(self) -> None:
         """Let it draw on where the passes left it; but if it was seeded, as the seed says."""
-        now = as_read(self.generator)
+        now = native_state(self.generator)
         if self.is_seeded:
             self.own = now
         # As long as nobody else has drawn from it, everybody finds it where the passes left it, as in one process.
         self.shown = None if same_state(now, self.own) else now
         if self.shown is not None:
-            set_as_read(self.generator, self.own)
+            set_native_state(self.generator, self.own)
 
     def leave(self) -> None:
         """Put it back to where everybody else finds it."""
-        self.own = as_read(self.generator)
+        self.own = native_state(self.generator)
         if self.shown is None:
             self.shown = self.own
         else:
-            set_as_read(self.generator, self.shown)
+            set_native_state(self.generator, self.shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class SamplerStates:
             yield
             return
         with one_at_a_time():
-            self._seeded |= {id(one.generator): as_read(one.generator) for one in self._own if one.is_seeded}
+            self._seeded |= {id(one.generator): native_state(one.generator) for one in self._own if one.is_seeded}
             for one in self._own:
                 one.enter()
             self._put_back()
@@ -162,7 +162,8 @@ class SamplerStates:
         known = {id(one.generator): one for one in self._own}
         found = random_generators(self.holders) if self.is_private else []
         self._own = [
-            known.get(id(generator)) or _Generator(generator, state := as_read(generator), state) for generator in found
+            known.get(id(generator)) or _Generator(generator, state := native_state(generator), state)
+            for generator in found
         ]
 
     def _count(self) -> None:
@@ -202,7 +203,7 @@ class SamplerStates:
         if epoch is not None:
             beginning = self._beginning(epoch)
             # Whoever seeded a generator chose what comes next, even if somebody looked at that meanwhile.
-            self._seeded |= {id(one.generator): as_read(one.generator) for one in self._own if one.is_seeded}
+            self._seeded |= {id(one.generator): native_state(one.generator) for one in self._own if one.is_seeded}
             states = {id(generator): state for generator, state in beginning.generators} | self._seeded
             known = [(one, states[id(one.generator)]) for one in self._own if id(one.generator) in states]
             for one, state in known:
@@ -226,9 +227,9 @@ class SamplerStates:
         if self._before is None:
             generator.own = state
             if generator.is_seeded:
-                generator.shown = as_read(generator.generator)
+                generator.shown = native_state(generator.generator)
         else:
-            set_as_read(generator.generator, state)
+            set_native_state(generator.generator, state)
 
     def begin_from_here(self) -> None:
         """Let the latest epoch that is known to begin somewhere begin with what is held now."""
@@ -243,7 +244,7 @@ class SamplerStates:
     def _now(self) -> _Beginning:
         if self._before is not None:
             self._count()
-            return _Beginning([(one.generator, as_read(one.generator)) for one in self._own], dict(self._counters))
+            return _Beginning([(one.generator, native_state(one.generator)) for one in self._own], dict(self._counters))
         return _Beginning([(one.generator, one.own) for one in self._own], dict(self._counters))
 
     # ---- states ----
@@ -267,9 +268,9 @@ class SamplerStates:
         with self.drawing():
             return generator_states(self.holders)
 
-    def reinstate(self, held: SamplerSnapshot) -> None:
+    def restore_states(self, held: SamplerSnapshot) -> None:
         """Make them hold what they held before."""
-        self.reinstate_generators(held.generators)
+        self.restore_generators(held.generators)
         for holder, state in zip(self._stateful(), held.samplers, strict=True):
             holder.load_state_dict(copy.deepcopy(state))
         attributes = held.attributes or [{} for _ in self.holders]
@@ -280,17 +281,17 @@ class SamplerStates:
                 held_now.update({k: v for k, v in plain.items() if not isinstance(held_now.get(k), RandomGenerator)})
         self._count()
 
-    def reinstate_generators(self, states: Sequence[Any]) -> None:
+    def restore_generators(self, states: Sequence[Any]) -> None:
         """Put their random generators into states that ``generators`` returned."""
         set_generator_states(self.holders, states)
         self._find()
         if self._before is None:
             for one in self._own:
-                one.own = one.shown = as_read(one.generator)
+                one.own = one.shown = native_state(one.generator)
 
     def restore(self, epoch: int, held: SamplerSnapshot) -> None:
         """Make them hold what they held before an epoch, because a state is restored."""
-        self.reinstate(held)
+        self.restore_states(held)
         self._beginnings = {epoch: self._now()}
 
     def _stateful(self) -> Iterable[Any]:

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
-from ddp_patch.orders.chunks import begun
+from ddp_patch.orders.chunks import start_iterating
 from ddp_patch.orders.fingerprint import COMPARED, fingerprint
 from ddp_patch.orders.orders import Order, order_of
 from ddp_patch.plan import Plan, Rest
@@ -187,7 +187,7 @@ class Streamed(Source[T]):
         # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
         with epoch.rng:
-            stream = begun(epoch.sampler)
+            stream = start_iterating(epoch.sampler)
         # In runs, one rank would see another's batches steps later.
         self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None
         self.origins = None if epoch.balancer is None else Origins()
@@ -259,9 +259,9 @@ class FromLeader(Source[T]):
     ) -> None:
         self._leader, self._turn, self._plans, self._held_now = leader, turn, plans, held_now
         self._piece_sizes = _piece_sizes(epoch, has_length)
-        self._waiting: list[list[int]] = [[] for _ in plans]
+        self._queued_origins: list[list[int]] = [[] for _ in plans]
         # Begun with its first item: then the leader can report an error to the others.
-        self._stream = Stream(epoch, chain(epoch.sampler), note_origins=partial(_wait, self._waiting))
+        self._stream = Stream(epoch, chain(epoch.sampler), note_origins=partial(_queue_origins, self._queued_origins))
         self.held_before = held_before
         self.origins = None if epoch.balancer is None else Origins()
 
@@ -283,7 +283,7 @@ class FromLeader(Source[T]):
         """Pair each item with the position that it comes from: the others do not see the stream. Padding has -1."""
         for parts in shares:
             paired = []
-            for part, waiting in zip(parts, self._waiting, strict=True):
+            for part, waiting in zip(parts, self._queued_origins, strict=True):
                 paired.append(list(zip(chain(waiting, repeat(-1)), part, strict=False)))
                 del waiting[: len(part)]
             yield paired
@@ -306,7 +306,7 @@ class FromLeader(Source[T]):
         return self.held_after is not None
 
 
-def _wait(of_members: Sequence[list[int]], of_plans: Sequence[Any]) -> None:
+def _queue_origins(of_members: Sequence[list[int]], of_plans: Sequence[Any]) -> None:
     """Keep where the next items of each share come from until these are sent."""
     for waiting, places in zip(of_members, of_plans, strict=True):
         waiting.extend(places.tolist())

@@ -23,7 +23,7 @@ from ddp_patch.streams.reading import Reader, can_snapshot, this_worker
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
 from ddp_patch.streams.worker_pass import WorkerPass, WorkerPosition
 
-__all__ = ["IterableWorkerInit", "ShardedIterable", "StreamWorker", "WorkerIterator", "random_holder"]
+__all__ = ["IterableWorkerInit", "ShardedIterable", "StreamWorker", "WorkerIterator", "generators_only"]
 
 
 T = TypeVar("T")
@@ -272,7 +272,7 @@ class StreamWorker(Generic[T]):
         epoch = self._epoch_of(number)
         self._reinstate_generators(number, epoch)
         start = self._start(number, epoch) if loaded is None else self._start_of(loaded, number, epoch)
-        start = self._with_unread(replace(start, generators=generator_states([random_holder(self.dataset)])))
+        start = self._with_unread(replace(start, generators=generator_states([generators_only(self.dataset)])))
         self._was_read = True
         begun = WorkerPass(self, start)
         with worker_info_told(begun.info):
@@ -319,7 +319,7 @@ class StreamWorker(Generic[T]):
             self.forget(number)
         elif position.is_begun:
             # In workers too: a loader may have drawn its workers' seed from these generators since.
-            set_generator_states([random_holder(self.dataset)], position.held.generators)
+            set_generator_states([generators_only(self.dataset)], position.held.generators)
 
     def _start(self, number: int, epoch: int) -> WorkerPosition:
         """Return where this worker's pass begins."""
@@ -361,7 +361,7 @@ class StreamWorker(Generic[T]):
     def position_unbegun(self) -> WorkerPosition:
         """Return where the next pass begins."""
         number = self.shared.latest_pass + 1 if self._first_pass is None else self._first_pass
-        generators = generator_states([random_holder(self.dataset)])
+        generators = generator_states([generators_only(self.dataset)])
         start = replace(self._start(number, epoch=-1), generators=generators, seed=self.seed.value)
         return self._with_unread(start)
 
@@ -380,7 +380,7 @@ class StreamWorker(Generic[T]):
                 "whole loader, and do not set another epoch before it resumes."
             )
         self.shared.note_offset(number, this_worker()[0], loaded.offset)
-        set_generator_states([random_holder(self.dataset)], loaded.generators)
+        set_generator_states([generators_only(self.dataset)], loaded.generators)
         return replace(loaded, number=number, epoch=epoch)
 
     def give(self, giving: WorkerPass[T]) -> None:
@@ -405,7 +405,7 @@ def _collate_noted(worker: StreamWorker[Any], collate_fn: Callable[[Any], Any], 
     return batch if note is None else NotedBatch(note, batch)
 
 
-def random_holder(dataset: object) -> SimpleNamespace:
+def generators_only(dataset: object) -> SimpleNamespace:
     """Return what holds a dataset's random generators and nothing else: its own state is a position in it."""
     return SimpleNamespace(generators=random_generators([dataset]))
 

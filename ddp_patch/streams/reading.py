@@ -38,14 +38,14 @@ class Reader:
 
     Attributes:
         has_asked: Whether it has. It may remember the answer, so this stays true in later passes.
-        has_split: Whether an item came after it had.
+        asked_before_item: Whether an item came after it had.
         has_asked_rank: Whether it asked which rank this is, by its first item, or was made another one by a function
             that did.
     """
 
     def __init__(self) -> None:
         self.has_asked: bool = False
-        self.has_split: bool = False
+        self.asked_before_item: bool = False
         self.has_asked_rank: bool = False
         self._has_dataset = False  # whether somebody reached for the dataset through the worker info
 
@@ -82,7 +82,7 @@ class Reader:
                 except StopIteration:
                     return
             noting = nullcontext()
-            self.has_split |= self.has_asked
+            self.asked_before_item |= self.has_asked
             yield item
 
     @contextmanager
@@ -149,7 +149,7 @@ class DatasetStateTracker:
             self._states = None
         return iterator
 
-    def begin_at_state(self) -> Iterator[Any]:
+    def iterate_from_state(self) -> Iterator[Any]:
         """Begin to iterate the dataset where its ``state_dict()`` was taken that is to be continued.
 
         One that is its own iterator may take a state before ``iter()`` or after it, as torchdata's loader gives it.

@@ -68,9 +68,9 @@ class StreamPass(Pass[None]):
         if note.state is not None:
             self._states[note.reader].append(note)
 
-    def note_exhausted(self) -> None:
+    def note_end_seen(self) -> None:
         """Record that the training loop has seen the end; see ``Pass``."""
-        super().note_exhausted()
+        super().note_end_seen()
         self._at_end()
 
     @property
@@ -79,7 +79,7 @@ class StreamPass(Pass[None]):
         return None
 
     @property
-    def is_counted(self) -> bool:
+    def is_comparable(self) -> bool:
         """Whether ranks take equally much; they do where each reads the whole dataset."""
         return self._worker.is_exact
 
@@ -113,14 +113,14 @@ class StreamPass(Pass[None]):
         """Return True: nothing has to be drawn here to know what is left."""
         return True
 
-    def ends_elsewhere(self) -> bool:
+    def worker_saw_end(self) -> bool:
         """Return whether a worker has come to the end: from then on more is asked for than there is."""
         return any(length is not None for length in self._shared.lengths(self._number))
 
     @property
     def is_in_parts(self) -> bool:
         """Whether several workers read a part each; False while that is unknown."""
-        return self.is_counted and self._shared.readers > 1 and self._shared.is_in_parts(self._number)
+        return self.is_comparable and self._shared.readers > 1 and self._shared.is_in_parts(self._number)
 
     @property
     def left_out(self) -> int:
@@ -186,7 +186,7 @@ class StreamPass(Pass[None]):
         position = super().position_after(batches)
         if not batches:
             return replace(position, parts=self.start.parts, marks=self.start.marks)
-        if not self.is_counted:
+        if not self.is_comparable:
             return position if self.rounds is None else self._position_of_all(position, self.rounds, batches)
         self._require_own_start()
         if self.is_in_parts:

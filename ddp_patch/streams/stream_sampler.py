@@ -18,7 +18,7 @@ from ddp_patch.ranks.stream_monitor import StreamMonitor
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.position import Position
 from ddp_patch.sharding.sampler_states import SamplerStates
-from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, random_holder
+from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
 from ddp_patch.streams.stream_pass import StreamPass
 
@@ -56,7 +56,7 @@ class StreamSampler(EpochSampler[None]):
                 "num_workers": given.num_workers,
                 "batch_size": given.batch_size or 1,
             }
-        super().__init__(agreed, SamplerStates([random_holder(given.dataset)], is_private=False), facts)
+        super().__init__(agreed, SamplerStates([generators_only(given.dataset)], is_private=False), facts)
         peers, shared = agreed.peers, SharedWorkerState(max(1, given.num_workers))
         first_items, marks = None, None
         if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
@@ -138,7 +138,7 @@ class StreamSampler(EpochSampler[None]):
         at_end = partial(self._compare_end, epoch, number)
         current = StreamPass(start, self._sharing(self._batching), self.worker, number, self._ahead, at_end)
         if start.is_begun:
-            self._holders.reinstate_generators(start.held.generators)  # a loader may have drawn from them since
+            self._holders.restore_generators(start.held.generators)  # a loader may have drawn from them since
         # Workers cannot communicate, so what they drew is compared here. A loop that takes len() batches sees no end.
         self._begin(epoch, {"position": current.begins_at}, self.worker.shared.facts(self.epochs.passes))
         self.worker.shared.begin(number, epoch)
@@ -164,9 +164,9 @@ class StreamSampler(EpochSampler[None]):
     def __len__(self) -> int:
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
 
-    def go_to(self, position: Position, *, tells_rest: bool) -> None:
+    def resume_at(self, position: Position, *, tells_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``tells_rest``."""
-        super().go_to(position, tells_rest=tells_rest)
+        super().resume_at(position, tells_rest=tells_rest)
         self.worker.resume(self.epochs.passes + 1, position, tells_rest=tells_rest)
 
     def set_epoch(self, epoch: int) -> None:

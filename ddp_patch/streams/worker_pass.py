@@ -153,7 +153,9 @@ class WorkerPass(Generic[T]):
             StateError: There are fewer than were done.
         """
         worker, batching, start = self._worker, self._worker.batching, self.start
-        chunks = self._drawn(self._decided(self._read(partial(iter, worker.dataset))), Plan(0, 1), 0, start.skip)
+        chunks = self._drawn(
+            self._detecting_split(self._read(partial(iter, worker.dataset))), Plan(0, 1), 0, start.skip
+        )
         items = (item for chunk in chunks for item in chunk.items)
         skipped = sum(1 for _ in islice(items, start.skip))
         if skipped < start.skip if batching.drop_last else skipped <= start.skip - batching.size:
@@ -174,13 +176,15 @@ class WorkerPass(Generic[T]):
         before = self._before()
         if before is None:
             skip = start.skip
-            stream = rest.select(self._decided(self._compared(self._writer.watch(self._read(self._writer.begin)))))
+            stream = rest.select(
+                self._detecting_split(self._compared(self._writer.watch(self._read(self._writer.begin))))
+            )
         else:
             skip = 0
-            read = self._read(self._writer.begin_at_state)
+            read = self._read(self._writer.iterate_from_state)
             if start.counts == "parts":
                 self._use_own_states()  # the first item, after which all workers do, was read before
-            stream = self._decided(self._writer.follow(read))
+            stream = self._detecting_split(self._writer.follow(read))
         chunks = self._drawn(stream, plan, len(rest), skip)
         running = Fingerprint()
         if is_verified := worker.options.verify and before is None:
@@ -207,7 +211,7 @@ class WorkerPass(Generic[T]):
         worker, size = self._worker, self._worker.batching.size
         for item in of_rank:
             # Readers of one stream take turns.
-            is_mine = worker.reader.has_split or self._place // size % self._own_workers == self._own_id
+            is_mine = worker.reader.asked_before_item or self._place // size % self._own_workers == self._own_id
             self._place += 1
             if is_mine:
                 worker.give(self)
@@ -242,7 +246,7 @@ class WorkerPass(Generic[T]):
     def _read(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
         return self._worker.reader.read(begin, self.info)
 
-    def _decided(self, read: Iterator[T]) -> Iterator[T]:
+    def _detecting_split(self, read: Iterator[T]) -> Iterator[T]:
         """Yield what is read. The first item shows whether the dataset asks which worker it is in.
 
         Up to then all workers draw from the same random states, so that a dataset may shuffle its files and then take
@@ -250,7 +254,7 @@ class WorkerPass(Generic[T]):
         """
         worker, reader, start = self._worker, self._worker.reader, self.start
         first = next(read, _NOTHING)
-        asked = self.num_workers > 1 and (reader.has_asked if first is _NOTHING else reader.has_split)
+        asked = self.num_workers > 1 and (reader.has_asked if first is _NOTHING else reader.asked_before_item)
         if asked and not self._has_own_states:
             self._use_own_states()
         worker.shared.note_role(start.number, self._own_id, start.role if asked else None)
@@ -260,7 +264,7 @@ class WorkerPass(Generic[T]):
             return
         yield first
         for item in read:
-            if reader.has_split and not asked and self.num_workers > 1:
+            if reader.asked_before_item and not asked and self.num_workers > 1:
                 raise UnsupportedLoaderError(
                     f"{worker.name} cannot be sharded with {self._own_workers} workers: it asked get_worker_info() "
                     "which worker it is in only after its first items, so these came from every worker and later ones "
@@ -300,7 +304,7 @@ class WorkerPass(Generic[T]):
     def _use_own_states(self) -> None:
         self._has_own_states = True
         if isinstance(self._states, PrivateRNG):
-            self._states.go_on_as(self.worker_id)
+            self._states.switch_to_worker(self.worker_id)
 
     def _drawn(self, stream: Iterator[T], plan: Plan, length: int, skip: int) -> Iterator[Chunk[T]]:
         """Yield the stream in whole batches: no batch can come without, and states are taken between two."""

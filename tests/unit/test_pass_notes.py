@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 from ddp_patch.loaders.contents import Row, RowsSeen, rows_of
-from ddp_patch.orders.chunks import begun, draw
+from ddp_patch.orders.chunks import draw, start_iterating
 from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.orders.orders import order_of
 from ddp_patch.ranks.histories import NotesReport, PassProgress, PassState
@@ -38,7 +38,7 @@ def drawn(items: list[Any], ranks: int = 3, rank: int = 0) -> PassFingerprint:
     def kept(start: int, size: int) -> slice:
         return slice(rank, size, ranks) if start else slice(None)
 
-    chunks = list(draw(begun(items), nullcontext(), round_size=ranks, ahead=True, kept=kept, noted=noted))
+    chunks = list(draw(start_iterating(items), nullcontext(), round_size=ranks, ahead=True, kept=kept, noted=noted))
     assert sum(chunk.length for chunk in chunks) == len(items)
     noted.end(len(items))
     return noted
@@ -81,7 +81,7 @@ def test_a_rank_is_given_the_same_items_with_a_fingerprint_as_without(rank: int)
         def kept(start: int, size: int) -> slice:
             return slice(rank, size, 3)
 
-        chunks = draw(begun(range(10_000)), nullcontext(), round_size=3, ahead=True, kept=kept, noted=noted)
+        chunks = draw(start_iterating(range(10_000)), nullcontext(), round_size=3, ahead=True, kept=kept, noted=noted)
         return [item for chunk in chunks for item in chunk.items]
 
     assert share(PassFingerprint()) == share(None) == [*range(rank, 10_000, 3)]

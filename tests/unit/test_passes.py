@@ -173,7 +173,7 @@ def test_what_a_pass_took_does_not_depend_on_when_its_worker_finds_the_end(takes
     one = train.sampler.latest
     assert one.progress() == (2, PassState.OPEN)
     dataset.may_end.set()
-    while not one.ends_elsewhere():  # the test's time limit ends it
+    while not one.worker_saw_end():  # the test's time limit ends it
         time.sleep(0.001)
     assert one.progress() == (2, PassState.OPEN)
     if takes_all:

@@ -922,7 +922,7 @@ def test_within_the_loops_last_turn_the_next_epoch_comes_whatever_is_still_to_be
     uneven: Any, layout: Any
 ) -> None:
     for n, world, size, drop_last in product([1, 4, 7, 11, 15, 18], [1, 2, 3], [1, 3, 5], [False, True]):
-        if Batching(size, drop_last).loses_a_rank(Plan(0, world, uneven, layout), n):
+        if Batching(size, drop_last).leaves_rank_without_step(Plan(0, world, uneven, layout), n):
             continue  # refused
         states = []
         for rank in range(world):
@@ -981,7 +981,7 @@ def test_a_rank_that_took_an_item_more_than_others_leaves_nothing_to_take() -> N
     taken = list(wrapper)
     resumed: DDPSamplerWrapper[int] = DDPSamplerWrapper(range(5), False, rank=0, num_replicas=2, uneven="keep")
     state = {**wrapper.state_dict(), "epoch": 0, "done": [[2, len(taken)]], "ended": False}
-    resumed.go_to(resumed.read(state), tells_rest=True)
+    resumed.resume_at(resumed.read(state), tells_rest=True)
     assert (len(taken), len(resumed), resumed.total_size) == (3, 0, 0)
 
 

@@ -32,7 +32,7 @@ def test_a_rank_is_lost_where_no_batch_of_its_share_is_full() -> None:
             is_stepless = any(batching.count(len(plan.share(n))) == 0 for plan in plans)
             is_asked_for = uneven == "keep" and not drop_last
             expected = batching.count(n) > 0 and is_stepless and not is_asked_for
-            assert batching.loses_a_rank(plans[-1], n) == expected
+            assert batching.leaves_rank_without_step(plans[-1], n) == expected
 
 
 # Samples, loader, ranks, options, and all remedies that are told.
