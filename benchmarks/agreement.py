@@ -106,7 +106,7 @@ def in_steps(loader: DataLoader[Any]) -> list[float]:
     spent: list[float] = []
     monitor.compare = timing(monitor.compare, spent)
     steps = monitor.steps(0, "")
-    steps.leave = timing(steps.leave, spent)
+    steps.post = timing(steps.post, spent)
     dist.barrier()
     for _ in loader:
         time.sleep(STEP_MS / 1000)

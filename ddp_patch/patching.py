@@ -214,7 +214,7 @@ def patch_each(
             with error_context(place):
                 require_loader(operation, loader)
         options = choose()
-        has_others = world is not None and max(world.num_replicas, len(world.members or ())) > 1
+        has_others = world is not None and max(world.num_replicas, len(world.share_of_rank or ())) > 1
         device = device_here(options.device, is_one_of_several=has_others)
         options = replace(options, device=device)
         if world is None and not options.scalable_shuffle and device is None:

@@ -43,15 +43,15 @@ def require_steps(plan: Plan, batching: Batching, name: str, lengths: Sequence[i
     parts = f" in {len(lengths)} parts, one for each worker" if len(lengths) > 1 else ""
     raise NoStepsError(
         f"A rank would make no step in an epoch: {name} has {_counted(sum(lengths), 'item')}{parts}, of which "
-        f"{plan.num_replicas} ranks take {sum(map(plan.least, lengths))} each with uneven={plan.uneven!r}{why}. One "
-        f"process makes {_counted(sum(map(batching.count, lengths)), 'step')} of them. Use one of these: "
-        f"{', '.join(_remedies(plan, batching, lengths, in_batches))}."
+        f"{plan.num_replicas} ranks take {sum(map(plan.smallest_share, lengths))} each with "
+        f"uneven={plan.uneven!r}{why}. One process makes {_counted(sum(map(batching.count, lengths)), 'step')} of "
+        f"them. Use one of these: {', '.join(_remedies(plan, batching, lengths, in_batches))}."
     )
 
 
 def _remedies(plan: Plan, batching: Batching, lengths: Sequence[int], in_batches: bool) -> Iterator[str]:
     """Yield each change that alone gives every rank a step, or loses nothing."""
-    if batching.drop_last and (most := max(map(plan.least, lengths))):
+    if batching.drop_last and (most := max(map(plan.smallest_share, lengths))):
         yield f"a batch_size of at most {most}"
     if batching.drop_last and not Batching(batching.size, drop_last=False).leaves_rank_without_step(plan, *lengths):
         yield "drop_last=False"
@@ -104,7 +104,7 @@ class Sizes:
             self._sizes.append(size)
             self._ends.append(len(self) + batches)
 
-    def of(self, stream: Iterator[T]) -> Iterator[T]:
+    def recording(self, stream: Iterator[T]) -> Iterator[T]:
         """Pass a stream's items on, and add the size of each."""
         for item in stream:
             own = list(item) if isinstance(item, Iterator) else item
@@ -174,13 +174,13 @@ class Part:
         skip: How many items of each rank's share were taken before.
         length: How many items all ranks share, those before included; None while nobody has found the end.
         worker: Whose it is, by the number of the worker. A pass that resumes may begin with another one's turn.
-        given: How many items of each rank's share surely come, while nobody has found the end.
+        least_items: How many items of each rank's share surely come, while nobody has found the end.
     """
 
     skip: int = 0
     length: int | None = None
     worker: int = 0
-    given: int = 0
+    least_items: int = 0
 
     def batches(self, plan: Plan, batching: Batching) -> int | None:
         """Return how many batches a rank still makes of it; None while the end is unknown."""
@@ -285,7 +285,7 @@ class Schedule:
         ]
 
     def _end(self, part: Part, items: int) -> int:
-        return items if part.length is None else max(part.skip, min(items, self.plan.rounds(part.length)))
+        return items if part.length is None else max(part.skip, min(items, self.plan.largest_share(part.length)))
 
     def record(self, number: int) -> BatchRecord:
         """Return batch ``number``, from 0."""
@@ -379,9 +379,9 @@ class Schedule:
     def _alike(self, part: Part) -> int:
         """Return how many first batches of a part surely are full and without padding on every rank."""
         plan, length = self.plan, part.length
-        real = part.given if length is None else length // plan.num_replicas
+        real = part.least_items if length is None else length // plan.num_replicas
         if length is not None and plan.needs_length and plan.uneven == "pad":  # the last ranks' runs are padding
-            real = max(0, length - (plan.num_replicas - 1) * plan.rounds(length))
+            real = max(0, length - (plan.num_replicas - 1) * plan.largest_share(length))
         return max(0, real - part.skip) // self.batching.size
 
     def keys(self, records: Iterable[BatchRecord]) -> Iterator[range]:

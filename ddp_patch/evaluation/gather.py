@@ -77,7 +77,7 @@ def expected_of_step(loader: DataLoader[Any], batches: Batches) -> ExpectedRows:
     if len(schedule.parts) == 1 and schedule.count is None:
         ends = replace(schedule, parts=[Part(current.skip, current.likely_length)])
     # Whether a rank has found the end already depends on chance, so only a length that was known before counts.
-    knows_steps = len(schedule.parts) == 1 and sampler.left(current.start) is not None and ends.fewest == ends.most
+    knows_steps = len(schedule.parts) == 1 and sampler.remaining(current.start) is not None and ends.fewest == ends.most
     if schedule.plan.uneven == "keep" and schedule.plan.num_replicas > 1 and not knows_steps:
         raise Misfit(
             "cannot gather step by step with uneven='keep', by which some ranks may have a step less and would not "
@@ -278,7 +278,7 @@ def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], dst: Any, p
     agreed, current = batches.sampler.agreed, batches.sampler.latest
     expect = partial(expected_of_step, loader) if operation == "gather_step" else expected_of_pass
     said, own = report(outputs, partial(expect, batches), members.dst, _plain(pad), _CONNECTIONS.name(current))
-    judged = partial(judge, operation, agreed.world.members or [0])
+    judged = partial(judge, operation, agreed.world.share_of_rank or [0])
     if len(members.ranks) == 1:
         agreement = judged({members.rank: said})[members.rank]
     else:
@@ -297,7 +297,7 @@ def _members(operation: str, batches: Batches, dst: int | None, device: torch.de
     """Return the ranks that gather with this one: one rank for each share."""
     agreed = batches.sampler.agreed
     world, timeout = agreed.world, agreed.options.timeout
-    if world.members is None:
+    if world.share_of_rank is None:
         if world.num_replicas > 1:
             raise WorldError(
                 f"{operation} cannot gather from {world.num_replicas} ranks: the loader's world was given by rank= "

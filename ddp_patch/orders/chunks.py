@@ -113,7 +113,7 @@ def draw(
         kept: Tells which of some items to keep, by the position of the first and their number.
         noted: Is told some of the items of each chunk, the same on every rank; None if nobody compares them.
     """
-    source = _Source(iterator, round_size, copies=copies)
+    source = _CountingIterator(iterator, round_size, copies=copies)
     sizes = iter(rounds)
     now = 1 if ahead else next(sizes)
     while not source.is_ended:
@@ -148,7 +148,7 @@ def _ends(start: int, size: int, round_size: int, pieces: int) -> Iterable[int]:
     return (min(start + size, start + piece * number) for number in range(1, pieces + 1))
 
 
-class _Source:
+class _CountingIterator:
     """Draws from an iterator, and counts.
 
     Attributes:
@@ -285,7 +285,7 @@ class State(Enum):
     NOT_BEGUN = "not begun"  # nothing was asked for
     RUNNING = "running"
     ENDED = "ended"  # all items were given
-    LEFT = "left"  # broken off before
+    ABANDONED = "abandoned"  # broken off before
 
 
 class Progress:
@@ -295,20 +295,20 @@ class Progress:
         skip: How many items were taken before the pass, which continues after these.
 
     Attributes:
-        given: How many items were given, those before the pass included.
+        items_prepared: How many items were given, those before the pass included.
         state: Which state the pass is in.
     """
 
     def __init__(self, skip: int = 0) -> None:
         self.skip: int = skip
-        self.given: int = skip
+        self.items_prepared: int = skip
         self.state: State = State.NOT_BEGUN
         self._run: Iterator[Any] = iter(())
 
     @property
-    def taken(self) -> int:
+    def items_pulled(self) -> int:
         """How many of the items given were taken, those before the pass included."""
-        return self.given - length_hint(self._run)
+        return self.items_prepared - length_hint(self._run)
 
     @property
     def is_ended(self) -> bool:
@@ -316,9 +316,9 @@ class Progress:
         return self.state is State.ENDED
 
     @property
-    def is_over(self) -> bool:
+    def is_inactive(self) -> bool:
         """Whether nothing more will be asked for."""
-        return self.state in {State.ENDED, State.LEFT}
+        return self.state in {State.ENDED, State.ABANDONED}
 
     def begin(self) -> None:
         """Record that the first item was asked for."""
@@ -326,7 +326,7 @@ class Progress:
 
     def give(self, part: Sequence[T]) -> Iterator[T]:
         """Give the items that come next; return an iterator over them."""
-        self.given += len(part)
+        self.items_prepared += len(part)
         self._run = run = iter(part)
         return run
 
@@ -334,7 +334,7 @@ class Progress:
         """Record that there are no more items."""
         self.state = State.ENDED
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Record that nobody will ask for more; a pass that has ended stays so."""
         if self.state is not State.ENDED:
-            self.state = State.LEFT
+            self.state = State.ABANDONED

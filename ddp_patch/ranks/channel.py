@@ -133,7 +133,7 @@ class ExitNotes:
             "same one on all, or iterate to the end."
         )
 
-    def wait(self, step: int) -> None:
+    def announce_waiting(self, step: int) -> None:
         """Write that this rank waits for a step."""
         self._store.set(f"{self._waits}/{self._index}", f"{step}")
         self._is_waiting = True
@@ -188,7 +188,7 @@ def opened(
     try:
         yield channel
     except GeneratorExit:
-        channel.leave("left", f"{channel.given} batches")
+        channel.leave("left", f"{channel.batches_delivered} batches")
         raise
     except BaseException as error:
         channel.leave("failed", f"{type(error).__name__}: {message_of(error)}")
@@ -208,12 +208,12 @@ class Channel:
 
     Attributes:
         index: This rank's number among the members.
-        given: How many batches this rank has given, for errors.
+        batches_delivered: How many batches this rank has given, for errors.
     """
 
     def __init__(self, members: Sequence[int], doing: str, notes: ExitNotes, timeout: float) -> None:
         self.index: int = members.index(dist.get_rank())
-        self.given: int = 0
+        self.batches_delivered: int = 0
         self._begun = self._gathered = 0  # how many steps' rows
         self._members, self._doing, self._notes, self._timeout = members, doing, notes, timeout
         self._work: Any = None
@@ -226,7 +226,7 @@ class Channel:
 
     def count_batch(self) -> None:
         """Count a batch that this rank has given."""
-        self.given += 1
+        self.batches_delivered += 1
 
     def begin_gather(self, row: Sequence[int]) -> None:
         """Begin to send a row of numbers to all members, in the background; equally many on each."""
@@ -244,7 +244,7 @@ class Channel:
         until, wait_s = monotonic() + self._timeout, min(_SLICE_S, self._timeout / 4)
         while not self._has_come(wait_s):
             with store_reached(self._doing):
-                self._notes.wait(self._gathered)
+                self._notes.announce_waiting(self._gathered)
                 self._notes.require_none(self._gathered)
                 if monotonic() > until:
                     missing = self._notes.not_waiting(self._gathered)
@@ -367,7 +367,7 @@ class StepSums:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def of(self, value: float) -> float:
+    def sum_over_ranks(self, value: float) -> float:
         """Return the sum of all ranks' values of this step.
 
         Raises:

@@ -21,18 +21,18 @@ __all__ = [
 # A history holds so many passes, as ``PassMonitor`` keeps notes of: those over the latest epochs.
 _MOST_PASSES = 16
 # Of so many attempts it says how far they came.
-_MOST_LEFT = 4
+_MOST_ATTEMPTS = 4
 
 
 class PassState(IntEnum):
     """What is known of a pass."""
 
     OPEN = 0  # it may continue
-    LEFT = 1  # broken off before its end
+    ABANDONED = 1  # broken off before its end
     ENDED = 2  # it came to its end
     UNKNOWN = 3  # how far it came is not known
     WITHDRAWN = 4  # an epoch was chosen since: it counts no longer against ranks that chose it too
-    WHOLE = 5  # withdrawn, but it had come to its end, so it was no look
+    WITHDRAWN_COMPLETE = 5  # withdrawn, but it had come to its end, so it was no look
 
 
 _STATES = tuple(PassState)
@@ -79,8 +79,8 @@ class PassEntry(NamedTuple):
         """Return it as it counts once another epoch was chosen."""
         if self.state is PassState.UNKNOWN:
             return self._replace(items=0)
-        is_whole = self.state in {PassState.ENDED, PassState.WHOLE}
-        return self._replace(state=PassState.WHOLE if is_whole else PassState.WITHDRAWN)
+        is_whole = self.state in {PassState.ENDED, PassState.WITHDRAWN_COMPLETE}
+        return self._replace(state=PassState.WITHDRAWN_COMPLETE if is_whole else PassState.WITHDRAWN)
 
 
 class NotesReport(NamedTuple):
@@ -114,18 +114,18 @@ class PassRecord:
         since: The epoch from which on all of them are here.
         share: Which share it takes, if the user gave it by rank= and num_replicas=.
         notes: What it noted of its latest passes.
-        left: Its latest attempts that are over, with the last epoch of which each took more than a long look.
+        past_attempts: Its latest attempts that are over, with the last epoch of which each took more than a long look.
     """
 
     passes: Mapping[int, PassEntry] = field(default_factory=dict)
     since: int = 0
     share: int | None = None
     notes: Sequence[NotesReport] = ()
-    left: Sequence[tuple[int, int]] = ()
+    past_attempts: Sequence[tuple[int, int]] = ()
 
     def encoded(self) -> str:
         """Return it as a short text."""
-        content = [self.since, self.share, list(self.passes.values()), self.notes, self.left]
+        content = [self.since, self.share, list(self.passes.values()), self.notes, self.past_attempts]
         return json.dumps(content, separators=(",", ":"))
 
     @classmethod
@@ -178,8 +178,8 @@ class PassRecord:
                 if is_common and not is_other:
                     passes[epoch] = entry._replace(items=0, state=PassState.UNKNOWN)
                 else:
-                    is_whole = is_common and entry.state is PassState.WHOLE
-                    passes[epoch] = entry._replace(state=PassState.ENDED if is_whole else PassState.LEFT)
+                    is_whole = is_common and entry.state is PassState.WITHDRAWN_COMPLETE
+                    passes[epoch] = entry._replace(state=PassState.ENDED if is_whole else PassState.ABANDONED)
             choice = epoch if entry.chosen else choice
         return replace(self, passes=passes)
 
@@ -243,7 +243,7 @@ class _Pass:
         elif self._at_next is None:
             self._at_next = entry.items
         elif next_state is PassState.ENDED and entry.items == self._at_next:
-            self._keep(entry._replace(state=PassState.LEFT))
+            self._keep(entry._replace(state=PassState.ABANDONED))
 
     def withdraw(self) -> None:
         """Let it no longer count against ranks that choose the same epoch."""
@@ -266,7 +266,7 @@ class History:
 
     def __init__(self, look: int = 1) -> None:
         self._look = look
-        self._left: list[tuple[int, int]] = []
+        self._past_attempts: list[tuple[int, int]] = []
         self._passes: list[_Pass] = []  # by epoch
         self._since = self._attempt = 0
         self._furthest = -1  # the latest epoch of this attempt of which more than a look was taken
@@ -320,7 +320,7 @@ class History:
     def record(self, share: int | None = None, notes: Sequence[NotesReport] = ()) -> PassRecord:
         """Return this rank's history, to be compared, with what it noted of its latest passes."""
         passes = {known.epoch: known.entry for known in self._passes}
-        return PassRecord(passes, self._since, share, notes, tuple(self._left))
+        return PassRecord(passes, self._since, share, notes, tuple(self._past_attempts))
 
     def _go_back_to(self, epoch: int, long_look: Callable[[], int] | None) -> None:
         """Drop the passes from an epoch on; if they were more than looks, this is another attempt."""
@@ -331,7 +331,7 @@ class History:
         trained = [entry.epoch for entry in made if entry.chosen or entry.is_longer_than(most)]
         self._furthest = max(trained, default=self._furthest)
         if self._furthest >= epoch:
-            self._left = [*self._left, (self._attempt, self._furthest)][-_MOST_LEFT:]
+            self._past_attempts = [*self._past_attempts, (self._attempt, self._furthest)][-_MOST_ATTEMPTS:]
             self._attempt, self._furthest = self._attempt + 1, epoch - 1
         self._passes = [known for known in self._passes if known.epoch < epoch]
         self._since = min(self._since, epoch)
@@ -391,7 +391,7 @@ def _went_on(
     if own is None:
         is_less, top = epoch >= behind.since, behind.top(look, further.attempt)
     else:
-        is_known = own.state is PassState.LEFT and further.state is not PassState.UNKNOWN
+        is_known = own.state is PassState.ABANDONED and further.state is not PassState.UNKNOWN
         is_less = is_known and own.attempt == further.attempt and further.items > own.items + slack
         top = behind.top(look)
     if not is_less or epoch >= top:
@@ -404,7 +404,7 @@ def _went_on(
 
 def _gone_back(behind: PassRecord, further: PassEntry, long_look: Callable[[], int]) -> tuple[int, int, int] | None:
     """Return where a rank started again before it came to an epoch of which another took more."""
-    top = dict(behind.left).get(further.attempt)
+    top = dict(behind.past_attempts).get(further.attempt)
     if top is None or further.epoch <= top or further.state is PassState.UNKNOWN:
         return None
     if not further.chosen and not further.is_longer_than(long_look()):

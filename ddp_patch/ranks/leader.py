@@ -40,7 +40,7 @@ class Leader:
     timeout: float
 
     @property
-    def draws(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank draws for all."""
         return dist.get_rank() == self.members[0]
 

@@ -76,7 +76,7 @@ class PassNotes:
         self.attempt = attempt
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the pass came to its end."""
         return self._progress().state is PassState.ENDED
 
@@ -283,7 +283,7 @@ class PassMonitor:
 
     def _note(self, notes: PassNotes) -> None:
         """Keep the notes of a new pass. Who goes back to an epoch that was whole makes another attempt at it."""
-        self._furthest = max([self._furthest, *(before.epoch for before in self._noted if before.is_whole)])
+        self._furthest = max([self._furthest, *(before.epoch for before in self._noted if before.is_complete)])
         if notes.epoch <= self._furthest:
             self._attempt, self._furthest = self._attempt + 1, notes.epoch - 1
         notes.begin(self._attempt)
@@ -348,7 +348,7 @@ class PassMonitor:
             self._noted[-1].look(size)
         notes = [noted.encoded(size, is_old=number < old) for number, noted in enumerate(self._noted)]
         mine = self._history.record(None if self._peers.share is None else self._peers.share[0], notes)
-        others = self._mailbox.exchange(mine.encoded())
+        others = self._mailbox.post_and_read(mine.encoded())
         self._peers.require_fair_shares(others)
         differing = {rank: difference(notes, record.notes) for rank, record in others.items()} if notes else {}
         if other_passes := {rank: where for rank, where in differing.items() if where is not None}:

@@ -77,7 +77,7 @@ class StreamMonitor:
         self._first_mailbox = Mailbox(peers, "orders", _held_and_decoded)
         self._marks_mailbox = Mailbox(peers, "marks", decoded)
         self._open = set(peers.others)  # whose first items may still show something
-        self._left = (0, 0)  # how many first items were left, and of how many parts no more come
+        self._posted = (0, 0)  # how many first items were left, and of how many parts no more come
         self._posted_marks = ""
         self._alike: dict[int, dict[str, list[AlikeMarks]]] = {}  # by rank, then by what the ranks call the pass
         self._has_warned = False
@@ -107,7 +107,7 @@ class StreamMonitor:
             if len(parts) > 1 and self._workers_read_alike(number):
                 found = compare_workers(parts)
                 self._judge(found, "the stream", "worker 0", f"worker {found.part}, both of rank {self._rank}")
-        for rank, (held, theirs) in self._first_mailbox.exchange(self._news(mine), most).items():
+        for rank, (held, theirs) in self._first_mailbox.post_and_read(self._news(mine), most).items():
             for name in mine.keys() & theirs.keys():
                 found = compare_parts(mine[name], theirs[name])
                 both = mine[name][found.part], theirs[name][found.part]
@@ -125,15 +125,15 @@ class StreamMonitor:
         """Return what to leave of the first items: nothing as long as little has come since."""
         every = [part for parts in mine.values() for part in parts]
         items, finals = sum(part.count for part in every), sum(part.is_final for part in every)
-        if finals == self._left[1] and (items == 0 or items < 2 * self._left[0]):
+        if finals == self._posted[1] and (items == 0 or items < 2 * self._posted[0]):
             return None
-        self._left = (items, finals)
+        self._posted = (items, finals)
         return f"{self._held}|{encoded(mine)}"
 
     def _compare_marks(self, most: int | None) -> None:
         mine = self._marks()
         news = encoded(mine)
-        others = self._marks_mailbox.exchange(None if news == self._posted_marks else news, most)
+        others = self._marks_mailbox.post_and_read(None if news == self._posted_marks else news, most)
         self._posted_marks = news
         for rank, theirs in others.items():
             known = self._alike.setdefault(rank, {})

@@ -92,7 +92,7 @@ class Tally:
     """
 
     def __init__(self, sampler: EpochSampler[Any], *, begins_ahead: bool, counts: bool = True) -> None:
-        self._sampler, self._begins_ahead, self._counts = sampler, begins_ahead, counts
+        self._sampler, self._begins_ahead, self._reaches_loop = sampler, begins_ahead, counts
         self._pass: Pass[Any] | None = None
         self.begin()
 
@@ -129,7 +129,7 @@ class Tally:
     def end(self) -> None:
         """Record that the loop has seen the end."""
         self._find_pass()
-        if self._pass is not None and self._counts and not self._has_failed:
+        if self._pass is not None and self._reaches_loop and not self._has_failed:
             self._pass.note_end_seen()
 
     def _find_pass(self) -> None:
@@ -137,7 +137,7 @@ class Tally:
         if self._has_pass:
             return
         self._has_pass, self._pass = True, self._sampler.latest
-        if self._pass is not None and self._counts:
+        if self._pass is not None and self._reaches_loop:
             self._pass.note_loop(self)
 
 

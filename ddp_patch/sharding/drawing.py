@@ -22,7 +22,7 @@ from ddp_patch.sharding.balancing import Balancer, dealt_stream
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Epoch", "Origins", "Stream", "require_sure_length", "share"]
+__all__ = ["EpochDrawing", "Origins", "Stream", "require_sure_length", "share"]
 
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class Origins:
 
 
 @dataclass(frozen=True, slots=True)
-class Epoch(Generic[T]):
+class EpochDrawing(Generic[T]):
     """An epoch of a wrapped sampler, as a pass of this rank sees it.
 
     Attributes:
@@ -81,7 +81,7 @@ class Epoch(Generic[T]):
         is_one_shot: Whether it is an iterator, which cannot be started again.
         number: The epoch's number.
         plan: Which positions are this rank's.
-        before: What other numbers of ranks have taken; the pass is over the rest.
+        taken_before: What other numbers of ranks have taken; the pass is over the rest.
         rng: ReentrantContext while the sampler draws.
         private: What torch's own samplers draw from; None for the global generator.
         draws_ahead: Whether more than a round may be drawn at once, if the sampler can be started again.
@@ -99,7 +99,7 @@ class Epoch(Generic[T]):
     is_one_shot: bool
     number: int
     plan: Plan
-    before: Consumed
+    taken_before: Consumed
     rng: AbstractContextManager[None]
     private: torch.Generator | None
     draws_ahead: bool
@@ -126,7 +126,7 @@ class Stream(Generic[T]):
 
     def __init__(
         self,
-        epoch: Epoch[T],
+        epoch: EpochDrawing[T],
         stream: Iterator[T],
         sizes: Sizes | None = None,
         note_origins: Callable[[Sequence[np.ndarray[Any, Any]]], object] = lambda origins: None,
@@ -145,13 +145,13 @@ class Stream(Generic[T]):
         epoch, plan, stream = self._epoch, self._epoch.plan, self._stream
         if epoch.shuffle_seed is not None:
             stream = _shuffled(stream, epoch.shuffle_seed, epoch.number)
-        rest = plan.rest_of_stream(epoch.length, epoch.before)
+        rest = plan.rest_of_stream(epoch.length, epoch.taken_before)
         if epoch.balancer is not None:
-            stream = dealt_stream(stream, epoch.balancer, epoch.number, epoch.before, plans, self._note_origins)
-        elif epoch.before:
+            stream = dealt_stream(stream, epoch.balancer, epoch.number, epoch.taken_before, plans, self._note_origins)
+        elif epoch.taken_before:
             stream = rest.select(stream)
         if self._sizes is not None:
-            stream = self._sizes.of(stream)
+            stream = self._sizes.recording(stream)
         chunks = self._chunked(stream, plans, len(rest))
         running = Fingerprint()
         if epoch.verify is not None:
@@ -163,7 +163,7 @@ class Stream(Generic[T]):
             if epoch.noted is not None:
                 epoch.noted.end(drawn)
             found(drawn)
-            if skip > plan.rounds(drawn):
+            if skip > plan.largest_share(drawn):
                 raise StateError(
                     f"The pass cannot resume from the state: {skip} items of each rank's share were done in it, and "
                     f"the sampler ended after {drawn} items of all ranks. Restore the state of a loader with this "
@@ -183,7 +183,7 @@ class Stream(Generic[T]):
 
         def kept(start: int, size: int) -> slice:
             # The first round is for padding.
-            return slice(None) if keeps_all or not start else plan.part(start, size, length)
+            return slice(None) if keeps_all or not start else plan.slice_of_chunk(start, size, length)
 
         chunked = draw(stream, epoch.rng, round_size=plan.num_replicas, ahead=ahead, kept=kept, noted=epoch.noted)
         self._chunks = _ReadAhead(chunked)
@@ -222,7 +222,7 @@ def share(
         if ended := count % plans[0].num_replicas > 0:
             at_end(drawn)
         is_cut = len(items) < count
-        yield [items] if is_cut else [items[plan.part(start, count, length)] for plan in plans]
+        yield [items] if is_cut else [items[plan.slice_of_chunk(start, count, length)] for plan in plans]
     if not ended:
         at_end(drawn)
     yield [[first[position % drawn] for position in plan.padding(drawn)] for plan in plans]
@@ -258,7 +258,7 @@ class _ReadAhead(Iterator[Chunk[T]]):
         """
 
         def rounds() -> int:
-            return 0 if plan.needs_length else sum(plan.rounds(chunk.length) for chunk in self._read)
+            return 0 if plan.needs_length else sum(plan.largest_share(chunk.length) for chunk in self._read)
 
         while not self._failure and rounds() <= most:
             try:

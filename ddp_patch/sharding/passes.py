@@ -15,13 +15,13 @@ from ddp_patch.schedule import Part, Schedule, Sizes, size_of
 from ddp_patch.sharding.balancing import Division
 from ddp_patch.sharding.position import BatchNote, Position
 from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
-from ddp_patch.sharding.sources import Source
+from ddp_patch.sharding.sources import ItemSource
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Pass", "SamplerPass", "Sharing"]
+__all__ = ["Pass", "PassContext", "SamplerPass"]
 
 
 T = TypeVar("T")
@@ -35,19 +35,19 @@ _KNOWN = {
     State.NOT_BEGUN: PassState.OPEN,
     State.RUNNING: PassState.OPEN,
     State.ENDED: PassState.ENDED,
-    State.LEFT: PassState.LEFT,
+    State.ABANDONED: PassState.ABANDONED,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class PassContext:
     """What all passes over a loader have in common.
 
     Attributes:
         plan: Which positions of the stream are this rank's.
         batching: How the loader makes batches of its items.
         division: The rank's share of each batch, where batches are divided; otherwise None.
-        holders: The objects whose generators the samplers draw from.
+        sampler_states: The objects whose generators the samplers draw from.
         monitor: Compares the passes with the other ranks'.
         stream_length: Returns how many items the whole stream has in an epoch, as its sampler or dataset says; None if
             that is not known.
@@ -56,7 +56,7 @@ class Sharing:
     plan: Plan
     batching: Batching
     division: Plan | None
-    holders: SamplerStates
+    sampler_states: SamplerStates
     monitor: PassMonitor
     stream_length: Callable[[int], int | None]
 
@@ -71,7 +71,7 @@ class Pass(Progress, Generic[T]):
 
     Attributes:
         start: Where it began.
-        before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
+        taken_before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
         batches_delivered: How many batches the training loop was given, without those that workers fetched ahead;
             None if nobody counts them.
         loop_saw_end: Whether the loop has seen the end.
@@ -85,19 +85,23 @@ class Pass(Progress, Generic[T]):
     def __init__(
         self,
         start: Position,
-        sharing: Sharing,
+        sharing: PassContext,
         note: Callable[[Any], PassNotes] | None = None,
     ) -> None:
         before, skip = start.split(sharing.plan.num_replicas)
         super().__init__(skip)
         self.start: Position = start
-        self.before: Consumed = before
+        self.taken_before: Consumed = before
         self.batches_delivered: int | None = None
         self.loop_saw_end: bool = False
         self.has_failed: bool = False
         self.is_interleaved: bool = False
         self._plan, self._batching, self._division = sharing.plan, sharing.batching, sharing.division
-        self._holders, self._monitor, self._stream_length = sharing.holders, sharing.monitor, sharing.stream_length
+        self._sampler_states, self._monitor, self._stream_length = (
+            sharing.sampler_states,
+            sharing.monitor,
+            sharing.stream_length,
+        )
         self._counter: Callable[[], object] | None = None
         self._steps, self._surely_taken, self._awaited = 1, skip, 0
         self._notes = None if note is None else note(self)
@@ -129,7 +133,7 @@ class Pass(Progress, Generic[T]):
         """
         return None
 
-    def _parts(self) -> Iterator[Sequence[T]]:
+    def _chunks(self) -> Iterator[Sequence[T]]:
         """Yield this rank's items in order, but for those taken before, in parts; some may be empty."""
         raise NotImplementedError
 
@@ -158,14 +162,14 @@ class Pass(Progress, Generic[T]):
         return self.start.epoch
 
     @property
-    def is_over(self) -> bool:
+    def is_inactive(self) -> bool:
         """Whether nothing more will be asked for; persistent workers keep a pass that the loop has seen the end of."""
-        return self.loop_saw_end or super().is_over
+        return self.loop_saw_end or super().is_inactive
 
     @property
     def begins_at(self) -> str:
         """Where it begins, for the ranks to compare."""
-        return " + ".join([*(f"{ranks} x {taken}" for ranks, taken in self.before), str(self.skip)])
+        return " + ".join([*(f"{ranks} x {taken}" for ranks, taken in self.taken_before), str(self.skip)])
 
     @property
     def likely_length(self) -> int | None:
@@ -173,7 +177,7 @@ class Pass(Progress, Generic[T]):
         if self.length is not None:
             return self.length
         length = self._stream_length(self.epoch)
-        return None if length is None else len(self._plan.rest(length, self.before))
+        return None if length is None else len(self._plan.rest(length, self.taken_before))
 
     @property
     def batches(self) -> int:
@@ -181,7 +185,7 @@ class Pass(Progress, Generic[T]):
         return self._batches_asked() if self.batches_delivered is None else self.batches_delivered
 
     def _batches_asked(self) -> int:
-        return self._batching.count(self.taken - self.skip)
+        return self._batching.count(self.items_pulled - self.skip)
 
     def batched(self, batching: Batching) -> None:
         """Record how a loader makes batches of its items, whose sampler was wrapped before there was a loader."""
@@ -194,20 +198,20 @@ class Pass(Progress, Generic[T]):
         self.begin()
         try:
             self._monitor.begin(self.epoch, self.progress, self._notes)
-            for part in self._parts():
+            for part in self._chunks():
                 run = self.give(part)
                 yield from self._compared(run) if self._monitor.is_on else [run]
             self.end()
-            self._holders.end(self.epoch)
+            self._sampler_states.end(self.epoch)
             self._monitor.compare(self.epoch, at_end=True)
         finally:
-            self.leave()
+            self.abandon()
 
     def _compared(self, run: Iterator[R]) -> Iterator[Iterator[R]]:
         """Cut a run where the ranks compare their progress: at first after every batch, then more rarely."""
         read_ahead = self._monitor.read_ahead
-        while (moment := self.skip + read_ahead.ahead + self._steps * read_ahead.size) < self.given:
-            yield islice(run, moment - self.taken)
+        while (moment := self.skip + read_ahead.ahead + self._steps * read_ahead.size) < self.items_prepared:
+            yield islice(run, moment - self.items_pulled)
             self._steps += min(self._steps, _MOST_STEPS)
             self._awaited = 1  # whoever asks on gets one more
             self._monitor.compare(self.epoch)
@@ -217,7 +221,7 @@ class Pass(Progress, Generic[T]):
     def progress(self) -> PassProgress:
         """Return how many items of the share were surely taken, and what is known of the pass."""
         read_ahead, known = self._monitor.read_ahead, _KNOWN[self.state]
-        asked = self.taken + self._awaited - self.skip
+        asked = self.items_pulled + self._awaited - self.skip
         taken = self.skip + read_ahead.taken(asked, is_over=self.loop_saw_end and self.is_ended)
         if (
             known is PassState.ENDED
@@ -227,8 +231,10 @@ class Pass(Progress, Generic[T]):
         ):
             # Workers were asked for all, and the loop may not have taken it.
             taken = self._in_batches()
-            if taken < self.taken:
-                known = PassState.OPEN if self._counter is not None and self._counter() is not None else PassState.LEFT
+            if taken < self.items_pulled:
+                known = (
+                    PassState.OPEN if self._counter is not None and self._counter() is not None else PassState.ABANDONED
+                )
         if self.has_failed:  # other ranks may have been given the batch that the loop asked for here
             taken = max(taken, self._in_batches())
         if not self.is_comparable:
@@ -246,7 +252,8 @@ class Pass(Progress, Generic[T]):
     def _in_batches(self) -> int:
         """Return how many items are in the batches that the loop was given, and in one that failed."""
         return min(
-            self.taken, self.skip + ((self.batches_delivered or 0) + self.has_failed) * self._monitor.read_ahead.size
+            self.items_pulled,
+            self.skip + ((self.batches_delivered or 0) + self.has_failed) * self._monitor.read_ahead.size,
         )
 
     # ---- what the training loop was given ----
@@ -272,7 +279,7 @@ class Pass(Progress, Generic[T]):
         if self.batches_delivered and self._is_unsure:
             if self._step_counts is None:
                 self._step_counts = self._monitor.steps(self.epoch, self.begins_at)
-            self._step_counts.leave(self.batches_delivered)
+            self._step_counts.post(self.batches_delivered)
 
     @property
     def _is_unsure(self) -> bool:
@@ -306,13 +313,13 @@ class Pass(Progress, Generic[T]):
         """Return its batches, with the ends that this rank has found so far."""
         found = self.length
         length = self.likely_length if found is None and self._plan.needs_length else found
-        return self._schedule_of([Part(self.skip, length, given=self.given)])
+        return self._schedule_of([Part(self.skip, length, least_items=self.items_prepared)])
 
     def whole_schedule(self) -> Schedule | None:
         """Return its batches if this rank has reached its end, otherwise None."""
         length = self.length if self.is_ended else self.likely_length
         # A loop that takes len() batches never asks for the end.
-        if length is None or not (self.is_ended or self.taken >= len(self._plan.share(length))):
+        if length is None or not (self.is_ended or self.items_pulled >= len(self._plan.share(length))):
             return None
         return self._schedule_of([Part(self.skip, length)])
 
@@ -334,7 +341,7 @@ class Pass(Progress, Generic[T]):
         """
         return self.most_batches()
 
-    def is_all(self, batches: int, *, as_found: bool = False) -> bool:
+    def covers_all(self, batches: int, *, as_found: bool = False) -> bool:
         """Return whether nothing is left after this many batches, as every rank knows; or, ``as_found``, this one.
 
         Raises:
@@ -344,16 +351,16 @@ class Pass(Progress, Generic[T]):
         if not is_over and batches != (self.most_found(batches) if as_found else self.most_batches()):
             return False
         # If more were given, the length is wrong.
-        unused = (self._batching.size - 1 if self._batching.drop_last else 0) - self._given_after(batches)
+        unused = (self._batching.size - 1 if self._batching.drop_last else 0) - self._prepared_beyond(batches)
         return unused >= 0 and self.ends_within(unused)
 
-    def _given_after(self, batches: int) -> int:
+    def _prepared_beyond(self, batches: int) -> int:
         """Return how many items of the share were given beyond so many batches."""
-        return self.given - self.skip - batches * self._batching.size
+        return self.items_prepared - self.skip - batches * self._batching.size
 
     def position(self, taken: int) -> Position:
         """Return the position after this many items of the share were taken."""
-        done: Consumed = (*(stint for stint in self.before if stint[1]), (self._plan.num_replicas, taken))
+        done: Consumed = (*(stint for stint in self.taken_before if stint[1]), (self._plan.num_replicas, taken))
         return Position(self.epoch, done, self.start.held)
 
     def position_after(self, batches: int) -> Position:
@@ -366,7 +373,7 @@ class Pass(Progress, Generic[T]):
 
     def position_at_end(self, held: SamplerSnapshot) -> Position:
         """Return the position after everything was taken, when the samplers hold ``held``."""
-        return replace(self.position(self.taken), held=held, ended=True)
+        return replace(self.position(self.items_pulled), held=held, ended=True)
 
 
 class SamplerPass(Pass[T]):
@@ -388,8 +395,8 @@ class SamplerPass(Pass[T]):
     def __init__(
         self,
         start: Position,
-        sharing: Sharing,
-        source: Source[T],
+        sharing: PassContext,
+        source: ItemSource[T],
         *,
         sizes: Sizes | None = None,
         divide: Division | None = None,
@@ -397,7 +404,7 @@ class SamplerPass(Pass[T]):
         note: Callable[["Pass[T]"], PassNotes] | None = None,
     ) -> None:
         super().__init__(start, sharing, note)
-        self.source: Source[T] = source
+        self.source: ItemSource[T] = source
         self.sizes = sizes
         self._divide, self._at_end = divide, at_end
 
@@ -418,8 +425,8 @@ class SamplerPass(Pass[T]):
             return self._divide.origins(self.sizes or ())
         return None if self.source.origins is None else self.source.origins.places()
 
-    def _parts(self) -> Iterator[Sequence[T]]:
-        for part in self.source.parts(self.skip):
+    def _chunks(self) -> Iterator[Sequence[T]]:
+        for part in self.source.chunks(self.skip):
             if self.length is not None:
                 self._at_end(self.length)
             yield self._prepared(part)
@@ -437,7 +444,7 @@ class SamplerPass(Pass[T]):
 
     def draw_to_end(self) -> None:
         """Draw what nobody will ask for, so that the samplers' generators are where the epoch leaves them."""
-        for _ in self.source.parts(self.skip):
+        for _ in self.source.chunks(self.skip):
             pass
 
     def ends_within(self, items: int) -> bool:

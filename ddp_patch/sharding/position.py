@@ -74,15 +74,15 @@ class StreamSnapshot:
     Attributes:
         first: The hashes of its first items; None if nobody looked.
         state: The dataset's own state, as the only element; empty if it has no state with a position.
-        before: That state when the stream began, likewise, if nobody had read the dataset before.
+        initial_state: That state when the stream began, likewise, if nobody had read the dataset before.
     """
 
     first: StreamStart | None = None
     state: Sequence[Any] = ()
-    before: Sequence[Any] = ()
+    initial_state: Sequence[Any] = ()
 
     def plain(self) -> list[Any]:
-        """Return it as plain values, without ``before``."""
+        """Return it as plain values, without ``initial_state``."""
         return [None if self.first is None else list(self.first), list(self.state)]
 
     @classmethod
@@ -100,14 +100,14 @@ class BatchNote(NamedTuple):
         batches: How many batches its stream had with this one.
         first: The hashes of the first items that were read; None if the note before has them.
         state: The dataset's own state, pickled; None if it has no state with a position.
-        before: That state when the stream began, likewise; None if the note before has it.
+        initial_state: That state when the stream began, likewise; None if the note before has it.
     """
 
     reader: int
     batches: int
     first: StreamStart | None
     state: bytes | None
-    before: bytes | None
+    initial_state: bytes | None
 
 
 class NotedBatch(NamedTuple):
@@ -127,7 +127,7 @@ class Position:
         held: What the samplers held before it; after it, if it has ended.
         ended: Whether nothing of it is left, so that the next pass is empty.
         parts: What was taken of each part, if workers read parts of the stream.
-        marks: What identifies an iterable dataset's stream there, or each of its parts.
+        snapshots: What identifies an iterable dataset's stream there, or each of its parts.
         seed: The seed of the state that it was read from, if any.
     """
 
@@ -136,7 +136,7 @@ class Position:
     held: SamplerSnapshot = field(default_factory=SamplerSnapshot)
     ended: bool = False
     parts: PartsDone | None = None
-    marks: Sequence[StreamSnapshot] = ()
+    snapshots: Sequence[StreamSnapshot] = ()
     seed: int | None = None
 
     @property
@@ -145,7 +145,7 @@ class Position:
         return bool(self.done)
 
     @property
-    def is_whole(self) -> bool:
+    def is_at_epoch_start(self) -> bool:
         """Whether nothing of the epoch was taken."""
         return not any(taken for _, taken in self.done)
 
@@ -178,7 +178,7 @@ def write_state(position: Position, facts: Mapping[str, object], seed: int) -> d
     """
     if position.held.unknown:
         raise StateError(f"The loader's state cannot be saved: {position.held.unknown}.")
-    before = {"before": [list(mark.before) for mark in position.marks]}
+    before = {"before": [list(mark.initial_state) for mark in position.snapshots]}
     return {
         "version": _VERSION,
         "loader": {**facts, "seed": seed},
@@ -187,7 +187,7 @@ def write_state(position: Position, facts: Mapping[str, object], seed: int) -> d
         "parts": None
         if position.parts is None
         else [position.parts.first, [_listed(done) for done in position.parts.done]],
-        "marks": [mark.plain() for mark in position.marks],
+        "marks": [mark.plain() for mark in position.snapshots],
         "ended": position.ended,
         "generators": list(position.held.generators),
         "samplers": list(position.held.samplers),

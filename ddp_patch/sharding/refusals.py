@@ -172,7 +172,11 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
             f"The loader was patched for rank {found.rank} of {found.num_replicas} and cannot be patched again for "
             f"rank {world.rank} of {world.num_replicas}: it would lose samples. Patch the original loader instead."
         )
-    if found is not None and world.members is None and facts.made_for not in {None, (world.rank, world.num_replicas)}:
+    if (
+        found is not None
+        and world.share_of_rank is None
+        and facts.made_for not in {None, (world.rank, world.num_replicas)}
+    ):
         rank, ranks = facts.made_for
         raise AlreadyPatchedError(
             f"The loader is sharded already by a {type(found).__name__} that was made for rank {rank} of {ranks}, and "
@@ -282,14 +286,14 @@ def _require_hand_over(facts: LoaderFacts[Any], options: Options, world: World) 
     name = facts.stream.name
     if world.num_replicas == 1:
         return
-    if world.members is None and options.uneven != "keep":
+    if world.share_of_rank is None and options.uneven != "keep":
         raise InvalidOptionError(
             f"uneven={options.uneven!r} does not work with iterable_sharding='by_worker' and rank= and num_replicas=: "
             f"{name} decides how many batches each rank reads, so without a process group ranks make unequal steps. "
             "Use uneven='keep' if they may, or leave rank= and num_replicas= out, after "
             "torch.distributed.init_process_group()."
         )
-    if world.members is not None and torchdata_batch_sampler(type(facts.loader)) is not None:
+    if world.share_of_rank is not None and torchdata_batch_sampler(type(facts.loader)) is not None:
         raise UnsupportedLoaderError(
             f"{type(facts.loader).__name__} cannot be patched with iterable_sharding='by_worker': its state covers "
             f"only this rank's workers, and ranks give each other batches of {name}, so a resumed run would lose some. "

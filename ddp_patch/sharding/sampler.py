@@ -32,12 +32,12 @@ from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassNotes
 from ddp_patch.schedule import Sizes, require_steps
 from ddp_patch.sharding.balancing import Balancer, Division
-from ddp_patch.sharding.drawing import Epoch, require_sure_length
+from ddp_patch.sharding.drawing import EpochDrawing, require_sure_length
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.passes import Pass, SamplerPass
 from ddp_patch.sharding.position import Position
 from ddp_patch.sharding.sampler_states import AttributeProxy, SamplerSnapshot, SamplerStates
-from ddp_patch.sharding.sources import FromLeader, Indexed, Nothing, Source, Streamed
+from ddp_patch.sharding.sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
 
 __all__ = ["ShardedSampler"]
 
@@ -89,7 +89,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             yield current
 
     def _changing(self) -> AbstractContextManager[object] | None:
-        return self._holders.changed_by_user() if self._holders.has_counters else None
+        return self._sampler_states.changed_by_user() if self._sampler_states.has_counters else None
 
     @classmethod
     def of(cls, stream: StreamFacts, agreed: Agreed, batching: Batching = ONE_PER_STEP) -> Self:
@@ -154,7 +154,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         """The wrapped sampler's length, or its own TypeError; some samplers draw to find it."""
         with (
             epoch_states(self.agreed.options, self.agreed.seed, epoch),
-            unmoved(random_generators(self._holders.holders)),
+            unmoved(random_generators(self._sampler_states.holders)),
         ):
             return len(cast(Any, self._wrapped_sampler))
 
@@ -237,16 +237,18 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         self._nested_epochs.tell(number)
         start = self.position
         if start is not None and start.is_begun:
-            self._holders.restore_states(start.held)  # others may have drawn from the generators since it was loaded
+            self._sampler_states.restore_states(
+                start.held
+            )  # others may have drawn from the generators since it was loaded
         else:
-            self._begin_holders()
+            self._begin_sampler_states()
             start = Position(number, held=self.held())
         is_empty, options = self._is_empty(start), self.agreed.options
         noted = PassFingerprint() if self.monitor.is_on else None
-        source: Source[T] = Nothing() if is_empty else self._chosen_source(start, noted)
+        source: ItemSource[T] = Nothing() if is_empty else self._chosen_source(start, noted)
         self.latest = current = SamplerPass(
             start,
-            self._sharing(self._batching),
+            self._pass_context(self._batching),
             source,
             sizes=Sizes() if self._keeps_sizes or self._gives_batches or self._division is not None else None,
             divide=None if self._division is None else Division(self._division, self._name, options.costs),
@@ -266,7 +268,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         )
 
     def _generators_of_torchs(self) -> list[torch.Generator]:
-        return torch_generators(holder for holder in self._holders.holders if is_torch_sampler(holder))
+        return torch_generators(holder for holder in self._sampler_states.holders if is_torch_sampler(holder))
 
     def _note_new_generators(self) -> bool:
         """Return whether a torch sampler has another generator than before; refuse that if ranks have agreed on it.
@@ -276,7 +278,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         before, now = self._torchs_generators, self._generators_of_torchs()
         if list(map(id, now)) == list(map(id, before)):
             return False
-        if now and self.agreed.world.members is not None and self.agreed.leader is None:
+        if now and self.agreed.world.share_of_rank is not None and self.agreed.leader is None:
             raise InvalidOptionError(
                 f"A {self._name} was given a generator after it was patched. Its state may differ "
                 "between ranks, because they agreed only on the generators that were there. Give the sampler its "
@@ -292,34 +294,36 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         # Where ranks synchronise, one with an item more must do as those do that have ended.
         before, skip = start.split(self.plan.num_replicas)
         length = self._length_if_any(start.epoch)
-        return bool(skip) and length is not None and skip == self.plan.rounds(len(self.plan.rest(length, before)))
+        return (
+            bool(skip) and length is not None and skip == self.plan.largest_share(len(self.plan.rest(length, before)))
+        )
 
     def _settle_latest(self) -> None:
         """Draw to its end a pass whose every batch was taken: a loop that takes ``len()`` batches asks for no end."""
         current = self.latest
         if current is None or current.is_ended or (length := current.likely_length) is None:
             return
-        count, share = self._batching.count, self.plan.least(length)
-        if not current.taken or count(current.taken - current.skip) < count(max(0, share - current.skip)):
+        count, share = self._batching.count, self.plan.smallest_share(length)
+        if not current.items_pulled or count(current.items_pulled - current.skip) < count(max(0, share - current.skip)):
             return
         if current.state is State.NOT_BEGUN:  # it resumed where nothing was left
             current.draw_to_end()
         if current.ends_within(self._batching.size):
-            self._holders.end(current.epoch)
+            self._sampler_states.end(current.epoch)
 
-    def _chosen_source(self, start: Position, noted: PassFingerprint | None) -> Source[T]:
+    def _chosen_source(self, start: Position, noted: PassFingerprint | None) -> ItemSource[T]:
         """Choose how a pass gets its items."""
         options, leader = self.agreed.options, self.agreed.leader
         private = epoch_generator(options, self.agreed.seed, start.epoch)
         states = epoch_states(options, self.agreed.seed, start.epoch)
         entered = partial(self._counting, start.epoch) if self._order_is_drawn else lambda: states
-        epoch = Epoch(
+        epoch = EpochDrawing(
             sampler=self._wrapped_sampler,
             is_one_shot=self._is_one_shot,
             number=start.epoch,
             plan=self.plan,
-            before=start.split(self.plan.num_replicas)[0],
-            rng=ReentrantContext(entered, self._holders.drawing),
+            taken_before=start.split(self.plan.num_replicas)[0],
+            rng=ReentrantContext(entered, self._sampler_states.drawing),
             private=private,
             draws_ahead=options.agreement != "ambient",
             shuffle_seed=self.seed if self._shuffles else None,
@@ -334,20 +338,20 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             noted=noted if leader is None and not options.verify else None,
         )
         is_looked_up = self._is_looked_up()
-        has_rest = epoch.balancer is not None and any(taken for _, taken in epoch.before)
-        if has_rest if is_looked_up else self._order_is_drawn and not self._holders.has_generators:
+        has_rest = epoch.balancer is not None and any(taken for _, taken in epoch.taken_before)
+        if has_rest if is_looked_up else self._order_is_drawn and not self._sampler_states.has_generators:
             # Drawn, as a whole, from what nobody else draws from.
             epoch = replace(epoch, sampler=InOrder(self._wrapped_sampler, start.epoch, private))
         if leader is not None:
-            plans = [self.agreed.plan(rank) for rank in (self.agreed.world.members or {}).values()]
-            has_length = leader.draws and self._length_if_any(start.epoch) is not None
+            plans = [self.agreed.plan(rank) for rank in (self.agreed.world.share_of_rank or {}).values()]
+            has_length = leader.is_leader and self._length_if_any(start.epoch) is not None
             turn = partial(self._turn, start.epoch)
             return FromLeader(epoch, leader, turn, plans, start.held, self.held, has_length=has_length)
         return Streamed(epoch) if has_rest or not is_looked_up else Indexed(epoch)
 
     def _require_steps(self, start: Position, length: int) -> None:
         """Refuse an epoch without steps. The rest of one may well have none."""
-        if start.is_whole:
+        if start.is_at_epoch_start:
             require_steps(self.plan, self._batching, self._name, [length], in_batches=self._batching.size > 1)
 
     def _turn(self, epoch: int) -> dict[str, object]:

@@ -54,38 +54,39 @@ class _Generator:
 
     Attributes:
         generator: The generator.
-        own: The state in which the passes left it.
-        shown: The state in which everybody else finds it; while a pass draws, None if that is the passes' own, too.
+        pass_state: The state in which the passes left it.
+        outside_state: The state that code outside the passes sees. None while a pass draws and both states are the
+            same.
     """
 
     generator: RandomGenerator
-    own: Any
-    shown: Any
+    pass_state: Any
+    outside_state: Any
 
     @property
     def is_seeded(self) -> bool:
         """Whether somebody else has seeded it since a pass drew from it."""
-        if self.shown is None or same_state(native_state(self.generator), self.shown):
+        if self.outside_state is None or same_state(native_state(self.generator), self.outside_state):
             return False
-        return was_seeded(self.generator, self.shown)
+        return was_seeded(self.generator, self.outside_state)
 
     def enter(self) -> None:
         """Let it draw on where the passes left it; but if it was seeded, as the seed says."""
         now = native_state(self.generator)
         if self.is_seeded:
-            self.own = now
+            self.pass_state = now
         # As long as nobody else has drawn from it, everybody finds it where the passes left it, as in one process.
-        self.shown = None if same_state(now, self.own) else now
-        if self.shown is not None:
-            set_native_state(self.generator, self.own)
+        self.outside_state = None if same_state(now, self.pass_state) else now
+        if self.outside_state is not None:
+            set_native_state(self.generator, self.pass_state)
 
     def leave(self) -> None:
         """Put it back to where everybody else finds it."""
-        self.own = native_state(self.generator)
-        if self.shown is None:
-            self.shown = self.own
+        self.pass_state = native_state(self.generator)
+        if self.outside_state is None:
+            self.outside_state = self.pass_state
         else:
-            set_native_state(self.generator, self.shown)
+            set_native_state(self.generator, self.outside_state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +118,11 @@ class SamplerStates:
         self.is_private = is_private
         self._at_first = [plain_attributes(holder) for holder in holders]
         self._own: list[_Generator] = []
-        self._counted = set(counted)
+        self._changing = set(counted)
         self._counters: dict[tuple[int, str], Any] = {}
-        self._before: Sequence[Mapping[str, Any]] | None = None  # the attributes when a pass began to draw
+        self._attributes_before: Sequence[Mapping[str, Any]] | None = None  # the attributes when a pass began to draw
         self._find()
-        self._count()
+        self._note_changes()
         self._beginnings = {0: self._now()}
         # The states of generators that were seeded since an epoch was chosen or drawn to its end, by their ids.
         self._seeded: dict[int, Any] = {}
@@ -140,7 +141,7 @@ class SamplerStates:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """While entered, let the samplers draw from what the passes left."""
-        if self._before is not None:
+        if self._attributes_before is not None:
             yield
             return
         with one_at_a_time():
@@ -148,12 +149,12 @@ class SamplerStates:
             for one in self._own:
                 one.enter()
             self._put_back()
-            self._before = [plain_attributes(holder) for holder in self.holders]
+            self._attributes_before = [plain_attributes(holder) for holder in self.holders]
             try:
                 yield
             finally:
-                self._count()
-                self._before = None
+                self._note_changes()
+                self._attributes_before = None
                 for one in self._own:
                     one.leave()
 
@@ -166,13 +167,13 @@ class SamplerStates:
             for generator in found
         ]
 
-    def _count(self) -> None:
+    def _note_changes(self) -> None:
         """Note which attributes a pass has changed, and what all those are that passes change."""
-        for place, was in enumerate(self._before or ()):
+        for place, was in enumerate(self._attributes_before or ()):
             now = plain_attributes(self.holders[place])
-            self._counted.update((place, name) for name, value in now.items() if was.get(name, _UNSET) != value)
+            self._changing.update((place, name) for name, value in now.items() if was.get(name, _UNSET) != value)
         held = [getattr(holder, "__dict__", {}) for holder in self.holders]
-        self._counters = {key: held[key[0]][key[1]] for key in self._counted if key[1] in held[key[0]]}
+        self._counters = {key: held[key[0]][key[1]] for key in self._changing if key[1] in held[key[0]]}
 
     def _put_back(self) -> None:
         for (place, name), value in self._counters.items():
@@ -181,19 +182,19 @@ class SamplerStates:
     @property
     def has_counters(self) -> bool:
         """Whether passes are known to change attributes."""
-        return bool(self._counted)
+        return bool(self._changing)
 
     @contextmanager
     def changed_by_user(self) -> Iterator[None]:
         """While entered, the user may change what passes count: they continue from there."""
         with one_at_a_time():
-            if self._before is None:  # else a pass is drawing, and will note it
+            if self._attributes_before is None:  # else a pass is drawing, and will note it
                 self._put_back()
             try:
                 yield
             finally:
-                if self._before is None:
-                    self._count()
+                if self._attributes_before is None:
+                    self._note_changes()
 
     # ---- between passes ----
 
@@ -224,10 +225,10 @@ class SamplerStates:
         return _later(self._beginnings[first], epoch - first)
 
     def _set(self, generator: _Generator, state: Any) -> None:
-        if self._before is None:
-            generator.own = state
+        if self._attributes_before is None:
+            generator.pass_state = state
             if generator.is_seeded:
-                generator.shown = native_state(generator.generator)
+                generator.outside_state = native_state(generator.generator)
         else:
             set_native_state(generator.generator, state)
 
@@ -242,10 +243,10 @@ class SamplerStates:
             del self._beginnings[min(known for known in self._beginnings if known)]
 
     def _now(self) -> _Beginning:
-        if self._before is not None:
-            self._count()
+        if self._attributes_before is not None:
+            self._note_changes()
             return _Beginning([(one.generator, native_state(one.generator)) for one in self._own], dict(self._counters))
-        return _Beginning([(one.generator, one.own) for one in self._own], dict(self._counters))
+        return _Beginning([(one.generator, one.pass_state) for one in self._own], dict(self._counters))
 
     # ---- states ----
 
@@ -279,15 +280,15 @@ class SamplerStates:
                 held_now = vars(holder)
                 # A generator that it was given since stays: its state was restored above.
                 held_now.update({k: v for k, v in plain.items() if not isinstance(held_now.get(k), RandomGenerator)})
-        self._count()
+        self._note_changes()
 
     def restore_generators(self, states: Sequence[Any]) -> None:
         """Put their random generators into states that ``generators`` returned."""
         set_generator_states(self.holders, states)
         self._find()
-        if self._before is None:
+        if self._attributes_before is None:
             for one in self._own:
-                one.own = one.shown = native_state(one.generator)
+                one.pass_state = one.outside_state = native_state(one.generator)
 
     def restore(self, epoch: int, held: SamplerSnapshot) -> None:
         """Make them hold what they held before an epoch, because a state is restored."""

@@ -15,16 +15,16 @@ from ddp_patch.plan import Plan, Rest
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
 from ddp_patch.schedule import Sizes, size_of
 from ddp_patch.sharding.balancing import balanced
-from ddp_patch.sharding.drawing import Epoch, Origins, Stream
+from ddp_patch.sharding.drawing import EpochDrawing, Origins, Stream
 from ddp_patch.sharding.sampler_states import SamplerSnapshot
 
-__all__ = ["FromLeader", "Indexed", "Nothing", "Source", "Streamed"]
+__all__ = ["FromLeader", "Indexed", "ItemSource", "Nothing", "Streamed"]
 
 
 T = TypeVar("T")
 
 
-class Source(Generic[T]):
+class ItemSource(Generic[T]):
     """How a pass gets its rank's items.
 
     Attributes:
@@ -32,7 +32,7 @@ class Source(Generic[T]):
             step.
         held_before: What the samplers held before the pass, as the drawing rank reported it.
         held_after: What they held after it.
-        origins: The positions of the items that ``parts`` has yielded, or will yield next, without padding; None if
+        origins: The positions of the items that ``chunks`` has yielded, or will yield next, without padding; None if
             they follow from the plan.
         sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
             None if this rank does not see them, or nobody needs that.
@@ -46,7 +46,7 @@ class Source(Generic[T]):
     # Whether the whole epoch is drawn before the first item is given.
     is_drawn_at_once: bool = False
 
-    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""
         raise NotImplementedError
 
@@ -69,7 +69,7 @@ def _skipping(skip: int, parts: Iterable[Sequence[T]]) -> Iterator[Sequence[T]]:
         skip = max(0, skip - len(part))
 
 
-class Nothing(Source[T]):
+class Nothing(ItemSource[T]):
     """Has no items: nothing is left of the epoch."""
 
     sizes: Sizes | None
@@ -77,12 +77,12 @@ class Nothing(Source[T]):
     def __init__(self) -> None:
         self.sizes = Sizes()  # those of no item are all known
 
-    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Return no part."""
         return iter(())
 
 
-class Indexed(Source[T]):
+class Indexed(ItemSource[T]):
     """Looks this rank's items up in the epoch's order."""
 
     is_drawn_at_once: bool = True
@@ -90,13 +90,13 @@ class Indexed(Source[T]):
     sizes: Sizes | None
     origins: Origins | None
 
-    def __init__(self, epoch: Epoch[T]) -> None:
+    def __init__(self, epoch: EpochDrawing[T]) -> None:
         self._epoch = epoch
         self.origins = None if epoch.balancer is None else Origins()
         self._draw_rest: Callable[[], object] | None = None  # and not the order, which is large
         self._is_finished = False
 
-    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw the order, and yield the items at this rank's positions."""
         plan, epoch = self._epoch.plan, self._epoch
         order = drawn = self._drawn_order()
@@ -104,10 +104,10 @@ class Indexed(Source[T]):
         if epoch.balancer is not None:
             note, ranks = partial(self._note_window, dealt), plan.num_replicas
             order = balanced(drawn, epoch.balancer, ranks, epoch.number, skip * ranks, note)
-        rest = plan.rest(order.length, epoch.before)
+        rest = plan.rest(order.length, epoch.taken_before)
         length = self.length = len(rest)
         at: Callable[[range], Sequence[Any]] = partial(_items_at, order, rest)
-        real, repeated = plan.sources(length)
+        real, repeated = plan.own_and_repeated(length)
         padding = at(repeated)  # first: an order is looked up from its beginning on
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
         rounds = length // plan.num_replicas
@@ -176,13 +176,13 @@ class Indexed(Source[T]):
                 draw_rest()
 
 
-class Streamed(Source[T]):
+class Streamed(ItemSource[T]):
     """Draws the whole stream, chunk by chunk, and keeps this rank's items."""
 
     sizes: Sizes | None
     origins: Origins | None
 
-    def __init__(self, epoch: Epoch[T]) -> None:
+    def __init__(self, epoch: EpochDrawing[T]) -> None:
         self._epoch = epoch
         # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
@@ -194,7 +194,7 @@ class Streamed(Source[T]):
         # Not a method of this object: a circle would keep an abandoned pass's sampler from being closed.
         self._stream = Stream(epoch, stream, self.sizes, partial(_note_first, self.origins))
 
-    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw, and yield this rank's items."""
         if self.origins is not None:
             self.origins.skip = skip
@@ -228,7 +228,7 @@ def _items_at(order: Order, rest: Rest, positions: range) -> Sequence[Any]:
     return order.at(runs[0]) if len(runs) == 1 else [item for run in runs for item in order.at(run)]
 
 
-class FromLeader(Source[T]):
+class FromLeader(ItemSource[T]):
     """Gets this rank's items from the leader; on the leader, draws for all and sends every rank its share.
 
     Args:
@@ -248,7 +248,7 @@ class FromLeader(Source[T]):
 
     def __init__(
         self,
-        epoch: Epoch[T],
+        epoch: EpochDrawing[T],
         leader: Leader,
         turn: Callable[[], Mapping[str, object]],
         plans: Sequence[Plan],
@@ -265,9 +265,9 @@ class FromLeader(Source[T]):
         self.held_before = held_before
         self.origins = None if epoch.balancer is None else Origins()
 
-    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
-        shares = _skipping(skip, self._sent(skip) if self._leader.draws else self._received())
+        shares = _skipping(skip, self._sent(skip) if self._leader.is_leader else self._received())
         return shares if self.origins is None else self._noted(self.origins, shares)
 
     def _sent(self, skip: int) -> Iterator[list[Any]]:
@@ -312,7 +312,7 @@ def _queue_origins(of_members: Sequence[list[int]], of_plans: Sequence[Any]) -> 
         waiting.extend(places.tolist())
 
 
-def _piece_sizes(epoch: Epoch[Any], has_length: bool) -> tuple[int, int]:
+def _piece_sizes(epoch: EpochDrawing[Any], has_length: bool) -> tuple[int, int]:
     """Return how many items, all ranks' together, the leader's first message holds, and a later one at most."""
     if epoch.is_one_shot:
         return 1, 1  # which is a round: nothing is drawn ahead

@@ -176,7 +176,7 @@ def _handed_out(own: _OwnBatches, config: EvenIterators) -> Generator[Any]:
                 rounds.give()
                 yield got.pop()
         rounds.end()
-        if current.start.is_whole:  # the rest of an epoch may well have no step
+        if current.start.is_at_epoch_start:  # the rest of an epoch may well have no step
             _require_steps(rounds, ranks, config.uneven)
 
 

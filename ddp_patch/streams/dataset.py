@@ -335,8 +335,8 @@ class StreamWorker(Generic[T]):
         role = worker if parts is None else (worker + parts.first) % workers
         before, skip = split(position.done if parts is None else parts.done[role], self.plan.num_replicas)
         counts: Literal["stream", "parts", "nothing"]
-        counts = "parts" if parts is not None else "nothing" if position.is_whole else "stream"
-        known = position.marks[0 if parts is None else role] if position.marks else StreamSnapshot()
+        counts = "parts" if parts is not None else "nothing" if position.is_at_epoch_start else "stream"
+        known = position.snapshots[0 if parts is None else role] if position.snapshots else StreamSnapshot()
         return WorkerPosition(number, epoch, role, before, skip, counts, snapshot=known)
 
     def _batches_done(self, position: Position, workers: int) -> Sequence[int]:
@@ -348,12 +348,12 @@ class StreamWorker(Generic[T]):
 
     def _with_unread(self, start: WorkerPosition) -> WorkerPosition:
         """Return a position with the dataset's own state, if it has one and nobody has read the dataset yet."""
-        is_known = self._was_read or not start.is_whole or bool(start.snapshot.before)
+        is_known = self._was_read or not start.is_at_epoch_start or bool(start.snapshot.initial_state)
         if is_known or not can_snapshot(self.dataset, self.options):
             return start
         with suppress(Exception):  # the user's code; without a state its stream is read again
             before = (copy.deepcopy(cast(Any, self.dataset).state_dict()),)
-            return replace(start, snapshot=replace(start.snapshot, before=before))
+            return replace(start, snapshot=replace(start.snapshot, initial_state=before))
         return start
 
     # ---- another package's loader, and what travels with batches ----

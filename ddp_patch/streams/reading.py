@@ -140,7 +140,7 @@ class DatasetStateTracker:
     def begin(self) -> Iterator[Any]:
         """Begin to iterate the dataset; take no states of it if its iterator has one, which is the position then."""
         dataset = cast(Any, self._dataset)
-        for state in self._begins.before:
+        for state in self._begins.initial_state:
             if not self._stands_at(state):  # it was read since
                 dataset.load_state_dict(state)
         iterator: Iterator[Any] = iter(dataset)

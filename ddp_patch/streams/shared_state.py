@@ -217,7 +217,7 @@ class FirstItems:
             self._finals[number - 1, part] = 1
         yield from items
 
-    def of(self, part: int, number: int) -> PartMarks:
+    def marks_of(self, part: int, number: int) -> PartMarks:
         """Return what was recorded of a part in a pass."""
         # What is final is read first, and written last: then the rest is as it stays.
         final, end, count, asked = (
@@ -229,7 +229,7 @@ class FirstItems:
     def passes(self) -> dict[str, Sequence[PartMarks]]:
         """Return what was recorded of each pass, part by part, by what the ranks call the pass."""
         numbered = enumerate(self._names, 1)
-        return {name: [self.of(part, number) for part in range(self.parts)] for number, name in numbered}
+        return {name: [self.marks_of(part, number) for part in range(self.parts)] for number, name in numbered}
 
 
 # Marks of this many passes are kept: iterators may live side by side. The latest two are compared; of so many earlier

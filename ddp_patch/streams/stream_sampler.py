@@ -136,9 +136,9 @@ class StreamSampler(EpochSampler[None]):
         number = self.epochs.passes + 1
         start = self.position or Position(epoch, held=self.held())
         at_end = partial(self._compare_end, epoch, number)
-        current = StreamPass(start, self._sharing(self._batching), self.worker, number, self._ahead, at_end)
+        current = StreamPass(start, self._pass_context(self._batching), self.worker, number, self._ahead, at_end)
         if start.is_begun:
-            self._holders.restore_generators(start.held.generators)  # a loader may have drawn from them since
+            self._sampler_states.restore_generators(start.held.generators)  # a loader may have drawn from them since
         # Workers cannot communicate, so what they drew is compared here. A loop that takes len() batches sees no end.
         self._begin(epoch, {"position": current.begins_at}, self.worker.shared.facts(self.epochs.passes))
         self.worker.shared.begin(number, epoch)
@@ -196,4 +196,4 @@ class StreamSampler(EpochSampler[None]):
             return Position(self._iterated, held=self.held())
         if not self._workers and current.is_done_without_workers:
             return Position(current.epoch + 1, held=self.held())
-        return replace(current.position(current.skip), parts=current.start.parts, marks=current.start.marks)
+        return replace(current.position(current.skip), parts=current.start.parts, snapshots=current.start.snapshots)

@@ -36,7 +36,7 @@ class WorkerPosition:
         number: The pass.
         epoch: Which epoch it is over; -1 before that is known.
         role: Which worker of this rank's loader it replaces; another than it is where a pass resumes.
-        before: What other numbers of ranks took.
+        taken_before: What other numbers of ranks took.
         skip: How many items of this rank's share were done when the pass began.
         counts: What the state that is resumed counts: one stream, parts, or nothing.
         offset: How many items this worker has gone through since: another package's loader resumes within the pass.
@@ -49,7 +49,7 @@ class WorkerPosition:
     number: int
     epoch: int
     role: int
-    before: Consumed = ()
+    taken_before: Consumed = ()
     skip: int = 0
     counts: Literal["stream", "parts", "nothing"] = "nothing"
     offset: int = 0
@@ -59,12 +59,12 @@ class WorkerPosition:
     ended: bool = False
 
     @property
-    def is_whole(self) -> bool:
+    def is_at_epoch_start(self) -> bool:
         """Whether nothing was taken."""
-        return not self.done and not any(taken for _, taken in self.before)
+        return not self.items_done and not any(taken for _, taken in self.taken_before)
 
     @property
-    def done(self) -> int:
+    def items_done(self) -> int:
         """How many items of this rank's share are done."""
         return self.skip + self.offset
 
@@ -74,12 +74,12 @@ class WorkerPosition:
             "version": _VERSION,
             "epoch": self.epoch,
             "role": self.role,
-            "before": [list(stint) for stint in self.before],
+            "before": [list(stint) for stint in self.taken_before],
             "skip": self.skip,
             "counts": self.counts,
             "offset": self.offset,
             "mark": self.snapshot.plain(),
-            "state before": list(self.snapshot.before),
+            "state before": list(self.snapshot.initial_state),
             "seed": self.seed,
             "generators": list(self.generators),
             "is_over": self.ended,
@@ -100,7 +100,7 @@ class WorkerPosition:
                 "The state of a worker's iterator was written by another version of ddp_patch, which this one does not "
                 "read. Restore it with that version."
             )
-        fields["before"] = tuple((ranks, taken) for ranks, taken in fields["before"])
+        fields["taken_before"] = tuple((ranks, taken) for ranks, taken in fields.pop("before"))
         fields["snapshot"] = StreamSnapshot.of(fields.pop("mark"), fields.pop("state before"))
         return cls(number=-1, ended=fields.pop("is_over"), **fields)
 
@@ -143,7 +143,7 @@ class WorkerPass(Generic[T]):
         self._has_own_states = self._is_over = False
         # What was noted: how the stream began, and the dataset's own state then.
         self._noted: StreamStart | None = None
-        self._has_noted_before = not start.snapshot.before
+        self._has_noted_before = not start.snapshot.initial_state
         self._place = start.offset  # how many items of the rank's share this worker has gone through
 
     def by_worker(self) -> Iterator[T]:
@@ -172,7 +172,7 @@ class WorkerPass(Generic[T]):
     def exact(self) -> Iterator[T]:
         """Yield this rank's items of the stream, or of this worker's part of it."""
         worker, start, plan = self._worker, self.start, self._worker.plan
-        rest = plan.rest_of_stream(worker.stream_length, start.before)
+        rest = plan.rest_of_stream(worker.stream_length, start.taken_before)
         before = self._before()
         if before is None:
             skip = start.skip
@@ -195,7 +195,7 @@ class WorkerPass(Generic[T]):
             self._require_ends(drawn, len(rest))
 
         of_rank = (item for (part,) in share([plan], chunks, len(rest), at_end, before) for item in part)
-        mine = self._of_worker(islice(of_rank, start.done if before is None else 0, None))
+        mine = self._of_worker(islice(of_rank, start.items_done if before is None else 0, None))
         yield from mine if worker.division is None else _divided(mine, worker.division, worker.batching)
         self._is_over = True
 
@@ -222,7 +222,7 @@ class WorkerPass(Generic[T]):
         size, start = self._worker.batching.size, self._start_at(self._place)
         news = None if start == self._noted else start
         state = self._snapshot() if self._takes_snapshots and self._place % size == 0 else None
-        before = None if self._has_noted_before else _pickled(self.start.snapshot.before[0])
+        before = None if self._has_noted_before else _pickled(self.start.snapshot.initial_state[0])
         if state is not None and len(state) > _LARGEST:
             self._takes_snapshots, state = False, None
         self._noted, self._has_noted_before = start or self._noted, True
@@ -231,7 +231,7 @@ class WorkerPass(Generic[T]):
 
     def _start_at(self, place: int) -> StreamStart | None:
         """Return how the stream began, after this many items of this rank's share."""
-        before = sum(ranks * each for ranks, each in self.start.before)
+        before = sum(ranks * each for ranks, each in self.start.taken_before)
         return self._writer.start_after(before + self._worker.plan.num_replicas * (self.start.skip + place))
 
     def position(self) -> WorkerPosition:
@@ -240,7 +240,7 @@ class WorkerPass(Generic[T]):
         if self._place != start.offset:
             state = self._snapshot()
             states = () if state is None else (pickle.loads(state),)  # noqa: S301 - ours
-            snapshot = StreamSnapshot(self._start_at(self._place) or snapshot.first, states, snapshot.before)
+            snapshot = StreamSnapshot(self._start_at(self._place) or snapshot.first, states, snapshot.initial_state)
         return replace(start, offset=self._place, snapshot=snapshot, seed=self._worker.seed.value, ended=self._is_over)
 
     def _read(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
@@ -312,7 +312,7 @@ class WorkerPass(Generic[T]):
 
         def kept(at: int, items: int) -> slice:
             # The first round is for padding.
-            return slice(None) if self._worker.options.verify or not at else plan.part(at, items, length)
+            return slice(None) if self._worker.options.verify or not at else plan.slice_of_chunk(at, items, length)
 
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
         # No copies: these are samples, not indices.
@@ -324,15 +324,15 @@ class WorkerPass(Generic[T]):
         Padding repeats items of the first round, so these are read where there may be padding.
         """
         plan, start, known = self._worker.plan, self.start, self.start.snapshot.first
-        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and start.done else 0
-        if not (self._takes_snapshots and start.snapshot.state) or (repeats and start.before):
+        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and start.items_done else 0
+        if not (self._takes_snapshots and start.snapshot.state) or (repeats and start.taken_before):
             return None
         first: list[T] = []
         if repeats:
             looked_at = max(repeats, 0 if known is None else known.seen)
             with epoch_states(self._worker.options, self._worker.seed, start.epoch):
                 first = self._writer.first(self._read(self._writer.begin), looked_at)
-        return Chunk(start.done * plan.num_replicas, first)
+        return Chunk(start.items_done * plan.num_replicas, first)
 
     def _snapshot(self) -> bytes | None:
         with self._worker.reader.unnoted(self.info):
@@ -350,14 +350,14 @@ class WorkerPass(Generic[T]):
                     f"get_worker_info(), but gave {' and '.join(map(str, lengths))} items in two of them. Split it by "
                     "get_worker_info() in __iter__, or use num_workers=0."
                 )
-        if start.is_whole and None not in lengths:
+        if start.is_at_epoch_start and None not in lengths:
             require_steps(worker.plan, worker.batching, worker.name, cast("list[int]", lengths), in_batches=False)
         require_sure_length(worker.plan, worker.name, "dataset", drawn, assumed)
-        if start.done > worker.plan.rounds(drawn):
+        if start.items_done > worker.plan.largest_share(drawn):
             raise StateError(
-                f"{worker.name} cannot resume from the state: {start.done} items of each rank's share were done in it, "
-                f"and the stream ended after {drawn} items of all ranks. Restore it with the dataset that it was taken "
-                "of; one that is its own iterator must be rebuilt."
+                f"{worker.name} cannot resume from the state: {start.items_done} items of each rank's share were done "
+                f"in it, and the stream ended after {drawn} items of all ranks. Restore it with the dataset that it "
+                "was taken of; one that is its own iterator must be rebuilt."
             )
 
 

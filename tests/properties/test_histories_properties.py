@@ -71,7 +71,7 @@ class Rank:
         if steps >= self.batches:
             progress[0] = PassProgress(self.batches * SIZE, PassState.ENDED)
         elif not keeps:
-            progress[0] = progress[0]._replace(state=PassState.LEFT)
+            progress[0] = progress[0]._replace(state=PassState.ABANDONED)
         yield self.history.record()
 
 

@@ -169,7 +169,7 @@ def test_the_notes_of_a_pass_that_is_over_keep_nothing_of_it() -> None:
     gone = weakref.ref(stands)
     notes = PassNotes("S", 0, "0", 0, drawn([*range(9)]), None, stands.now)
     notes.settle()
-    stands.state = PassState.LEFT
+    stands.state = PassState.ABANDONED
     told = notes.encoded(4, is_old=True)
     notes.settle()
     del stands

@@ -70,15 +70,15 @@ def an_exception(loader: Any) -> None:
         (one_item, range(N), State.RUNNING),
         (all_of_it, range(N), State.ENDED),
         (all_of_it, [], State.ENDED),
-        (a_break, range(N), State.LEFT),
-        (an_exception, FailsAtThree(), State.LEFT),
+        (a_break, range(N), State.ABANDONED),
+        (an_exception, FailsAtThree(), State.ABANDONED),
     ],
 )
 def test_the_states_of_a_pass(do: Callable[[Any], Any], sampler: Any, state: State) -> None:
     loader = patched(sampler)
     kept = do(loader)
     assert loader.sampler.latest.state is state
-    assert loader.sampler.latest.is_over is (state in {State.ENDED, State.LEFT})
+    assert loader.sampler.latest.is_inactive is (state in {State.ENDED, State.ABANDONED})
     del kept
 
 
@@ -179,4 +179,4 @@ def test_what_a_pass_took_does_not_depend_on_when_its_worker_finds_the_end(takes
     if takes_all:
         assert len(list(batches)) == 1
     del batches
-    assert one.progress() == ((4, PassState.ENDED) if takes_all else (2, PassState.LEFT))
+    assert one.progress() == ((4, PassState.ENDED) if takes_all else (2, PassState.ABANDONED))
