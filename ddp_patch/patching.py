@@ -502,7 +502,7 @@ def _iterators_of(
         vars(patched).update(dict.fromkeys(facts.running, passes))
         return passes.begin_anew
     is_split = facts.level is Level.ITERABLE and options.iterable_sharding == "by_worker"
-    if is_split and world.members is not None and world.num_replicas > 1:
+    if is_split and world.share_of_rank is not None and world.num_replicas > 1:
         from ddp_patch.streams.by_worker import EvenIterators  # most loaders do not need it
 
         # Ranks make equally many steps that read unequally much.
