@@ -116,8 +116,8 @@ class Plan:
         if not padding:
             return share, padding
         # One offset fits all padding: it is shorter than the stream, or this rank has a single item of it.
-        turn = padding.start // n * n
-        return share[: len(share) - len(padding)], range(padding.start - turn, padding.stop - turn, padding.step)
+        offset = padding.start // n * n
+        return share[: len(share) - len(padding)], range(padding.start - offset, padding.stop - offset, padding.step)
 
     def divide(self, n: int) -> tuple[range, range]:
         """Return ``own_and_repeated`` of a batch of n samples, of which every rank gets at least one.

@@ -10,7 +10,7 @@ from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.options import as_index
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.ranks.agreement import failures_broadcast
-from ddp_patch.sharding.batches import batches_given, patched_sampler, require_batches
+from ddp_patch.sharding.batches import batches_delivered, patched_sampler, require_batches
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.streams.dataset import ShardedIterable
 
@@ -58,7 +58,7 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
     """
     done = None if batches_done is None else _checked(batches_done)
     sampler = _resumable(loader)
-    return sampler.state_after(batches_given(loader, sampler) if done is None else done)
+    return sampler.state_after(batches_delivered(loader, sampler) if done is None else done)
 
 
 def state_as_found(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def state_as_found(loader: DataLoader[Any]) -> dict[str, Any]:
         StateError: The position is not known; see ``loader_state`` for other errors.
     """
     sampler = _resumable(loader)
-    return sampler.state_after(batches_given(loader, sampler), as_found=True)
+    return sampler.state_after(batches_delivered(loader, sampler), as_found=True)
 
 
 def _resumable(loader: DataLoader[Any]) -> EpochSampler[Any]:

@@ -289,7 +289,7 @@ class Schedule:
 
     def record(self, number: int) -> BatchRecord:
         """Return batch ``number``, from 0."""
-        place, made = self._turn(number)
+        place, made = self._part_of(number)
         record = self._record(number, *self._items(place, made))
         return record if self.division is not None else record._replace(total=self._total(number, place, made))
 
@@ -300,7 +300,7 @@ class Schedule:
         for number, (place, made) in enumerate(turns):
             yield self._record(number, *self._items(place, made, ends[place]))
 
-    def _turn(self, number: int) -> tuple[int, int]:
+    def _part_of(self, number: int) -> tuple[int, int]:
         """Return which part makes batch ``number``, and how many batches it has made before."""
         if len(self.parts) == 1:
             return 0, number

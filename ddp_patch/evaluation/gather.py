@@ -31,7 +31,7 @@ from ddp_patch.loaders.facts import Level
 from ddp_patch.loaders.moving import device_of
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.schedule import BatchRecord, Part, Schedule
-from ddp_patch.sharding.batches import Batches, batches_given
+from ddp_patch.sharding.batches import Batches, batches_delivered
 from ddp_patch.sharding.passes import Pass
 
 __all__ = ["expected_of_pass", "expected_of_step", "gather_in_order", "gather_step", "placed_by_kind"]
@@ -65,7 +65,7 @@ def expected_of_step(loader: DataLoader[Any], batches: Batches) -> ExpectedRows:
     """
     sampler, current = batches.sampler, batches.sampler.latest
     try:
-        number = batches_given(loader, sampler) - 1
+        number = batches_delivered(loader, sampler) - 1
     except DDPPatchError as error:
         raise Misfit(f"cannot know the step: {message_of(error)}") from error
     if current is None or number < 0:

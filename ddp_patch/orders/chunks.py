@@ -91,7 +91,7 @@ def draw(
     ahead: bool = False,
     rounds: Iterable[int] = repeat(1),
     copies: bool = True,
-    kept: Callable[[int, int], slice] = lambda _start, _size: slice(None),
+    selection: Callable[[int, int], slice] = lambda _start, _size: slice(None),
     noted: "PassFingerprint | None" = None,
 ) -> Iterator[Chunk[T]]:
     """Yield the iterator's items in chunks, entering ``rng`` while drawing each.
@@ -110,7 +110,7 @@ def draw(
             each chunk.
         rounds: How many rounds each chunk has, where they may not grow.
         copies: Whether to copy the items that are kept, because their source may change them later.
-        kept: Tells which of some items to keep, by the position of the first and their number.
+        selection: Tells which of some items to keep, by the position of the first and their number.
         noted: Is told some of the items of each chunk, the same on every rank; None if nobody compares them.
     """
     source = _CountingIterator(iterator, round_size, copies=copies)
@@ -123,16 +123,16 @@ def draw(
         with rng:
             try:  # keep what comes before an exception
                 if looks := source.copies and (size > round_size or not start or noted is not None):
-                    source.look(items, kept(start, round_size), noted)
+                    source.inspect_round(items, selection(start, round_size), noted)
                     size = min(size, source.rounds_ahead() * round_size)
-                source.draw_to(start + size, items, kept, noted, is_begun=looks)
+                source.draw_to(start + size, items, selection, noted, is_begun=looks)
             except Exception as error:  # noqa: BLE001 - the user's own, raised again below
                 failure = error
         length = source.drawn - start
         if failure is not None:
             length -= length % round_size  # an incomplete round would mean the end
         if length < size:
-            del items[len(range(length)[kept(start, length)]) :]
+            del items[len(range(length)[selection(start, length)]) :]
         if length:
             yield Chunk(length, items)
         if failure is not None:
@@ -177,8 +177,8 @@ class _CountingIterator:
     def draw_to(
         self,
         end: int,
-        items: list[Any],
-        part: Callable[[int, int], slice],
+        into: list[Any],
+        selection: Callable[[int, int], slice],
         noted: "PassFingerprint | None",
         *,
         is_begun: bool,
@@ -187,13 +187,13 @@ class _CountingIterator:
         start = self.drawn - is_begun * self._round_size
         for until in _ends(start, end - start, self._round_size, 1 if noted is None else _PIECES):
             if noted is not None:
-                self.show(items, until, part, noted, is_begun=is_begun)
+                self.show(into, until, selection, noted, is_begun=is_begun)
                 is_begun = False
             if not self.is_ended:
                 at = self.drawn
-                self.take(items, until - at, part(at, until - at))
+                self.take(into, until - at, selection(at, until - at))
 
-    def look(self, kept: list[Any], part: slice, noted: "PassFingerprint | None") -> None:
+    def inspect_round(self, into: list[Any], selected: slice, noted: "PassFingerprint | None") -> None:
         """Draw a round and keep a part of it. What all of it shows, every rank learns alike."""
         items, is_lazy, start = [], False, self.drawn
         for item in islice(self._items, self._round_size):
@@ -201,7 +201,7 @@ class _CountingIterator:
             items.append(copy_item(item))
         if is_lazy:  # read them all from now on: several may draw from the same source
             self._items = map(copy_item, self._items)
-        kept += items[part]
+        into += items[selected]
         if noted is not None:
             noted.add(start, items)
         self.copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
@@ -212,9 +212,9 @@ class _CountingIterator:
 
     def show(
         self,
-        kept: list[Any],
+        into: list[Any],
         end: int,
-        part: Callable[[int, int], slice],
+        selection: Callable[[int, int], slice],
         noted: "PassFingerprint",
         *,
         is_begun: bool,
@@ -222,9 +222,9 @@ class _CountingIterator:
         """Draw as many whole rounds before ``end`` as are to be noted, and keep a part of them.
 
         Args:
-            kept: What is kept of the chunk.
+            into: What is kept of the chunk.
             end: Where the chunk ends.
-            part: Tells which to keep, as in ``draw``.
+            selection: Tells which to keep, as in ``draw``.
             noted: Takes note of all of them.
             is_begun: Whether it has some of the chunk already.
         """
@@ -235,16 +235,16 @@ class _CountingIterator:
             return
         drawn = islice(self._items, size)
         items = list(map(copy_item, drawn) if self.copies else drawn)
-        kept += items[part(start, size)]
+        into += items[selection(start, size)]
         noted.add(start, items)
         self.is_ended = len(items) < size
 
-    def take(self, kept: list[Any], size: int, part: slice) -> None:
+    def take(self, into: list[Any], size: int, selected: slice) -> None:
         """Draw this many items and keep a part of them; those that are not kept are not copied."""
         before = self.drawn
-        first, last, step = part.indices(size)
+        first, last, step = selected.indices(size)
         items = islice(self._items, first, last, step)
-        kept.extend(map(copy_item, items) if self.copies else items)
+        into.extend(map(copy_item, items) if self.copies else items)
         deque(islice(self._items, size - last), maxlen=0)
         self.is_ended = self.drawn - before < size
 

@@ -201,7 +201,7 @@ def is_random_access(sampler: object) -> TypeGuard[RandomAccess]:
 
 
 # Minimum items per turn, for orders that are drawn in turns.
-_TURN = 2**17
+_BLOCK = 2**17
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,17 +271,17 @@ def _random_order(sampler: RandomSampler, private: torch.Generator | None) -> Or
     dtype = _integers(n)
 
     def permuted(size: int) -> torch.Tensor:
-        schedule = [torch.randperm(n, generator=generator, dtype=dtype) for _ in range(-(-size // n))]
-        return (schedule[0] if len(schedule) == 1 else torch.cat(schedule))[:size]
+        permutations = [torch.randperm(n, generator=generator, dtype=dtype) for _ in range(-(-size // n))]
+        return (permutations[0] if len(permutations) == 1 else torch.cat(permutations))[:size]
 
     if sampler.replacement:
         drawn = _DrawnBlocks(
-            num_samples, _TURN, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator)
+            num_samples, _BLOCK, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator)
         )
-        return Order(num_samples, drawn.at, free=_TURN)
+        return Order(num_samples, drawn.at, free=_BLOCK)
     if num_samples > n:
-        turn = n * -(-_TURN // n)
-        return Order(num_samples, _DrawnBlocks(num_samples, turn, permuted).at, free=turn)
+        block = n * -(-_BLOCK // n)
+        return Order(num_samples, _DrawnBlocks(num_samples, block, permuted).at, free=block)
     # After n samples torch draws once more and discards the result, which moves the user's generator.
     return _drawn(permuted(num_samples), lambda: permuted(n) if given is not None and num_samples == n else None)
 
@@ -335,8 +335,8 @@ def has_order(sampler: object) -> bool:
     sampler = _sampler_of_items(sampler)
     if type(sampler) is RandomSampler:
         # Iterate orders of several turns: to draw them ahead would move the user's own generator too far.
-        schedule = sampler.replacement or sampler.num_samples > len(sampler.data_source)
-        return not (schedule and (sampler.generator is not None or len(sampler.data_source) == 0))
+        has_several_blocks = sampler.replacement or sampler.num_samples > len(sampler.data_source)
+        return not (has_several_blocks and (sampler.generator is not None or len(sampler.data_source) == 0))
     return is_torch_sampler(sampler) or has_computed_order(sampler)
 
 
@@ -431,7 +431,7 @@ class _DrawnBlocks:
     def __init__(self, length: int, size: int, draw: Callable[[int], torch.Tensor]) -> None:
         self._length, self._size, self._draw = length, size, draw
         self._number = 0
-        self._turn = draw(min(size, length))
+        self._block = draw(min(size, length))
 
     def at(self, positions: range) -> list[int]:
         """Return the items at some positions, which must increase, also from call to call."""
@@ -439,8 +439,8 @@ class _DrawnBlocks:
         for number, places in in_blocks(positions, self._size):
             while self._number < number:
                 self._number += 1
-                self._turn = self._draw(min(self._size, self._length - self._number * self._size))
-            items += _read(self._turn, places)
+                self._block = self._draw(min(self._size, self._length - self._number * self._size))
+            items += _read(self._block, places)
         return items
 
 

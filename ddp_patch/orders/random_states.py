@@ -30,7 +30,7 @@ __all__ = [
     "WorkerSeeding",
     "ambient_state",
     "ambient_unmoved",
-    "dealing_key",
+    "balancing_key",
     "distributed_permutation",
     "epoch_generator",
     "epoch_seed",
@@ -43,7 +43,7 @@ __all__ = [
 
 
 # What a seed is used for, so that no two uses draw the same numbers.
-_ORDER, _WORKER, _SHUFFLE, _LOADER, _READER, _PART, _DEALING = range(7)
+_ORDER, _WORKER, _SHUFFLE, _LOADER, _READER, _PART, _BALANCING = range(7)
 
 
 def _derive(seed: int, *key: int) -> np.random.SeedSequence:
@@ -94,7 +94,7 @@ def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:
     return _derive(seed, _SHUFFLE, epoch)
 
 
-def dealing_key(seed: int, epoch: int, stage: int, window: int) -> np.random.SeedSequence:
+def balancing_key(seed: int, epoch: int, stage: int, window: int) -> np.random.SeedSequence:
     """Return the key of the random order of a balanced window of an epoch.
 
     Args:
@@ -103,7 +103,7 @@ def dealing_key(seed: int, epoch: int, stage: int, window: int) -> np.random.See
         stage: How many numbers of ranks have shared the epoch before.
         window: Which window.
     """
-    return _derive(seed, _DEALING, epoch, stage, window)
+    return _derive(seed, _BALANCING, epoch, stage, window)
 
 
 class Seed:

@@ -42,7 +42,7 @@ def _cut_all() -> None:
     _lingering.clear()
 
 
-def gloo_between(name: str, index: int, members: int, timeout: float) -> Any:
+def gloo_between(name: str, index: int, count: int, timeout: float) -> Any:
     """Return a gloo group of some ranks alone, which sends from CPU to CPU, whatever the training's backend is.
 
     torch's ``new_group`` will not do: it needs all ranks, or names a group of some by how many groups a process is in,
@@ -51,20 +51,20 @@ def gloo_between(name: str, index: int, members: int, timeout: float) -> Any:
     Args:
         name: A name that no other group has.
         index: This rank's number among the members.
-        members: How many there are.
+        count: How many there are.
         timeout: How many seconds they wait for each other.
     """
     store = dist.PrefixStore(f"ddp_patch/gloo/{name}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
-    group = gloo_group(store, index, members, timedelta(seconds=timeout))
+    group = gloo_group(store, index, count, timedelta(seconds=timeout))
     group.barrier().wait()  # when all have read the addresses, nobody needs them
     with suppress(RuntimeError):
         store.delete_key(f"0/{index}")  # gloo leaves every rank's address there
     return group
 
 
-def _cut(group: Any, members: int, index: int) -> None:
+def _cut(group: Any, count: int, index: int) -> None:
     """Break all connections of a group."""
-    for other in range(members):
+    for other in range(count):
         if other != index:
             # gloo breaks all connections when a time is over.
             with suppress(RuntimeError):

@@ -67,13 +67,13 @@ class PassEntry(NamedTuple):
         """Whether it counts no longer against ranks that chose an epoch, too."""
         return self.state >= PassState.WITHDRAWN
 
-    def is_more_than(self, look: int) -> bool:
+    def is_more_than(self, look_items: int) -> bool:
         """Return whether this is more than a look that takes so many items."""
-        return self.items > look and not self.is_withdrawn
+        return self.items > look_items and not self.is_withdrawn
 
-    def is_longer_than(self, long_look: int) -> bool:
+    def is_longer_than(self, long_look_items: int) -> bool:
         """Return whether this is surely no long look: it is whole, or takes more than so many items."""
-        return self.items > long_look or (self.items > 0 and self.state is PassState.ENDED)
+        return self.items > long_look_items or (self.items > 0 and self.state is PassState.ENDED)
 
     def withdrawn(self) -> "PassEntry":
         """Return it as it counts once another epoch was chosen."""
@@ -92,7 +92,7 @@ class NotesReport(NamedTuple):
         attempt: How often the rank had gone back to an epoch that was whole.
         is_more: Whether it is more than a look. Nobody compares that: the epoch may begin again.
         first: The number of the first mark that is left.
-        marks: After how many items the fingerprint of what was drawn had which value.
+        checkpoints: After how many items the fingerprint of what was drawn had which value.
         rows: What each look at the dataset after the first showed for the first time, as a ``Row``, by its name.
     """
 
@@ -101,7 +101,7 @@ class NotesReport(NamedTuple):
     attempt: int
     is_more: bool
     first: int
-    marks: Sequence[Sequence[int]]
+    checkpoints: Sequence[Sequence[int]]
     rows: Sequence[Mapping[str, Sequence[Any]]]
 
 
@@ -144,14 +144,14 @@ class PassRecord:
             tuple((attempt, top) for attempt, top in left),
         )
 
-    def top(self, look: int, attempt: int | None = None) -> int:
+    def top(self, look_items: int, attempt: int | None = None) -> int:
         """Return the latest epoch of which more than a look was taken, in one attempt or in any; -1 if none."""
         made = (entry for entry in self.passes.values() if attempt in {None, entry.attempt})
-        return max((entry.epoch for entry in made if entry.is_more_than(look)), default=-1)
+        return max((entry.epoch for entry in made if entry.is_more_than(look_items)), default=-1)
 
-    def top_of_long(self, long_look: int) -> int:
+    def top_of_long(self, long_look_items: int) -> int:
         """Return the latest epoch of which more than a long look was taken; -1 if none."""
-        return max((epoch for epoch, entry in self.passes.items() if entry.is_longer_than(long_look)), default=-1)
+        return max((epoch for epoch, entry in self.passes.items() if entry.is_longer_than(long_look_items)), default=-1)
 
     def after(self, epoch: int) -> int:
         """Return the epoch of the first pass after one over ``epoch``."""
@@ -261,11 +261,11 @@ class History:
     but for a part of an epoch through which another rank went.
 
     Args:
-        look: How many items a mere look takes at most: a batch.
+        look_items: How many items a mere look takes at most: a batch.
     """
 
-    def __init__(self, look: int = 1) -> None:
-        self._look = look
+    def __init__(self, look_items: int = 1) -> None:
+        self._look_items = look_items
         self._past_attempts: list[tuple[int, int]] = []
         self._passes: list[_Pass] = []  # by epoch
         self._since = self._attempt = 0
@@ -277,30 +277,30 @@ class History:
         """How often this rank has started again at an epoch that it had trained."""
         return self._attempt
 
-    def set_look(self, look: int) -> None:
+    def set_look_items(self, look_items: int) -> None:
         """Set how many items a mere look takes at most, before the first pass."""
-        self._look = look
+        self._look_items = look_items
 
     def choose(self) -> None:
         """Record that the user chose the epoch that comes next."""
         self._is_chosen = True
 
     def begin(
-        self, epoch: int, progress: Callable[[], PassProgress], long_look: Callable[[], int] | None = None
+        self, epoch: int, progress: Callable[[], PassProgress], long_look_items: Callable[[], int] | None = None
     ) -> None:
         """Add a pass.
 
         Args:
             epoch: The epoch that it is over.
             progress: Tells how far it has come.
-            long_look: Returns how many items a look takes at most that is still no attempt at an epoch that nobody
-                chose. Default: as many as a look.
+            long_look_items: Returns how many items a look takes at most that is still no attempt at an epoch that
+                nobody chose. Default: as many as a look.
         """
         chosen, self._is_chosen = self._is_chosen, False
         states = [before.entry.state for before in self._passes]
         for before, next_state in zip(self._passes, [*states[1:], None], strict=False):
             before.settle(next_state)
-        self._go_back_to(epoch, long_look)
+        self._go_back_to(epoch, long_look_items)
         for before in reversed(self._passes) if chosen else ():
             if before.chosen:
                 break
@@ -322,12 +322,12 @@ class History:
         passes = {known.epoch: known.entry for known in self._passes}
         return PassRecord(passes, self._since, share, notes, tuple(self._past_attempts))
 
-    def _go_back_to(self, epoch: int, long_look: Callable[[], int] | None) -> None:
+    def _go_back_to(self, epoch: int, long_look_items: Callable[[], int] | None) -> None:
         """Drop the passes from an epoch on; if they were more than looks, this is another attempt."""
         entries = [known.entry for known in self._passes if known.epoch > self._furthest]
-        made = [entry for entry in entries if entry.is_more_than(self._look)]
+        made = [entry for entry in entries if entry.is_more_than(self._look_items)]
         # What nobody chose may have been a look.
-        most = long_look() if long_look and any(not entry.chosen for entry in made) else self._look
+        most = long_look_items() if long_look_items and any(not entry.chosen for entry in made) else self._look_items
         trained = [entry.epoch for entry in made if entry.chosen or entry.is_longer_than(most)]
         self._furthest = max(trained, default=self._furthest)
         if self._furthest >= epoch:
@@ -354,26 +354,33 @@ class PassMismatch(NamedTuple):
 
 
 def pass_mismatch(
-    mine: PassRecord, theirs: PassRecord, look: int, slack: int = 0, long_look: Callable[[], int] | None = None
+    mine: PassRecord,
+    theirs: PassRecord,
+    look_items: int,
+    slack: int = 0,
+    long_look_items: Callable[[], int] | None = None,
 ) -> PassMismatch | None:
     """Return where the passes of two ranks contradict each other; None if one may only be faster than the other.
 
     Args:
         mine: This rank's passes.
         theirs: Another rank's.
-        look: How many items a mere look takes at most. It contradicts nothing, because ``set_epoch`` may still follow.
+        look_items: How many items a mere look takes at most. It contradicts nothing, because ``set_epoch`` may still
+            follow.
         slack: How many items more one rank's share may have.
-        long_look: Returns how many items a look takes at most where the other rank has chosen an epoch, so that this
-            one may be about to. Default: as many as a look.
+        long_look_items: Returns how many items a look takes at most where the other rank has chosen an epoch, so that
+            this one may be about to. Default: as many as a look.
     """
-    at_most = (lambda: look) if long_look is None else long_look
+    at_most = (lambda: look_items) if long_look_items is None else long_look_items
     found = []
     mine, theirs = mine.as_seen_by(theirs), theirs.as_seen_by(mine)
     for is_mine, behind, further in ((True, mine, theirs), (False, theirs, mine)):
         for entry in further.passes.values():
             # Most passes went alike on both.
-            if entry.items > look and behind.passes.get(entry.epoch) != entry:
-                left = _went_on(behind, further, entry, look, slack, at_most) or _gone_back(behind, entry, at_most)
+            if entry.items > look_items and behind.passes.get(entry.epoch) != entry:
+                left = _went_on(behind, further, entry, look_items, slack, at_most) or _gone_back(
+                    behind, entry, at_most
+                )
                 found += [] if left is None else [PassMismatch(*left, is_mine)]
     return min(found, default=None)
 
@@ -384,30 +391,37 @@ def pass_mismatch(
 
 
 def _went_on(
-    behind: PassRecord, other: PassRecord, further: PassEntry, look: int, slack: int, long_look: Callable[[], int]
+    behind: PassRecord,
+    other: PassRecord,
+    further: PassEntry,
+    look_items: int,
+    slack: int,
+    long_look_items: Callable[[], int],
 ) -> tuple[int, int, int] | None:
     """Return where a rank broke off or left out an epoch of which another took more."""
     epoch, own = further.epoch, behind.passes.get(further.epoch)
     if own is None:
-        is_less, top = epoch >= behind.since, behind.top(look, further.attempt)
+        is_less, top = epoch >= behind.since, behind.top(look_items, further.attempt)
     else:
         is_known = own.state is PassState.ABANDONED and further.state is not PassState.UNKNOWN
         is_less = is_known and own.attempt == further.attempt and further.items > own.items + slack
-        top = behind.top(look)
+        top = behind.top(look_items)
     if not is_less or epoch >= top:
         return None
     following, chosen = behind.after(epoch), other.chosen_before(epoch)
-    goes_on = further.chosen or behind.chosen_before(following) == chosen or further.is_longer_than(long_look())
-    has_left = own is None or behind.chosen_before(epoch) == chosen or epoch < behind.top_of_long(long_look())
+    goes_on = further.chosen or behind.chosen_before(following) == chosen or further.is_longer_than(long_look_items())
+    has_left = own is None or behind.chosen_before(epoch) == chosen or epoch < behind.top_of_long(long_look_items())
     return (epoch, 0 if own is None else own.items, following) if goes_on and has_left else None
 
 
-def _gone_back(behind: PassRecord, further: PassEntry, long_look: Callable[[], int]) -> tuple[int, int, int] | None:
+def _gone_back(
+    behind: PassRecord, further: PassEntry, long_look_items: Callable[[], int]
+) -> tuple[int, int, int] | None:
     """Return where a rank started again before it came to an epoch of which another took more."""
     top = dict(behind.past_attempts).get(further.attempt)
     if top is None or further.epoch <= top or further.state is PassState.UNKNOWN:
         return None
-    if not further.chosen and not further.is_longer_than(long_look()):
+    if not further.chosen and not further.is_longer_than(long_look_items()):
         return None
     again = min((entry.epoch for entry in behind.passes.values() if entry.attempt > further.attempt), default=top)
     return further.epoch, 0, again

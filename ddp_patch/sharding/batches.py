@@ -19,7 +19,7 @@ from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.position import NotedBatch
 
-__all__ = ["Batches", "Tally", "batches_given", "describe_share", "patched_sampler", "require_batches"]
+__all__ = ["Batches", "Tally", "batches_delivered", "describe_share", "patched_sampler", "require_batches"]
 
 
 # They change no share, or another part of the text tells them.
@@ -154,7 +154,7 @@ class Batches(Batching):
     level: Level
 
 
-def batches_given(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> int:
+def batches_delivered(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> int:
     """Return how many batches of the latest pass a patched loader has given.
 
     Raises:

@@ -17,7 +17,7 @@ from ddp_patch.orders.fingerprint import Fingerprint, PassFingerprint
 from ddp_patch.orders.random_states import distributed_permutation
 from ddp_patch.plan import Consumed, Plan
 from ddp_patch.schedule import Sizes
-from ddp_patch.sharding.balancing import Balancer, dealt_stream
+from ddp_patch.sharding.balancing import Balancer, balanced_stream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -147,7 +147,9 @@ class Stream(Generic[T]):
             stream = _shuffled(stream, epoch.shuffle_seed, epoch.number)
         rest = plan.rest_of_stream(epoch.length, epoch.taken_before)
         if epoch.balancer is not None:
-            stream = dealt_stream(stream, epoch.balancer, epoch.number, epoch.taken_before, plans, self._note_origins)
+            stream = balanced_stream(
+                stream, epoch.balancer, epoch.number, epoch.taken_before, plans, self._note_origins
+            )
         elif epoch.taken_before:
             stream = rest.select(stream)
         if self._sizes is not None:
@@ -185,7 +187,7 @@ class Stream(Generic[T]):
             # The first round is for padding.
             return slice(None) if keeps_all or not start else plan.slice_of_chunk(start, size, length)
 
-        chunked = draw(stream, epoch.rng, round_size=plan.num_replicas, ahead=ahead, kept=kept, noted=epoch.noted)
+        chunked = draw(stream, epoch.rng, round_size=plan.num_replicas, ahead=ahead, selection=kept, noted=epoch.noted)
         self._chunks = _ReadAhead(chunked)
         must_give = epoch.is_one_shot and epoch.has_earlier_pass()
         return _not_empty(self._chunks, epoch.number) if must_give else self._chunks
@@ -200,7 +202,7 @@ def share(
     chunks: Iterable[Chunk[T]],
     length: int,
     at_end: Callable[[int], None],
-    before: Chunk[T] | None = None,
+    skipped: Chunk[T] | None = None,
 ) -> Iterator[list[list[T]]]:
     """Yield each plan's items of a stream, chunk by chunk, then their padding.
 
@@ -211,13 +213,13 @@ def share(
         length: The stream's length, for ``layout="contiguous"``. Otherwise the end is found, not predicted.
         at_end: Called with the number of items that came: before any padding, and before the items of an incomplete
             round, so that every rank knows the end when some come to it.
-        before: The rounds that came before, if any; with those items alone that padding may repeat.
+        skipped: The rounds that came before, if any; with those items alone that padding may repeat.
     """
-    kept = plans[0].num_replicas - 1  # padding repeats the stream's first items, and never more than these
-    first: list[T] = [] if before is None else before.items[:kept]
-    drawn, ended = 0 if before is None else before.length, False
+    repeatable = plans[0].num_replicas - 1  # padding repeats the stream's first items, and never more than these
+    first: list[T] = [] if skipped is None else skipped.items[:repeatable]
+    drawn, ended = 0 if skipped is None else skipped.length, False
     for count, items in chunks:
-        first += items[: kept - len(first)]
+        first += items[: repeatable - len(first)]
         start, drawn = drawn, drawn + count
         if ended := count % plans[0].num_replicas > 0:
             at_end(drawn)

@@ -31,7 +31,7 @@ R = TypeVar("R")
 _MOST_STEPS = 32
 
 
-_KNOWN = {
+_PASS_STATE_OF = {
     State.NOT_BEGUN: PassState.OPEN,
     State.RUNNING: PassState.OPEN,
     State.ENDED: PassState.ENDED,
@@ -66,7 +66,7 @@ class Pass(Progress, Generic[T]):
 
     Args:
         start: Where it begins.
-        sharing: What all passes over the loader have in common.
+        context: What all passes over the loader have in common.
         note: Makes the notes that ranks compare of it, from how it stands; None if they compare none.
 
     Attributes:
@@ -85,10 +85,10 @@ class Pass(Progress, Generic[T]):
     def __init__(
         self,
         start: Position,
-        sharing: PassContext,
+        context: PassContext,
         note: Callable[[Any], PassNotes] | None = None,
     ) -> None:
-        before, skip = start.split(sharing.plan.num_replicas)
+        before, skip = start.split(context.plan.num_replicas)
         super().__init__(skip)
         self.start: Position = start
         self.taken_before: Consumed = before
@@ -96,11 +96,11 @@ class Pass(Progress, Generic[T]):
         self.loop_saw_end: bool = False
         self.has_failed: bool = False
         self.is_interleaved: bool = False
-        self._plan, self._batching, self._division = sharing.plan, sharing.batching, sharing.division
+        self._plan, self._batching, self._division = context.plan, context.batching, context.division
         self._sampler_states, self._monitor, self._stream_length = (
-            sharing.sampler_states,
-            sharing.monitor,
-            sharing.stream_length,
+            context.sampler_states,
+            context.monitor,
+            context.stream_length,
         )
         self._counter: Callable[[], object] | None = None
         self._steps, self._surely_taken, self._awaited = 1, skip, 0
@@ -220,7 +220,7 @@ class Pass(Progress, Generic[T]):
 
     def progress(self) -> PassProgress:
         """Return how many items of the share were surely taken, and what is known of the pass."""
-        read_ahead, known = self._monitor.read_ahead, _KNOWN[self.state]
+        read_ahead, known = self._monitor.read_ahead, _PASS_STATE_OF[self.state]
         asked = self.items_pulled + self._awaited - self.skip
         taken = self.skip + read_ahead.taken(asked, is_over=self.loop_saw_end and self.is_ended)
         if (
@@ -360,7 +360,7 @@ class Pass(Progress, Generic[T]):
 
     def position(self, taken: int) -> Position:
         """Return the position after this many items of the share were taken."""
-        done: Consumed = (*(stint for stint in self.taken_before if stint[1]), (self._plan.num_replicas, taken))
+        done: Consumed = (*(pair for pair in self.taken_before if pair[1]), (self._plan.num_replicas, taken))
         return Position(self.epoch, done, self.start.held)
 
     def position_after(self, batches: int) -> Position:
@@ -380,8 +380,8 @@ class SamplerPass(Pass[T]):
     """A pass over a sampler, whose items are drawn in this process or come from the leader.
 
     Args:
-        start: As in ``Pass``, and so are ``sharing`` and ``note``.
-        sharing: As above.
+        start: As in ``Pass``, and so are ``context`` and ``note``.
+        context: As above.
         source: How it gets its items.
         sizes: Records how many samples each item has; None if nobody needs that.
         divide: Returns this rank's part of an item; None if ranks take whole items.
@@ -395,7 +395,7 @@ class SamplerPass(Pass[T]):
     def __init__(
         self,
         start: Position,
-        sharing: PassContext,
+        context: PassContext,
         source: ItemSource[T],
         *,
         sizes: Sizes | None = None,
@@ -403,7 +403,7 @@ class SamplerPass(Pass[T]):
         at_end: Callable[[int], object] = lambda length: None,
         note: Callable[["Pass[T]"], PassNotes] | None = None,
     ) -> None:
-        super().__init__(start, sharing, note)
+        super().__init__(start, context, note)
         self.source: ItemSource[T] = source
         self.sizes = sizes
         self._divide, self._at_end = divide, at_end

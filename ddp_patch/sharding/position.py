@@ -96,14 +96,14 @@ class BatchNote(NamedTuple):
     """What a worker notes of a batch that it made. It travels with the batch, and counts when that is delivered.
 
     Attributes:
-        reader: Which worker it is.
+        worker_index: Which worker it is.
         batches: How many batches its stream had with this one.
         first: The hashes of the first items that were read; None if the note before has them.
         state: The dataset's own state, pickled; None if it has no state with a position.
         initial_state: That state when the stream began, likewise; None if the note before has it.
     """
 
-    reader: int
+    worker_index: int
     batches: int
     first: StreamStart | None
     state: bytes | None
@@ -246,7 +246,7 @@ def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Seq
 
 
 def _listed(done: Consumed) -> list[list[int]]:
-    return [list(stint) for stint in done]
+    return [list(pair) for pair in done]
 
 
 def _read_parts(parts: Any) -> PartsDone | None:
@@ -357,6 +357,6 @@ def _is_count(value: object) -> bool:
 
 def _is_done(value: object) -> bool:
     return isinstance(value, list | tuple) and all(
-        isinstance(stint, list | tuple) and len(stint) == 2 and all(map(_is_count, stint)) and stint[0] > 0
-        for stint in value
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_count, pair)) and pair[0] > 0
+        for pair in value
     )

@@ -345,8 +345,8 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if leader is not None:
             plans = [self.agreed.plan(rank) for rank in (self.agreed.world.share_of_rank or {}).values()]
             has_length = leader.is_leader and self._length_if_any(start.epoch) is not None
-            turn = partial(self._turn, start.epoch)
-            return FromLeader(epoch, leader, turn, plans, start.held, self.held, has_length=has_length)
+            pass_facts = partial(self._pass_facts, start.epoch)
+            return FromLeader(epoch, leader, pass_facts, plans, start.held, self.held, has_length=has_length)
         return Streamed(epoch) if has_rest or not is_looked_up else Indexed(epoch)
 
     def _require_steps(self, start: Position, length: int) -> None:
@@ -354,7 +354,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if start.is_at_epoch_start:
             require_steps(self.plan, self._batching, self._name, [length], in_batches=self._batching.size > 1)
 
-    def _turn(self, epoch: int) -> dict[str, object]:
+    def _pass_facts(self, epoch: int) -> dict[str, object]:
         """Return which pass is being made, to be compared between the ranks."""
         return {"patched as": f"number {self.agreed.number}", "epoch": epoch, "pass": self.epochs.passes}
 

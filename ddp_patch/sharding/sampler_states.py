@@ -106,19 +106,19 @@ class SamplerStates:
 
     Args:
         holders: Those objects. The attributes that they have now count as unchanged.
-        counted: The attributes that a pass is known to change, by the position of their holder, and name.
+        changing: The attributes that a pass is known to change, by the position of their holder, and name.
         is_private: Whether the passes draw from them by this object alone. A dataset draws from its own while it is
             read, by workers or in the main process.
     """
 
     def __init__(
-        self, holders: Sequence[Any], counted: Collection[tuple[int, str]] = (), *, is_private: bool = True
+        self, holders: Sequence[Any], changing: Collection[tuple[int, str]] = (), *, is_private: bool = True
     ) -> None:
         self.holders: Sequence[Any] = holders
         self.is_private = is_private
         self._at_first = [plain_attributes(holder) for holder in holders]
         self._own: list[_Generator] = []
-        self._changing = set(counted)
+        self._changing = set(changing)
         self._counters: dict[tuple[int, str], Any] = {}
         self._attributes_before: Sequence[Mapping[str, Any]] | None = None  # the attributes when a pass began to draw
         self._find()
@@ -290,7 +290,7 @@ class SamplerStates:
             for one in self._own:
                 one.pass_state = one.outside_state = native_state(one.generator)
 
-    def restore(self, epoch: int, held: SamplerSnapshot) -> None:
+    def restore_epoch(self, epoch: int, held: SamplerSnapshot) -> None:
         """Make them hold what they held before an epoch, because a state is restored."""
         self.restore_states(held)
         self._beginnings = {epoch: self._now()}

@@ -14,7 +14,7 @@ from ddp_patch.orders.orders import Order, order_of
 from ddp_patch.plan import Plan, Rest
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
 from ddp_patch.schedule import Sizes, size_of
-from ddp_patch.sharding.balancing import balanced
+from ddp_patch.sharding.balancing import balanced_order
 from ddp_patch.sharding.drawing import EpochDrawing, Origins, Stream
 from ddp_patch.sharding.sampler_states import SamplerSnapshot
 
@@ -100,10 +100,10 @@ class Indexed(ItemSource[T]):
         """Draw the order, and yield the items at this rank's positions."""
         plan, epoch = self._epoch.plan, self._epoch
         order = drawn = self._drawn_order()
-        dealt: list[str] = []
+        window_orders: list[str] = []
         if epoch.balancer is not None:
-            note, ranks = partial(self._note_window, dealt), plan.num_replicas
-            order = balanced(drawn, epoch.balancer, ranks, epoch.number, skip * ranks, note)
+            note, ranks = partial(self._note_window, window_orders), plan.num_replicas
+            order = balanced_order(drawn, epoch.balancer, ranks, epoch.number, skip * ranks, note)
         rest = plan.rest(order.length, epoch.taken_before)
         length = self.length = len(rest)
         at: Callable[[range], Sequence[Any]] = partial(_items_at, order, rest)
@@ -123,7 +123,7 @@ class Indexed(ItemSource[T]):
             order.at(range(length)[-1:])  # balances the last window, in which this rank may have no item
         if epoch.verify is not None and skip <= rounds:  # after the items that every rank has
             told = range(0, drawn.length, max(1, drawn.length // COMPARED))
-            epoch.verify(drawn.length, fingerprint([*drawn.at(told), *dealt]))
+            epoch.verify(drawn.length, fingerprint([*drawn.at(told), *window_orders]))
         yield from map(at, order.cut(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
         yield padding[max(0, skip - len(real)) :]
         self._finish()
@@ -137,12 +137,12 @@ class Indexed(ItemSource[T]):
             epoch.noted.add_order(order)
         return order
 
-    def _note_window(self, dealt: list[str], begin: int, places: np.ndarray[Any, Any]) -> None:
+    def _note_window(self, window_orders: list[str], begin: int, places: np.ndarray[Any, Any]) -> None:
         """Take note of how a window was balanced, for the other ranks to compare."""
         if self._epoch.noted is not None:
             self._epoch.noted.add_window(begin, places)
         if self._epoch.verify is not None:
-            dealt.append(fingerprint([places]))
+            window_orders.append(fingerprint([places]))
 
     def _noting_origins(
         self, at: Callable[[range], Sequence[T]], places: Callable[[range], np.ndarray[Any, Any]], positions: range
@@ -234,7 +234,7 @@ class FromLeader(ItemSource[T]):
     Args:
         epoch: The epoch.
         leader: How the ranks communicate.
-        turn: Tells which pass this is, to be compared between the ranks.
+        pass_facts: Tells which pass this is, to be compared between the ranks.
         plans: Every rank's, in the leader's order.
         held_before: What the samplers held before the pass.
         held_now: Tells what they hold.
@@ -250,14 +250,14 @@ class FromLeader(ItemSource[T]):
         self,
         epoch: EpochDrawing[T],
         leader: Leader,
-        turn: Callable[[], Mapping[str, object]],
+        pass_facts: Callable[[], Mapping[str, object]],
         plans: Sequence[Plan],
         held_before: SamplerSnapshot,
         held_now: Callable[[], SamplerSnapshot],
         *,
         has_length: bool,
     ) -> None:
-        self._leader, self._turn, self._plans, self._held_now = leader, turn, plans, held_now
+        self._leader, self._pass_facts, self._plans, self._held_now = leader, pass_facts, plans, held_now
         self._piece_sizes = _piece_sizes(epoch, has_length)
         self._queued_origins: list[list[int]] = [[] for _ in plans]
         # Begun with its first item: then the leader can report an error to the others.
@@ -274,10 +274,10 @@ class FromLeader(ItemSource[T]):
         shares: Iterator[list[list[Any]]] = self._stream.shares(self._plans, skip, self._found)
         if self.origins is not None:
             shares = self._with_origins(shares)
-        return self._leader.send(shares, self._turn(), self._note, *self._piece_sizes)
+        return self._leader.send(shares, self._pass_facts(), self._note, *self._piece_sizes)
 
     def _received(self) -> Iterator[list[Any]]:
-        return self._leader.receive(self._turn(), self._take_note)
+        return self._leader.receive(self._pass_facts(), self._take_note)
 
     def _with_origins(self, shares: Iterator[list[list[T]]]) -> Iterator[list[list[tuple[int, T]]]]:
         """Pair each item with the position that it comes from: the others do not see the stream. Padding has -1."""

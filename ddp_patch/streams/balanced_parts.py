@@ -195,7 +195,7 @@ class BalancedRounds:
 
 def _made(before: Sequence[int], ends: Sequence[int], taken: int) -> list[int]:
     first = turn_after(before)
-    roles = [(first + turn) % len(before) for turn in range(len(before))]
-    most = [None if ends[role] < 0 else ends[role] - before[role] for role in roles]
-    made = dict(zip(roles, made_in_turn(most, taken), strict=True))
-    return [count + made[role] for role, count in enumerate(before)]
+    parts = [(first + step) % len(before) for step in range(len(before))]
+    most = [None if ends[part] < 0 else ends[part] - before[part] for part in parts]
+    made = dict(zip(parts, made_in_turn(most, taken), strict=True))
+    return [count + made[part] for part, count in enumerate(before)]

@@ -246,9 +246,9 @@ class StreamWorker(Generic[T]):
             return
         upcoming = WorkerPass(self, self._start(number, epoch))
         with worker_info_told(upcoming.info):
-            self.reader.prepare(self.dataset, worker_init_fn, upcoming.worker_id)
+            self.reader.prepare(self.dataset, worker_init_fn, upcoming.told_worker_id)
         if self.reader.has_asked:
-            self._made_for = upcoming.start.role
+            self._made_for = upcoming.start.part
 
     def begin(self, loaded: WorkerPosition | None) -> tuple[Iterator[T], Callable[[], WorkerPosition]]:
         """Begin a pass when its first item is asked for. By then the main process has begun the epoch.
@@ -270,7 +270,7 @@ class StreamWorker(Generic[T]):
             number = self.shared.latest_pass
             self._require_all_loads()
         epoch = self._epoch_of(number)
-        self._reinstate_generators(number, epoch)
+        self._restore_generators(number, epoch)
         start = self._start(number, epoch) if loaded is None else self._start_of(loaded, number, epoch)
         start = self._with_unread(replace(start, generators=generator_states([generators_only(self.dataset)])))
         self._was_read = True
@@ -311,7 +311,7 @@ class StreamWorker(Generic[T]):
         """Return where a pass continues; None if it begins an epoch."""
         return None if self._resumed is None or self._resumed[0] != number else self._resumed[1]
 
-    def _reinstate_generators(self, number: int, epoch: int) -> None:
+    def _restore_generators(self, number: int, epoch: int) -> None:
         """Put back the dataset's generators where a pass continues; forget a position in another epoch."""
         if (position := self._resumed_at(number)) is None:
             return
@@ -329,15 +329,15 @@ class StreamWorker(Generic[T]):
         if not self.is_exact:
             batches = self._batches_done(position, workers)
             # Batches continue with the one whose turn it was.
-            role = (worker + turn_after(batches)) % workers
-            return WorkerPosition(number, epoch, role, skip=batches[role] * self.batching.size)
+            part = (worker + turn_after(batches)) % workers
+            return WorkerPosition(number, epoch, part, skip=batches[part] * self.batching.size)
         parts = position.parts
-        role = worker if parts is None else (worker + parts.first) % workers
-        before, skip = split(position.done if parts is None else parts.done[role], self.plan.num_replicas)
+        part = worker if parts is None else (worker + parts.first) % workers
+        before, skip = split(position.done if parts is None else parts.done[part], self.plan.num_replicas)
         counts: Literal["stream", "parts", "nothing"]
         counts = "parts" if parts is not None else "nothing" if position.is_at_epoch_start else "stream"
-        known = position.snapshots[0 if parts is None else role] if position.snapshots else StreamSnapshot()
-        return WorkerPosition(number, epoch, role, before, skip, counts, snapshot=known)
+        known = position.snapshots[0 if parts is None else part] if position.snapshots else StreamSnapshot()
+        return WorkerPosition(number, epoch, part, before, skip, counts, snapshot=known)
 
     def _batches_done(self, position: Position, workers: int) -> Sequence[int]:
         """Return how many batches each of this rank's workers has made where the dataset splits itself."""
@@ -373,9 +373,9 @@ class StreamWorker(Generic[T]):
 
     def _start_of(self, loaded: WorkerPosition, number: int, epoch: int) -> WorkerPosition:
         """Return where a pass begins that another package's loader resumes."""
-        if loaded.epoch not in {-1, epoch} or self._made_for not in {None, loaded.role}:
+        if loaded.epoch not in {-1, epoch} or self._made_for not in {None, loaded.part}:
             raise StateError(
-                f"{self.name} cannot resume from the state of its iterator, which is that of worker {loaded.role} in "
+                f"{self.name} cannot resume from the state of its iterator, which is that of worker {loaded.part} in "
                 f"epoch {loaded.epoch}: this is worker {this_worker()[0]} in epoch {epoch}. Load the state of the "
                 "whole loader, and do not set another epoch before it resumes."
             )

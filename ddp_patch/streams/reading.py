@@ -125,22 +125,22 @@ class DatasetStateTracker:
     Args:
         dataset: The dataset that the user gave.
         states: The random states that the dataset draws from, if its own state may be taken; otherwise None.
-        begins: What is known of the stream where it begins, or of that which is to be continued.
+        known: What is known of the stream where it begins, or of that which is to be continued.
 
     Attributes:
         start: The hashes of the first items that were read; None if the stream was not read from its beginning.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], states: PrivateRNG | None, begins: StreamSnapshot) -> None:
+    def __init__(self, dataset: IterableDataset[Any], states: PrivateRNG | None, known: StreamSnapshot) -> None:
         self.start: StreamStart | None = None
-        self._dataset, self._states, self._begins = dataset, states, begins
+        self._dataset, self._states, self._known = dataset, states, known
         self._generators = generator_states([dataset]) if states is not None else ()
         self._is_over = self._is_drawn = False
 
-    def begin(self) -> Iterator[Any]:
+    def iterate(self) -> Iterator[Any]:
         """Begin to iterate the dataset; take no states of it if its iterator has one, which is the position then."""
         dataset = cast(Any, self._dataset)
-        for state in self._begins.initial_state:
+        for state in self._known.initial_state:
             if not self._stands_at(state):  # it was read since
                 dataset.load_state_dict(state)
         iterator: Iterator[Any] = iter(dataset)
@@ -157,7 +157,7 @@ class DatasetStateTracker:
         Raises:
             StateError: It took it neither time.
         """
-        dataset, (state,) = cast(Any, self._dataset), self._begins.state
+        dataset, (state,) = cast(Any, self._dataset), self._known.state
         dataset.load_state_dict(state)
         iterator: Any = iter(dataset)
         if iterator is dataset and not self._stands_at(state):
@@ -183,7 +183,7 @@ class DatasetStateTracker:
         for item in items:
             seen.append(hashes_if_any(item))
             first = self.start = _first(seen)
-            known = self._begins.first
+            known = self._known.first
             if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
                 raise self._other_stream()
             yield item
@@ -191,7 +191,7 @@ class DatasetStateTracker:
                 break
         yield from self.follow(items)
 
-    def first(self, items: Iterator[T], count: int) -> list[T]:
+    def read_first(self, items: Iterator[T], count: int) -> list[T]:
         """Return this many of the first items of a stream; as ``watch``, raise StateError if it begins otherwise."""
         first = list(islice(self.watch(items), count))
         if len(first) < count:
@@ -199,7 +199,7 @@ class DatasetStateTracker:
         return first
 
     def _other_stream(self) -> StateError:
-        count = self._begins.first.seen if self._begins.first else 0
+        count = self._known.first.seen if self._known.first else 0
         return StateError(
             f"{type(self._dataset).__name__} cannot resume from the state: its first {count} items differ from those "
             "when the state was taken, so the finished ones cannot be skipped. Restore the state with the same "

@@ -35,7 +35,7 @@ class SharedWorkerState:
     def __init__(self, readers: int) -> None:
         self.readers: int = readers
         of_each = (_LATEST, readers)
-        self._ends, self._offsets, self._roles, self._made, self._epochs, self._latest, self._loads = shared_arrays(
+        self._ends, self._offsets, self._parts, self._made, self._epochs, self._latest, self._loads = shared_arrays(
             (*of_each, 2), (*of_each, 2), of_each, of_each, (_LATEST,), (1,), (1,)
         )
 
@@ -57,7 +57,7 @@ class SharedWorkerState:
     def begin(self, number: int, epoch: int) -> None:
         """Write which epoch pass ``number`` is over."""
         self._epochs[number % _LATEST] = epoch
-        for noted in (self._roles, self._ends, self._made):
+        for noted in (self._parts, self._ends, self._made):
             noted[number % _LATEST] = -1
         self._latest[0] = number
 
@@ -66,14 +66,14 @@ class SharedWorkerState:
         epoch = int(self._epochs[number % _LATEST])
         return epoch if epoch >= 0 else None
 
-    def note_role(self, number: int, reader: int, role: int | None) -> None:
+    def note_part(self, number: int, reader: int, part: int | None) -> None:
         """Write which worker's part a reader reads in pass ``number``; None if all read one stream."""
-        self._roles[number % _LATEST, reader] = _ONE_STREAM if role is None else role
+        self._parts[number % _LATEST, reader] = _ONE_STREAM if part is None else part
 
     def ways(self, number: int) -> set[Literal["stream", "parts"]]:
         """Return how the readers of pass ``number`` read, as far as they wrote it: all one stream, or each a part."""
-        roles = self._roles[number % _LATEST].tolist()
-        return {"stream" if role == _ONE_STREAM else "parts" for role in roles if role != _UNKNOWN}
+        parts = self._parts[number % _LATEST].tolist()
+        return {"stream" if part == _ONE_STREAM else "parts" for part in parts if part != _UNKNOWN}
 
     def is_one_stream(self, number: int) -> bool:
         """Return whether all readers of pass ``number`` read one stream; False while that is unknown."""
@@ -83,10 +83,10 @@ class SharedWorkerState:
         """Return whether each reader of pass ``number`` reads a part; False while that is unknown."""
         return self.ways(number) == {"parts"}
 
-    def first_role(self, number: int) -> int:
+    def first_part(self, number: int) -> int:
         """Return whose part the first reader of pass ``number`` reads; each next one reads the next."""
-        found = self._roles[number % _LATEST].tolist()
-        return next(((role - reader) % self.readers for reader, role in enumerate(found) if role >= 0), 0)
+        found = self._parts[number % _LATEST].tolist()
+        return next(((part - reader) % self.readers for reader, part in enumerate(found) if part >= 0), 0)
 
     def note_offset(self, number: int, reader: int, items: int) -> None:
         """Write that a reader leaves out this many items in pass ``number`` because another package's loader resumed.
@@ -99,14 +99,14 @@ class SharedWorkerState:
         """Return how many items the reader of pass ``number`` leaves out that leaves out most, as above."""
         return max((items for noted, items in self._offsets[number % _LATEST].tolist() if noted == number), default=0)
 
-    def end(self, number: int, role: int, length: int, order: str | None = None) -> None:
+    def end(self, number: int, part: int, length: int, order: str | None = None) -> None:
         """Write how many items the reader of a role found in pass ``number``, and their fingerprint if it was taken."""
         digits = -1 if order is None else int(order[:15], 16)
-        self._ends[number % _LATEST, role] = torch.tensor([length, digits])
+        self._ends[number % _LATEST, part] = torch.tensor([length, digits])
 
-    def end_batches(self, number: int, role: int, batches: int) -> None:
+    def end_batches(self, number: int, part: int, batches: int) -> None:
         """Write how many batches the reader of a role made in pass ``number`` of a dataset that splits itself."""
-        self._made[number % _LATEST, role] = batches
+        self._made[number % _LATEST, part] = batches
 
     def batches_made(self, number: int) -> Sequence[int]:
         """Return how many batches the reader of each role made in pass ``number``; -1 before it came to the end."""

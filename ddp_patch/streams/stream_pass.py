@@ -31,7 +31,7 @@ class StreamPass(Pass[None]):
 
     Args:
         start: Where it begins.
-        sharing: What all passes over the loader have in common.
+        context: What all passes over the loader have in common.
         worker: What reads the stream, as the main process has it.
         number: Which pass of the loader it is.
         ahead: How many batches each worker may be ahead of the training loop.
@@ -44,13 +44,13 @@ class StreamPass(Pass[None]):
     def __init__(
         self,
         start: Position,
-        sharing: PassContext,
+        context: PassContext,
         worker: StreamWorker[Any],
         number: int,
         ahead: int,
         at_end: Callable[[], object] = lambda: None,
     ) -> None:
-        super().__init__(start, sharing)
+        super().__init__(start, context)
         self._at_end = at_end
         self.rounds: BalancedRounds | None = None
         self._worker, self._name, self._shared, self._number = worker, worker.name, worker.shared, number
@@ -64,9 +64,9 @@ class StreamPass(Pass[None]):
         if note is None:
             return
         if note.first is not None or note.initial_state is not None:
-            self._starts[note.reader].append(note)
+            self._starts[note.worker_index].append(note)
         if note.state is not None:
-            self._states[note.reader].append(note)
+            self._states[note.worker_index].append(note)
 
     def note_end_seen(self) -> None:
         """Record that the training loop has seen the end; see ``Pass``."""
@@ -139,7 +139,7 @@ class StreamPass(Pass[None]):
             length = self.likely_length if lengths[0] is None and self._plan.needs_length else lengths[0]
             return self._schedule_of([Part(self.skip, length)])
         skips = [split(done, self._plan.num_replicas)[1] for done in self._parts_before()]
-        parts, first = list(map(Part, skips, lengths, count())), self._shared.first_role(self._number)
+        parts, first = list(map(Part, skips, lengths, count())), self._shared.first_part(self._number)
         return self._schedule_of(parts[first:] + parts[:first])
 
     def whole_schedule(self) -> Schedule | None:
@@ -206,12 +206,12 @@ class StreamPass(Pass[None]):
                 "come to its end on some ranks and not on others, so the ranks' workers no longer take the same turns. "
                 "Use uneven='pad' or 'drop', or take the state earlier, or at the epoch's end."
             )
-        first, taken, made = self._shared.first_role(self._number), schedule.taken(batches), schedule.made(batches)
+        first, taken, made = self._shared.first_part(self._number), schedule.taken(batches), schedule.made(batches)
         marks, done, known = self.start.snapshots or [StreamSnapshot()] * readers, [], []
-        for role, before in enumerate(self._parts_before()):
-            reader = (role - first) % readers
-            done.append((*split(before, ranks)[0], (ranks, taken[reader])))
-            known.append(self._snapshot_after(reader, made[reader], marks[role]))
+        for part, before in enumerate(self._parts_before()):
+            worker = (part - first) % readers
+            done.append((*split(before, ranks)[0], (ranks, taken[worker])))
+            known.append(self._snapshot_after(worker, made[worker], marks[part]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
         upcoming = (first + schedule.record(batches - 1).part + 1) % readers
         return replace(position, parts=PartsDone(upcoming, done), snapshots=known)
@@ -225,15 +225,15 @@ class StreamPass(Pass[None]):
                 "state_dict(), or resume by restore_loader()."
             )
 
-    def _snapshot_after(self, reader: int, batches: int, before: StreamSnapshot) -> StreamSnapshot:
+    def _snapshot_after(self, worker: int, batches: int, previous: StreamSnapshot) -> StreamSnapshot:
         """Return what is known of a reader's stream after some batches of it; ``taken_before``, when the pass began."""
         if not batches:
-            return before
-        first, at_first = before.first, before.initial_state
-        for note in self._starts[reader]:
+            return previous
+        first, at_first = previous.first, previous.initial_state
+        for note in self._starts[worker]:
             first = note.first if note.first is not None and note.batches <= batches else first
             at_first = at_first if note.initial_state is None else (pickle.loads(note.initial_state),)  # noqa: S301 - our worker's
-        states = [note.state for note in self._states[reader] if note.batches == batches and note.state]
+        states = [note.state for note in self._states[worker] if note.batches == batches and note.state]
         return StreamSnapshot(first, tuple(map(pickle.loads, states)), at_first)
 
     def _position_of_all(self, position: Position, rounds: BalancedRounds, batches: int) -> Position:

@@ -35,7 +35,7 @@ class WorkerPosition:
     Attributes:
         number: The pass.
         epoch: Which epoch it is over; -1 before that is known.
-        role: Which worker of this rank's loader it replaces; another than it is where a pass resumes.
+        part: Which worker of this rank's loader it replaces; another than it is where a pass resumes.
         taken_before: What other numbers of ranks took.
         skip: How many items of this rank's share were done when the pass began.
         counts: What the state that is resumed counts: one stream, parts, or nothing.
@@ -48,7 +48,7 @@ class WorkerPosition:
 
     number: int
     epoch: int
-    role: int
+    part: int
     taken_before: Consumed = ()
     skip: int = 0
     counts: Literal["stream", "parts", "nothing"] = "nothing"
@@ -73,8 +73,8 @@ class WorkerPosition:
         fields = {
             "version": _VERSION,
             "epoch": self.epoch,
-            "role": self.role,
-            "before": [list(stint) for stint in self.taken_before],
+            "role": self.part,
+            "before": [list(pair) for pair in self.taken_before],
             "skip": self.skip,
             "counts": self.counts,
             "offset": self.offset,
@@ -100,6 +100,7 @@ class WorkerPosition:
                 "The state of a worker's iterator was written by another version of ddp_patch, which this one does not "
                 "read. Restore it with that version."
             )
+        fields["part"] = fields.pop("role")
         fields["taken_before"] = tuple((ranks, taken) for ranks, taken in fields.pop("before"))
         fields["snapshot"] = StreamSnapshot.of(fields.pop("mark"), fields.pop("state before"))
         return cls(number=-1, ended=fields.pop("is_over"), **fields)
@@ -120,25 +121,25 @@ class WorkerPass(Generic[T]):
 
     Attributes:
         start: As given.
-        worker_id: Which worker the dataset thinks it is in.
-        num_workers: How many it thinks there are.
+        told_worker_id: Which worker the dataset thinks it is in.
+        told_num_workers: How many it thinks there are.
         info: What ``get_worker_info()`` returns to it.
     """
 
     def __init__(self, worker: "StreamWorker[T]", start: WorkerPosition) -> None:
         self.start: WorkerPosition = start
         self._worker = worker
-        self._own_id, self._own_workers = this_worker()
-        self.worker_id: int = start.role
-        self.num_workers: int = self._own_workers
+        self._worker_index, self._workers = this_worker()
+        self.told_worker_id: int = start.part
+        self.told_num_workers: int = self._workers
         if not worker.is_exact:
-            self.worker_id += worker.plan.rank * self._own_workers
-            self.num_workers *= worker.plan.num_replicas
-        seed = reader_seed(worker.seed.value, start.epoch) + self.worker_id
-        self.info: Any = worker.reader.info(self.worker_id, self.num_workers, seed, worker.dataset)
+            self.told_worker_id += worker.plan.rank * self._workers
+            self.told_num_workers *= worker.plan.num_replicas
+        seed = reader_seed(worker.seed.value, start.epoch) + self.told_worker_id
+        self.info: Any = worker.reader.info(self.told_worker_id, self.told_num_workers, seed, worker.dataset)
         self._states = states = epoch_states(worker.options, worker.seed, start.epoch)
         private = states if isinstance(states, PrivateRNG) and can_snapshot(worker.dataset, worker.options) else None
-        self._writer = DatasetStateTracker(worker.dataset, private, start.snapshot)
+        self._tracker = DatasetStateTracker(worker.dataset, private, start.snapshot)
         self._takes_snapshots = private is not None
         self._has_own_states = self._is_over = False
         # What was noted: how the stream began, and the dataset's own state then.
@@ -160,42 +161,42 @@ class WorkerPass(Generic[T]):
         skipped = sum(1 for _ in islice(items, start.skip))
         if skipped < start.skip if batching.drop_last else skipped <= start.skip - batching.size:
             raise StateError(
-                f"{worker.name} cannot resume from the state: worker {start.role} of {self._own_workers} had only "
+                f"{worker.name} cannot resume from the state: worker {start.part} of {self._workers} had only "
                 f"{skipped} items before its end, so the workers no longer took turns, and nobody knows which batches "
                 "were done. Begin the epoch again, or use iterable_sharding='exact'."
             )
         made = skipped
         for made, item in enumerate(items, skipped + 1):  # noqa: B007 - told after the loop
             yield item
-        worker.shared.end_batches(start.number, start.role, batching.count(made))
+        worker.shared.end_batches(start.number, start.part, batching.count(made))
 
     def exact(self) -> Iterator[T]:
         """Yield this rank's items of the stream, or of this worker's part of it."""
         worker, start, plan = self._worker, self.start, self._worker.plan
         rest = plan.rest_of_stream(worker.stream_length, start.taken_before)
-        before = self._before()
-        if before is None:
+        skipped = self._skipped_rounds()
+        if skipped is None:
             skip = start.skip
             stream = rest.select(
-                self._detecting_split(self._compared(self._writer.watch(self._read(self._writer.begin))))
+                self._detecting_split(self._compared(self._tracker.watch(self._read(self._tracker.iterate))))
             )
         else:
             skip = 0
-            read = self._read(self._writer.iterate_from_state)
+            read = self._read(self._tracker.iterate_from_state)
             if start.counts == "parts":
                 self._use_own_states()  # the first item, after which all workers do, was read before
-            stream = self._detecting_split(self._writer.follow(read))
+            stream = self._detecting_split(self._tracker.follow(read))
         chunks = self._drawn(stream, plan, len(rest), skip)
         running = Fingerprint()
-        if is_verified := worker.options.verify and before is None:
+        if is_verified := worker.options.verify and skipped is None:
             chunks = running.watching(chunks)
 
         def at_end(drawn: int) -> None:
-            worker.shared.end(start.number, start.role, drawn, running.hexdigest() if is_verified else None)
+            worker.shared.end(start.number, start.part, drawn, running.hexdigest() if is_verified else None)
             self._require_ends(drawn, len(rest))
 
-        of_rank = (item for (part,) in share([plan], chunks, len(rest), at_end, before) for item in part)
-        mine = self._of_worker(islice(of_rank, start.items_done if before is None else 0, None))
+        of_rank = (item for (part,) in share([plan], chunks, len(rest), at_end, skipped) for item in part)
+        mine = self._of_worker(islice(of_rank, start.items_done if skipped is None else 0, None))
         yield from mine if worker.division is None else _divided(mine, worker.division, worker.batching)
         self._is_over = True
 
@@ -203,15 +204,15 @@ class WorkerPass(Generic[T]):
         """Pass on what is read from the stream's beginning, noting what the ranks compare."""
         worker, start = self._worker, self.start
         if worker.first_items is not None:
-            read = worker.first_items.watching(start.role, start.number, read, lambda: worker.reader.has_asked_rank)
-        return read if worker.marks is None else worker.marks.watching(start.role, start.number, read)
+            read = worker.first_items.watching(start.part, start.number, read, lambda: worker.reader.has_asked_rank)
+        return read if worker.marks is None else worker.marks.watching(start.part, start.number, read)
 
     def _of_worker(self, of_rank: Iterator[T]) -> Iterator[T]:
         """Yield those of the rank's items that this worker gives."""
         worker, size = self._worker, self._worker.batching.size
         for item in of_rank:
             # Readers of one stream take turns.
-            is_mine = worker.reader.asked_before_item or self._place // size % self._own_workers == self._own_id
+            is_mine = worker.reader.asked_before_item or self._place // size % self._workers == self._worker_index
             self._place += 1
             if is_mine:
                 worker.give(self)
@@ -227,12 +228,12 @@ class WorkerPass(Generic[T]):
             self._takes_snapshots, state = False, None
         self._noted, self._has_noted_before = start or self._noted, True
         is_new = news is not None or state is not None or before is not None
-        return BatchNote(self._own_id, -(-self._place // size), news, state, before) if is_new else None
+        return BatchNote(self._worker_index, -(-self._place // size), news, state, before) if is_new else None
 
     def _start_at(self, place: int) -> StreamStart | None:
         """Return how the stream began, after this many items of this rank's share."""
         before = sum(ranks * each for ranks, each in self.start.taken_before)
-        return self._writer.start_after(before + self._worker.plan.num_replicas * (self.start.skip + place))
+        return self._tracker.start_after(before + self._worker.plan.num_replicas * (self.start.skip + place))
 
     def position(self) -> WorkerPosition:
         """Return how far it is."""
@@ -254,19 +255,19 @@ class WorkerPass(Generic[T]):
         """
         worker, reader, start = self._worker, self._worker.reader, self.start
         first = next(read, _NOTHING)
-        asked = self.num_workers > 1 and (reader.has_asked if first is _NOTHING else reader.asked_before_item)
+        asked = self.told_num_workers > 1 and (reader.has_asked if first is _NOTHING else reader.asked_before_item)
         if asked and not self._has_own_states:
             self._use_own_states()
-        worker.shared.note_role(start.number, self._own_id, start.role if asked else None)
+        worker.shared.note_part(start.number, self._worker_index, start.part if asked else None)
         if worker.is_exact and worker.shared.readers > 1:
             self._require_one_way()
         if first is _NOTHING:
             return
         yield first
         for item in read:
-            if reader.asked_before_item and not asked and self.num_workers > 1:
+            if reader.asked_before_item and not asked and self.told_num_workers > 1:
                 raise UnsupportedLoaderError(
-                    f"{worker.name} cannot be sharded with {self._own_workers} workers: it asked get_worker_info() "
+                    f"{worker.name} cannot be sharded with {self._workers} workers: it asked get_worker_info() "
                     "which worker it is in only after its first items, so these came from every worker and later ones "
                     "from one. Call get_worker_info() first in __iter__, or use num_workers=0."
                 )
@@ -304,7 +305,7 @@ class WorkerPass(Generic[T]):
     def _use_own_states(self) -> None:
         self._has_own_states = True
         if isinstance(self._states, PrivateRNG):
-            self._states.switch_to_worker(self.worker_id)
+            self._states.switch_to_worker(self.told_worker_id)
 
     def _drawn(self, stream: Iterator[T], plan: Plan, length: int, skip: int) -> Iterator[Chunk[T]]:
         """Yield the stream in whole batches: no batch can come without, and states are taken between two."""
@@ -316,9 +317,9 @@ class WorkerPass(Generic[T]):
 
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
         # No copies: these are samples, not indices.
-        return draw(stream, self._states, round_size=plan.num_replicas, rounds=rounds, copies=False, kept=kept)
+        return draw(stream, self._states, round_size=plan.num_replicas, rounds=rounds, copies=False, selection=kept)
 
-    def _before(self) -> Chunk[T] | None:
+    def _skipped_rounds(self) -> Chunk[T] | None:
         """Return the rounds that need not be read again because the dataset has a state; None to read them.
 
         Padding repeats items of the first round, so these are read where there may be padding.
@@ -331,12 +332,12 @@ class WorkerPass(Generic[T]):
         if repeats:
             looked_at = max(repeats, 0 if known is None else known.seen)
             with epoch_states(self._worker.options, self._worker.seed, start.epoch):
-                first = self._writer.first(self._read(self._writer.begin), looked_at)
+                first = self._tracker.read_first(self._read(self._tracker.iterate), looked_at)
         return Chunk(start.items_done * plan.num_replicas, first)
 
     def _snapshot(self) -> bytes | None:
         with self._worker.reader.unnoted(self.info):
-            return self._writer.snapshot()
+            return self._tracker.snapshot()
 
     def _require_ends(self, drawn: int, assumed: int) -> None:
         """Refuse an end that contradicts the other workers', a state or a length, and an epoch without steps."""
