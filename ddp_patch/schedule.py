@@ -188,7 +188,7 @@ class Part:
 
 
 class BatchRecord(NamedTuple):
-    """One batch of a rank. Padding comes after what is not.
+    """One batch of a rank: real items first, then padding.
 
     An item is what the ranks share: a sample, or a whole batch where they share or divide these.
 
@@ -332,8 +332,8 @@ class Schedule:
     def knows_totals(self) -> bool:
         """Whether this rank alone knows how many samples each batch has on all ranks.
 
-        A worker whose part has ended is passed over. Where ranks come to that end at different steps, from then on a
-        step is another worker's on each.
+        A worker that has ended is skipped. If ranks skip it at different steps, the same step belongs to different
+        workers.
         """
         if self.division is not None:
             return True
@@ -366,7 +366,7 @@ class Schedule:
         return sum(sizes[position] for position in positions) if is_known else None
 
     def alike_until(self, number: int) -> int:
-        """Return up to which batch those from ``number`` on surely have the same numbers of samples, on every rank."""
+        """Return the first batch from ``number`` on whose sample count may differ on some rank."""
         if self.sizes is None:
             return number if len(self.parts) > 1 else max(number, self._alike(self.parts[0]))
         if self.division is not None:

@@ -22,8 +22,8 @@ __all__ = [
     "MOST_AHEAD",
     "MOST_PLAIN",
     "Chunk",
+    "IterationState",
     "Progress",
-    "State",
     "copied_items",
     "copy_item",
     "draw",
@@ -37,8 +37,8 @@ T = TypeVar("T")
 # About how many samples may be drawn ahead of the one in use, unless a round has more. Large chunks swap random states
 # less often, but a sampler that adapts during training must not be drawn far ahead.
 MOST_AHEAD = 8192
-# This many of a stream of indices, or of lists of them, if that is at most this part of what came before: then a chunk
-# takes no longer than that part of the time that the stream has taken, and how far it is ahead matters as little.
+# For plain indices, or lists of them, draw up to 1/64 of what was drawn before, at most 65536, so that one chunk takes
+# little of the stream's time.
 MOST_PLAIN, _PART_AHEAD = 65536, 64
 # A few items are noted of each of so many pieces of a chunk, where these have so many items: an order that differs only
 # late in a long chunk shows.
@@ -279,7 +279,7 @@ def copy_item(item: Any) -> Any:
     return item
 
 
-class State(Enum):
+class IterationState(Enum):
     """The states of a pass, in the order in which it goes through them."""
 
     NOT_BEGUN = "not begun"  # nothing was asked for
@@ -302,7 +302,7 @@ class Progress:
     def __init__(self, skip: int = 0) -> None:
         self.skip: int = skip
         self.items_prepared: int = skip
-        self.state: State = State.NOT_BEGUN
+        self.state: IterationState = IterationState.NOT_BEGUN
         self._run: Iterator[Any] = iter(())
 
     @property
@@ -313,16 +313,16 @@ class Progress:
     @property
     def is_ended(self) -> bool:
         """Whether all items were given."""
-        return self.state is State.ENDED
+        return self.state is IterationState.ENDED
 
     @property
     def is_inactive(self) -> bool:
         """Whether nothing more will be asked for."""
-        return self.state in {State.ENDED, State.ABANDONED}
+        return self.state in {IterationState.ENDED, IterationState.ABANDONED}
 
     def begin(self) -> None:
         """Record that the first item was asked for."""
-        self.state = State.RUNNING
+        self.state = IterationState.RUNNING
 
     def give(self, part: Sequence[T]) -> Iterator[T]:
         """Give the items that come next; return an iterator over them."""
@@ -332,9 +332,9 @@ class Progress:
 
     def end(self) -> None:
         """Record that there are no more items."""
-        self.state = State.ENDED
+        self.state = IterationState.ENDED
 
     def abandon(self) -> None:
         """Record that nobody will ask for more; a pass that has ended stays so."""
-        if self.state is not State.ENDED:
-            self.state = State.ABANDONED
+        if self.state is not IterationState.ENDED:
+            self.state = IterationState.ABANDONED

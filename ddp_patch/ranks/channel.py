@@ -153,7 +153,7 @@ class ExitNotes:
 # After so long, a rank that waits looks whether another has left, and says that it waits.
 _SLICE_S = 1.0
 
-# What is gathered in the background may take long, because a step may: only who waits for it counts the seconds.
+# Gathering may wait a whole step: the timeout runs only in ``gathered``.
 _BACKGROUND = timedelta(days=1)
 
 

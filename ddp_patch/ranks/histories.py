@@ -31,8 +31,8 @@ class PassState(IntEnum):
     ABANDONED = 1  # broken off before its end
     ENDED = 2  # it came to its end
     UNKNOWN = 3  # how far it came is not known
-    WITHDRAWN = 4  # an epoch was chosen since: it counts no longer against ranks that chose it too
-    WITHDRAWN_COMPLETE = 5  # withdrawn, but it had come to its end, so it was no look
+    WITHDRAWN = 4  # another epoch was chosen since: it counts no longer against ranks that chose that, too
+    WITHDRAWN_COMPLETE = 5  # likewise, but the pass was complete
 
 
 _STATES = tuple(PassState)
@@ -162,9 +162,10 @@ class PassRecord:
         return max((entry.epoch for entry in self.passes.values() if entry.chosen and entry.epoch <= epoch), default=-1)
 
     def as_seen_by(self, other: "PassRecord") -> "PassRecord":
-        """Return it with passes that were withdrawn as left, if another rank did not choose what came after them.
+        """Return it as another rank sees it.
 
-        They count, too, where one rank went through the epoch and the other through a part of it: the one trained.
+        Withdrawn passes count as abandoned for a rank that did not choose the following epoch. They count, too, where
+        only one of both ranks completed the epoch: that one trained.
         """
         if not any(entry.is_withdrawn for entry in self.passes.values()):
             return self
@@ -256,9 +257,9 @@ class _Pass:
 class History:
     """The passes that this rank made over one loader.
 
-    A pass over an epoch replaces what was there of that epoch and of later ones. What the rank did of its own accord
-    before it chose an epoch, by ``set_epoch`` or by resuming, no longer counts: the choice sets right what it skipped;
-    but for a part of an epoch through which another rank went.
+    A pass over an epoch replaces what was there of that epoch and of later ones. After ``set_epoch`` or a resume,
+    earlier passes no longer count as mismatches, unless another rank completed an epoch that this rank only partly
+    read.
 
     Args:
         look_items: How many items a mere look takes at most: a batch.

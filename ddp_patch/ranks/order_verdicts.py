@@ -349,8 +349,7 @@ def _other_items(mine: Sequence[ItemHashes], theirs: Sequence[ItemHashes], befor
 def _are_others(differing: Sequence[int], marks: int, alike_before: int) -> bool:
     """Return whether marks differ from one on because another item is there, and not because some are augmented.
 
-    Augmentation changes any of them alike. So that all that differ come late would be a coincidence: one choice of so
-    many marks among the late ones, of all choices.
+    If augmentation caused it, differences would be spread evenly. What is compared is the chance that all fall late.
     """
     same, late, others = alike_before + differing[0], marks - differing[0], len(differing)
     if same < _FEWEST_ALIKE or others < _FEWEST or others * _PART < late:

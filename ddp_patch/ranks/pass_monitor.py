@@ -90,7 +90,7 @@ class PassNotes:
         """Look at the dataset, where that is due in the latest pass: the user may change it before the next.
 
         Args:
-            look_items: As below.
+            look_items: How many items a mere look takes at most.
         """
         items, state = self._progress()
         looks = 0 if self._seen is None else 1 + len(self._rows)

@@ -39,7 +39,7 @@ def balance_window(
     """Return an order of a window's items, for interleaved sharding, in which the batches of each step cost alike.
 
     The steps come in a random order, and so do the batches within each. A batch has its items in the order in which
-    they came. What does not fill a step comes last, and what does not fill a round of it after all else, as it came.
+    they came. Items that fill no whole step come last; after them those that fill no whole round, as they came.
 
     Args:
         costs: What each item costs, at least 0, shape (items,).
@@ -151,10 +151,10 @@ def _scaled(costs: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the indices that sort some values, equal ones as they come; faster than ``argsort``.
+    """Return the indices that sort some values that are not negative, equal ones as they come; faster than ``argsort``.
 
-    It must not depend on the machine, so no two things that are sorted are equal: each contains its index, instead of
-    its last bits. The bits of floats that are not negative sort as the floats do.
+    Ties must not depend on the machine, so the low bits of each key are replaced by the index. The bits of such floats
+    sort as the floats do.
     """
     places = np.uint64((1 << len(values).bit_length()) - 1)
     keyed = np.ascontiguousarray(values).view(np.uint64) & ~places

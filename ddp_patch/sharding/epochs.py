@@ -131,11 +131,11 @@ class EpochSampler(DistributedSampler[T]):
 
     def _begin_sampler_states(self) -> None:
         """Put back what the samplers draw from, for the upcoming pass."""
-        if self._draws_once:  # for all passes, of which any may be the first on another rank
+        if self._draws_once:  # persistent workers: the loader draws once, and any pass may be another rank's first
             self._sampler_states.begin_from_here()
             self._draws_once = False
         if not self._has_begun_states:
-            # Once for a choice: torchdata begins a sampler twice for a pass, and draws twice in one process, too.
+            # Only once per set_epoch: torchdata iterates the sampler twice for one pass.
             is_new, self._applied = self._is_chosen and self._applied != self._choices, self._choices
             self._sampler_states.begin(self.epochs.upcoming if is_new else None)
             if is_new and self._drawn_from is not None:

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import ref
 
-from ddp_patch.orders.chunks import Progress, State
+from ddp_patch.orders.chunks import IterationState, Progress
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.histories import PassProgress, PassState
 from ddp_patch.ranks.notices import StepCounts
@@ -32,10 +32,10 @@ _MOST_STEPS = 32
 
 
 _PASS_STATE_OF = {
-    State.NOT_BEGUN: PassState.OPEN,
-    State.RUNNING: PassState.OPEN,
-    State.ENDED: PassState.ENDED,
-    State.ABANDONED: PassState.ABANDONED,
+    IterationState.NOT_BEGUN: PassState.OPEN,
+    IterationState.RUNNING: PassState.OPEN,
+    IterationState.ENDED: PassState.ENDED,
+    IterationState.ABANDONED: PassState.ABANDONED,
 }
 
 

@@ -14,7 +14,7 @@ from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import NestedEpochs
-from ddp_patch.orders.chunks import State
+from ddp_patch.orders.chunks import IterationState
 from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.orders.generators import random_generators, torch_generators, unmoved
 from ddp_patch.orders.orders import (
@@ -306,7 +306,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         count, share = self._batching.count, self.plan.smallest_share(length)
         if not current.items_pulled or count(current.items_pulled - current.skip) < count(max(0, share - current.skip)):
             return
-        if current.state is State.NOT_BEGUN:  # it resumed where nothing was left
+        if current.state is IterationState.NOT_BEGUN:  # it resumed where nothing was left
             current.draw_to_end()
         if current.ends_within(self._batching.size):
             self._sampler_states.end(current.epoch)

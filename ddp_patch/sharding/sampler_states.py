@@ -101,8 +101,8 @@ class SamplerStates:
     """The samplers of a stream, and other objects that may hold random generators or a state.
 
     Their generators and counters belong to the passes of one loader: they are put back to where these passes left them
-    whenever one draws, whatever others drew or counted meanwhile. An epoch that is chosen by ``set_epoch`` begins with
-    what it would have begun with if nobody had looked into it or into others.
+    whenever one draws, whatever others drew or counted meanwhile. After ``set_epoch(n)``, epoch n starts from the same
+    states as if no other pass had been broken off.
 
     Args:
         holders: Those objects. The attributes that they have now count as unchanged.
@@ -220,7 +220,7 @@ class SamplerStates:
     def _beginning(self, epoch: int) -> _Beginning:
         if epoch in self._beginnings:
             return self._beginnings[epoch]
-        # From the first, which all ranks know: one that looked on alone knows of more.
+        # Derive it from the earliest known epoch, because only that one is known to all ranks.
         first = min(self._beginnings)
         return _later(self._beginnings[first], epoch - first)
 

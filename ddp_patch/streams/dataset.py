@@ -414,8 +414,8 @@ def generators_only(dataset: object) -> SimpleNamespace:
 class IterableWorkerInit:
     """A ``worker_init_fn`` that prepares the sharded dataset in a worker, then calls the user's.
 
-    The user's may split the dataset by ``get_worker_info()``, as torch's documentation shows. So that has the user's
-    dataset in it, and the worker that reads it.
+    The user's function may call ``get_worker_info()``; it is shown the user's dataset, and the worker that will read
+    it.
     """
 
     worker_init_fn: Callable[[int], object] | None

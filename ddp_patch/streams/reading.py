@@ -38,7 +38,7 @@ class Reader:
 
     Attributes:
         has_asked: Whether it has. It may remember the answer, so this stays true in later passes.
-        asked_before_item: Whether an item came after it had.
+        asked_before_item: Whether an item came after the dataset had asked.
         has_asked_rank: Whether it asked which rank this is, by its first item, or was made another one by a function
             that did.
     """
@@ -152,7 +152,7 @@ class DatasetStateTracker:
     def iterate_from_state(self) -> Iterator[Any]:
         """Begin to iterate the dataset where its ``state_dict()`` was taken that is to be continued.
 
-        One that is its own iterator may take a state before ``iter()`` or after it, as torchdata's loader gives it.
+        If the dataset is its own iterator, load before ``iter()`` and, if that had no effect, again after it.
 
         Raises:
             StateError: It took it neither time.
@@ -216,7 +216,7 @@ class DatasetStateTracker:
         self._is_over = True
 
     def start_after(self, items: int) -> StreamStart | None:
-        """Return the hashes of the first items, as many of these as count; None if not just so many were read."""
+        """Return the hashes of the first items, if exactly ``min(8, items)`` were read; otherwise None."""
         start = self.start
         return start if start is not None and start.seen == min(_FIRST, items) else None
 

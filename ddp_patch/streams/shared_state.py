@@ -96,24 +96,24 @@ class SharedWorkerState:
         self._offsets[number % _LATEST, reader] = torch.tensor([number, items])
 
     def offset(self, number: int) -> int:
-        """Return how many items the reader of pass ``number`` leaves out that leaves out most, as above."""
+        """Return the largest number of items that a reader of pass ``number`` leaves out, as above."""
         return max((items for noted, items in self._offsets[number % _LATEST].tolist() if noted == number), default=0)
 
     def end(self, number: int, part: int, length: int, order: str | None = None) -> None:
-        """Write how many items the reader of a role found in pass ``number``, and their fingerprint if it was taken."""
+        """Write how many items the reader of a part found in pass ``number``, and their fingerprint if it was taken."""
         digits = -1 if order is None else int(order[:15], 16)
         self._ends[number % _LATEST, part] = torch.tensor([length, digits])
 
     def end_batches(self, number: int, part: int, batches: int) -> None:
-        """Write how many batches the reader of a role made in pass ``number`` of a dataset that splits itself."""
+        """Write how many batches the reader of a part made in pass ``number`` of a dataset that splits itself."""
         self._made[number % _LATEST, part] = batches
 
     def batches_made(self, number: int) -> Sequence[int]:
-        """Return how many batches the reader of each role made in pass ``number``; -1 before it came to the end."""
+        """Return how many batches the reader of each part made in pass ``number``; -1 before it came to the end."""
         return cast("list[int]", self._made[number % _LATEST].tolist())
 
     def lengths(self, number: int) -> Sequence[int | None]:
-        """Return how many items the reader of each role found in pass ``number``; None before it came to the end."""
+        """Return how many items the reader of each part found in pass ``number``; None before it came to the end."""
         return [length if length >= 0 else None for length in self._ends[number % _LATEST, :, 0].tolist()]
 
     def facts(self, number: int) -> dict[str, object]:
@@ -219,7 +219,7 @@ class FirstItems:
 
     def marks_of(self, part: int, number: int) -> PartMarks:
         """Return what was recorded of a part in a pass."""
-        # What is final is read first, and written last: then the rest is as it stays.
+        # Writers set finals last, so read it first: the rest is then complete.
         final, end, count, asked = (
             int(noted[number - 1, part]) for noted in (self._finals, self._ends, self._counts, self._asked)
         )

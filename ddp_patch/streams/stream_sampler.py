@@ -124,7 +124,7 @@ class StreamSampler(EpochSampler[None]):
     def _takes(self) -> Sequence[bool]:
         """Whether to pass on the index of each item of a full batch of one process.
 
-        The last ones, as many as this rank gets: when they are taken, the whole batch is counted.
+        Only the last ones of a batch, as many as this rank gets, so that taking them counts the whole batch.
         """
         size = self._batching.size
         taken = size if self._division is None else sum(map(len, self._division.divide(size)))

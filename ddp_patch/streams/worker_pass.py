@@ -35,7 +35,7 @@ class WorkerPosition:
     Attributes:
         number: The pass.
         epoch: Which epoch it is over; -1 before that is known.
-        part: Which worker of this rank's loader it replaces; another than it is where a pass resumes.
+        part: The index of the worker whose part it reads; differs from its own only after a resume.
         taken_before: What other numbers of ranks took.
         skip: How many items of this rank's share were done when the pass began.
         counts: What the state that is resumed counts: one stream, parts, or nothing.
