@@ -146,6 +146,16 @@ class Plan:
         share = self.share(n)
         return slice(max(0, share.start - start), max(0, share.stop - start))
 
+    def remaining(self, n: int, before: Consumed, skip: int) -> int:
+        """Return how many items of this rank's share are left.
+
+        Args:
+            n: How many items the stream has.
+            before: What other numbers of ranks have taken.
+            skip: How many items each of this many ranks took after that.
+        """
+        return max(0, len(self.share(len(self.rest(n, before)))) - skip)
+
     def rest(self, n: int, done: Consumed) -> "Rest":
         """Return what is left of a stream after some ranks have taken items from it.
 

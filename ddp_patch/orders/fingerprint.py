@@ -27,6 +27,7 @@ __all__ = [
     "Fingerprint",
     "ItemHashes",
     "PassFingerprint",
+    "evenly_spread",
     "fingerprint",
     "hashes_if_any",
     "hashes_of",
@@ -97,6 +98,11 @@ def fingerprint(items: Iterable[Any]) -> str:
     running = Fingerprint()
     running.add(items)
     return running.hexdigest()
+
+
+def evenly_spread(length: int, about: int = COMPARED) -> range:
+    """Return about so many positions of a sequence, evenly spread."""
+    return range(0, length, max(1, length // about))
 
 
 def number_of(items: Iterable[Any]) -> int:
@@ -306,7 +312,7 @@ class PassFingerprint:
     def add_order(self, order: "Order") -> None:
         """Add some items of an order that can be looked up, evenly spread, and its length."""
         free = order.length if order.free is None else min(order.free, order.length)
-        self.add(0, list(order.at(range(0, free, max(1, free // COMPARED)))))
+        self.add(0, list(order.at(evenly_spread(free))))
         self.end(order.length)
 
     def add_window(self, start: int, order: "np.ndarray[Any, Any]") -> None:

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.errors import InvalidOptionError, StreamLengthError
-from ddp_patch.orders.fingerprint import COMPARED
+from ddp_patch.orders.fingerprint import evenly_spread
 from ddp_patch.orders.random_states import Seed, shuffle_key
 from ddp_patch.plan import blocks
 
@@ -275,13 +275,11 @@ def _random_order(sampler: RandomSampler, private: torch.Generator | None) -> Or
         return (permutations[0] if len(permutations) == 1 else torch.cat(permutations))[:size]
 
     if sampler.replacement:
-        drawn = _DrawnBlocks(
-            num_samples, _BLOCK, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator)
-        )
+        drawn = _Blocks(num_samples, _BLOCK, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator))
         return Order(num_samples, drawn.at, free=_BLOCK)
     if num_samples > n:
         block = n * -(-_BLOCK // n)
-        return Order(num_samples, _DrawnBlocks(num_samples, block, permuted).at, free=block)
+        return Order(num_samples, _Blocks(num_samples, block, permuted).at, free=block)
     # After n samples torch draws once more and discards the result, which moves the user's generator.
     return _drawn(permuted(num_samples), lambda: permuted(n) if given is not None and num_samples == n else None)
 
@@ -416,10 +414,10 @@ def _in_batches(items: Order, size: int, drop_last: bool) -> Order:
 
 def spread(values: Any) -> list[Any]:
     """Return some of the values, evenly spread over the sequence."""
-    return [values[position] for position in range(0, len(values), max(1, len(values) // COMPARED))]
+    return [values[position] for position in evenly_spread(len(values))]
 
 
-class _DrawnBlocks:
+class _Blocks:
     """An order that is drawn turn by turn, with one turn in memory at a time.
 
     Args:

@@ -71,9 +71,9 @@ class PassEntry(NamedTuple):
         """Return whether this is more than a look that takes so many items."""
         return self.items > look_items and not self.is_withdrawn
 
-    def is_longer_than(self, long_look_items: int) -> bool:
+    def is_longer_than(self, long_look: int) -> bool:
         """Return whether this is surely no long look: it is whole, or takes more than so many items."""
-        return self.items > long_look_items or (self.items > 0 and self.state is PassState.ENDED)
+        return self.items > long_look or (self.items > 0 and self.state is PassState.ENDED)
 
     def withdrawn(self) -> "PassEntry":
         """Return it as it counts once another epoch was chosen."""
@@ -149,9 +149,9 @@ class PassRecord:
         made = (entry for entry in self.passes.values() if attempt in {None, entry.attempt})
         return max((entry.epoch for entry in made if entry.is_more_than(look_items)), default=-1)
 
-    def top_of_long(self, long_look_items: int) -> int:
+    def top_of_long(self, long_look: int) -> int:
         """Return the latest epoch of which more than a long look was taken; -1 if none."""
-        return max((epoch for epoch, entry in self.passes.items() if entry.is_longer_than(long_look_items)), default=-1)
+        return max((epoch for epoch, entry in self.passes.items() if entry.is_longer_than(long_look)), default=-1)
 
     def after(self, epoch: int) -> int:
         """Return the epoch of the first pass after one over ``epoch``."""
@@ -287,21 +287,21 @@ class History:
         self._is_chosen = True
 
     def begin(
-        self, epoch: int, progress: Callable[[], PassProgress], long_look_items: Callable[[], int] | None = None
+        self, epoch: int, progress: Callable[[], PassProgress], long_look: Callable[[], int] | None = None
     ) -> None:
         """Add a pass.
 
         Args:
             epoch: The epoch that it is over.
             progress: Tells how far it has come.
-            long_look_items: Returns how many items a look takes at most that is still no attempt at an epoch that
+            long_look: Returns how many items a look takes at most that is still no attempt at an epoch that
                 nobody chose. Default: as many as a look.
         """
         chosen, self._is_chosen = self._is_chosen, False
         states = [before.entry.state for before in self._passes]
         for before, next_state in zip(self._passes, [*states[1:], None], strict=False):
             before.settle(next_state)
-        self._go_back_to(epoch, long_look_items)
+        self._go_back_to(epoch, long_look)
         for before in reversed(self._passes) if chosen else ():
             if before.chosen:
                 break
@@ -323,12 +323,12 @@ class History:
         passes = {known.epoch: known.entry for known in self._passes}
         return PassRecord(passes, self._since, share, notes, tuple(self._past_attempts))
 
-    def _go_back_to(self, epoch: int, long_look_items: Callable[[], int] | None) -> None:
+    def _go_back_to(self, epoch: int, long_look: Callable[[], int] | None) -> None:
         """Drop the passes from an epoch on; if they were more than looks, this is another attempt."""
         entries = [known.entry for known in self._passes if known.epoch > self._furthest]
         made = [entry for entry in entries if entry.is_more_than(self._look_items)]
         # What nobody chose may have been a look.
-        most = long_look_items() if long_look_items and any(not entry.chosen for entry in made) else self._look_items
+        most = long_look() if long_look and any(not entry.chosen for entry in made) else self._look_items
         trained = [entry.epoch for entry in made if entry.chosen or entry.is_longer_than(most)]
         self._furthest = max(trained, default=self._furthest)
         if self._furthest >= epoch:
@@ -359,7 +359,7 @@ def pass_mismatch(
     theirs: PassRecord,
     look_items: int,
     slack: int = 0,
-    long_look_items: Callable[[], int] | None = None,
+    long_look: Callable[[], int] | None = None,
 ) -> PassMismatch | None:
     """Return where the passes of two ranks contradict each other; None if one may only be faster than the other.
 
@@ -369,19 +369,18 @@ def pass_mismatch(
         look_items: How many items a mere look takes at most. It contradicts nothing, because ``set_epoch`` may still
             follow.
         slack: How many items more one rank's share may have.
-        long_look_items: Returns how many items a look takes at most where the other rank has chosen an epoch, so that
+        long_look: Returns how many items a look takes at most where the other rank has chosen an epoch, so that
             this one may be about to. Default: as many as a look.
     """
-    at_most = (lambda: look_items) if long_look_items is None else long_look_items
+    at_most = (lambda: look_items) if long_look is None else long_look
     found = []
     mine, theirs = mine.as_seen_by(theirs), theirs.as_seen_by(mine)
     for is_mine, behind, further in ((True, mine, theirs), (False, theirs, mine)):
         for entry in further.passes.values():
             # Most passes went alike on both.
             if entry.items > look_items and behind.passes.get(entry.epoch) != entry:
-                left = _went_on(behind, further, entry, look_items, slack, at_most) or _gone_back(
-                    behind, entry, at_most
-                )
+                left = _went_on(behind, further, entry, look_items, slack, at_most)
+                left = left or _gone_back(behind, entry, at_most)
                 found += [] if left is None else [PassMismatch(*left, is_mine)]
     return min(found, default=None)
 
@@ -397,7 +396,7 @@ def _went_on(
     further: PassEntry,
     look_items: int,
     slack: int,
-    long_look_items: Callable[[], int],
+    long_look: Callable[[], int],
 ) -> tuple[int, int, int] | None:
     """Return where a rank broke off or left out an epoch of which another took more."""
     epoch, own = further.epoch, behind.passes.get(further.epoch)
@@ -410,19 +409,17 @@ def _went_on(
     if not is_less or epoch >= top:
         return None
     following, chosen = behind.after(epoch), other.chosen_before(epoch)
-    goes_on = further.chosen or behind.chosen_before(following) == chosen or further.is_longer_than(long_look_items())
-    has_left = own is None or behind.chosen_before(epoch) == chosen or epoch < behind.top_of_long(long_look_items())
+    goes_on = further.chosen or behind.chosen_before(following) == chosen or further.is_longer_than(long_look())
+    has_left = own is None or behind.chosen_before(epoch) == chosen or epoch < behind.top_of_long(long_look())
     return (epoch, 0 if own is None else own.items, following) if goes_on and has_left else None
 
 
-def _gone_back(
-    behind: PassRecord, further: PassEntry, long_look_items: Callable[[], int]
-) -> tuple[int, int, int] | None:
+def _gone_back(behind: PassRecord, further: PassEntry, long_look: Callable[[], int]) -> tuple[int, int, int] | None:
     """Return where a rank started again before it came to an epoch of which another took more."""
     top = dict(behind.past_attempts).get(further.attempt)
     if top is None or further.epoch <= top or further.state is PassState.UNKNOWN:
         return None
-    if not further.chosen and not further.is_longer_than(long_look_items()):
+    if not further.chosen and not further.is_longer_than(long_look()):
         return None
     again = min((entry.epoch for entry in behind.passes.values() if entry.attempt > further.attempt), default=top)
     return further.epoch, 0, again

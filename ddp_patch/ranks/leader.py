@@ -88,9 +88,8 @@ class Leader:
     def _shares(self, pass_facts: Mapping[str, object], pieces: Iterator[_Piece]) -> Iterator[tuple[list[Any], Any]]:
         is_last = False
         while not is_last:
-            share, note, is_last = exchange(
-                self.members, _SENDING, pass_facts, partial(self._next, pieces), self.timeout
-            )
+            answer = partial(self._next, pieces)
+            share, note, is_last = exchange(self.members, _SENDING, pass_facts, answer, self.timeout)
             yield unpacked(share), note
 
     def _next(

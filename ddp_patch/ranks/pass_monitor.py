@@ -157,11 +157,10 @@ def notes_mismatch(mine: Sequence[NotesReport], theirs: Sequence[NotesReport]) -
         if names := _differing(seen, theirs_seen):
             return NotesMismatch(ours.epoch, attributes=names)
         first = max(ours.first, other.first)  # as far as both have come
-        for mark, their_mark in zip(
-            ours.checkpoints[first - ours.first :], other.checkpoints[first - other.first :], strict=False
-        ):
-            if tuple(mark) != tuple(their_mark):
-                return NotesMismatch(ours.epoch, min(mark[0], their_mark[0]))
+        both = (notes.checkpoints[first - notes.first :] for notes in (ours, other))
+        for checkpoint, their_checkpoint in zip(*both, strict=False):
+            if tuple(checkpoint) != tuple(their_checkpoint):
+                return NotesMismatch(ours.epoch, min(checkpoint[0], their_checkpoint[0]))
     return None
 
 
@@ -272,12 +271,12 @@ class PassMonitor:
         """
         if self.is_on:
             if self._epochs_differ:
-                self._history.begin(epoch, progress, self._long_look_items)
+                self._history.begin(epoch, progress, self._long_look)
             if notes is not None:
                 self._note(notes)
             self.compare(epoch)
 
-    def _long_look_items(self) -> int:
+    def _long_look(self) -> int:
         """Return how many items a long look takes at most: half of a share, or some batches if its size is unknown."""
         share = self._share()
         items = None if share is None else share()
@@ -356,9 +355,7 @@ class PassMonitor:
         if other_passes := {rank: where for rank, where in differing.items() if where is not None}:
             raise self._other_pass(self._peers, other_passes)
         slack = size * self.read_ahead.readers if self._keeps else 0
-        compared = {
-            rank: pass_mismatch(mine, their, size, slack, self._long_look_items) for rank, their in others.items()
-        }
+        compared = {rank: pass_mismatch(mine, their, size, slack, self._long_look) for rank, their in others.items()}
         if found := {rank: where for rank, where in compared.items() if where is not None}:
             raise self._error(self._peers, found)
 

@@ -14,7 +14,7 @@ from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.passes import Pass, PassContext
-from ddp_patch.sharding.position import Position, read_state, write_state
+from ddp_patch.sharding.position import Position, read_state, split, write_state
 from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
 
 __all__ = ["EpochSampler"]
@@ -170,8 +170,9 @@ class EpochSampler(DistributedSampler[T]):
 
     def remaining(self, position: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
-        length, (before, skip) = self._length_if_any(position.epoch), position.split(self.plan.num_replicas)
-        return None if length is None else len(self.plan.share(len(self.plan.rest(length, before)))) - skip
+        length = self._length_if_any(position.epoch)
+        done = split(position.done, self.plan.num_replicas)
+        return None if length is None else self.plan.remaining(length, *done)
 
     @contextmanager
     def keeping_sizes(self) -> Iterator[None]:
@@ -244,7 +245,7 @@ class EpochSampler(DistributedSampler[T]):
         before: Consumed = ()
         if self.position is not None:
             epoch = self.position.epoch
-            before, skip = self.position.split(self.plan.num_replicas)
+            before, skip = split(self.position.done, self.plan.num_replicas)
         elif current is None or current.is_inactive:
             epoch = self.epochs.current
         else:

@@ -11,9 +11,9 @@ from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.histories import PassProgress, PassState
 from ddp_patch.ranks.notices import StepCounts
 from ddp_patch.ranks.pass_monitor import PassMonitor, PassNotes
-from ddp_patch.schedule import Part, Schedule, Sizes, size_of
+from ddp_patch.schedule import Part, Schedule, Sizes
 from ddp_patch.sharding.balancing import Division
-from ddp_patch.sharding.position import BatchNote, Position
+from ddp_patch.sharding.position import BatchNote, Position, split
 from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
 from ddp_patch.sharding.sources import ItemSource
 
@@ -88,7 +88,7 @@ class Pass(Progress, Generic[T]):
         context: PassContext,
         note: Callable[[Any], PassNotes] | None = None,
     ) -> None:
-        before, skip = start.split(context.plan.num_replicas)
+        before, skip = split(start.done, context.plan.num_replicas)
         super().__init__(skip)
         self.start: Position = start
         self.taken_before: Consumed = before
@@ -97,11 +97,8 @@ class Pass(Progress, Generic[T]):
         self.has_failed: bool = False
         self.is_interleaved: bool = False
         self._plan, self._batching, self._division = context.plan, context.batching, context.division
-        self._sampler_states, self._monitor, self._stream_length = (
-            context.sampler_states,
-            context.monitor,
-            context.stream_length,
-        )
+        self._sampler_states, self._monitor = context.sampler_states, context.monitor
+        self._stream_length = context.stream_length
         self._counter: Callable[[], object] | None = None
         self._steps, self._surely_taken, self._awaited = 1, skip, 0
         self._notes = None if note is None else note(self)
@@ -198,8 +195,8 @@ class Pass(Progress, Generic[T]):
         self.begin()
         try:
             self._monitor.begin(self.epoch, self.progress, self._notes)
-            for part in self._chunks():
-                run = self.give(part)
+            for chunk in self._chunks():
+                run = self.give(chunk)
                 yield from self._compared(run) if self._monitor.is_on else [run]
             self.end()
             self._sampler_states.end(self.epoch)
@@ -223,25 +220,20 @@ class Pass(Progress, Generic[T]):
         read_ahead, known = self._monitor.read_ahead, _PASS_STATE_OF[self.state]
         asked = self.items_pulled + self._awaited - self.skip
         taken = self.skip + read_ahead.taken(asked, is_over=self.loop_saw_end and self.is_ended)
-        if (
-            known is PassState.ENDED
-            and read_ahead.ahead
-            and self.batches_delivered is not None
-            and not self.loop_saw_end
-        ):
+        is_known = self.batches_delivered is not None
+        if known is PassState.ENDED and read_ahead.ahead and is_known and not self.loop_saw_end:
             # Workers were asked for all, and the loop may not have taken it.
             taken = self._in_batches()
             if taken < self.items_pulled:
-                known = (
-                    PassState.OPEN if self._counter is not None and self._counter() is not None else PassState.ABANDONED
-                )
+                is_looping = self._counter is not None and self._counter() is not None
+                known = PassState.OPEN if is_looping else PassState.ABANDONED
         if self.has_failed:  # other ranks may have been given the batch that the loop asked for here
             taken = max(taken, self._in_batches())
         if not self.is_comparable:
             return PassProgress(taken, PassState.UNKNOWN)
         if not self.worker_saw_end():
             self._surely_taken = taken
-        elif self.batches_delivered is not None:
+        elif is_known:
             # When a worker finds the end depends on chance, and then more is asked for. Only the batches count.
             self._surely_taken = max(self._surely_taken, self._in_batches())
             known = PassState.ENDED if self.loop_saw_end else known
@@ -251,10 +243,8 @@ class Pass(Progress, Generic[T]):
 
     def _in_batches(self) -> int:
         """Return how many items are in the batches that the loop was given, and in one that failed."""
-        return min(
-            self.items_pulled,
-            self.skip + ((self.batches_delivered or 0) + self.has_failed) * self._monitor.read_ahead.size,
-        )
+        batches = (self.batches_delivered or 0) + self.has_failed
+        return min(self.items_pulled, self.skip + batches * self._monitor.read_ahead.size)
 
     # ---- what the training loop was given ----
 
@@ -334,10 +324,7 @@ class Pass(Progress, Generic[T]):
         """Return how many batches the largest share has in it, as far as this rank knows; None if it does not.
 
         Args:
-            batches: How many were given; they may be all.
-
-        Raises:
-            StateError: They may be all, and this rank cannot know it yet.
+            batches: How many were given. Where workers find the end, these are asked whether they are all.
         """
         return self.most_batches()
 
@@ -345,7 +332,7 @@ class Pass(Progress, Generic[T]):
         """Return whether nothing is left after this many batches, as every rank knows; or, ``as_found``, this one.
 
         Raises:
-            StateError: As ``most_found``.
+            StateError: They may be all, and this rank cannot know it yet.
         """
         is_over = self.loop_saw_end and batches == self.batches  # only a rank with fewer batches than others can know
         if not is_over and batches != (self.most_found(batches) if as_found else self.most_batches()):
@@ -426,17 +413,15 @@ class SamplerPass(Pass[T]):
         return None if self.source.origins is None else self.source.origins.places()
 
     def _chunks(self) -> Iterator[Sequence[T]]:
-        for part in self.source.chunks(self.skip):
+        for chunk in self.source.chunks(self.skip):
             if self.length is not None:
                 self._at_end(self.length)
-            yield self._prepared(part)
+            yield self._prepared(chunk)
 
     def _prepared(self, part: Sequence[T]) -> Sequence[T]:
         """Record the sizes of the next items and divide them, if asked to."""
         if self.sizes is not None:
-            part = [list(item) if isinstance(item, Iterator) else item for item in part]  # type: ignore[misc]  # a batch read into a list
-            for item in part:
-                self.sizes.add(size_of(item))
+            part = list(self.sizes.recording(iter(part)))
         return part if self._divide is None else list(map(self._divide, part))
 
     def _schedule_of(self, parts: Sequence[Part], sizes_of_all: Sizes | None = None) -> Schedule:

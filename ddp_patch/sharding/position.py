@@ -149,10 +149,6 @@ class Position:
         """Whether nothing of the epoch was taken."""
         return not any(taken for _, taken in self.done)
 
-    def split(self, num_replicas: int) -> tuple[Consumed, int]:
-        """Return what other numbers of ranks took, and how many items each of this many took after that."""
-        return split(self.done, num_replicas)
-
     def following(self) -> "Position":
         """Return where the next epoch begins, if this one has ended; otherwise this position."""
         return Position(self.epoch + 1, held=self.held, seed=self.seed) if self.ended else self

@@ -17,6 +17,7 @@ from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, Unsupporte
 from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
 from ddp_patch.loaders.recognition import line_for_inner, nested_datasets
 from ddp_patch.options import Options, Share
+from ddp_patch.orders.fingerprint import evenly_spread
 from ddp_patch.orders.orders import order_parameters, why_not_scalable
 from ddp_patch.plan import ONE_PER_STEP, Batching, Plan
 from ddp_patch.ranks.world import World
@@ -141,7 +142,7 @@ def _of_some_samples(facts: LoaderFacts[Any], costs: Costs, *, divides: bool) ->
     """Return the costs of some indices, or of batches of one, by the user's function; None if it takes other items."""
     n, source = facts.dataset_length or 0, facts.stream.source
     takes_batches = (facts.level is Level.BATCH or is_torch_batch_sampler(type(source))) and not divides
-    some = range(0, n, max(1, n // _COMPARED))
+    some = evenly_spread(n, _COMPARED)
     try:
         found: list[float] = costs.of([[index] for index in some] if takes_batches else some).tolist()
     except Exception as error:
@@ -172,11 +173,8 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
             f"The loader was patched for rank {found.rank} of {found.num_replicas} and cannot be patched again for "
             f"rank {world.rank} of {world.num_replicas}: it would lose samples. Patch the original loader instead."
         )
-    if (
-        found is not None
-        and world.share_of_rank is None
-        and facts.made_for not in {None, (world.rank, world.num_replicas)}
-    ):
+    is_explicit = world.share_of_rank is None
+    if found is not None and is_explicit and facts.made_for not in {None, (world.rank, world.num_replicas)}:
         rank, ranks = facts.made_for
         raise AlreadyPatchedError(
             f"The loader is sharded already by a {type(found).__name__} that was made for rank {rank} of {ranks}, and "

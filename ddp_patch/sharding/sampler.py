@@ -35,7 +35,7 @@ from ddp_patch.sharding.balancing import Balancer, Division
 from ddp_patch.sharding.drawing import EpochDrawing, require_sure_length
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.passes import Pass, SamplerPass
-from ddp_patch.sharding.position import Position
+from ddp_patch.sharding.position import Position, split
 from ddp_patch.sharding.sampler_states import AttributeProxy, SamplerSnapshot, SamplerStates
 from ddp_patch.sharding.sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
 
@@ -133,19 +133,15 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     @property
     def total_size(self) -> int:  # type: ignore[override]  # torch fixes it at construction; here it is computed
         """How many items all ranks take together in an epoch, or in what is left of it, padding included."""
-        length, skip = self._length_measured()
-        return max(0, self.plan.total(length) - skip * self.plan.num_replicas)
+        epoch, before, skip = self._measured()
+        left = self.plan.rest(self._stream_length(epoch), before)
+        return max(0, self.plan.total(len(left)) - skip * self.plan.num_replicas)
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # as total_size
         """How many items this rank takes in an epoch, or in the rest of a resumed one."""
-        length, skip = self._length_measured()
-        return max(0, len(self.plan.share(length)) - skip)
-
-    def _length_measured(self) -> tuple[int, int]:
-        """Return how many items all ranks take in a pass as ``len()`` counts, and how much of each share is done."""
         epoch, before, skip = self._measured()
-        return len(self.plan.rest(self._stream_length(epoch), before)), skip
+        return self.plan.remaining(self._stream_length(epoch), before, skip)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -161,9 +157,8 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     @contextmanager
     def _counting(self, epoch: int) -> Iterator[None]:
         """While entered, let torch's samplers count their data, which may draw; they have generators of their own."""
-        states = (
-            nullcontext() if self._len_draws_nothing else epoch_states(self.agreed.options, self.agreed.seed, epoch)
-        )
+        options, seed = self.agreed.options, self.agreed.seed
+        states = nullcontext() if self._len_draws_nothing else epoch_states(options, seed, epoch)
         with states:
             yield
         self._len_draws_nothing |= isinstance(states, PrivateRNG) and states.is_unmoved
@@ -237,9 +232,8 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         self._nested_epochs.tell(number)
         start = self.position
         if start is not None and start.is_begun:
-            self._sampler_states.restore_states(
-                start.held
-            )  # others may have drawn from the generators since it was loaded
+            # Others may have drawn from the generators since it was loaded.
+            self._sampler_states.restore_states(start.held)
         else:
             self._begin_sampler_states()
             start = Position(number, held=self.held())
@@ -292,11 +286,11 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if start.ended or not (self.agreed.options.verify and self.plan.uneven == "keep"):
             return start.ended
         # Where ranks synchronise, one with an item more must do as those do that have ended.
-        before, skip = start.split(self.plan.num_replicas)
+        before, skip = split(start.done, self.plan.num_replicas)
         length = self._length_if_any(start.epoch)
-        return (
-            bool(skip) and length is not None and skip == self.plan.largest_share(len(self.plan.rest(length, before)))
-        )
+        if not skip or length is None:
+            return False
+        return skip == self.plan.largest_share(len(self.plan.rest(length, before)))
 
     def _settle_latest(self) -> None:
         """Draw to its end a pass whose every batch was taken: a loop that takes ``len()`` batches asks for no end."""
@@ -322,7 +316,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             is_one_shot=self._is_one_shot,
             number=start.epoch,
             plan=self.plan,
-            taken_before=start.split(self.plan.num_replicas)[0],
+            taken_before=split(start.done, self.plan.num_replicas)[0],
             rng=ReentrantContext(entered, self._sampler_states.drawing),
             private=private,
             draws_ahead=options.agreement != "ambient",
@@ -339,8 +333,9 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         )
         is_looked_up = self._is_looked_up()
         has_rest = epoch.balancer is not None and any(taken for _, taken in epoch.taken_before)
-        if has_rest if is_looked_up else self._order_is_drawn and not self._sampler_states.has_generators:
-            # Drawn, as a whole, from what nobody else draws from.
+        draws_alone = self._order_is_drawn and not self._sampler_states.has_generators
+        is_drawn_whole = has_rest if is_looked_up else draws_alone
+        if is_drawn_whole:  # from what nobody else draws from
             epoch = replace(epoch, sampler=InOrder(self._wrapped_sampler, start.epoch, private))
         if leader is not None:
             plans = [self.agreed.plan(rank) for rank in (self.agreed.world.share_of_rank or {}).values()]

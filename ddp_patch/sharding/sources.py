@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 
 from ddp_patch.orders.chunks import start_iterating
-from ddp_patch.orders.fingerprint import COMPARED, fingerprint
+from ddp_patch.orders.fingerprint import evenly_spread, fingerprint
 from ddp_patch.orders.orders import Order, order_of
 from ddp_patch.plan import Plan, Rest
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
@@ -122,8 +122,7 @@ class Indexed(ItemSource[T]):
         if epoch.balancer is not None:
             order.at(range(length)[-1:])  # balances the last window, in which this rank may have no item
         if epoch.verify is not None and skip <= rounds:  # after the items that every rank has
-            told = range(0, drawn.length, max(1, drawn.length // COMPARED))
-            epoch.verify(drawn.length, fingerprint([*drawn.at(told), *window_orders]))
+            epoch.verify(drawn.length, fingerprint([*drawn.at(evenly_spread(drawn.length)), *window_orders]))
         yield from map(at, order.cut(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
         yield padding[max(0, skip - len(real)) :]
         self._finish()

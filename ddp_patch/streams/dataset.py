@@ -218,8 +218,8 @@ class StreamWorker(Generic[T]):
         skip = 0
         # Persistent workers keep a pass that has come to its end.
         if self._tells_rest and self._resumed is not None and set(self.shared.lengths(self._resumed[0])) == {None}:
-            before, skip = self._resumed[1].split(self.plan.num_replicas)
-        return max(0, len(self.plan.share(len(self.plan.rest(self.stream_length(), before)))) - skip)
+            before, skip = split(self._resumed[1].done, self.plan.num_replicas)
+        return self.plan.remaining(self.stream_length(), before, skip)
 
     def resume(self, number: int, position: Position, *, tells_rest: bool) -> None:
         """Let pass ``number`` begin at a position, in workers that are started from now on.
@@ -342,7 +342,7 @@ class StreamWorker(Generic[T]):
     def _batches_done(self, position: Position, workers: int) -> Sequence[int]:
         """Return how many batches each of this rank's workers has made where the dataset splits itself."""
         if position.parts is None:  # in an explicit world ranks cannot report which workers have ended
-            return made_in_turn([None] * workers, position.split(self.plan.num_replicas)[1] // self.batching.size)
+            return made_in_turn([None] * workers, split(position.done, self.plan.num_replicas)[1] // self.batching.size)
         own = position.parts.done[self.plan.rank * workers :][:workers]
         return [sum(items for _, items in done) // self.batching.size for done in own]
 

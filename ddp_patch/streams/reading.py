@@ -1,7 +1,7 @@
 """How a worker reads a dataset: what the dataset asks, how its stream begins, and its own state."""
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -13,7 +13,7 @@ from ddp_patch.compat.packages import forget_loaded_state, loses_items_when_load
 from ddp_patch.compat.private_torch import WorkerInfo, noted_worker_info, rank_noted, worker_info_told
 from ddp_patch.errors import StateError
 from ddp_patch.options import Options
-from ddp_patch.orders.fingerprint import ItemHashes, fingerprint, hashes_if_any
+from ddp_patch.orders.fingerprint import ItemHashes, fingerprint, hashes_if_any, number_of
 from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.sharding.position import StreamSnapshot, StreamStart
@@ -250,9 +250,6 @@ def _is_again(dataset: Any, iterator: Any) -> bool:
 
 
 def _first(seen: list[ItemHashes]) -> StreamStart:
-    wholes, names, numbers = zip(*seen, strict=True)
-    return StreamStart(len(seen), _digest(wholes), _digest(names), _digest(numbers), len(set(wholes)))
-
-
-def _digest(hashes: Sequence[int]) -> int:
-    return int(fingerprint(hashes)[:15], 16) if all(hashes) else 0
+    kinds = [*zip(*seen, strict=True)]
+    whole, names, numbers = (number_of(hashes) if all(hashes) else 0 for hashes in kinds)
+    return StreamStart(len(seen), whole, names, numbers, len(set(kinds[0])))

@@ -154,9 +154,8 @@ class WorkerPass(Generic[T]):
             StateError: There are fewer than were done.
         """
         worker, batching, start = self._worker, self._worker.batching, self.start
-        chunks = self._drawn(
-            self._detecting_split(self._read(partial(iter, worker.dataset))), Plan(0, 1), 0, start.skip
-        )
+        stream = self._detecting_split(self._read(partial(iter, worker.dataset)))
+        chunks = self._drawn(stream, Plan(0, 1), 0, start.skip)
         items = (item for chunk in chunks for item in chunk.items)
         skipped = sum(1 for _ in islice(items, start.skip))
         if skipped < start.skip if batching.drop_last else skipped <= start.skip - batching.size:
@@ -177,9 +176,8 @@ class WorkerPass(Generic[T]):
         skipped = self._skipped_rounds()
         if skipped is None:
             skip = start.skip
-            stream = rest.select(
-                self._detecting_split(self._compared(self._tracker.watch(self._read(self._tracker.iterate))))
-            )
+            read = self._compared(self._tracker.watch(self._read(self._tracker.iterate)))
+            stream = rest.select(self._detecting_split(read))
         else:
             skip = 0
             read = self._read(self._tracker.iterate_from_state)
