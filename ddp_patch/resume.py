@@ -135,7 +135,7 @@ def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -
     sampler = patched_sampler("restore_loader", loader)
     with failures_broadcast(sampler.agreed.world, _RESTORING):
         position = sampler.read(state).following()
-        left = sampler.remaining(position) if sampler.is_repeated and position.is_begun else None
+        left = sampler.left(position) if sampler.is_repeated and position.is_begun else None
         if left is not None and require_batches("restore_loader", loader).count(left) < 1:
             raise StateError(
                 f"The loader cannot resume from the state: rank {sampler.rank} has no batch left in epoch "
@@ -155,5 +155,5 @@ def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -
             "held": fingerprint([position.held.generators, position.held.samplers, position.held.attributes]),
         },
     )
-    sampler.resume_at(position, tells_rest=tells_rest)
+    sampler.go_to(position, tells_rest=tells_rest)
     forget_iterator(loader)

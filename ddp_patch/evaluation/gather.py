@@ -77,7 +77,7 @@ def expected_of_step(loader: DataLoader[Any], batches: Batches) -> ExpectedRows:
     if len(schedule.parts) == 1 and schedule.count is None:
         ends = replace(schedule, parts=[Part(current.skip, current.likely_length)])
     # Whether a rank has found the end already depends on chance, so only a length that was known before counts.
-    knows_steps = len(schedule.parts) == 1 and sampler.remaining(current.start) is not None and ends.fewest == ends.most
+    knows_steps = len(schedule.parts) == 1 and sampler.left(current.start) is not None and ends.fewest == ends.most
     if schedule.plan.uneven == "keep" and schedule.plan.num_replicas > 1 and not knows_steps:
         raise Misfit(
             "cannot gather step by step with uneven='keep', by which some ranks may have a step less and would not "

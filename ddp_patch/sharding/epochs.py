@@ -168,7 +168,7 @@ class EpochSampler(DistributedSampler[T]):
         length = self._length_if_any(self.epochs.upcoming)
         return None if length is None else self.plan.smallest_share(length)
 
-    def remaining(self, position: Position) -> int | None:
+    def left(self, position: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
         length = self._length_if_any(position.epoch)
         done = split(position.done, self.plan.num_replicas)
@@ -324,7 +324,7 @@ class EpochSampler(DistributedSampler[T]):
         Raises:
             StateError: The state is damaged, newer than this package, or of another loader. Nothing changes then.
         """
-        self.resume_at(self.read(state_dict), tells_rest=False)
+        self.go_to(self.read(state_dict), tells_rest=False)
 
     def read(self, state: Any) -> Position:
         """Return the position that a state describes; raise StateError unless this loader has it."""
@@ -351,7 +351,7 @@ class EpochSampler(DistributedSampler[T]):
         """Return how many items the stream has, or None if that is not certain."""
         return None
 
-    def resume_at(self, position: Position, *, tells_rest: bool) -> None:
+    def go_to(self, position: Position, *, tells_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``tells_rest``."""
         if position.seed is not None:
             self.agreed.seed.adopt(position.seed)

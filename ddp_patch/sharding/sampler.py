@@ -173,9 +173,9 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             length = self._restored_length if latest.start.is_begun else latest.length
         return {**self._facts, "stream length": self._stream_length(self.epochs.upcoming) if length is None else length}
 
-    def resume_at(self, position: Position, *, tells_rest: bool) -> None:
+    def go_to(self, position: Position, *, tells_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``tells_rest``."""
-        super().resume_at(position, tells_rest=tells_rest)
+        super().go_to(position, tells_rest=tells_rest)
         self._restored_length = self._stream_length(position.epoch) if self._order_is_drawn else None
 
     def _sure_length(self, epoch: int) -> int | None:

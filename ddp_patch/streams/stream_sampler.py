@@ -164,9 +164,9 @@ class StreamSampler(EpochSampler[None]):
     def __len__(self) -> int:
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
 
-    def resume_at(self, position: Position, *, tells_rest: bool) -> None:
+    def go_to(self, position: Position, *, tells_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``tells_rest``."""
-        super().resume_at(position, tells_rest=tells_rest)
+        super().go_to(position, tells_rest=tells_rest)
         self.worker.resume(self.epochs.passes + 1, position, tells_rest=tells_rest)
 
     def set_epoch(self, epoch: int) -> None:

@@ -138,7 +138,7 @@ def test_a_stream_is_sharded_already_only_where_enough_items_have_nothing_in_com
 
     def left(peers: object, subject: str, decode: Callable[[bytes], Any]) -> mock.Mock:
         texts = {1: decode(b"|" + encoded(other.passes()).encode())} if subject == "orders" else {}
-        return mock.Mock(exchange=mock.Mock(return_value=texts))
+        return mock.Mock(post_and_read=mock.Mock(return_value=texts))
 
     monkeypatch.setattr(stream_monitor, "Mailbox", left)
     peers = Peers("loader", 1, 0, [1])

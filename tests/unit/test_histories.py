@@ -126,7 +126,7 @@ def test_comparisons_take_no_more_than_a_small_part_of_the_time(monkeypatch: pyt
     class Counted:
         def __init__(self, *_: Any) -> None: ...
 
-        def exchange(self, _: str) -> dict[int, PassRecord]:
+        def post_and_read(self, _: str) -> dict[int, PassRecord]:
             nonlocal now
             now += cost
             made.append(now)
