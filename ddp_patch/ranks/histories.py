@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 __all__ = [
     "History",
@@ -17,6 +17,9 @@ __all__ = [
     "ReadAhead",
     "pass_mismatch",
 ]
+
+# Returns how many items a long look takes at most: who takes no more may still be about to choose an epoch.
+LongLook: TypeAlias = Callable[[], int]
 
 # A history holds so many passes, as ``PassMonitor`` keeps notes of: those over the latest epochs.
 _MOST_PASSES = 16
@@ -286,9 +289,7 @@ class History:
         """Record that the user chose the epoch that comes next."""
         self._is_chosen = True
 
-    def begin(
-        self, epoch: int, progress: Callable[[], PassProgress], long_look: Callable[[], int] | None = None
-    ) -> None:
+    def begin(self, epoch: int, progress: Callable[[], PassProgress], long_look: LongLook | None = None) -> None:
         """Add a pass.
 
         Args:
@@ -323,7 +324,7 @@ class History:
         passes = {known.epoch: known.entry for known in self._passes}
         return PassRecord(passes, self._since, share, notes, tuple(self._past_attempts))
 
-    def _go_back_to(self, epoch: int, long_look: Callable[[], int] | None) -> None:
+    def _go_back_to(self, epoch: int, long_look: LongLook | None) -> None:
         """Drop the passes from an epoch on; if they were more than looks, this is another attempt."""
         entries = [known.entry for known in self._passes if known.epoch > self._furthest]
         made = [entry for entry in entries if entry.is_more_than(self._look_items)]
@@ -355,11 +356,7 @@ class PassMismatch(NamedTuple):
 
 
 def pass_mismatch(
-    mine: PassRecord,
-    theirs: PassRecord,
-    look_items: int,
-    slack: int = 0,
-    long_look: Callable[[], int] | None = None,
+    mine: PassRecord, theirs: PassRecord, look_items: int, slack: int = 0, long_look: LongLook | None = None
 ) -> PassMismatch | None:
     """Return where the passes of two ranks contradict each other; None if one may only be faster than the other.
 
@@ -391,12 +388,7 @@ def pass_mismatch(
 
 
 def _went_on(
-    behind: PassRecord,
-    other: PassRecord,
-    further: PassEntry,
-    look_items: int,
-    slack: int,
-    long_look: Callable[[], int],
+    behind: PassRecord, other: PassRecord, further: PassEntry, look_items: int, slack: int, long_look: LongLook
 ) -> tuple[int, int, int] | None:
     """Return where a rank broke off or left out an epoch of which another took more."""
     epoch, own = further.epoch, behind.passes.get(further.epoch)
@@ -414,7 +406,7 @@ def _went_on(
     return (epoch, 0 if own is None else own.items, following) if goes_on and has_left else None
 
 
-def _gone_back(behind: PassRecord, further: PassEntry, long_look: Callable[[], int]) -> tuple[int, int, int] | None:
+def _gone_back(behind: PassRecord, further: PassEntry, long_look: LongLook) -> tuple[int, int, int] | None:
     """Return where a rank started again before it came to an epoch of which another took more."""
     top = dict(behind.past_attempts).get(further.attempt)
     if top is None or further.epoch <= top or further.state is PassState.UNKNOWN:

@@ -155,7 +155,7 @@ class Batches(Batching):
 
 
 def batches_delivered(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> int:
-    """Return how many batches of the latest pass a patched loader has given.
+    """Return how many batches of the latest pass a patched loader has given, as the ``Tally`` of its iterator counts.
 
     Raises:
         StateError: Nobody counted them.

@@ -356,6 +356,7 @@ class EpochSampler(DistributedSampler[T]):
         if position.seed is not None:
             self.agreed.seed.adopt(position.seed)
         self.latest = None
+        # Only a position for load_state_dict has ended: restore_loader takes the one that follows.
         self._sampler_states.restore_epoch(position.epoch + position.ended, position.held)
         self.set_epoch(position.epoch)  # also on samplers whose own state has the epoch before
         self.position, self.tells_rest = position, tells_rest

@@ -77,7 +77,7 @@ def unit_shared(facts: LoaderFacts[L], share: Share) -> LoaderFacts[L]:
 
 
 # For at least this many samples, if there are, ranks compare what a function says that they cost.
-_COMPARED = 32
+_COSTS_COMPARED = 32
 
 
 def require_costs(facts: LoaderFacts[Any], costs: Costs) -> None:
@@ -142,7 +142,7 @@ def _of_some_samples(facts: LoaderFacts[Any], costs: Costs, *, divides: bool) ->
     """Return the costs of some indices, or of batches of one, by the user's function; None if it takes other items."""
     n, source = facts.dataset_length or 0, facts.stream.source
     takes_batches = (facts.level is Level.BATCH or is_torch_batch_sampler(type(source))) and not divides
-    some = evenly_spread(n, _COMPARED)
+    some = evenly_spread(n, _COSTS_COMPARED)
     try:
         found: list[float] = costs.of([[index] for index in some] if takes_batches else some).tolist()
     except Exception as error:

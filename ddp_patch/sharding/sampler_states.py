@@ -28,7 +28,7 @@ __all__ = ["AttributeProxy", "SamplerSnapshot", "SamplerStates"]
 
 
 # How many epochs' beginnings are kept, for who goes back to one.
-_LATEST = 32
+_MOST_BEGINNINGS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,16 @@ class _Generator:
         self.outside_state = None if same_state(now, self.pass_state) else now
         if self.outside_state is not None:
             set_native_state(self.generator, self.pass_state)
+
+    def set_pass_state(self, state: Any) -> None:
+        """Let passes draw on from a state, even if it was seeded."""
+        self.pass_state = state
+        if self.is_seeded:
+            self.outside_state = native_state(self.generator)
+
+    def adopt(self) -> None:
+        """Let passes draw on from where everybody finds it now."""
+        self.pass_state = self.outside_state = native_state(self.generator)
 
     def leave(self) -> None:
         """Put it back to where everybody else finds it."""
@@ -226,9 +236,7 @@ class SamplerStates:
 
     def _set(self, generator: _Generator, state: Any) -> None:
         if self._attributes_before is None:
-            generator.pass_state = state
-            if generator.is_seeded:
-                generator.outside_state = native_state(generator.generator)
+            generator.set_pass_state(state)
         else:
             set_native_state(generator.generator, state)
 
@@ -239,7 +247,7 @@ class SamplerStates:
     def end(self, epoch: int) -> None:
         """Record that all of an epoch was drawn, so that the next one begins with what is held now."""
         self._beginnings[epoch + 1], self._seeded = self._now(), {}
-        if len(self._beginnings) > _LATEST:
+        if len(self._beginnings) > _MOST_BEGINNINGS:
             del self._beginnings[min(known for known in self._beginnings if known)]
 
     def _now(self) -> _Beginning:
@@ -288,7 +296,7 @@ class SamplerStates:
         self._find()
         if self._attributes_before is None:
             for one in self._own:
-                one.pass_state = one.outside_state = native_state(one.generator)
+                one.adopt()
 
     def restore_epoch(self, epoch: int, held: SamplerSnapshot) -> None:
         """Make them hold what they held before an epoch, because a state is restored."""

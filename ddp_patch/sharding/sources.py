@@ -38,6 +38,7 @@ class ItemSource(Generic[T]):
             None if this rank does not see them, or nobody needs that.
     """
 
+    # Subclasses annotate again what they set: pyright asks for it.
     length: int | None = None
     held_before: SamplerSnapshot | None = None
     held_after: SamplerSnapshot | None = None
@@ -51,11 +52,7 @@ class ItemSource(Generic[T]):
         raise NotImplementedError
 
     def ends_within(self, items: int) -> bool:
-        """Draw up to the end if it is at most this many items of the share away, and return whether it is.
-
-        Then the samplers hold what the epoch leaves in them. Return False, too, where one rank would know and another
-        not.
-        """
+        """Draw up to the end if it is at most this many items away, and return whether it is; see ``Pass``."""
         return False
 
     def _found(self, length: int) -> None:

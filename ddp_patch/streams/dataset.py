@@ -97,7 +97,7 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
         return WorkerIterator(self._worker)
 
     def begin_worker(self, number: int, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
-        """Prepare this worker's copy for pass ``number``; call the user's function for the dataset that it knows."""
+        """Prepare this worker's copy for pass ``number``; see ``StreamWorker.prepare``."""
         self._worker.prepare(number, epoch, worker_init_fn)
 
 

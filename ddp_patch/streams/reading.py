@@ -102,10 +102,10 @@ class Reader:
 
 
 # By how many of its first items a stream is recognised.
-_FIRST = 8
+_RECOGNISED_BY = 8
 
 # The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
-_LATEST: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
+_LATEST_ITERATORS: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
 
 
 def can_snapshot(dataset: object, options: Options) -> bool:
@@ -187,7 +187,7 @@ class DatasetStateTracker:
             if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
                 raise self._other_stream()
             yield item
-            if len(seen) == _FIRST:
+            if len(seen) == _RECOGNISED_BY:
                 break
         yield from self.follow(items)
 
@@ -218,7 +218,7 @@ class DatasetStateTracker:
     def start_after(self, items: int) -> StreamStart | None:
         """Return the hashes of the first items, if exactly ``min(8, items)`` were read; otherwise None."""
         start = self.start
-        return start if start is not None and start.seen == min(_FIRST, items) else None
+        return start if start is not None and start.seen == min(_RECOGNISED_BY, items) else None
 
     def snapshot(self) -> bytes | None:
         """Return the dataset's own state, pickled; None if that does not contain the stream's position.
@@ -239,11 +239,11 @@ class DatasetStateTracker:
 def _is_again(dataset: Any, iterator: Any) -> bool:
     """Return whether a dataset gave the same iterator before; remember it, without keeping it alive if possible."""
     try:
-        before = _LATEST.get(dataset)
+        before = _LATEST_ITERATORS.get(dataset)
         try:
-            _LATEST[dataset] = ref(iterator)
+            _LATEST_ITERATORS[dataset] = ref(iterator)
         except TypeError:  # as some written in C
-            _LATEST[dataset] = lambda: iterator
+            _LATEST_ITERATORS[dataset] = lambda: iterator
     except TypeError:  # the dataset cannot be hashed
         return False
     return before is not None and before() is iterator

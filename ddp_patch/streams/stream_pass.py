@@ -226,7 +226,7 @@ class StreamPass(Pass[None]):
             )
 
     def _snapshot_after(self, worker: int, batches: int, previous: StreamSnapshot) -> StreamSnapshot:
-        """Return what is known of a reader's stream after some batches of it; ``taken_before``, when the pass began."""
+        """Return what is known of a worker's stream after some batches of it; ``previous``, when the pass began."""
         if not batches:
             return previous
         first, at_first = previous.first, previous.initial_state

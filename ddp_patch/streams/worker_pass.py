@@ -12,8 +12,9 @@ from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderEr
 from ddp_patch.orders.chunks import Chunk, draw
 from ddp_patch.orders.fingerprint import Fingerprint
 from ddp_patch.orders.random_states import PrivateRNG, epoch_states, reader_seed
-from ddp_patch.plan import Batching, Consumed, Plan
+from ddp_patch.plan import Consumed, Plan
 from ddp_patch.schedule import require_steps
+from ddp_patch.sharding.balancing import Division
 from ddp_patch.sharding.drawing import require_sure_length, share
 from ddp_patch.sharding.position import BatchNote, StreamSnapshot, StreamStart
 from ddp_patch.streams.reading import DatasetStateTracker, can_snapshot, this_worker
@@ -195,7 +196,7 @@ class WorkerPass(Generic[T]):
 
         of_rank = (item for (part,) in share([plan], chunks, len(rest), at_end, skipped) for item in part)
         mine = self._of_worker(islice(of_rank, start.items_done if skipped is None else 0, None))
-        yield from mine if worker.division is None else _divided(mine, worker.division, worker.batching)
+        yield from mine if worker.division is None else _divided(mine, worker, worker.division)
         self._is_over = True
 
     def _compared(self, read: Iterator[T]) -> Iterator[T]:
@@ -368,8 +369,9 @@ def _pickled(state: object) -> bytes | None:
     return None
 
 
-def _divided(items: Iterator[T], division: Plan, batching: Batching) -> Iterator[T]:
+def _divided(items: Iterator[T], worker: "StreamWorker[T]", division: Plan) -> Iterator[T]:
     """Yield a rank's samples of each batch that is made of some items."""
+    batching, divide = worker.batching, Division(division, worker.name)
     while batch := list(islice(items, batching.size)):
         if len(batch) == batching.size or not batching.drop_last:
-            yield from (batch[place] for place in chain(*division.divide(len(batch))))
+            yield from divide(batch)
