@@ -143,15 +143,14 @@ def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -
                 "on the number of ranks that saved it, or leave the rest out: call "
                 f"set_epoch({position.epoch + 1}) on every rank."
             )
+    parts = position.parts
     sampler.agreed.compare(
         _RESTORING,
         {
             "seed": position.seed,
             "epoch to resume in": position.epoch,
             "done": json.dumps(position.done),
-            "done of each part": None
-            if position.parts is None
-            else json.dumps([position.parts.first, *position.parts.done]),
+            "done of each part": None if parts is None else json.dumps([parts.first, *parts.done]),
             "held": fingerprint([position.held.generators, position.held.samplers, position.held.attributes]),
         },
     )

@@ -35,11 +35,9 @@ def require_steps(plan: Plan, batching: Batching, name: str, lengths: Sequence[i
     """
     if not batching.leaves_rank_without_step(plan, *lengths):
         return
-    why = (
-        f", and drop_last=True leaves out a batch of fewer than batch_size={batching.size}"
-        if batching.drop_last
-        else ""
-    )
+    why = ""
+    if batching.drop_last:
+        why = f", and drop_last=True leaves out a batch of fewer than batch_size={batching.size}"
     parts = f" in {len(lengths)} parts, one for each worker" if len(lengths) > 1 else ""
     raise NoStepsError(
         f"A rank would make no step in an epoch: {name} has {_counted(sum(lengths), 'item')}{parts}, of which "

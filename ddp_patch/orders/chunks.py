@@ -10,7 +10,7 @@ from enum import Enum
 from itertools import compress, islice, repeat
 from operator import length_hint
 from types import WrapperDescriptorType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -71,6 +71,10 @@ def _by_next(iterator: Iterator[T]) -> Iterator[T]:
         yield item
 
 
+# Tells which of some items to keep, by the position of the first and their number.
+Selection: TypeAlias = Callable[[int, int], slice]
+
+
 class Chunk(NamedTuple, Generic[T]):
     """Items that were drawn at once.
 
@@ -91,7 +95,7 @@ def draw(
     ahead: bool = False,
     rounds: Iterable[int] = repeat(1),
     copies: bool = True,
-    selection: Callable[[int, int], slice] = lambda _start, _size: slice(None),
+    selection: Selection = lambda _start, _size: slice(None),
     noted: "PassFingerprint | None" = None,
 ) -> Iterator[Chunk[T]]:
     """Yield the iterator's items in chunks, entering ``rng`` while drawing each.
@@ -175,13 +179,7 @@ class _CountingIterator:
         return max(1, MOST_AHEAD // self._samples, min(before, MOST_PLAIN // self._samples))
 
     def draw_to(
-        self,
-        end: int,
-        into: list[Any],
-        selection: Callable[[int, int], slice],
-        noted: "PassFingerprint | None",
-        *,
-        is_begun: bool,
+        self, end: int, into: list[Any], selection: Selection, noted: "PassFingerprint | None", *, is_begun: bool
     ) -> None:
         """Draw the rest of a chunk; see ``show``."""
         start = self.drawn - is_begun * self._round_size
@@ -211,13 +209,7 @@ class _CountingIterator:
         self.is_ended = len(items) < self._round_size
 
     def show(
-        self,
-        into: list[Any],
-        end: int,
-        selection: Callable[[int, int], slice],
-        noted: "PassFingerprint",
-        *,
-        is_begun: bool,
+        self, into: list[Any], end: int, selection: Selection, noted: "PassFingerprint", *, is_begun: bool
     ) -> None:
         """Draw as many whole rounds before ``end`` as are to be noted, and keep a part of them.
 

@@ -376,9 +376,9 @@ def pass_mismatch(
         for entry in further.passes.values():
             # Most passes went alike on both.
             if entry.items > look_items and behind.passes.get(entry.epoch) != entry:
-                left = _went_on(behind, further, entry, look_items, slack, at_most)
-                left = left or _gone_back(behind, entry, at_most)
-                found += [] if left is None else [PassMismatch(*left, is_mine)]
+                less = _went_on(behind, further, entry, look_items, slack, at_most)
+                less = less or _gone_back(behind, entry, at_most)
+                found += [] if less is None else [PassMismatch(*less, is_mine)]
     return min(found, default=None)
 
 

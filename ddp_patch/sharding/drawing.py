@@ -143,14 +143,13 @@ class Stream(Generic[T]):
             found: Called with how many items were left, when the end was found.
         """
         epoch, plan, stream = self._epoch, self._epoch.plan, self._stream
+        before = epoch.taken_before
         if epoch.shuffle_seed is not None:
             stream = _shuffled(stream, epoch.shuffle_seed, epoch.number)
-        rest = plan.rest_of_stream(epoch.length, epoch.taken_before)
+        rest = plan.rest_of_stream(epoch.length, before)
         if epoch.balancer is not None:
-            stream = balanced_stream(
-                stream, epoch.balancer, epoch.number, epoch.taken_before, plans, self._note_origins
-            )
-        elif epoch.taken_before:
+            stream = balanced_stream(stream, epoch.balancer, epoch.number, before, plans, self._note_origins)
+        elif before:
             stream = rest.select(stream)
         if self._sizes is not None:
             stream = self._sizes.recording(stream)

@@ -330,9 +330,8 @@ class EpochSampler(DistributedSampler[T]):
         """Return the position that a state describes; raise StateError unless this loader has it."""
         self.require_states("restored")
         position = read_state(state, self._identity(None), self.agreed.seed, self._sampler_states.holders)
-        with self.agreed.seed.tried(
-            self.seed if position.seed is None else position.seed
-        ):  # a length may follow from it
+        seed = self.seed if position.seed is None else position.seed
+        with self.agreed.seed.tried(seed):  # a length may follow from it
             length = self._sure_length(position.epoch)
         for number, (ranks, taken) in enumerate(position.done if length is not None else ()):
             left = len(self.plan.rest(length or 0, position.done[:number]))

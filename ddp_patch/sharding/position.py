@@ -174,15 +174,13 @@ def write_state(position: Position, facts: Mapping[str, object], seed: int) -> d
     """
     if position.held.unknown:
         raise StateError(f"The loader's state cannot be saved: {position.held.unknown}.")
-    before = {"before": [list(mark.initial_state) for mark in position.snapshots]}
+    parts, before = position.parts, {"before": [list(mark.initial_state) for mark in position.snapshots]}
     return {
         "version": _VERSION,
         "loader": {**facts, "seed": seed},
         "epoch": position.epoch,
         "done": _listed(position.done),
-        "parts": None
-        if position.parts is None
-        else [position.parts.first, [_listed(done) for done in position.parts.done]],
+        "parts": None if parts is None else [parts.first, [_listed(done) for done in parts.done]],
         "marks": [mark.plain() for mark in position.snapshots],
         "ended": position.ended,
         "generators": list(position.held.generators),
@@ -248,14 +246,8 @@ def _listed(done: Consumed) -> list[list[int]]:
 def _read_parts(parts: Any) -> PartsDone | None:
     if parts is None:
         return None
-    if not (
-        isinstance(parts, list | tuple)
-        and len(parts) == 2
-        and isinstance(parts[1], list | tuple)
-        and _is_count(parts[0])
-        and parts[0] < len(parts[1])
-        and all(map(_is_done, parts[1]))
-    ):
+    is_pair = _is_list(parts, 2, 2) and isinstance(parts[1], list | tuple) and _is_count(parts[0])
+    if not (is_pair and parts[0] < len(parts[1]) and all(map(_is_done, parts[1]))):
         raise _damaged(f"its field parts is {parts!r}, not a pair: whose turn is next, and what was taken of each part")
     return PartsDone(parts[0], tuple(tuple((ranks, taken) for ranks, taken in done) for done in parts[1]))
 

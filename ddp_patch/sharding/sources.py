@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -22,6 +22,10 @@ __all__ = ["FromLeader", "Indexed", "ItemSource", "Nothing", "Streamed"]
 
 
 T = TypeVar("T")
+
+
+# Returns the items at some positions.
+_ItemsAt: TypeAlias = Callable[[range], Sequence[Any]]
 
 
 class ItemSource(Generic[T]):
@@ -103,7 +107,7 @@ class Indexed(ItemSource[T]):
             order = balanced_order(drawn, epoch.balancer, ranks, epoch.number, skip * ranks, note)
         rest = plan.rest(order.length, epoch.taken_before)
         length = self.length = len(rest)
-        at: Callable[[range], Sequence[Any]] = partial(_items_at, order, rest)
+        at: _ItemsAt = partial(_items_at, order, rest)
         real, repeated = plan.own_and_repeated(length)
         padding = at(repeated)  # first: an order is looked up from its beginning on
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
@@ -141,15 +145,13 @@ class Indexed(ItemSource[T]):
             window_orders.append(fingerprint([places]))
 
     def _noting_origins(
-        self, at: Callable[[range], Sequence[T]], places: Callable[[range], np.ndarray[Any, Any]], positions: range
+        self, at: _ItemsAt, places: Callable[[range], np.ndarray[Any, Any]], positions: range
     ) -> Sequence[T]:
         """Return the items at some of this rank's positions of a balanced order, and note where they come from."""
         cast(Origins, self.origins).add(places(positions))
         return at(positions)
 
-    def _looking_at_all(
-        self, at: Callable[[range], Sequence[T]], plan: Plan, length: int, positions: range
-    ) -> Sequence[T]:
+    def _looking_at_all(self, at: _ItemsAt, plan: Plan, length: int, positions: range) -> Sequence[T]:
         """Return the items at some of a rank's positions, and note the sizes of all ranks' items up to there."""
         sizes = cast(Sizes, self.sizes)
         until = positions[-1] - plan.rank + plan.num_replicas if positions else length
@@ -263,17 +265,16 @@ class FromLeader(ItemSource[T]):
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
-        shares = _skipping(skip, self._sent(skip) if self._leader.is_leader else self._received())
+        facts = self._pass_facts()
+        came = self._sent(skip, facts) if self._leader.is_leader else self._leader.receive(facts, self._take_note)
+        shares = _skipping(skip, came)
         return shares if self.origins is None else self._noted(self.origins, shares)
 
-    def _sent(self, skip: int) -> Iterator[list[Any]]:
+    def _sent(self, skip: int, facts: Mapping[str, object]) -> Iterator[list[Any]]:
         shares: Iterator[list[list[Any]]] = self._stream.shares(self._plans, skip, self._found)
         if self.origins is not None:
             shares = self._with_origins(shares)
-        return self._leader.send(shares, self._pass_facts(), self._note, *self._piece_sizes)
-
-    def _received(self) -> Iterator[list[Any]]:
-        return self._leader.receive(self._pass_facts(), self._take_note)
+        return self._leader.send(shares, facts, self._note, *self._piece_sizes)
 
     def _with_origins(self, shares: Iterator[list[list[T]]]) -> Iterator[list[list[tuple[int, T]]]]:
         """Pair each item with the position that it comes from: the others do not see the stream. Padding has -1."""

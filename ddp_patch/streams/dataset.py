@@ -214,12 +214,11 @@ class StreamWorker(Generic[T]):
 
     def share_length(self) -> int:
         """Return how many items this rank takes of the upcoming epoch; TypeError where the dataset has no length."""
-        before: Consumed = ()
-        skip = 0
+        done: tuple[Consumed, int] = ((), 0)
         # Persistent workers keep a pass that has come to its end.
         if self._tells_rest and self._resumed is not None and set(self.shared.lengths(self._resumed[0])) == {None}:
-            before, skip = split(self._resumed[1].done, self.plan.num_replicas)
-        return self.plan.remaining(self.stream_length(), before, skip)
+            done = split(self._resumed[1].done, self.plan.num_replicas)
+        return self.plan.remaining(self.stream_length(), *done)
 
     def resume(self, number: int, position: Position, *, tells_rest: bool) -> None:
         """Let pass ``number`` begin at a position, in workers that are started from now on.

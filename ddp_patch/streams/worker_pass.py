@@ -101,10 +101,9 @@ class WorkerPosition:
                 "The state of a worker's iterator was written by another version of ddp_patch, which this one does not "
                 "read. Restore it with that version."
             )
-        fields["part"] = fields.pop("role")
         fields["taken_before"] = tuple((ranks, taken) for ranks, taken in fields.pop("before"))
         fields["snapshot"] = StreamSnapshot.of(fields.pop("mark"), fields.pop("state before"))
-        return cls(number=-1, ended=fields.pop("is_over"), **fields)
+        return cls(number=-1, part=fields.pop("role"), ended=fields.pop("is_over"), **fields)
 
 
 _NOTHING: Any = object()
