@@ -1,4 +1,4 @@
-"""Deal the items of a window so that each step costs about the same on all ranks, and divide batches.
+"""Order the items of a window so that each step costs about the same on all ranks, and divide batches.
 
 The order that comes out is for interleaved sharding: the item at position p goes to rank ``p % ranks``, and a step
 takes the next ``size`` items of every rank.

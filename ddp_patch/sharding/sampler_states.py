@@ -86,7 +86,7 @@ class _Generator:
         if self.is_seeded:
             self.outside_state = native_state(self.generator)
 
-    def adopt(self) -> None:
+    def take_present_state(self) -> None:
         """Let passes draw on from where everybody finds it now."""
         self.pass_state = self.outside_state = native_state(self.generator)
 
@@ -296,7 +296,7 @@ class SamplerStates:
         self._find()
         if self._attributes_before is None:
             for one in self._own:
-                one.adopt()
+                one.take_present_state()
 
     def restore_epoch(self, epoch: int, held: SamplerSnapshot) -> None:
         """Make them hold what they held before an epoch, because a state is restored."""

@@ -75,7 +75,7 @@ class EvenSteps(WrappedIterator, Iterator[Any]):
 
     Args:
         loader: The loader.
-        maker: What the ranks agree on.
+        maker: What made it, and knows what the ranks agree on.
     """
 
     def __init__(self, loader: DataLoader[Any], maker: EvenIterators) -> None:

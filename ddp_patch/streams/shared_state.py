@@ -66,9 +66,9 @@ class SharedWorkerState:
         epoch = int(self._epochs[number % _EPOCHS_KEPT])
         return epoch if epoch >= 0 else None
 
-    def note_part(self, number: int, reader: int, part: int | None) -> None:
+    def note_part(self, number: int, worker_index: int, part: int | None) -> None:
         """Write which worker's part a reader reads in pass ``number``; None if all read one stream."""
-        self._parts[number % _EPOCHS_KEPT, reader] = _ONE_STREAM if part is None else part
+        self._parts[number % _EPOCHS_KEPT, worker_index] = _ONE_STREAM if part is None else part
 
     def ways(self, number: int) -> set[Literal["stream", "parts"]]:
         """Return how the readers of pass ``number`` read, as far as they wrote it: all one stream, or each a part."""
@@ -86,14 +86,14 @@ class SharedWorkerState:
     def first_part(self, number: int) -> int:
         """Return whose part the first reader of pass ``number`` reads; each next one reads the next."""
         found = self._parts[number % _EPOCHS_KEPT].tolist()
-        return next(((part - reader) % self.readers for reader, part in enumerate(found) if part >= 0), 0)
+        return next(((part - worker_index) % self.readers for worker_index, part in enumerate(found) if part >= 0), 0)
 
-    def note_offset(self, number: int, reader: int, items: int) -> None:
+    def note_offset(self, number: int, worker_index: int, items: int) -> None:
         """Write that a reader leaves out this many items in pass ``number`` because another package's loader resumed.
 
         A worker may write it before the pass has begun.
         """
-        self._offsets[number % _EPOCHS_KEPT, reader] = torch.tensor([number, items])
+        self._offsets[number % _EPOCHS_KEPT, worker_index] = torch.tensor([number, items])
 
     def offset(self, number: int) -> int:
         """Return the largest number of items that a reader of pass ``number`` leaves out, as above."""
